@@ -1,0 +1,63 @@
+"""The one timer of all benches: several callables, interleaved, in the same process and the same minutes.
+
+Machines are shared and their speed drifts, so absolute times of two runs do not compare. What compares is the
+ratio of two callables inside one round; a report states that, next to the medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one callable took."""
+
+    median_s: float
+    best_s: float
+    worst_s: float
+    ratio: (
+        float  # median over the rounds of (reference's time / own time): above 1 is faster than the reference
+    )
+
+    def rate(self, amount: float) -> float:
+        """`amount` per second at the median."""
+        return amount / self.median_s
+
+
+def measure(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    reference: str,
+    repeats: int = 9,
+    warmups: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Time every callable once per round, `repeats` rounds, after `warmups` rounds that do not count.
+
+    Each round starts with another callable, so that no one always runs in the caches or the turbo that the same
+    neighbour left behind. Errors of a callable end the measurement.
+
+    :raises ValueError: `reference` is not among `calls`, or `repeats` is not positive.
+    """
+    if reference not in calls or repeats < 1:
+        raise ValueError(f"reference {reference!r} must be one of {sorted(calls)}, repeats {repeats} positive")
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-warmups, repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start = clock()
+            calls[name]()
+            elapsed = clock() - start
+            if turn >= 0:
+                times[name].append(elapsed)
+    return {name: _summary(times[name], times[reference]) for name in names}
+
+
+def _summary(own: list[float], reference: list[float]) -> Timing:
+    ratios = [theirs / mine for mine, theirs in zip(own, reference, strict=True)]
+    return Timing(statistics.median(own), min(own), max(own), statistics.median(ratios))

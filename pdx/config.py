@@ -1,0 +1,123 @@
+"""Settings of the node and of the connector: typed, bounded, unknown names refused.
+
+A setting comes from the command line or the connector's `kv_connector_extra_config`; where neither names the
+node, the environment variable PDX_NODE does, else the host's default socket.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pdx.errors import ConfigError
+
+_T = TypeVar("_T")
+
+PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def runtime_folder() -> Path:
+    """This user's private folder for sockets and locks; created with mode 0700.
+
+    :raises ConfigError: it exists but belongs to somebody else or others may enter it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "pdx" if base else Path(tempfile.gettempdir()) / f"pdx-{os.getuid()}"
+    private_folder(folder)
+    return folder
+
+
+def private_folder(folder: Path) -> None:
+    """Create `folder` for this user alone, or check that it already is so.
+
+    :raises ConfigError: it belongs to somebody else or others may enter it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = folder.stat()
+    if info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} must belong to user {os.getuid()} with mode 0700 "
+            f"(it has user {info.st_uid}, mode {info.st_mode & 0o777:04o}); fix it or name another folder"
+        )
+
+
+def default_node() -> str:
+    """The address of this host's node: PDX_NODE or ipc://<runtime folder>/node.sock."""
+    return os.environ.get("PDX_NODE") or f"ipc://{runtime_folder()}/node.sock"
+
+
+def default_proxy() -> str:
+    """The address at which nodes find this host's proxy: PDX_PROXY or ipc://<runtime folder>/proxy.sock."""
+    return os.environ.get("PDX_PROXY") or f"ipc://{runtime_folder()}/proxy.sock"
+
+
+def socket_path(address: str) -> Path:
+    """The path in an `ipc://` address.
+
+    :raises ConfigError: not an ipc address, or longer than a Unix socket's path can be.
+    """
+    if not address.startswith("ipc://") or not address[6:].startswith("/"):
+        raise ConfigError(f"{address!r} is not an ipc:///absolute/path address")
+    if len(address[6:].encode()) > 100:
+        raise ConfigError(f"{address!r} is too long for a Unix socket (100 bytes); choose a shorter path")
+    return Path(address[6:])
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in `text`: a number with an optional unit K, M, G, T (binary; "GiB" and "GB" mean the same)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write for example 4GiB, 512M or 1073741824")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `pdx node`."""
+
+    address: str
+    arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30
+    proxy: str = ""  # where to report engines and timelines; empty: nowhere
+    report_s: PositiveSeconds = 1.0
+    max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
+    reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
+    exit_when_idle_s: float = 0.0  # 0: never
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of `PdxConnector`; the same for every role."""
+
+    node: str = ""  # empty: PDX_NODE, else this host's default socket
+    arena: str | int = "4GiB"  # size of the arena if this engine has to start the node
+    proxy: str = ""  # told to a node that this engine starts
+    chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
+    save: bool = True  # put prompts into the store
+    save_decode: bool = True  # put generated chunks into the store
+    role: Literal["prefill", "decode", "both"] = "both"  # told to the proxy; decides nothing in the engine
+    url: str = ""  # where this engine serves HTTP, told to the proxy
+    lookup_s: PositiveSeconds = 1.0  # a node that has not answered by then is a miss
+    reserve_wait_s: PositiveSeconds = 5.0  # a prefill for a transfer waits this long for room
+    transfer_wait_s: PositiveSeconds = 30.0  # a decode waits this long for its transfer
+    lease_s: PositiveSeconds = 60.0
+
+    def node_address(self) -> str:
+        """The node this engine attaches to."""
+        return self.node or default_node()
+
+
+def parse(kind: type[_T], settings: dict[str, Any]) -> _T:
+    """`settings` as a `kind`.
+
+    :raises ConfigError: an unknown name, a wrong type, or a value out of range; the message names it.
+    """
+    try:
+        return msgspec.convert(settings, kind)
+    except msgspec.ValidationError as error:
+        known = ", ".join(field.name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
+        raise ConfigError(f"{error} (settings of {kind.__name__}: {known})") from error

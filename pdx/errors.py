@@ -1,0 +1,65 @@
+"""Every error PDX raises, in one tree; the class says what the caller may do.
+
+PdxError
+├── ConfigError           fix the configuration; retrying cannot help
+├── LayoutError           this model or engine layout is not supported; run without PDX
+├── ProtocolError         a peer sent something that is not our protocol; drop it, keep going
+└── NodeError             the node could not do what was asked
+    ├── NodeUnavailable   no node answers; reattach later, recompute meanwhile
+    ├── NodeRunning       another node already owns this socket; use that one
+    ├── ArenaTooSmall     the arena can never hold this; make it bigger
+    ├── ArenaFull         no room now; ask again later or go on without
+    ├── ChunkExists       somebody else fills or filled this chunk; look it up instead
+    ├── ChunkMissing      the chunk is not there (any more); recompute
+    └── StaleSlot         the slot is no longer what was promised; drop what was copied
+"""
+
+from __future__ import annotations
+
+
+class PdxError(Exception):
+    """Base of all PDX errors; never raised itself."""
+
+
+class ConfigError(PdxError):
+    """A setting is missing, unknown or out of range."""
+
+
+class LayoutError(PdxError):
+    """The engine's KV layout is one PDX does not move (yet)."""
+
+
+class ProtocolError(PdxError):
+    """A message does not parse, is out of bounds, or is out of order."""
+
+
+class NodeError(PdxError):
+    """The node refused or could not serve a request."""
+
+
+class NodeUnavailable(NodeError):
+    """No node answered within the deadline."""
+
+
+class NodeRunning(NodeError):
+    """A second node was started on a socket that is already owned."""
+
+
+class ArenaTooSmall(NodeError):
+    """The request is larger than the whole arena, or the host cannot back the arena."""
+
+
+class ArenaFull(NodeError):
+    """There is no room now: everything is leased, pinned or being filled."""
+
+
+class ChunkExists(NodeError):
+    """The chunk is already sealed, or somebody is filling it."""
+
+
+class ChunkMissing(NodeError):
+    """No sealed chunk of that key is in the store."""
+
+
+class StaleSlot(NodeError):
+    """The slot's generation or epoch changed: it belongs to somebody else now."""

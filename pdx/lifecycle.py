@@ -1,0 +1,58 @@
+"""The life of a slot, as one table. All transitions are here; there is no other way to change a state.
+
+    FREE ──reserve──► FILLING ──seal──► SEALED ──evict──► FREE
+                         │                 │
+                       abort             delete (while leased)
+                         ▼                 ▼
+                    QUARANTINED         RETIRED
+                  (a writer may          (a reader
+                   still write)          still reads)
+                         │                 │
+                      let_go            unleased
+                         └──────► FREE ◄───┘
+
+A slot in FILLING, QUARANTINED or RETIRED is never given to anybody else (DESIGN §4, invariant 3).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where a slot is in its life. FREE slots have no record: it is the state before and after."""
+
+    FREE = "free"
+    FILLING = "filling"
+    SEALED = "sealed"
+    QUARANTINED = "quarantined"
+    RETIRED = "retired"
+
+
+class Step(StrEnum):
+    """What can happen to a slot."""
+
+    RESERVE = "reserve"
+    SEAL = "seal"
+    ABORT = "abort"  # its reservation ends unsealed, the writer has not let go yet
+    LET_GO = "let_go"  # the writer says it will not write any more, or is known dead
+    DELETE = "delete"  # while leased
+    UNLEASED = "unleased"  # the last lease ended
+    EVICT = "evict"  # not leased, not pinned
+
+
+TRANSITIONS: dict[tuple[State, Step], State] = {
+    (State.FREE, Step.RESERVE): State.FILLING,
+    (State.FILLING, Step.SEAL): State.SEALED,
+    (State.FILLING, Step.ABORT): State.QUARANTINED,
+    (State.FILLING, Step.LET_GO): State.FREE,
+    (State.QUARANTINED, Step.LET_GO): State.FREE,
+    (State.SEALED, Step.DELETE): State.RETIRED,
+    (State.SEALED, Step.EVICT): State.FREE,
+    (State.RETIRED, Step.UNLEASED): State.FREE,
+}
+
+
+def advance(state: State, step: Step) -> State:
+    """The state after `step`. A step that is not in the table is a bug of ours, not of a peer."""
+    return TRANSITIONS[state, step]

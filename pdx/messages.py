@@ -1,0 +1,347 @@
+"""What processes say to a node, what it answers, and what nodes and proxies tell each other.
+
+Wire format: msgpack arrays, coded by msgspec against the types below; every number, string and list is
+bounded on decode, so a message that decodes is one the receiver can act on. One ZMQ frame is one envelope.
+No I/O here. Tests decode the same bytes with the independent `msgpack` package.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pdx.errors import ProtocolError
+
+_T = TypeVar("_T")
+
+VERSION = 1
+MAX_FRAME_BYTES = 4 << 20
+MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
+MAX_SHARDS = 1_024
+MAX_LAYERS = 4_096
+KEY_BYTES = 16
+
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
+TransferId = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-zA-Z_-]+$")]
+Name = Annotated[str, Meta(max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=1 << 32)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 48)]
+Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # CLOCK_MONOTONIC of the sender's host, nanoseconds
+Handle = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
+LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of all message bodies: a tagged msgpack array."""
+
+
+class Slot(msgspec.Struct, array_like=True, frozen=True):
+    """Room for one chunk of one shard in the arena: valid while `generation` stands at `offset`."""
+
+    offset: Bytes
+    nbytes: Bytes
+    generation: Handle
+
+
+Slots = Annotated[list[Slot], Meta(max_length=MAX_KEYS)]
+
+
+# ---- from an attached process to its node -------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """Attach this process. `engine` groups the processes of one engine; `shard` is the worker's rank."""
+
+    version: Count
+    pid: Annotated[int, Meta(ge=1, le=1 << 31)]
+    kind: Literal["scheduler", "worker", "client"]
+    name: Name = ""
+    engine: Name = ""
+    shard: Shard = 0
+    role: Literal["prefill", "decode", "both"] = "both"
+    url: Name = ""  # where the engine serves HTTP, told to the proxy
+
+
+class Bye(Message, frozen=True):
+    """Detach: this process maps nothing and writes nothing any more."""
+
+
+class Ping(Message, frozen=True):
+    """Heartbeat; `running` is the engine's number of unfinished requests."""
+
+    running: Count = 0
+
+
+class Lookup(Message, frozen=True):
+    """How long is the leading run of sealed chunks? Leases that run for `lease_s` (0: no lease)."""
+
+    keys: Keys
+    shards: ShardCount = 1
+    lease_s: Seconds = 0.0
+    transfer: TransferId | None = None
+
+
+class Reserve(Message, frozen=True):
+    """Room for the chunks `keys` of `nbytes` each; written by the workers of `engine` (or the sender).
+
+    `tail`: the last key is a prompt's tail of `tail_nbytes`, never kept for reuse.
+    `partial`: grant the leading chunks that fit instead of all or nothing.
+    """
+
+    keys: Keys
+    nbytes: Bytes
+    layers: LayerCount = 1
+    shards: ShardCount = 1
+    tail_nbytes: Bytes = 0
+    partial: bool = False
+    transfer: TransferId | None = None
+
+
+class Fill(Message, frozen=True):
+    """The sender has filled slices [first_layer, first_layer + layers) of these slots; optionally seal them."""
+
+    slots: Slots
+    first_layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)] = 0
+    layers: LayerCount = 1
+    seal: bool = False
+
+
+class Abort(Message, frozen=True):
+    """These slots will not be finished. From their writer: and will not be written any more.
+
+    `unused`: from their owner, who never told a writer of them.
+    """
+
+    slots: Slots
+    unused: bool = False
+
+
+class Release(Message, frozen=True):
+    """End a lease."""
+
+    lease: Handle
+
+
+class Renew(Message, frozen=True):
+    """Let a lease run `lease_s` from now."""
+
+    lease: Handle
+    lease_s: Seconds
+
+
+class Pin(Message, frozen=True):
+    """Keep these chunks until unpinned (counted per chunk, not per caller)."""
+
+    keys: Keys
+    pinned: bool = True
+
+
+class Delete(Message, frozen=True):
+    """Forget these chunks; leased ones disappear from lookup now and are freed with their last lease."""
+
+    keys: Keys
+
+
+class Cancel(Message, frozen=True):
+    """Give up a transfer: its unsealed slots are aborted and whoever waits for it stops waiting."""
+
+    transfer: TransferId
+
+
+class Mark(Message, frozen=True):
+    """A moment in a transfer's timeline, as seen by the sender (see `pdx.timeline` for the events)."""
+
+    transfer: TransferId
+    event: Annotated[str, Meta(max_length=32)]
+    at_ns: Stamp
+    nbytes: Bytes = 0
+    tokens: Count = 0
+
+
+class Status(Message, frozen=True):
+    """Ask for a `NodeStatus`."""
+
+
+# ---- from a node to an attached process ---------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Attached. Map `arena_path`; every slot of this node is in there while `epoch` stands."""
+
+    epoch: Handle
+    pid: Count
+    arena_path: Name
+    arena_bytes: Bytes
+    granule_bytes: Bytes
+
+
+class Found(Message, frozen=True):
+    """`slots` holds hits x shards slots, chunk-major. `waiting`: the run goes on in a transfer still under way."""
+
+    hits: Count
+    slots: Annotated[list[Slot], Meta(max_length=MAX_KEYS * 8)]
+    lease: Handle = 0
+    waiting: bool = False
+
+
+class Reserved(Message, frozen=True):
+    """`granted` holds indices into `keys`; `slots` holds len(granted) x shards slots, chunk-major.
+
+    A key that is missing from `granted` exists already, or (if `full`) found no room.
+    """
+
+    granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)]
+    slots: Annotated[list[Slot], Meta(max_length=MAX_KEYS * 8)]
+    full: bool = False
+
+
+class Done(Message, frozen=True):
+    """The request was carried out on `count` chunks or leases."""
+
+    count: Count = 0
+
+
+class Refused(Message, frozen=True):
+    """The request was not carried out; `error` is the name of a class in `pdx.errors`."""
+
+    error: Annotated[str, Meta(max_length=64)]
+    text: Annotated[str, Meta(max_length=1024)]
+
+
+class AttachedStatus(msgspec.Struct, frozen=True):
+    """One attached process, as `pdx node --status` shows it."""
+
+    pid: int
+    kind: str
+    name: str
+    engine: str
+    shard: int
+    role: str
+    url: str
+    running: int
+    silent_s: float
+
+
+class NodeStatus(Message, frozen=True):
+    """Everything `pdx node --status` shows."""
+
+    name: Name
+    epoch: Handle
+    pid: Count
+    uptime_s: float
+    arena_bytes: int
+    free_bytes: int
+    chunks: dict[str, int]  # by state
+    chunk_bytes: dict[str, int]  # by state
+    leases: int
+    pins: int
+    transfers: int
+    attached: list[AttachedStatus]
+    counters: dict[str, int]
+
+
+Ask = (
+    Hello | Bye | Ping | Lookup | Reserve | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status
+)
+Answer = Welcome | Found | Reserved | Done | Refused | NodeStatus
+
+
+class ToNode(msgspec.Struct, array_like=True, frozen=True):
+    """Envelope: `seq` grows by at least one per message of a connection; `reply` asks for an answer."""
+
+    seq: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    reply: bool
+    body: Ask
+
+
+class FromNode(msgspec.Struct, array_like=True, frozen=True):
+    """Envelope: the answer to the message `seq`."""
+
+    seq: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    body: Answer
+
+
+# ---- between a node and the proxy ---------------------------------------------------------------
+
+
+class EngineReport(msgspec.Struct, array_like=True, frozen=True):
+    """One engine attached to the reporting node."""
+
+    engine: Name
+    role: Literal["prefill", "decode", "both"]
+    url: Name
+    running: Count
+
+
+class MarkReport(msgspec.Struct, array_like=True, frozen=True):
+    """One moment of a transfer's timeline; `who` is the kind of process that saw it."""
+
+    transfer: TransferId
+    event: Annotated[str, Meta(max_length=32)]
+    at_ns: Stamp
+    nbytes: Bytes
+    tokens: Count
+    engine: Name
+
+
+class NodeReport(Message, frozen=True):
+    """Node to proxy, every second and at once when engines come or go: registration and heartbeat in one."""
+
+    version: Count
+    node: Name
+    epoch: Handle
+    arena_bytes: Bytes
+    free_bytes: Bytes
+    engines: Annotated[list[EngineReport], Meta(max_length=1024)]
+    marks: Annotated[list[MarkReport], Meta(max_length=4096)]
+
+
+ToProxy = NodeReport
+FromProxy = Cancel
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_node = msgspec.msgpack.Decoder(ToNode)
+_from_node = msgspec.msgpack.Decoder(FromNode)
+_to_proxy = msgspec.msgpack.Decoder(ToProxy)
+_from_proxy = msgspec.msgpack.Decoder(FromProxy)
+
+
+def encode(message: ToNode | FromNode | NodeReport | Cancel) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"frame of {len(frame)} bytes does not decode: {error}") from error
+
+
+def decode_to_node(frame: bytes) -> ToNode:
+    """:raises ProtocolError: not a `ToNode` within bounds."""
+    return _decode(_to_node, frame)
+
+
+def decode_from_node(frame: bytes) -> FromNode:
+    """:raises ProtocolError: not a `FromNode` within bounds."""
+    return _decode(_from_node, frame)
+
+
+def decode_to_proxy(frame: bytes) -> NodeReport:
+    """:raises ProtocolError: not a `NodeReport` within bounds."""
+    return _decode(_to_proxy, frame)
+
+
+def decode_from_proxy(frame: bytes) -> Cancel:
+    """:raises ProtocolError: not a `Cancel` within bounds."""
+    return _decode(_from_proxy, frame)

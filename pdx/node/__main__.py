@@ -1,0 +1,27 @@
+"""`python -m pdx.node '<NodeConfig as JSON>'`: how an engine starts the node of its host."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import msgspec
+
+from pdx.config import NodeConfig, parse
+from pdx.errors import PdxError
+from pdx.node.daemon import run
+
+
+def main() -> int:
+    """Run the node; 1 where it cannot start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        run(parse(NodeConfig, msgspec.json.decode(sys.argv[1])))
+    except PdxError as error:
+        logging.getLogger("pdx.node").error("%s", error)  # noqa: TRY400 - the message says it all
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

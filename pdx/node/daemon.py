@@ -1,0 +1,258 @@
+"""`pdx node`: the daemon's control loop. One thread, one ROUTER socket for processes, one DEALER to the proxy.
+
+The lock beside the socket is held as long as the node lives, so there is one node per socket, and what a killed
+node left behind is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import zmq
+
+from pdx.config import NodeConfig, private_folder, socket_path
+from pdx.errors import NodeError, NodeRunning, ProtocolError
+from pdx.memory import Arena
+from pdx.messages import (
+    MAX_FRAME_BYTES,
+    Answer,
+    FromNode,
+    Hello,
+    Refused,
+    ToNode,
+    decode_from_proxy,
+    decode_to_node,
+    encode,
+)
+from pdx.node.service import Service
+
+log = logging.getLogger("pdx.node")
+
+SHM = Path("/dev/shm")
+TICK_S = 0.2
+_BURST = 256  # messages handled before timers get their turn
+
+
+def run(config: NodeConfig) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    :raises NodeRunning: another node owns the address.
+    :raises ArenaTooSmall: /dev/shm cannot hold the arena.
+    """
+    stop = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    with Daemon(config) as daemon:
+        log.info("node at %s with %d MiB", config.address, config.arena_bytes >> 20)
+        while not stop and not daemon.is_idle_too_long():
+            daemon.turn(TICK_S)
+
+
+class Daemon:
+    """The sockets, the lock, the arena and the loop around a `Service`."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        path = socket_path(config.address)
+        private_folder(path.parent)
+        self._config = config
+        self._lock = _own(path)
+        self._path = path
+        epoch = secrets.randbits(62)
+        self._arena = _fresh_arena(config, epoch)
+        self.service = Service(config, self._arena, epoch)
+        self._context = zmq.Context()
+        self._router = self._bind()
+        self._proxy = self._connect_proxy()
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        if self._proxy is not None:
+            self._poller.register(self._proxy, zmq.POLLIN)
+        self._next_tick = time.monotonic()
+        self._next_report = time.monotonic()
+        self._last_busy = time.monotonic()
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        mask = os.umask(0o177)
+        try:
+            router.bind(self._config.address)
+        finally:
+            os.umask(mask)
+        return router
+
+    def _connect_proxy(self) -> zmq.Socket[bytes] | None:
+        if not self._config.proxy:
+            return None
+        socket_path(self._config.proxy)
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.SNDHWM, 64)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        dealer.connect(self._config.proxy)
+        return dealer
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for messages, deaths and deadlines once, and deal with them."""
+        for source, _ in self._poller.poll(timeout_s * 1000):
+            if source is self._router:
+                self._serve_burst()
+            elif source is self._proxy:
+                self._serve_proxy()
+            else:
+                self._bury(int(source))
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self.service.tick()
+        self._report(now)
+
+    def is_idle_too_long(self) -> bool:
+        """Whether nothing has been attached for `exit_when_idle_s`."""
+        now = time.monotonic()
+        if len(self.service.sessions) or not self._config.exit_when_idle_s:
+            self._last_busy = now
+        return now - self._last_busy > self._config.exit_when_idle_s > 0
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def _serve_burst(self) -> None:
+        for _ in range(_BURST):
+            try:
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._serve(route, frames)
+
+    def _serve(self, route: bytes, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 1:
+                raise ProtocolError(f"{len(frames)} frames instead of one")
+            envelope = decode_to_node(frames[0])
+        except ProtocolError as error:
+            self._drop(error)
+            return
+        try:
+            answer = self._answer(route, envelope)
+        except (NodeError, ProtocolError) as error:
+            self.service.counters["refused"] += 1
+            answer = Refused(type(error).__name__, str(error)[:1024])
+        if answer is not None and envelope.reply:
+            self._router.send_multipart([route, encode(FromNode(envelope.seq, answer))])
+
+    def _answer(self, route: bytes, envelope: ToNode) -> Answer | None:
+        session = self.service.sessions.of_route(route)
+        if isinstance(envelope.body, Hello) and session is None:
+            session, welcome = self.service.attach(route, envelope.body)
+            session.last_seq = envelope.seq
+            self._poller.register(session.pidfd, zmq.POLLIN)
+            return welcome
+        if session is None:
+            return Refused(NodeError.__name__, "say hello first")
+        if envelope.seq <= session.last_seq:
+            self._drop(ProtocolError(f"message {envelope.seq} of {session!r} was replayed"))
+            return None
+        session.last_seq = envelope.seq
+        pidfd = session.pidfd
+        answer = self.service.handle(session, envelope.body)
+        if self.service.sessions.of_route(route) is None:  # it said bye
+            self._poller.unregister(pidfd)
+        return answer
+
+    def _drop(self, error: ProtocolError) -> None:
+        self.service.counters["dropped_messages"] += 1
+        log.warning("dropped a message: %s", error)
+
+    def _bury(self, pidfd: int) -> None:
+        self._poller.unregister(pidfd)
+        session = self.service.sessions.of_pidfd(pidfd)
+        if session is not None:
+            log.warning("%r died; what it held is given back", session)
+            self.service.counters["deaths"] += 1
+            self.service.end(session)
+
+    # ---- the proxy --------------------------------------------------------------------------
+
+    def _serve_proxy(self) -> None:
+        assert self._proxy is not None
+        for _ in range(_BURST):
+            try:
+                frames = self._proxy.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames instead of one")
+                self.service.cancel(decode_from_proxy(frames[0]).transfer)
+            except ProtocolError as error:
+                self._drop(error)
+
+    def _report(self, now: float) -> None:
+        if self._proxy is None or (now < self._next_report and not self.service.news):
+            return
+        self._next_report = now + self._config.report_s
+        try:
+            self._proxy.send(encode(self.service.report()), zmq.NOBLOCK)
+        except zmq.Again:
+            self.service.counters["reports_dropped"] += 1
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop serving and remove the socket, the arena and the lock. Idempotent."""
+        self._context.destroy(linger=0)
+        self._path.unlink(missing_ok=True)
+        self._arena.path.unlink(missing_ok=True)
+        self._arena.close()
+        for session in self.service.sessions:
+            self.service.sessions.detach(session)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _own(path: Path) -> int:
+    """Take the lock of a socket; returns its file descriptor."""
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise NodeRunning(
+            f"a node (process {owner}) already owns {path}; use it, or give this one another --address"
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    path.unlink(missing_ok=True)  # left by a node that was killed
+    return fd
+
+
+def _fresh_arena(config: NodeConfig, epoch: int) -> Arena:
+    """An arena under a name that only this address uses; what a killed node of this address left is removed."""
+    prefix = "pdx-" + hashlib.blake2b(config.address.encode(), digest_size=8).hexdigest()
+    for stale in SHM.glob(f"{prefix}-*.arena"):
+        stale.unlink(missing_ok=True)
+    return Arena.create(SHM / f"{prefix}-{epoch:016x}.arena", config.arena_bytes)

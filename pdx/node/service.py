@@ -1,0 +1,290 @@
+"""What a node does with each message: from typed messages to the store and back. No sockets here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdx.config import NodeConfig
+from pdx.errors import ChunkMissing, ProtocolError
+from pdx.memory import GRANULE_BYTES, Arena
+from pdx.messages import (
+    VERSION,
+    Abort,
+    Answer,
+    Ask,
+    AttachedStatus,
+    Bye,
+    Cancel,
+    Delete,
+    Done,
+    EngineReport,
+    Fill,
+    Found,
+    Hello,
+    Lookup,
+    Mark,
+    MarkReport,
+    NodeReport,
+    NodeStatus,
+    Pin,
+    Ping,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Status,
+    Welcome,
+)
+from pdx.node.sessions import Session, Sessions
+from pdx.node.transfers import Transfers
+from pdx.store.chunk import Chunk
+from pdx.store.store import Claim, Store
+
+MAX_TRANSFER_S = 600.0
+MAX_MARKS = 4096
+
+
+class Service:
+    """A node's state and what changes it. One thread; the clock is a parameter."""
+
+    def __init__(
+        self, config: NodeConfig, arena: Arena, epoch: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._epoch = epoch
+        self._clock = clock
+        self._started = clock()
+        self.store = Store(arena, clock)
+        self.sessions = Sessions()
+        self.transfers = Transfers()
+        self.counters: Counter[str] = Counter()
+        self.marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
+        self.news = True  # engines came or went since the last report
+        self._handlers: dict[type[Ask], Callable[[Session, Any], Answer]] = {
+            Bye: self._bye,
+            Ping: self._ping,
+            Lookup: self._lookup,
+            Reserve: self._reserve,
+            Fill: self._fill,
+            Abort: self._abort,
+            Release: self._release,
+            Renew: self._renew,
+            Pin: self._pin,
+            Delete: self._delete,
+            Cancel: self._cancel,
+            Mark: self._mark,
+            Status: self._status,
+        }
+
+    # ---- attaching --------------------------------------------------------------------------
+
+    def attach(self, route: bytes, hello: Hello) -> tuple[Session, Welcome]:
+        """:raises ProtocolError: another version, or not a process that may attach."""
+        if hello.version != VERSION:
+            raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
+        session = self.sessions.attach(route, hello, self._clock())
+        self.news = True
+        welcome = Welcome(self._epoch, os.getpid(), str(self._arena.path), self._arena.nbytes, GRANULE_BYTES)
+        return session, welcome
+
+    def end(self, session: Session) -> None:
+        """The process is gone, or says it is done: everything it held is given back."""
+        self.sessions.detach(session)
+        lost = self.store.end_session(session.number)
+        self.transfers.aborted(lost, self._clock())
+        self.news = True
+
+    def handle(self, session: Session, ask: Ask) -> Answer:
+        """:raises NodeError: refused.
+        :raises ProtocolError: the message makes no sense from this session or in this state.
+        """
+        session.last_seen = self._clock()
+        handler = self._handlers.get(type(ask))
+        if handler is None:
+            raise ProtocolError(f"{type(ask).__name__} is not for an attached process")
+        return handler(session, ask)
+
+    def tick(self) -> None:
+        """Deadlines; call it a few times a second."""
+        now = self._clock()
+        self.transfers.aborted(self.store.expire(), now)
+        for name in self.transfers.expire(now):
+            self.store.drop_tails(name)
+
+    # ---- one method per message -------------------------------------------------------------
+
+    def _bye(self, session: Session, ask: Bye) -> Answer:
+        self.end(session)
+        return Done()
+
+    def _ping(self, session: Session, ask: Ping) -> Answer:
+        session.running = ask.running
+        return Done()
+
+    def _lookup(self, session: Session, ask: Lookup) -> Answer:
+        hits = self.store.find(ask.keys, ask.shards)
+        chunks = [chunk for shards in hits for chunk in shards]
+        waiting = ask.transfer is not None and len(hits) < len(ask.keys) and self._may_come(ask, len(hits))
+        if not waiting:
+            self.counters["lookups"] += 1
+            self.counters["looked_up_chunks"] += len(ask.keys)
+            self.counters["hit_chunks"] += len(hits)
+        lease = 0
+        if chunks and ask.lease_s and not waiting:
+            lease = self.store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))
+        else:
+            self.store.touch(chunks)
+        return Found(len(hits), [chunk.slot for chunk in chunks], lease, waiting)
+
+    def _may_come(self, ask: Lookup, hits: int) -> bool:
+        assert ask.transfer is not None
+        if self.transfers.is_given_up(ask.transfer):
+            return False
+        return self.transfers.is_under_way(ask.transfer) or self.store.is_filling(ask.keys[hits], ask.shards)
+
+    def _reserve(self, session: Session, ask: Reserve) -> Answer:
+        now = self._clock()
+        if ask.transfer is not None and self.transfers.is_given_up(ask.transfer):
+            return Reserved([], [])
+        claim = Claim(
+            keys=ask.keys,
+            nbytes=ask.nbytes,
+            layers=ask.layers,
+            owner=session.number,
+            writers=[writer.number for writer in self._writers(session, ask.shards)],
+            tail_nbytes=ask.tail_nbytes,
+            partial=ask.partial,
+            transfer=ask.transfer,
+            deadline=now + self._config.reserve_s,
+        )
+        granted, slots, full = self.store.reserve(claim)
+        if ask.transfer is not None and not full:
+            self.transfers.open(ask.transfer, [slot.offset for slot in slots], now + MAX_TRANSFER_S)
+        return Reserved(granted, slots, full)
+
+    def _writers(self, session: Session, shards: int) -> Sequence[Session]:
+        if session.hello.kind == "client":
+            if shards != 1:
+                raise ProtocolError(f"a client writes one shard itself, not {shards}")
+            return [session]
+        workers = self.sessions.workers(session.hello.engine, shards)
+        if workers is None:
+            raise ProtocolError(f"engine {session.hello.engine!r} does not have {shards} attached workers")
+        return workers
+
+    def _fill(self, session: Session, ask: Fill) -> Answer:
+        chunks = self.store.fill(ask.slots, ask.first_layer, ask.layers, session.number)
+        if ask.seal:
+            self.store.seal(chunks)
+            self.transfers.sealed(chunks, self._clock())
+        return Done(len(chunks))
+
+    def _abort(self, session: Session, ask: Abort) -> Answer:
+        chunks = [self.store.at(slot) for slot in ask.slots]
+        owned = [chunk for chunk in chunks if chunk.owner == session.number]
+        mine = owned if ask.unused else [chunk for chunk in chunks if chunk.writer == session.number]
+        self.transfers.aborted([*mine, *owned], self._clock())
+        self.store.abort(owned)
+        self.store.let_go(mine)
+        return Done(len({chunk.slot.offset for chunk in [*mine, *owned]}))
+
+    def _release(self, session: Session, ask: Release) -> Answer:
+        self.store.release(ask.lease, session.number)
+        return Done(1)
+
+    def _renew(self, session: Session, ask: Renew) -> Answer:
+        self.store.renew(ask.lease, session.number, min(ask.lease_s, self._config.max_lease_s))
+        return Done(1)
+
+    def _pin(self, session: Session, ask: Pin) -> Answer:
+        count = self.store.pin(ask.keys, 1, pinned=ask.pinned)
+        if count != len(ask.keys):
+            raise ChunkMissing(f"{len(ask.keys) - count} of {len(ask.keys)} chunks are not there")
+        return Done(count)
+
+    def _delete(self, session: Session, ask: Delete) -> Answer:
+        return Done(self.store.delete(ask.keys))
+
+    def _cancel(self, session: Session, ask: Cancel) -> Answer:
+        return Done(self.cancel(ask.transfer))
+
+    def cancel(self, transfer: str) -> bool:
+        """Give up a transfer; returns whether that is news. Also what the proxy asks for."""
+        news = self.transfers.give_up(transfer, self._clock())
+        if news:
+            self.counters["transfers_given_up"] += 1
+            self.store.abort(self.store.unsealed(transfer))
+            self.store.drop_tails(transfer)
+        return news
+
+    def _mark(self, session: Session, ask: Mark) -> Answer:
+        self.marks.append(
+            MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, session.hello.engine)
+        )
+        self.news = True
+        return Done()
+
+    def _status(self, session: Session, ask: Status) -> Answer:
+        return self.status()
+
+    # ---- what others are told ---------------------------------------------------------------
+
+    def status(self) -> NodeStatus:
+        """Everything `pdx node --status` shows."""
+        now = self._clock()
+        chunks, nbytes, pins = self.store.census()
+        return NodeStatus(
+            name=self._config.address,
+            epoch=self._epoch,
+            pid=os.getpid(),
+            uptime_s=now - self._started,
+            arena_bytes=self._arena.nbytes,
+            free_bytes=self.store.free_bytes,
+            chunks=chunks,
+            chunk_bytes=nbytes,
+            leases=self.store.num_leases,
+            pins=pins,
+            transfers=len(self.transfers),
+            attached=[self._attached(session, now) for session in self.sessions],
+            counters={**self.counters, **self.store.counters},
+        )
+
+    def _attached(self, session: Session, now: float) -> AttachedStatus:
+        hello = session.hello
+        return AttachedStatus(
+            pid=hello.pid,
+            kind=hello.kind,
+            name=hello.name,
+            engine=hello.engine,
+            shard=hello.shard,
+            role=hello.role,
+            url=hello.url,
+            running=session.running,
+            silent_s=now - session.last_seen,
+        )
+
+    def report(self) -> NodeReport:
+        """The heartbeat to the proxy; takes the marks collected since the last one."""
+        engines = [
+            EngineReport(session.hello.engine, session.hello.role, session.hello.url, session.running)
+            for session in self.sessions
+            if session.hello.kind == "scheduler"
+        ]
+        marks = list(self.marks)
+        self.marks.clear()
+        self.news = False
+        return NodeReport(
+            VERSION,
+            self._config.address,
+            self._epoch,
+            self._arena.nbytes,
+            self.store.free_bytes,
+            engines,
+            marks,
+        )
+

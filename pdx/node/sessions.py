@@ -1,0 +1,94 @@
+"""The processes attached to a node, and how their death is noticed.
+
+A process's death is known by its pidfd, never guessed from silence: a stopped process is silent, too, and goes on
+writing when it is continued (DESIGN §4, invariant 3).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdx.errors import ProtocolError
+from pdx.messages import Hello
+
+
+class Session:
+    """One attached process. Owned by the node's control loop."""
+
+    def __init__(self, number: int, route: bytes, hello: Hello, pidfd: int, now: float) -> None:
+        self.number = number
+        self.route = route
+        self.hello = hello
+        self.pidfd = pidfd
+        self.last_seen = now
+        self.last_seq = 0
+        self.running = 0
+
+    def __repr__(self) -> str:
+        return f"<Session {self.number} {self.hello.kind} {self.hello.engine} pid={self.hello.pid}>"
+
+
+class Sessions:
+    """All attached processes, by connection, by number and by pidfd."""
+
+    def __init__(self) -> None:
+        self._by_route: dict[bytes, Session] = {}
+        self._by_pidfd: dict[int, Session] = {}
+        self._workers: dict[tuple[str, int], Session] = {}
+        self._next_number = 1
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_route.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_route)
+
+    def of_route(self, route: bytes) -> Session | None:
+        """The session of a connection."""
+        return self._by_route.get(route)
+
+    def of_pidfd(self, pidfd: int) -> Session | None:
+        """The session whose process this file descriptor watches."""
+        return self._by_pidfd.get(pidfd)
+
+    def workers(self, engine: str, shards: int) -> list[Session] | None:
+        """The workers of ranks 0 … shards-1 of an engine; None unless all are attached."""
+        found = [self._workers.get((engine, shard)) for shard in range(shards)]
+        workers = [worker for worker in found if worker is not None]
+        return workers if len(workers) == shards else None
+
+    def attach(self, route: bytes, hello: Hello, now: float) -> Session:
+        """A new session.
+
+        :raises ProtocolError: the process does not exist, is another user's, or takes another's place.
+        """
+        if route in self._by_route:
+            raise ProtocolError(f"this connection is attached already: {self._by_route[route]!r}")
+        place = (hello.engine, hello.shard)
+        if hello.kind == "worker" and place in self._workers:
+            raise ProtocolError(f"engine {hello.engine!r} has a worker of rank {hello.shard} already")
+        try:
+            pidfd = os.pidfd_open(hello.pid)
+            owner = Path(f"/proc/{hello.pid}").stat().st_uid
+        except OSError as error:
+            raise ProtocolError(f"no process {hello.pid} on this host: {error}") from error
+        if owner != os.getuid():
+            os.close(pidfd)
+            raise ProtocolError(f"process {hello.pid} belongs to user {owner}")
+        session = Session(self._next_number, route, hello, pidfd, now)
+        self._next_number += 1
+        self._by_route[route] = session
+        self._by_pidfd[pidfd] = session
+        if hello.kind == "worker":
+            self._workers[place] = session
+        return session
+
+    def detach(self, session: Session) -> None:
+        """Forget a session and close its pidfd."""
+        del self._by_route[session.route]
+        del self._by_pidfd[session.pidfd]
+        os.close(session.pidfd)
+        if session.hello.kind == "worker":
+            del self._workers[session.hello.engine, session.hello.shard]

@@ -1,0 +1,143 @@
+"""Where in an arena a slot lies: a best-fit allocator of offsets. Arithmetic only; it never touches the memory.
+
+Best fit with coalescing of neighbours: Knuth, The Art of Computer Programming, volume 1, section 2.5.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+ALIGNMENT = 4096
+
+
+class Allocator:
+    """Slots within [0, total), each aligned to 4 KB. For one thread: the node's control loop.
+
+    All state: the slots, and the holes between them in three orders; touching holes are always one hole.
+    Finding a hole is a binary search; moving list entries behind it is a memmove of 8 bytes per hole.
+    """
+
+    def __init__(self, total: int) -> None:
+        """:raises ValueError: `total` is not a positive multiple of 4 KB."""
+        if total <= 0 or total % ALIGNMENT:
+            raise ValueError(f"total {total} is not a positive multiple of {ALIGNMENT}")
+        self.total_bytes = total
+        self._free_bytes = 0
+        self._slots: dict[int, int] = {}  # offset -> bytes
+        self._holes: list[tuple[int, int]] = []  # (bytes, offset), sorted: best fit first
+        self._hole_at: dict[int, int] = {}  # offset -> bytes
+        self._hole_before: dict[int, int] = {}  # end -> offset
+        self._add_hole(0, total)
+
+    def __repr__(self) -> str:
+        used = self.total_bytes - self._free_bytes
+        slots, holes = len(self._slots), len(self._holes)
+        return f"<Allocator {used} of {self.total_bytes} bytes, {slots} slots, {holes} holes>"
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in holes, all together."""
+        return self._free_bytes
+
+    @property
+    def largest_hole(self) -> int:
+        """The most bytes that one slot could get now."""
+        return self._holes[-1][0] if self._holes else 0
+
+    @property
+    def allocated_count(self) -> int:
+        """Slots that are allocated now."""
+        return len(self._slots)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a new slot of `nbytes`, rounded up to 4 KB; None where no hole is large enough.
+
+        It lies in the smallest hole that fits, the one of lowest offset among equals.
+
+        :raises ValueError: `nbytes` is not positive.
+        """
+        offsets = self.allocate_many(nbytes, 1)
+        return offsets[0] if offsets else None
+
+    def allocate_many(self, nbytes: int, count: int) -> list[int]:
+        """Offsets of up to `count` new slots of `nbytes` each, as many as fit; each is freed on its own.
+
+        They lie one behind the other where one hole holds them all (the smallest such), otherwise where `count`
+        calls of `allocate` would put them: the smallest hole that fits is used up before the next.
+
+        :raises ValueError: `nbytes` is not positive or `count` is negative.
+        """
+        if nbytes <= 0 or count < 0:
+            raise ValueError(f"cannot allocate {count} slots of {nbytes} bytes")
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        first = bisect_left(self._holes, (size * count, 0))
+        if first == len(self._holes):
+            first = bisect_left(self._holes, (size, 0))
+        offsets: list[int] = []
+        rests: list[tuple[int, int]] = []  # (offset, bytes)
+        last = first
+        while last < len(self._holes) and len(offsets) < count:
+            hole_bytes, start = self._holes[last]
+            taken = min(hole_bytes // size, count - len(offsets)) * size
+            offsets.extend(range(start, start + taken, size))
+            if taken < hole_bytes:
+                rests.append((start + taken, hole_bytes - taken))
+            last += 1
+        self._remove_holes(first, last)
+        for rest, rest_bytes in rests:
+            self._add_hole(rest, rest_bytes)
+        self._slots.update(dict.fromkeys(offsets, size))
+        return offsets
+
+    def free(self, offset: int) -> None:
+        """Give the slot at `offset` back; its room joins the holes beside it.
+
+        :raises ValueError: no slot starts there (never allocated, or freed already); nothing changed.
+        """
+        size = self._slots.pop(offset, None)
+        if size is None:
+            raise ValueError(f"no slot at offset {offset}")
+        start, end = offset, offset + size
+        if start in self._hole_before:
+            start = self._hole_before[start]
+            self._remove_hole(start)
+        if end in self._hole_at:
+            end += self._remove_hole(end)
+        self._add_hole(start, end - start)
+
+    def check(self) -> None:
+        """Assert every invariant, in time linear in the slots and holes; for tests and idle moments."""
+        holes = [(offset, nbytes) for nbytes, offset in self._holes]
+        assert self._holes == sorted(self._holes)
+        assert dict(holes) == self._hole_at
+        assert len(self._hole_at) == len(holes)
+        assert {offset + nbytes: offset for offset, nbytes in holes} == self._hole_before
+        assert self._free_bytes == sum(self._hole_at.values())
+        end, after_hole = 0, False
+        for offset, nbytes in sorted([*holes, *self._slots.items()]):
+            is_hole = offset in self._hole_at
+            assert offset == end, f"{offset} does not start where its neighbour ends, {end}"
+            assert nbytes > 0
+            assert nbytes % ALIGNMENT == 0
+            assert not (is_hole and after_hole), f"the hole at {offset} was not joined with the one before it"
+            end, after_hole = offset + nbytes, is_hole
+        assert end == self.total_bytes
+
+    def _add_hole(self, offset: int, nbytes: int) -> None:
+        insort(self._holes, (nbytes, offset))
+        self._hole_at[offset] = nbytes
+        self._hole_before[offset + nbytes] = offset
+        self._free_bytes += nbytes
+
+    def _remove_hole(self, offset: int) -> int:
+        nbytes = self._hole_at[offset]
+        index = bisect_left(self._holes, (nbytes, offset))
+        self._remove_holes(index, index + 1)
+        return nbytes
+
+    def _remove_holes(self, first: int, last: int) -> None:
+        """Drop the holes [first, last) of the sorted list, with one memmove for all of them."""
+        for nbytes, offset in self._holes[first:last]:
+            del self._hole_at[offset], self._hole_before[offset + nbytes]
+            self._free_bytes -= nbytes
+        del self._holes[first:last]

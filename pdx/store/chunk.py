@@ -1,0 +1,60 @@
+"""One chunk of one shard: its record in the node's index."""
+
+from __future__ import annotations
+
+from pdx.lifecycle import State, Step, advance
+from pdx.messages import Slot
+
+
+class Chunk:
+    """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it."""
+
+    __slots__ = (
+        "deadline",
+        "filled",
+        "key",
+        "layers",
+        "leases",
+        "owner",
+        "pins",
+        "shard",
+        "slot",
+        "state",
+        "tail",
+        "transfer",
+        "writer",
+    )
+
+    def __init__(self, key: bytes, shard: int, slot: Slot, layers: int) -> None:
+        self.key = key
+        self.shard = shard
+        self.slot = slot
+        self.layers = layers
+        self.filled = 0  # bit l: slice l is filled
+        self.state = advance(State.FREE, Step.RESERVE)
+        self.leases = 0
+        self.pins = 0
+        self.tail = False
+        self.owner = 0  # session that reserved it
+        self.writer = 0  # session whose process fills it
+        self.transfer: str | None = None
+        self.deadline = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"
+        )
+
+    def step(self, step: Step) -> None:
+        """Move on in its life; see `pdx.lifecycle`."""
+        self.state = advance(self.state, step)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all slices are filled."""
+        return self.filled == (1 << self.layers) - 1
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether its room may be given to another now."""
+        return self.state is State.SEALED and not self.leases and not self.pins

@@ -1,0 +1,78 @@
+"""The moments of one transfer, by name, and what is computed from them. No clock and no I/O here.
+
+All times are CLOCK_MONOTONIC nanoseconds of one host, so moments of different processes compare.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Event(StrEnum):
+    """Moments in the order they happen; the comment says who sees them."""
+
+    RECEIVED = "received"  # proxy: the client's request is parsed
+    PREFILL_SENT = "prefill_sent"  # proxy: the prefill leg starts
+    ADMITTED = "admitted"  # prefill scheduler: slots granted; tokens = tokens reused from the store
+    PREFILL_END = "prefill_end"  # prefill worker: last step's forward done; nbytes = gathered by then
+    SEALED = "sealed"  # prefill worker: everything gathered and sealed; nbytes = gathered in all
+    PREFILL_ANSWERED = "prefill_answered"  # proxy: the prefill leg has answered
+    DECODE_SENT = "decode_sent"  # proxy: the decode leg starts
+    FIRST_TOKEN = "first_token"  # proxy: the first token is on its way to the client
+    FOUND = "found"  # decode scheduler: the store's answer; tokens = tokens to be loaded
+    LOAD_START = "load_start"  # decode worker: scattering starts
+    LOAD_END = "load_end"  # decode worker: scattering is done; nbytes = scattered
+    RUNNABLE = "runnable"  # decode scheduler: the request may run
+    DECODE_FIRST = "decode_first"  # proxy: first byte from the decode leg
+    DONE = "done"  # proxy: the last byte is on its way to the client
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """One event of one transfer."""
+
+    event: str
+    at_ns: int
+    engine: str = ""
+    nbytes: int = 0
+    tokens: int = 0
+
+
+class Breakdown(msgspec.Struct, frozen=True):
+    """Where one request's time went; None where a moment was not seen."""
+
+    prefill_ms: float | None
+    handoff_ms: float | None  # prefill end -> the decode engine may run
+    load_ms: float | None
+    first_decode_ms: float | None  # may run -> first byte of the decode leg
+    moved_bytes: int
+    hidden_share: float | None  # bytes in the arena when prefill ended / bytes in all
+    reused_tokens: int
+
+
+def breakdown(moments: list[Moment]) -> Breakdown:
+    """Sum up a timeline. With several shards, the last one to see an event decides, bytes add up."""
+    last: dict[str, Moment] = {}
+    nbytes: dict[str, int] = {}
+    for moment in moments:
+        seen = last.get(moment.event)
+        nbytes[moment.event] = nbytes.get(moment.event, 0) + moment.nbytes
+        if seen is None or moment.at_ns > seen.at_ns:
+            last[moment.event] = moment
+
+    def span_ms(start: Event, end: Event) -> float | None:
+        if start not in last or end not in last:
+            return None
+        return (last[end].at_ns - last[start].at_ns) / 1e6
+
+    moved = nbytes.get(Event.SEALED, 0)
+    return Breakdown(
+        prefill_ms=span_ms(Event.PREFILL_SENT, Event.PREFILL_END),
+        handoff_ms=span_ms(Event.PREFILL_END, Event.RUNNABLE),
+        load_ms=span_ms(Event.LOAD_START, Event.LOAD_END),
+        first_decode_ms=span_ms(Event.RUNNABLE, Event.DECODE_FIRST),
+        moved_bytes=moved,
+        hidden_share=nbytes.get(Event.PREFILL_END, 0) / moved if moved else None,
+        reused_tokens=last[Event.ADMITTED].tokens if Event.ADMITTED in last else 0,
+    )

@@ -1,0 +1,218 @@
+"""Gather and scatter against the reference, byte for byte, with everything around the rows watched."""
+
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdx.kernels import pages, reference
+
+DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass
+class Memory:
+    """Random bytes with blocks in them; whatever is not in a block is a sentinel."""
+
+    raw: Tensor  # uint8
+    blocks: Tensor  # [num_blocks, ...] of some dtype
+
+    def copy(self) -> "Memory":
+        raw = self.raw.clone()
+        blocks = raw.view(self.blocks.dtype).as_strided(
+            self.blocks.shape, self.blocks.stride(), self.blocks.storage_offset()
+        )
+        return Memory(raw, blocks)
+
+
+def memory(shape, dtype, *, lead=0, gap=0, order=None, seed=0) -> Memory:
+    """Blocks of `shape` with `gap` bytes between pages, the first at byte `lead`, inner dims in `order`."""
+    itemsize = dtype.itemsize
+    strides, page = [0] * len(shape), 1
+    for dim in reversed(order or range(1, len(shape))):
+        strides[dim] = page
+        page *= shape[dim]
+    row_bytes = page * itemsize + gap
+    strides[0] = row_bytes // itemsize
+    nbytes = lead + shape[0] * row_bytes + 64
+    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return Memory(raw, raw.view(dtype).as_strided(shape, strides, lead // itemsize))
+
+
+@st.composite
+def problems(draw):
+    """(the engine's blocks, a slot with room for the drawn ids, the ids without duplicates)."""
+    dtype = draw(st.sampled_from(DTYPES))
+    num_blocks = draw(st.integers(1, 9))
+    heads, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    dim = 16 // dtype.itemsize * draw(st.integers(1, 5))
+    shape = (num_blocks, heads, tokens, dim)  # [blocks, heads, tokens, dim], LBHNC's B H N C
+    order = draw(st.permutations((1, 2, 3)))
+    ids = draw(st.permutations(range(num_blocks)))[: draw(st.integers(0, num_blocks))]
+    multiples = st.integers(0, 4).map(lambda n: 16 * n)
+    engine = memory(shape, dtype, lead=draw(multiples), gap=draw(multiples), order=order, seed=1)
+    slot = memory((len(ids), *shape[1:]), dtype, lead=draw(multiples), order=order, seed=2)
+    return engine, slot, torch.tensor(ids, dtype=torch.int64)
+
+
+@given(problems())
+def test_gather_is_the_reference_and_touches_nothing_else(problem):
+    engine, slot, block_ids = problem
+    before, expected = engine.copy(), slot.copy()
+    reference.gather(before.blocks, block_ids, expected.blocks)
+    pages.gather(pages.page_rows(engine.blocks), block_ids, pages.page_rows(slot.blocks))
+    assert torch.equal(slot.raw, expected.raw)
+    assert torch.equal(engine.raw, before.raw)
+
+
+@given(problems())
+def test_scatter_is_the_reference_and_touches_nothing_else(problem):
+    engine, slot, block_ids = problem
+    before, expected = slot.copy(), engine.copy()
+    reference.scatter(before.blocks, block_ids, expected.blocks)
+    pages.scatter(pages.page_rows(slot.blocks), block_ids, pages.page_rows(engine.blocks))
+    assert torch.equal(engine.raw, expected.raw)
+    assert torch.equal(slot.raw, before.raw)
+
+
+@given(problems())
+def test_there_and_back_restores_the_pages_and_only_those(problem):
+    engine, slot, block_ids = problem
+    before = engine.copy()
+    rows, saved = pages.page_rows(engine.blocks), pages.page_rows(slot.blocks)
+    pages.gather(rows, block_ids, saved)
+    for block_id in block_ids.tolist():
+        engine.blocks[block_id] = 0
+    pages.scatter(saved, block_ids, rows)
+    assert torch.equal(engine.raw, before.raw)
+
+
+def test_the_same_page_can_be_gathered_twice():
+    engine, slot = memory((3, 32), torch.uint8), memory((4, 32), torch.uint8, seed=1)
+    pages.gather(pages.page_rows(engine.blocks), torch.tensor([2, 0, 2, 2]), pages.page_rows(slot.blocks))
+    assert torch.equal(slot.blocks, engine.blocks[[2, 0, 2, 2]])
+
+
+def test_sentinels_around_and_between_pages_survive_a_scatter():
+    engine = memory((4, 2, 16), torch.bfloat16, lead=32, gap=48)
+    engine.raw.fill_(0xA5)
+    rows = memory((2, 2, 16), torch.bfloat16).blocks.zero_()
+    pages.scatter(pages.page_rows(rows), torch.tensor([3, 1]), pages.page_rows(engine.blocks))
+    zeros = [index for index, byte in enumerate(engine.raw.tolist()) if byte == 0]
+    assert zeros == [*range(32 + 112, 32 + 112 + 64), *range(32 + 336, 32 + 336 + 64)]
+    assert set(engine.raw.tolist()) == {0, 0xA5}
+
+
+def test_rows_are_a_view():
+    engine = memory((4, 2, 8, 16), torch.float16, lead=16, gap=32)
+    rows = pages.page_rows(engine.blocks)
+    assert rows.shape == (4, 32)
+    assert rows.data_ptr() == engine.blocks.data_ptr()
+    assert rows.stride() == ((512 + 32) // 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (memory((4, 2, 16), torch.float16).blocks[:, :, :8], "not contiguous"),
+        (memory((4, 4, 16), torch.float16).blocks[:, ::2], "not contiguous"),
+        (torch.zeros(4, 1, 16).expand(4, 3, 16), "not contiguous"),
+        (memory((4, 24), torch.uint8).blocks, "24 bytes are not divisible"),
+        (memory((4, 0), torch.uint8).blocks, "0 bytes are not divisible"),
+        (memory((4, 32), torch.uint8, gap=8).blocks, "40 bytes apart"),
+        (memory((1, 32), torch.uint8).blocks.expand(4, 32), "0 bytes apart"),
+        (memory((4, 32), torch.uint8, lead=8, gap=16).blocks, "not aligned"),
+        (torch.frombuffer(bytearray(80), dtype=torch.uint8, offset=8)[:64].view(2, 32), "not aligned"),
+        (torch.zeros(64), "shape"),
+    ],
+)
+def test_page_rows_refuses_what_is_not_rows_of_whole_aligned_pages(tensor, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        pages.page_rows(tensor)
+
+
+def test_page_rows_of_one_page_or_none():
+    assert pages.page_rows(memory((1, 32), torch.uint8, gap=8).blocks).shape == (1, 2)
+    assert pages.page_rows(torch.empty(0, 2, 16)).shape == (0, 8)
+
+
+@pytest.mark.parametrize(("ids", "bad"), [([0, 4], "4"), ([-1, 2], "-1"), ([2**40, 0], str(2**40))])
+def test_a_bad_block_id_is_named_and_nothing_is_copied(ids, bad):
+    engine, slot = memory((4, 32), torch.uint8, seed=1), memory((2, 32), torch.uint8, seed=2)
+    before = engine.copy(), slot.copy()
+    rows, saved = pages.page_rows(engine.blocks), pages.page_rows(slot.blocks)
+    with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
+        pages.gather(rows, torch.tensor(ids), saved)
+    with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
+        pages.scatter(saved, torch.tensor(ids), rows)
+    assert torch.equal(engine.raw, before[0].raw)
+    assert torch.equal(slot.raw, before[1].raw)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids"),
+    [
+        ((3, 32), torch.tensor([0, 1])),  # more rows than ids
+        ((2, 48), torch.tensor([0, 1])),  # another page size
+        ((2, 32), torch.tensor([0, 1], dtype=torch.int32)),
+        ((2, 32), torch.tensor([[0, 1]])),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(rows, ids):
+    engine, slot = (pages.page_rows(memory(shape, torch.uint8).blocks) for shape in ((4, 32), rows))
+    with pytest.raises(ValueError, match="block ids must be|do not fit"):
+        pages.gather(engine, ids, slot)
+    with pytest.raises(ValueError, match="block ids must be|do not fit"):
+        pages.scatter(slot, ids, engine)
+
+
+def test_bytes_that_are_not_rows_are_refused():
+    raw = torch.zeros(4, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="page_rows"):
+        pages.gather(raw, torch.tensor([0]), raw[:1])
+
+
+@pytest.fixture
+def large():
+    """64 MiB of rows, a slot of as many, and all the ids."""
+    engine, slot = (pages.page_rows(torch.ones(1024, 64 << 10, dtype=torch.uint8)) for _ in range(2))
+    return engine, torch.arange(1024).flip(0), slot
+
+
+@pytest.mark.parametrize("operation", [pages.gather, pages.scatter])
+def test_the_gil_is_free_during_the_copy(large, operation):
+    ticks, done = [0], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks[0] += 1
+            time.sleep(0)  # lets go of the GIL, and gets it back only if the copy has let go of it
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # so that nobody takes the GIL from the copying thread by force
+    thread = threading.Thread(target=tick)
+    try:
+        thread.start()
+        before = ticks[0]
+        operation(*large)
+        during = ticks[0] - before
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert during > 1
+
+
+@pytest.mark.parametrize("operation", [pages.gather, pages.scatter])
+def test_no_temporary_of_the_datas_size(large, operation):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        operation(*large)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    assert allocated < 1 << 20
