@@ -2,7 +2,7 @@
 
 A page is one block of one layer. Rows are 2-D views [num_pages, page_bytes / 16] of 16-byte elements, because
 torch copies its widest dtype fastest; complex128 is that dtype, nothing here is a number. Consecutive block ids
-need no path of their own: the processor prefetches across them, and they copy faster than one memcpy.
+need no path of their own: the processor prefetches across them, and they copy as fast as one memcpy.
 """
 
 from __future__ import annotations

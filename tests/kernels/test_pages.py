@@ -194,19 +194,23 @@ def test_the_gil_is_free_during_the_copy(large, operation):
             ticks[0] += 1
             time.sleep(0)  # lets go of the GIL, and gets it back only if the copy has let go of it
 
+    def ticks_during_one_copy():
+        before = ticks[0]
+        operation(*large)
+        return ticks[0] - before
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)  # so that nobody takes the GIL from the copying thread by force
     thread = threading.Thread(target=tick)
     try:
         thread.start()
-        before = ticks[0]
-        operation(*large)
-        during = ticks[0] - before
+        most = max(ticks_during_one_copy() for _ in range(10))
     finally:
         done.set()
         thread.join()
         sys.setswitchinterval(interval)
-    assert during > 1
+    # Checking the ids frees the GIL for a moment: 1 or 2 ticks. A free copy of 64 MiB lets some 100 pass.
+    assert most > 5
 
 
 @pytest.mark.parametrize("operation", [pages.gather, pages.scatter])

@@ -1,0 +1,67 @@
+"""`pdx proxy`: the OpenAI-compatible proxy in front of prefill and decode engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import click
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve HTTP on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0: any.")
+@click.option("--prefill", multiple=True, metavar="URL", help="An engine that prefills; may be repeated.")
+@click.option("--decode", multiple=True, metavar="URL", help="An engine that decodes; may be repeated.")
+@click.option(
+    "--control", default="", metavar="ADDRESS", help="Where nodes report (default: PDX_PROXY, else ipc://...)."
+)
+@click.option(
+    "--forward/--no-forward",
+    default=True,
+    show_default=True,
+    help="Send a completion's first token to the client as soon as the prefill engine has it.",
+)
+@click.option("--read-timeout", default=600.0, show_default=True, metavar="SECONDS", help="Limit of one leg.")
+@click.option("--max-body", default="32M", show_default=True, metavar="SIZE", help="Largest request accepted.")
+@click.option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+)
+def proxy(
+    host: str,
+    port: int,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    control: str,
+    forward: bool,
+    read_timeout: float,
+    max_body: str,
+    log_level: str,
+) -> None:
+    """Serve the OpenAI API, splitting each request into a prefill and a decode leg."""
+    from pdx.config import parse, parse_bytes
+    from pdx.errors import ConfigError
+    from pdx.proxy.app import serve
+    from pdx.proxy.config import ProxyConfig
+
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = parse(
+            ProxyConfig,
+            {
+                "host": host,
+                "port": port,
+                "prefill": prefill,
+                "decode": decode,
+                "control": control,
+                "forward": forward,
+                "read_timeout_s": read_timeout,
+                "max_body_bytes": parse_bytes(max_body),
+            },
+        )
+        asyncio.run(serve(config))
+    except (ConfigError, OSError) as error:
+        raise click.ClickException(str(error)) from error

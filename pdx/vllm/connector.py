@@ -1,0 +1,173 @@
+"""`PdxConnector`: vLLM's KV connector interface, on top of the scheduler half and the worker half.
+
+    --kv-transfer-config '{"kv_connector": "PdxConnector", "kv_connector_module_path": "pdx.vllm.connector",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+
+The same configuration serves prefill, decode and plain prefix reuse; the role is per request. Written for vLLM 0.32,
+see vllm/distributed/kv_transfer/kv_connector/v1/base.py for the interface's own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core import kv_cache_utils
+
+from pdx.config import ConnectorConfig, parse
+from pdx.errors import ConfigError
+from pdx.vllm.identity import layout_of
+from pdx.vllm.plan import StepPlan
+from pdx.vllm.scheduler import SchedulerHalf
+from pdx.vllm.worker import WorkerHalf
+
+
+class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step's plan on its way to the workers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Either half of the connector, as vLLM asks for it."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = _checked_config(transfer)
+        layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens)
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        self._failed_blocks: set[int] = set()
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(config, layout, transfer.engine_id, tail_hash)
+        else:
+            self._worker = WorkerHalf(config, layout, transfer.engine_id, _rank())
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Blocks are free as soon as they are gathered: no delivery depends on them."""
+        return False
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        """The scheduler half, in the process that has it."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerHalf:
+        """The worker half, in the processes that have it."""
+        assert self._worker is not None
+        return self._worker
+
+    # ---- scheduler side ---------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.track(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return (0,)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return PdxMetadata(self.scheduler.plan_step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for request_id in connector_output.finished_recving or ():
+            self.scheduler.loaded(request_id)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.has_unsent_plans()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    # ---- worker side ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches, self._num_blocks)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Loads start here, before the forward pass of the step: vLLM calls start_load_kv only after it.
+        self.worker.begin(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Started by `bind_connector_metadata` already."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All loads are asynchronous: a request is scheduled when its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        self.worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self.worker.end_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        finished, self._failed_blocks = self.worker.finished_loads()
+        return None, finished or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.close()
+
+
+def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
+    """vLLM's chained block hash of tokens [start, end), which need not be a whole number of blocks.
+
+    With everything that vLLM itself puts into a block's hash: LoRA, multimodal inputs, cache salt, embeddings.
+    Hashed through CBOR: the default goes through pickle, whose bytes may differ between equal objects.
+    """
+    extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+    tokens = request.all_token_ids[start:end]
+    return bytes(kv_cache_utils.hash_block_tokens(sha256_cbor, parent, tokens, extra_keys))
+
+
+def _checked_config(transfer: Any) -> ConnectorConfig:
+    config = parse(ConnectorConfig, transfer.kv_connector_extra_config)
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f'kv_role is {transfer.kv_role!r}: PdxConnector needs "kv_both"; the role is per request')
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: PdxConnector needs "
+            '"recompute", so that a fault in the cache costs time and never an answer'
+        )
+    return config
+
+
+def _rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())

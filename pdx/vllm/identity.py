@@ -1,0 +1,115 @@
+"""What a vLLM engine's KV bytes mean: its `KvLayout`, from vLLM's own configuration.
+
+vLLM 0.32: `KVCacheConfig` and the attention specs give the geometry; on CPU the attention kernel's instruction set
+decides how a page is packed (v1/attention/backends/cpu_attn.py), so it is part of the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pdx.errors import ConfigError, LayoutError
+from pdx.layout import KvLayout
+
+_SAMPLE_BYTES = 64 << 10
+_INCIDENTAL = ("_name_or_path", "transformers_version")
+_HASHES = ("sha256", "sha256_cbor")
+
+
+def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> KvLayout:
+    """The layout of one shard.
+
+    :raises LayoutError: a model or engine layout that PDX does not move yet.
+    :raises ConfigError: block hashes that are not cryptographic, or chunks that are no multiple of blocks.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size != 1:
+        raise LayoutError(f"pipeline_parallel_size {parallel.pipeline_parallel_size}: PDX moves only 1 so far")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise LayoutError(
+            f"hybrid model with {len(groups)} KV cache groups ({', '.join(kinds)}): PDX moves models with one group "
+            "of full attention so far; run this model without PdxConnector"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise LayoutError(f"{type(spec).__name__} layers: PDX moves full attention only so far")
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if kv_cache_config.hash_block_size not in (None, spec.block_size):
+        raise LayoutError(
+            f"block hashes of {kv_cache_config.hash_block_size} tokens over blocks of {spec.block_size} tokens"
+        )
+    return KvLayout(
+        model=model_identity(model, vllm_config.load_config.load_format),
+        dtype=str(spec.dtype),
+        num_layers=len(groups[0].layer_names),
+        num_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        block_tokens=spec.block_size,
+        page_bytes=spec.page_size_bytes,
+        chunk_tokens=chunk_tokens,
+        order=str(kv_cache_config.kv_cache_layout),
+        backend=str(vllm_config.attention_config.backend),
+        isa=_cpu_isa(spec, cache),
+        num_shards=parallel.world_size,
+        hashing=_checked_hash(cache),
+    )
+
+
+def model_identity(model: Any, load_format: Any) -> str:
+    """A name for the weights: for a folder, its files' names, sizes and samples; for a hub name, its revision.
+
+    Where the weights lie does not matter, so the same model on two hosts has one identity; how it is quantised and
+    what its configuration says does.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"pdx-model-1")
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _INCIDENTAL}
+    parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), str(model.quantization)]
+    if str(load_format) == "dummy":
+        parts.append(f"dummy weights from seed {model.seed}")
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part.encode())
+    folder = Path(model.model)
+    if folder.is_dir():
+        for file in sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")):
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode() + _sample(file))
+    else:
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        digest.update(f"{model.model}@{model.revision or commit}".encode())
+    return digest.hexdigest()
+
+
+def _sample(file: Path) -> bytes:
+    """The beginning, middle and end of a file: two fine-tunes of one model differ in all of them."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        pieces = []
+        for offset in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+            stream.seek(offset)
+            pieces.append(stream.read(_SAMPLE_BYTES))
+    return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
+
+
+def _cpu_isa(spec: Any, cache: Any) -> str:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache.cache_dtype))
+
+
+def _checked_hash(cache: Any) -> str:
+    name = str(cache.prefix_caching_hash_algo)
+    if name not in _HASHES:
+        raise ConfigError(
+            f"prefix_caching_hash_algo {name!r} can be made to collide; PDX needs one of {', '.join(_HASHES)} "
+            "(--prefix-caching-hash-algo sha256)"
+        )
+    return name
+

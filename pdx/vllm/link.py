@@ -1,0 +1,102 @@
+"""An engine process's link to its host's node: attaches in the background, and again when the node was replaced.
+
+The engine's own threads only read `connection`: either attached to a living node, or None, and then they go on
+without PDX. They never wait for an attach.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+
+from pdx.config import ConnectorConfig, NodeConfig, default_proxy, parse_bytes
+from pdx.connection import Connection
+from pdx.errors import PdxError
+from pdx.messages import Hello
+from pdx.node.start import start
+
+log = logging.getLogger("pdx")
+
+CHECK_S = 0.1
+ATTACH_S = 0.3  # a node that runs answers within this; after it, this process starts one
+START_AGAIN_S = 10.0
+
+
+class NodeLink:
+    """Keeps one process attached. `starter`: start a node when none answers."""
+
+    def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
+        self._config = config
+        self._hello = hello
+        self._starter = starter
+        self._connection: Connection | None = None
+        self._attached = threading.Event()
+        self._stop = threading.Event()
+        self._started: subprocess.Popen[bytes] | None = None
+        self._start_again_at = 0.0
+        self._thread = threading.Thread(target=self._keep_attached, name="pdx-link", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<NodeLink {self._connection!r}>"
+
+    @property
+    def connection(self) -> Connection | None:
+        """The connection to a living node, or None."""
+        connection = self._connection
+        return connection if connection is not None and connection.is_alive else None
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """For start-up only: whether this process is attached within `timeout_s`."""
+        return self._attached.wait(timeout_s)
+
+    def close(self) -> None:
+        """Detach. Idempotent."""
+        self._stop.set()
+        self._thread.join()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _keep_attached(self) -> None:
+        while not self._stop.wait(CHECK_S if self._attached.is_set() else 0.01):
+            if self._started is not None:
+                self._started.poll()  # reap it if another node won
+            if self.connection is None:
+                self._attached.clear()
+                self._attach()
+
+    def _attach(self) -> None:
+        if self._connection is not None:
+            log.warning("the node at %s is gone: running without PDX until the next one", self._connection.address)
+            self._connection.close()
+            self._connection = None
+        try:
+            connection = Connection(self._config.node_address(), self._hello)
+        except PdxError as error:
+            log.warning("cannot reach a node: %s", error)
+            self._stop.wait(1.0)
+            return
+        try:
+            if connection.attach(ATTACH_S):
+                connection.arena.populate_in_background()
+                self._connection = connection
+                self._attached.set()
+                log.info("attached to the node at %s", connection.address)
+                return
+        except PdxError as error:
+            log.warning("the node at %s refused: %s", connection.address, error)
+            self._stop.wait(1.0)
+        connection.close()
+        if self._starter and time.monotonic() >= self._start_again_at:
+            self._start_again_at = time.monotonic() + START_AGAIN_S
+            self._started = start(self._node_config())
+
+    def _node_config(self) -> NodeConfig:
+        return NodeConfig(
+            address=self._config.node_address(),
+            arena_bytes=parse_bytes(self._config.arena),
+            proxy=self._config.proxy or default_proxy(),
+        )

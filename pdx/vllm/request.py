@@ -1,0 +1,103 @@
+"""One request as the scheduler half sees it: its chunks, what the node said of them, what is saved already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pdx.keys import chunk_key, tail_key
+from pdx.layout import KvLayout
+from pdx.messages import Slot
+from pdx.vllm.params import TransferParams
+
+# (request, hash of the block before `start` or None, start, end) -> chained hash of tokens [start, end)
+BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
+
+
+class Grant:
+    """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard."""
+
+    __slots__ = ("end_block", "first_block", "slots")
+
+    def __init__(self, slots: list[Slot], first_block: int, end_block: int) -> None:
+        self.slots = slots
+        self.first_block = first_block
+        self.end_block = end_block
+
+
+class TrackedRequest:
+    """State of one request between on_new_request and request_finished. Owned by the scheduler's thread."""
+
+    def __init__(self, request: Any, layout: KvLayout, params: TransferParams | None) -> None:
+        self.request = request
+        self.params = params
+        self._layout = layout
+        self._fingerprint = layout.fingerprint()
+        self._keys: list[bytes] = []
+        # what the node is being asked, and until when
+        self.lookup_seq: int | None = None
+        self.reserve_seq: int | None = None
+        self.reserve_keys: list[bytes] = []
+        self.ask_until: float | None = None
+        self.room_until: float | None = None
+        self.transfer_until: float | None = None
+        # what it said
+        self.decided = False
+        self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
+        self.hit_tokens = 0
+        self.lease = 0
+        self.lease_renew_at = 0.0
+        self.reserved = False
+        # what became of it
+        self.epoch = 0
+        self.block_ids: list[int] = []
+        self.grants: list[Grant] = []
+        self.saved_blocks = 0
+        self.decode_keyed = 0  # chunks up to here were considered for saving
+        self.scheduled = False
+        self.loading = False
+        self.loaded_for = -1  # the request's count of preemptions when its load was planned
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether this request prefills for a decoder elsewhere."""
+        return self.params is not None and self.params.do_remote_decode
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this request was prefilled elsewhere."""
+        return self.params is not None and self.params.do_remote_prefill
+
+    @property
+    def transfer(self) -> str | None:
+        """The transfer it is part of."""
+        return self.params.transfer_id if self.params is not None else None
+
+    def chunk_keys(self, num_chunks: int) -> list[bytes]:
+        """Keys of its leading full chunks; their blocks must be full of known tokens."""
+        per_chunk = self._layout.blocks_per_chunk
+        hashes = self.request.block_hashes
+        for index in range(len(self._keys), num_chunks):
+            self._keys.append(chunk_key(self._fingerprint, bytes(hashes[(index + 1) * per_chunk - 1])))
+        return self._keys[:num_chunks]
+
+    @property
+    def transfer_tokens(self) -> int:
+        """How many leading tokens the transfer carries; 0 if this request is in none, or its claim is absurd."""
+        num_prompt = int(self.request.num_prompt_tokens)
+        if self.is_prefill:
+            return num_prompt
+        if self.params is None:
+            return 0
+        claimed = self.params.prefill_tokens or num_prompt
+        return claimed if claimed <= num_prompt else 0
+
+    def tail(self, hasher: BlockHasher) -> tuple[bytes, int] | None:
+        """Key and number of blocks of the tail of its transfer; None where that ends with a full chunk."""
+        tokens = self.transfer_tokens
+        first = tokens - tokens % self._layout.chunk_tokens
+        if tokens == first or self.transfer is None:
+            return None
+        parent = self.request.block_hashes[first // self._layout.block_tokens - 1] if first else None
+        key = tail_key(self._fingerprint, hasher(self.request, parent, first, tokens), self.transfer)
+        return key, self._layout.num_blocks(tokens - first)

@@ -1,0 +1,192 @@
+"""The prefill leg's answer, and how it is merged with the decode leg's into one. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from pdx.errors import ProtocolError
+from pdx.proxy import sse
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class PrefillAnswer(msgspec.Struct, frozen=True):
+    """What an engine answers to a request for one token."""
+
+    id: str
+    created: int
+    model: str
+    usage: _Usage
+    choices: list[_Choice]
+    system_fingerprint: str | None = None
+
+    @property
+    def choice(self) -> _Choice:
+        """The only one."""
+        return self.choices[0]
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The prefill leg's token, where it is fit to be shown to the client on its own."""
+
+    prompt: list[int]
+    token: int
+    text: str
+
+
+_decoder = msgspec.json.Decoder(PrefillAnswer)
+
+
+def decode_prefill(raw: bytes) -> PrefillAnswer:
+    """:raises ProtocolError: not one choice with its usage."""
+    try:
+        answer = _decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a prefill answer of {len(raw)} bytes does not decode: {error}") from error
+    if len(answer.choices) != 1 or answer.usage.prompt_tokens < 1:
+        raise ProtocolError(
+            f"a prefill answer has {len(answer.choices)} choices for {answer.usage.prompt_tokens} prompt tokens"
+        )
+    return answer
+
+
+def is_final(answer: PrefillAnswer, limit: int | None) -> bool:
+    """The prefill leg's answer is all the client gets: the text ends here, or one token was wanted."""
+    return answer.choice.finish_reason == "stop" or (limit == 1 and answer.choice.finish_reason == "length")
+
+
+def first_token(answer: PrefillAnswer) -> FirstToken | None:
+    """The token to forward; None: it cannot be shown on its own, the decode engine must sample it.
+
+    An empty text or one that ends in U+FFFD is the beginning of a character whose other bytes are in the next
+    tokens; the decode engine's detokenizer would not join them to a byte it takes for prompt.
+    """
+    choice = answer.choice
+    if choice.prompt_token_ids is None or len(choice.prompt_token_ids) != answer.usage.prompt_tokens:
+        return None
+    if choice.token_ids is None or len(choice.token_ids) != 1 or choice.finish_reason != "length":
+        return None
+    if not choice.text or choice.text.endswith("\ufffd"):
+        return None
+    return FirstToken(prompt=choice.prompt_token_ids, token=choice.token_ids[0], text=choice.text)
+
+
+def final_answer(raw: bytes) -> bytes:
+    """The prefill leg's answer as the client's, without what only this proxy had asked for."""
+    answer = json.loads(raw)
+    for part in (answer, *answer["choices"]):
+        for name in ("kv_transfer_params", "token_ids", "prompt_token_ids"):
+            if name in part:
+                part[name] = None
+    return _encode(answer)
+
+
+def merged_answer(prefill: PrefillAnswer, text: str, raw: bytes) -> bytes:
+    """The decode leg's answer as the client's, with the first token's `text` in front.
+
+    :raises ProtocolError: it is not a completion.
+    """
+    try:
+        answer = json.loads(raw)
+        answer["choices"][0]["text"] = text + answer["choices"][0]["text"]
+        _correct_usage(answer["usage"], prefill)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ProtocolError(f"a decode answer of {len(raw)} bytes is not a completion") from error
+    answer["kv_transfer_params"] = None
+    if "metrics" in answer:
+        answer["metrics"] = None  # of the decode leg alone
+    return _encode(answer)
+
+
+def first_event(prefill: PrefillAnswer, *, finish: bool, options: dict[str, Any]) -> bytes:
+    """The stream's first event: the prefill leg's token."""
+    choice = prefill.choice
+    chunk = _chunk(prefill)
+    chunk["choices"] = [
+        {
+            "index": 0,
+            "text": choice.text or "",
+            "logprobs": None,
+            "finish_reason": choice.finish_reason if finish else None,
+            "stop_reason": choice.stop_reason if finish else None,
+            "prompt_token_ids": None,
+            "token_ids": None,
+        }
+    ]
+    if finish and prefill.system_fingerprint is not None and not options.get("include_usage"):
+        chunk["system_fingerprint"] = prefill.system_fingerprint
+    if options.get("include_usage") and options.get("continuous_usage_stats"):
+        chunk["usage"] = {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0}
+        _correct_usage(chunk["usage"], prefill, details=False)
+    return sse.event(_encode(chunk))
+
+
+def final_events(prefill: PrefillAnswer, *, options: dict[str, Any]) -> bytes:
+    """The end of a stream that consists of the prefill leg's token."""
+    if not options.get("include_usage"):
+        return sse.DONE
+    chunk = {**_chunk(prefill), "choices": [], "usage": {"completion_tokens": 0}}
+    if prefill.system_fingerprint is not None:
+        chunk["system_fingerprint"] = prefill.system_fingerprint
+    _correct_usage(chunk["usage"], prefill)
+    return sse.event(_encode(chunk)) + sse.DONE
+
+
+def continued_event(prefill: PrefillAnswer, event: bytes) -> bytes:
+    """An event of the decode leg's stream as one of the client's: one id throughout, usage of both legs."""
+    data = sse.data(event)
+    if data is None or data == b"[DONE]":
+        return event
+    try:
+        chunk = json.loads(data)
+    except ValueError:
+        return event
+    if not isinstance(chunk, dict) or "choices" not in chunk:
+        return event  # an error, in its own shape
+    chunk.update(_chunk(prefill) | {"choices": chunk["choices"]})
+    chunk.pop("metrics", None)
+    if isinstance(chunk.get("usage"), dict):
+        _correct_usage(chunk["usage"], prefill, details=not chunk["choices"])
+    return sse.event(_encode(chunk))
+
+
+def _chunk(prefill: PrefillAnswer) -> dict[str, Any]:
+    return {
+        "id": prefill.id,
+        "object": "text_completion",
+        "created": prefill.created,
+        "model": prefill.model,
+    }
+
+
+def _correct_usage(usage: dict[str, Any], prefill: PrefillAnswer, *, details: bool = True) -> None:
+    """Count the first token as generated; what was cached is what the prefill engine had cached."""
+    usage["prompt_tokens"] = prefill.usage.prompt_tokens
+    usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + 1
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    if details and prefill.usage.prompt_tokens_details is not None:
+        usage["prompt_tokens_details"] = prefill.usage.prompt_tokens_details
+    elif usage.get("prompt_tokens_details") is not None:
+        usage["prompt_tokens_details"] = None
+
+
+def _encode(value: dict[str, Any]) -> bytes:
+    # As vLLM writes it; lone surrogates, which UTF-8 cannot carry, stay escapes.
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode()

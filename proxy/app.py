@@ -1,0 +1,285 @@
+"""The HTTP server: routes, what a client may send, and the proxy's parts put together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pdx.config import default_proxy
+from pdx.errors import ProtocolError
+from pdx.messages import NodeReport
+from pdx.proxy import fault
+from pdx.proxy.ceiling import Ceilings
+from pdx.proxy.config import ProxyConfig
+from pdx.proxy.control import Control
+from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.ledger import Ledger, Timeline
+from pdx.proxy.leg import LegFailed, Legs
+from pdx.proxy.metrics import Metrics
+from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
+from pdx.proxy.relay import Relay
+from pdx.proxy.reply import Reply
+from pdx.proxy.roster import Roster
+
+log = logging.getLogger(__name__)
+
+# What a client may tell an engine in headers. Not X-data-parallel-rank: that is routing.
+_PASSED_HEADERS = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
+_REQUEST_ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
+_KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
+_SHUTDOWN_S = 5.0
+
+
+class Proxy:
+    """All parts of one proxy; `start` acquires, `close` (idempotent) releases."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._roster = Roster(
+            prefill=config.prefill,
+            decode=config.decode,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            suspect_s=config.suspect_s,
+            clock=time.monotonic,
+        )
+        self._ledger = Ledger(keep=config.kept_timelines)
+        self._metrics = Metrics(engines=self._roster.engines, in_flight=self._in_flight)
+        self._control = Control(
+            config.control or default_proxy(),
+            on_report=self._take_report,
+            on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
+        )
+        self._legs: Legs | None = None
+        self._relay: Relay | None = None
+        self._stack = AsyncExitStack()
+        self._warned_stripped = False
+
+    def app(self) -> web.Application:
+        """The web application; it starts and closes this proxy with itself."""
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_faults])
+        for route in Route:
+            app.router.add_post(route, self._generate)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._expose)
+        app.router.add_get("/pdx/requests", self._requests)
+        app.router.add_get("/pdx/requests/{transfer}", self._request)
+        app.on_startup.append(self._on_startup)
+        app.on_cleanup.append(self._on_cleanup)
+        return app
+
+    async def start(self) -> None:
+        """Open the client session and the control socket on the running loop.
+
+        :raises ConfigError: the control socket cannot be had.
+        """
+        self._control.start()
+        self._stack.callback(self._control.close)
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
+        )
+        await self._stack.enter_async_context(session)
+        self._legs = Legs(
+            session,
+            connect_timeout_s=self._config.connect_timeout_s,
+            read_timeout_s=self._config.read_timeout_s,
+        )
+        self._relay = Relay(
+            roster=self._roster,
+            legs=self._legs,
+            ceilings=Ceilings(self._legs, clock=time.monotonic),
+            control=self._control,
+            metrics=self._metrics,
+        )
+        watch = asyncio.create_task(self._watch())
+        self._stack.push_async_callback(_stop, watch)
+
+    async def close(self) -> None:
+        """Close everything `start` opened."""
+        await self._stack.aclose()
+
+    async def _on_startup(self, _app: web.Application) -> None:
+        await self.start()
+
+    async def _on_cleanup(self, _app: web.Application) -> None:
+        await self.close()
+
+    async def _watch(self) -> None:
+        """Notice nodes falling silent."""
+        while True:
+            await asyncio.sleep(self._config.heartbeat_timeout_s / 6)
+            self._lose(self._roster.expire(), "its node fell silent")
+
+    def _take_report(self, report: NodeReport) -> None:
+        self._metrics.reports.inc()
+        self._ledger.merge(report.marks)
+        self._lose(self._roster.report(report), f"node {report.node} says so")
+
+    def _lose(self, urls: frozenset[str], why: str) -> None:
+        for url in urls:
+            log.warning("engine %s is gone (%s)", url, why)
+        if self._legs is not None:
+            self._legs.fail(urls)
+
+    def _in_flight(self, url: str) -> int:
+        return self._legs.in_flight(url) if self._legs is not None else 0
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        assert self._relay is not None
+        route = Route(request.path)
+        try:
+            body = await _body(request)
+        except ProtocolError as error:
+            self._metrics.requests.labels(route, "", Outcome.BAD_REQUEST).inc()
+            return fault.response(400, str(error))
+        body, stripped = strip_control(body)
+        if stripped:
+            self._note_stripped()
+        exchange = self._exchange(request, route, body)
+        await self._relay.serve(exchange)
+        return exchange.reply.response
+
+    def _exchange(self, request: web.Request, route: Route, body: Body) -> Exchange:
+        plan = classify(route, body)
+        if plan.mode is Mode.FORWARD and not self._config.forward:
+            plan = Plan(Mode.SAMPLED, "configured")
+        transfer = secrets.token_urlsafe(24)
+        timeline = Timeline(transfer=transfer, route=route, mode=plan.mode, why=plan.why, moments=[])
+        self._ledger.open(timeline)
+        headers = _passed_headers(request.headers)
+        if "X-Request-Id" not in headers and body.get("request_id") is None:
+            headers["X-Request-Id"] = transfer  # both legs' answers carry one id, and logs can be joined
+        return Exchange(
+            route=route,
+            body=body,
+            headers=headers,
+            reply=Reply(request),
+            timeline=timeline,
+            metrics=self._metrics,
+        )
+
+    def _note_stripped(self) -> None:
+        self._metrics.stripped.inc()
+        if not self._warned_stripped:
+            self._warned_stripped = True
+            log.warning("a client sent transfer parameters of its own; they are removed (further ones are counted)")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        assert self._legs is not None
+        engines = sorted(
+            self._roster.engines(), key=lambda engine: (self._roster.is_suspect(engine.url), not engine.decodes)
+        )
+        for engine in engines[:2]:
+            with suppress(LegFailed):
+                answer, raw = await self._legs.get(
+                    engine, "/v1/models", headers=_passed_headers(request.headers), timeout_s=2.0
+                )
+                return web.Response(status=answer.status, body=raw, content_type=answer.content_type)
+        return fault.response(503, "no engine is available")
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        engines = [each for each in self._roster.engines() if not self._roster.is_suspect(each.url)]
+        decoders = sum(engine.decodes for engine in engines)
+        state = {
+            "status": "ok" if decoders else "unavailable",
+            "decoders": decoders,
+            "prefillers": sum(engine.prefills for engine in engines),
+            "nodes": self._roster.nodes(),
+        }
+        return web.json_response(state, status=200 if decoders else 503)
+
+    async def _expose(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.expose(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _requests(self, _request: web.Request) -> web.Response:
+        listed = msgspec.json.encode({"requests": self._ledger.view()})
+        return web.Response(body=listed, content_type="application/json")
+
+    async def _request(self, request: web.Request) -> web.Response:
+        found = self._ledger.find(request.match_info["transfer"])
+        if found is None:
+            return fault.response(404, "no such transfer (any more)")
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+
+async def serve(config: ProxyConfig) -> None:
+    """Serve until SIGINT or SIGTERM; then requests under way are cancelled, and their legs with them.
+
+    :raises ConfigError: an engine's URL is not one, or the control socket cannot be had.
+    :raises OSError: the HTTP address cannot be had.
+    """
+    # A client that goes away must cancel its request's task: that is what closes the legs.
+    runner = web.AppRunner(
+        Proxy(config).app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+        log.info("listening on %s", ", ".join(f"http://{host}:{port}" for host, port, *_ in runner.addresses))
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+
+
+async def _body(request: web.Request) -> Body:
+    """:raises ProtocolError: not a JSON object, or too large; the text is for the client and quotes nothing."""
+    if request.content_type != "application/json":
+        raise ProtocolError("the request must have Content-Type: application/json")
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ProtocolError(f"the request is too large: {error.text}") from error
+    except (web.RequestPayloadError, ConnectionError) as error:
+        raise ProtocolError("the request did not arrive whole") from error
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("the request is not valid JSON") from error
+    if not isinstance(body, dict):
+        raise ProtocolError("the request is not a JSON object")
+    return body
+
+
+def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    passed = {name: headers[name] for name in _PASSED_HEADERS if name in headers}
+    request_id = headers.get("X-Request-Id", "")
+    if _REQUEST_ID.fullmatch(request_id):
+        passed["X-Request-Id"] = request_id
+    return passed
+
+
+@web.middleware
+async def _faults(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return fault.response(error.status, error.reason)
+    except Exception:  # noqa: BLE001 - the root of a request's task
+        log.exception("request to %s failed", request.path)
+        return fault.response(500, "internal error of the proxy")
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

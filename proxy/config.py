@@ -1,0 +1,27 @@
+"""Settings of `pdx proxy`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdx.config import PositiveSeconds
+
+
+class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `pdx proxy`; engines named here need no node to be known."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 8000  # 0: any free port
+    prefill: tuple[str, ...] = ()  # base URLs of engines that prefill
+    decode: tuple[str, ...] = ()  # base URLs of engines that decode; one URL may be in both
+    control: str = ""  # where nodes report; empty: PDX_PROXY, else this host's default socket
+    forward: bool = True  # send a completion's first token to the client before the decode leg starts
+    connect_timeout_s: PositiveSeconds = 2.0
+    read_timeout_s: PositiveSeconds = 600.0  # one leg, from its first byte sent to its last byte received
+    heartbeat_timeout_s: PositiveSeconds = 3.0  # a node silent for longer is gone, and its engines with it
+    suspect_s: PositiveSeconds = 2.0  # an engine that refused a connection is avoided for so long
+    max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 32 << 20
+    kept_timelines: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000

@@ -1,0 +1,91 @@
+"""What is done with the decode leg's answer: pass it on as it is, or put it behind the first token."""
+
+from __future__ import annotations
+
+from pdx.errors import ProtocolError
+from pdx.proxy import sse
+from pdx.proxy.answer import FirstToken, PrefillAnswer, continued_event, merged_answer
+from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.leg import Answer, LegFailed, Reason
+from pdx.timeline import Event
+
+
+class AsItIs:
+    """The engine's answer is the client's, byte for byte."""
+
+    async def take(self, exchange: Exchange, answer: Answer) -> None:
+        """Relay it. :raises LegFailed: the engine went away before the end."""
+        if answer.is_stream:
+            await _relay_stream(exchange, answer, self)
+        else:
+            await _relay_whole(exchange, answer)
+
+    def event(self, event: bytes) -> bytes:
+        """An event of the client's stream."""
+        return event
+
+
+class Continuation:
+    """The engine goes on after the prefill leg's token; to the client the two are one answer."""
+
+    def __init__(self, prefill: PrefillAnswer, first: FirstToken) -> None:
+        self._prefill = prefill
+        self._first = first
+
+    async def take(self, exchange: Exchange, answer: Answer) -> None:
+        """Relay it. :raises LegFailed: the engine refused, or went away before the end."""
+        if answer.status != 200:
+            await self._take_refusal(exchange, answer)
+        elif answer.is_stream != exchange.streams:
+            raise LegFailed(Reason.MALFORMED, answer.engine, f"unexpected {answer.content_type!r}")
+        elif answer.is_stream:
+            await _relay_stream(exchange, answer, self)
+        else:
+            raw = await answer.read()
+            exchange.mark(Event.DECODE_FIRST, answer.engine)
+            try:
+                merged = merged_answer(self._prefill, self._first.text, raw)
+            except ProtocolError as error:
+                raise LegFailed(Reason.MALFORMED, answer.engine, str(error)) from error
+            exchange.first_token(answer.engine, streams=False)
+            exchange.reply.whole(200, merged)
+
+    def event(self, event: bytes) -> bytes:
+        """An event of the client's stream."""
+        return continued_event(self._prefill, event)
+
+    async def _take_refusal(self, exchange: Exchange, answer: Answer) -> None:
+        # A refusal may be about what this proxy made of the request: the client is not to be told that.
+        if answer.status < 500:
+            raise LegFailed(Reason.STATUS_4XX, answer.engine, str(answer.status))
+        if exchange.reply.started:
+            raise LegFailed(Reason.STATUS_5XX, answer.engine, str(answer.status))
+        await _relay_whole(exchange, answer)
+
+
+async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
+    raw = await answer.read()
+    exchange.mark(Event.DECODE_FIRST, answer.engine)
+    if answer.status >= 400:
+        exchange.outcome = Outcome.ENGINE_ERROR if answer.status >= 500 else Outcome.CLIENT_ERROR
+    else:
+        exchange.first_token(answer.engine, streams=False)
+    exchange.reply.whole(answer.status, raw, content_type=answer.content_type)
+
+
+async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:
+    splitter = sse.EventSplitter()
+    last = b""
+    while chunk := await answer.read_some():
+        exchange.mark(Event.DECODE_FIRST, answer.engine)
+        try:
+            events = splitter.feed(chunk)
+        except ProtocolError as error:
+            raise LegFailed(Reason.MALFORMED, answer.engine, str(error)) from error
+        if events:
+            exchange.first_token(answer.engine, streams=True)
+            await exchange.reply.write(b"".join(map(shape.event, events)))
+            last = events[-1]
+    if sse.data(last) != b"[DONE]":
+        raise LegFailed(Reason.TRUNCATED, answer.engine)
+    await exchange.reply.end()

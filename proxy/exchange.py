@@ -1,0 +1,104 @@
+"""One client's request while it is being served: what was asked, what was seen of it, and how to answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from pdx.proxy.ledger import Timeline
+from pdx.proxy.metrics import Metrics
+from pdx.proxy.plan import Body, Mode, Route, token_limit
+from pdx.proxy.reply import Reply
+from pdx.proxy.roster import Engine
+from pdx.timeline import Event, Moment
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    BAD_REQUEST = "bad_request"  # refused by this proxy
+    CLIENT_ERROR = "client_error"  # refused by an engine
+    ENGINE_ERROR = "engine_error"  # an engine answered with a 5xx
+    BROKEN = "broken"  # an engine died or did not end its answer
+    UNAVAILABLE = "unavailable"  # no engine could be reached
+    CLIENT_GONE = "client_gone"
+    INTERNAL = "internal"  # a fault of this proxy
+
+
+class Exchange:
+    """Owned by the task that serves the request."""
+
+    def __init__(
+        self,
+        *,
+        route: Route,
+        body: Body,
+        headers: Mapping[str, str],
+        reply: Reply,
+        timeline: Timeline,
+        metrics: Metrics,
+    ) -> None:
+        self.route = route
+        self.body = body
+        self.headers = headers  # for the engines
+        self.reply = reply
+        self.timeline = timeline
+        self.outcome = Outcome.OK
+        self.announced = False  # engines have been told of the transfer
+        self.prefilled_by = ""  # URL
+        self._metrics = metrics
+        self._seen: set[Event] = set()
+        self._received_ns = time.monotonic_ns()
+        self.mark(Event.RECEIVED)
+        self.set_mode(timeline.mode, timeline.why)
+
+    @property
+    def transfer(self) -> str:
+        """The id engines and nodes know this request's KV by."""
+        return self.timeline.transfer
+
+    @property
+    def mode(self) -> Mode:
+        """How the request is being served now."""
+        return self.timeline.mode
+
+    @property
+    def streams(self) -> bool:
+        """The client asked for a stream."""
+        return self.body.get("stream") is True
+
+    @property
+    def stream_options(self) -> dict[str, Any]:
+        """As the client gave them."""
+        options = self.body.get("stream_options")
+        return options if isinstance(options, dict) else {}
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens the client wants."""
+        return token_limit(self.route, self.body)
+
+    def set_mode(self, mode: Mode, why: str) -> None:
+        """Serve it so from now on; nothing may have been sent to the client yet."""
+        self.timeline.mode = mode
+        self.timeline.why = why
+        self.reply.headers = {"x-pdx-transfer-id": self.transfer, "x-pdx-mode": mode}
+
+    def mark(self, event: Event, engine: Engine | None = None) -> None:
+        """This moment is one of the request's; of each kind, the first counts."""
+        if event in self._seen:
+            return
+        self._seen.add(event)
+        name = engine.name if engine is not None else ""
+        now_ns = self._received_ns if event is Event.RECEIVED else time.monotonic_ns()
+        self.timeline.add(Moment(event=event, at_ns=now_ns, engine=name, tokens=self.timeline.prompt_tokens))
+
+    def first_token(self, engine: Engine, *, streams: bool) -> None:
+        """The client is about to be sent the first token."""
+        if streams and Event.FIRST_TOKEN not in self._seen:
+            ttft_s = (time.monotonic_ns() - self._received_ns) / 1e9
+            self._metrics.ttft.labels(self.route, self.mode).observe(ttft_s)
+        self.mark(Event.FIRST_TOKEN, engine)

@@ -1,0 +1,180 @@
+"""One HTTP request to one engine, with everything that can go wrong with it turned into `LegFailed`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from enum import StrEnum
+
+import aiohttp
+
+from pdx.errors import PdxError
+from pdx.proxy.roster import Engine
+
+
+class Reason(StrEnum):
+    """Why a leg failed."""
+
+    REFUSED = "refused"
+    CONNECT_TIMEOUT = "connect_timeout"
+    RESET = "reset"
+    TIMEOUT = "timeout"
+    LOST = "lost"  # its node says the engine is gone, or has itself gone silent
+    TRUNCATED = "truncated"  # a stream that ended without saying so
+    MALFORMED = "malformed"
+    STATUS_4XX = "status_4xx"
+    STATUS_5XX = "status_5xx"
+
+
+class LegFailed(PdxError):
+    """An engine did not give a usable answer. If `unsent`, it cannot have begun to work on the request."""
+
+    def __init__(self, reason: Reason, engine: Engine, text: str = "") -> None:
+        super().__init__(f"engine {engine.name}: {reason}{': ' if text else ''}{text}")
+        self.reason = reason
+        self.engine = engine
+
+    @property
+    def unsent(self) -> bool:
+        """Another engine may be asked instead."""
+        return self.reason in (Reason.REFUSED, Reason.CONNECT_TIMEOUT)
+
+
+class Answer:
+    """An engine's answer of which the headers have arrived; valid inside `Legs.post`."""
+
+    def __init__(self, engine: Engine, response: aiohttp.ClientResponse) -> None:
+        self.engine = engine
+        self.status = response.status
+        self.content_type = response.content_type
+        self._response = response
+
+    @property
+    def is_stream(self) -> bool:
+        """Server-sent events."""
+        return self.status == 200 and self.content_type == "text/event-stream"
+
+    async def read(self) -> bytes:
+        """The whole body. :raises LegFailed: it did not arrive whole."""
+        try:
+            return await self._response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._reset(error) from error
+
+    async def read_some(self) -> bytes:
+        """The next bytes, b"" at the end. :raises LegFailed: the engine went away."""
+        try:
+            return await self._response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._reset(error) from error
+
+    def _reset(self, error: Exception) -> LegFailed:
+        return LegFailed(Reason.RESET, self.engine, type(error).__name__)
+
+
+class _Leg:
+    def __init__(self, scope: asyncio.Timeout) -> None:
+        self.scope = scope
+        self.lost = False
+
+
+class Legs:
+    """All legs under way, by engine."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, *, connect_timeout_s: float, read_timeout_s: float
+    ) -> None:
+        self._session = session
+        self._read_timeout_s = read_timeout_s
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s
+        )
+        self._open: dict[str, set[_Leg]] = {}
+        self._last_used: dict[str, int] = {}
+        self._turns = itertools.count(1)
+
+    def in_flight(self, url: str) -> int:
+        """How many legs the engine has now."""
+        return len(self._open.get(url, ()))
+
+    def last_used(self, url: str) -> int:
+        """Grows with every leg."""
+        return self._last_used.get(url, 0)
+
+    def fail(self, urls: Iterable[str]) -> None:
+        """The engines are gone: give up their legs at once, whatever they wait for."""
+        for url in urls:
+            self._last_used.pop(url, None)
+            for leg in self._open.get(url, ()):
+                if not leg.scope.expired():
+                    leg.lost = True
+                    leg.scope.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def post(
+        self, engine: Engine, path: str, *, payload: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[Answer]:
+        """Send a request and hold its answer; leaving early closes the connection, which makes vLLM abort.
+
+        :raises LegFailed: also from within, when the engine is lost or the time is up.
+        """
+        self._last_used[engine.url] = next(self._turns)
+        sent = {**headers, "Content-Type": "application/json"}
+        async with (
+            self._leg(engine, self._read_timeout_s),
+            self._answer(engine, "POST", path, payload=payload, headers=sent) as answer,
+        ):
+            yield answer
+
+    async def get(
+        self, engine: Engine, path: str, *, headers: Mapping[str, str], timeout_s: float
+    ) -> tuple[Answer, bytes]:
+        """A small answer, whole. :raises LegFailed: it did not come in time."""
+        async with (
+            self._leg(engine, timeout_s),
+            self._answer(engine, "GET", path, payload=None, headers=headers) as answer,
+        ):
+            return answer, await answer.read()
+
+    @asynccontextmanager
+    async def _leg(self, engine: Engine, timeout_s: float) -> AsyncIterator[None]:
+        leg = _Leg(asyncio.timeout(timeout_s))
+        legs = self._open.setdefault(engine.url, set())
+        legs.add(leg)
+        try:
+            async with leg.scope:
+                yield
+        except TimeoutError as error:
+            if not leg.scope.expired():
+                raise
+            raise LegFailed(Reason.LOST if leg.lost else Reason.TIMEOUT, engine) from error
+        finally:
+            legs.discard(leg)
+            if not legs:
+                del self._open[engine.url]
+
+    @asynccontextmanager
+    async def _answer(
+        self, engine: Engine, method: str, path: str, *, payload: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncIterator[Answer]:
+        try:
+            response = await self._session.request(
+                method,
+                engine.url + path,
+                data=payload,
+                headers=headers,
+                timeout=self._timeout,
+                allow_redirects=False,
+            )
+        except aiohttp.ConnectionTimeoutError as error:
+            raise LegFailed(Reason.CONNECT_TIMEOUT, engine) from error
+        except aiohttp.ClientConnectorError as error:
+            raise LegFailed(Reason.REFUSED, engine, error.strerror or "") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise LegFailed(Reason.RESET, engine, type(error).__name__) from error
+        try:
+            yield Answer(engine, response)
+        finally:
+            response.close()  # nothing, if the body was read to its end: the connection is back in its pool

@@ -1,0 +1,64 @@
+"""The proxy's Prometheus metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdx.proxy.roster import Engine
+
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """Counters and histograms; gauges are read off the roster when somebody asks."""
+
+    def __init__(self, *, engines: Callable[[], list[Engine]], in_flight: Callable[[str], int]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Engines(engines, in_flight))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
+
+        self.requests = counter("requests", "Requests finished.", "route", "mode", "outcome")
+        self.fallbacks = counter(
+            "fallbacks", "Requests that could not be served in the mode planned for them.", "reason"
+        )
+        self.failovers = counter("failovers", "Decode legs given to another engine.", "reason")
+        self.cancels = counter("cancels", "Transfers given up, told to all nodes.", "reason")
+        self.stripped = counter("stripped", "Requests whose own transfer parameters were removed.")
+        self.control_dropped = counter("control_dropped", "Control messages dropped.", "reason")
+        self.reports = counter("reports", "Node reports taken in.")
+        self.ttft = Histogram(
+            "pdx_proxy_ttft_seconds",
+            "From a streaming request's arrival to its first token.",
+            ("route", "mode"),
+            buckets=_TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def expose(self) -> bytes:
+        """In the Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    """Engines come and go; their series must go with them."""
+
+    def __init__(self, engines: Callable[[], list[Engine]], in_flight: Callable[[str], int]) -> None:
+        self._engines = engines
+        self._in_flight = in_flight
+
+    def collect(self) -> Iterator[Metric]:
+        listed = self._engines()
+        roles = GaugeMetricFamily("pdx_proxy_engines", "Engines known, by role.", labels=["role"])
+        roles.add_metric(["prefill"], sum(engine.prefills for engine in listed))
+        roles.add_metric(["decode"], sum(engine.decodes for engine in listed))
+        yield roles
+        legs = GaugeMetricFamily("pdx_proxy_engine_in_flight", "Legs under way.", labels=["engine", "url"])
+        for engine in listed:
+            legs.add_metric([engine.name, engine.url], self._in_flight(engine.url))
+        yield legs

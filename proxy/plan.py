@@ -1,0 +1,201 @@
+"""How one request is served, decided from its body alone. Pure.
+
+What is not known to be safe is not done: a field nobody has thought about keeps a completion out of `forward`,
+and a body that looks wrong goes to one engine as it is, which then gives its own answer to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+Body = dict[str, Any]
+
+DEFAULT_MAX_TOKENS = 16  # vLLM's, for completions
+_CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+
+class Route(StrEnum):
+    """The two generating endpoints."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+class Mode(StrEnum):
+    """How the two legs share the work."""
+
+    ALONE = "alone"  # one engine does everything
+    FORWARD = "forward"  # the prefill leg's token goes to the client, the decode leg continues after it
+    SAMPLED = "sampled"  # the prefill leg only computes KV, the decode leg samples every token
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The mode, and why it is not a faster one ("" for forward)."""
+
+    mode: Mode
+    why: str = ""
+
+
+def strip_control(body: Body) -> tuple[Body, bool]:
+    """`body` without fields that steer transfers, and whether there were any. Only this proxy may set those.
+
+    vLLM also reads them from `vllm_xargs`, where a value of the wrong type would even reach the scheduler.
+    """
+    found = any(name in body for name in _CONTROL_FIELDS)
+    clean = {name: value for name, value in body.items() if name not in _CONTROL_FIELDS}
+    extra = clean.get("vllm_xargs")
+    if isinstance(extra, dict) and any(name in extra for name in _CONTROL_FIELDS):
+        clean["vllm_xargs"] = {name: value for name, value in extra.items() if name not in _CONTROL_FIELDS}
+        found = True
+    return clean, found
+
+
+def classify(route: Route, body: Body) -> Plan:
+    """The fastest mode in which the answer is certain to be the one a single engine would give."""
+    for name, acceptable in _SPLITTABLE.items():
+        if not acceptable(body.get(name)):
+            return Plan(Mode.ALONE, name)
+    if body.get("stream_options") and not body.get("stream"):
+        return Plan(Mode.ALONE, "stream_options")
+    if (body.get("min_tokens") or 0) > (token_limit(route, body) or 1 << 62):
+        return Plan(Mode.ALONE, "min_tokens")
+    if route is Route.CHAT:
+        messages = body.get("messages")
+        shaped = isinstance(messages, list) and bool(messages)
+        return Plan(Mode.SAMPLED, "chat") if shaped else Plan(Mode.ALONE, "messages")
+    if single_prompt(body.get("prompt")) is None:
+        return Plan(Mode.ALONE, "prompt")
+    for name, value in body.items():
+        if value is not None and not _forwardable(name, value, body):
+            return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field")
+    return Plan(Mode.FORWARD)
+
+
+def token_limit(route: Route, body: Body) -> int | None:
+    """The most tokens the client wants; None: as many as fit. Only for a body that may be split."""
+    if route is Route.CHAT:
+        limit = body.get("max_completion_tokens")
+        return limit if limit is not None else body.get("max_tokens")
+    limit = body.get("max_tokens")
+    return limit if limit is not None else DEFAULT_MAX_TOKENS
+
+
+def single_prompt(prompt: Any) -> str | list[int] | None:
+    """The one prompt in a completion's `prompt`; None: several, none, or nothing one could tell."""
+    if isinstance(prompt, list) and len(prompt) == 1 and not _is_int(prompt[0]):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt or None
+    if isinstance(prompt, list) and prompt and all(map(_is_int, prompt)):
+        return prompt
+    return None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _absent(value: Any) -> bool:
+    return value is None
+
+
+def _false(value: Any) -> bool:
+    return value is None or value is False
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value in ([], {})
+
+
+def _one(value: Any) -> bool:
+    return value is None or (_is_int(value) and value == 1)
+
+
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: value is None or (_is_int(value) and value >= least)
+
+
+def _number(default: float) -> Callable[[Any], bool]:
+    return lambda value: _is_number(value) and value == default
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+# Whoever fails one of these goes to one engine as it is.
+_SPLITTABLE: dict[str, Callable[[Any], bool]] = {
+    "n": _one,
+    "best_of": _one,
+    "use_beam_search": _false,
+    "echo": _false,
+    "prompt_logprobs": _absent,
+    "prompt_embeds": _empty,
+    "suffix": _absent,
+    # -1 means "as many as fit beside the answer", which the prefill leg's shorter answer would change.
+    "truncate_prompt_tokens": _at_least(1),
+    "stream": lambda value: value is None or isinstance(value, bool),
+    "stream_options": lambda value: value is None or isinstance(value, dict),
+    "max_tokens": _at_least(1),
+    "max_completion_tokens": _at_least(1),
+    "min_tokens": _at_least(0),
+}
+
+# The values (other than null) with which the decode engine, given prompt + first token, continues exactly as it
+# would have after sampling that token itself.
+_FORWARD: dict[str, Callable[[Any], bool]] = {
+    # The same at every step, or only a name. A bad value is refused by the prefill leg, which has it too.
+    **dict.fromkeys(
+        ("model", "prompt", "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "user")
+        + ("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
+        + ("request_id", "session_id", "cache_salt", "stream", "stream_options", "stream_interval"),
+        _anything,
+    ),
+    "add_special_tokens": _anything,  # the decode leg gets token ids
+    "max_tokens": _anything,  # one less on the decode leg
+    "min_tokens": _anything,  # likewise
+    "length_penalty": _anything,  # of beam search only
+    "n": _one,
+    "best_of": _one,
+    "use_beam_search": _false,
+    "echo": _false,
+    "prompt_embeds": _empty,
+    # These look at the tokens generated so far; to the decode leg the first one would be prompt.
+    "presence_penalty": _number(0),
+    "frequency_penalty": _number(0),
+    "repetition_penalty": _number(1),
+    "bad_words": _empty,
+    "repetition_detection": _absent,
+    "structured_outputs": _absent,
+    "response_format": lambda value: value == {"type": "text"},
+    "thinking_token_budget": _absent,
+    "watermarking": _false,
+    "stop": _empty,  # may lie across the first token's end
+    "spaces_between_special_tokens": lambda value: value is True,
+    # These describe every token, the first one included.
+    "logprobs": _absent,
+    "logprob_token_ids": _empty,
+    "return_token_ids": _false,
+    "return_tokens_as_token_ids": _false,
+    "return_token_offsets": _false,
+    "truncate_prompt_tokens": _absent,
+    "truncation_side": _absent,
+    "vllm_xargs": _empty,
+}
+
+_KNOWN = frozenset(_FORWARD) | {"seed"}  # names from outside never become labels
+
+
+def _forwardable(name: str, value: Any, body: Body) -> bool:
+    if name == "seed":  # a generator that starts anew at the second token draws other numbers; greedy: none
+        temperature = body.get("temperature")
+        return _is_number(temperature) and temperature == 0
+    return name in _FORWARD and _FORWARD[name](value)

@@ -1,0 +1,246 @@
+"""One request's way: prefill leg, decode leg, client, and what is done where one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from pdx.errors import PdxError, ProtocolError
+from pdx.proxy import answer, body, router
+from pdx.proxy.ceiling import Ceilings
+from pdx.proxy.control import Control
+from pdx.proxy.decode import AsItIs, Continuation
+from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.leg import LegFailed, Legs, Reason
+from pdx.proxy.metrics import Metrics
+from pdx.proxy.plan import Body, Mode
+from pdx.proxy.reply import ClientGone
+from pdx.proxy.roster import Engine, Roster
+from pdx.timeline import Event
+
+log = logging.getLogger(__name__)
+
+_FAILOVER_S = 2.5  # no further engine is tried after; with the connect timeout, a client hears within 5 s
+
+
+class NoEngine(PdxError):
+    """No engine is known that could decode."""
+
+
+class Relay:
+    """Serves exchanges. What it changes are the parts it is made of; itself it only remembers one warning."""
+
+    def __init__(
+        self, *, roster: Roster, legs: Legs, ceilings: Ceilings, control: Control, metrics: Metrics
+    ) -> None:
+        self._roster = roster
+        self._legs = legs
+        self._ceilings = ceilings
+        self._control = control
+        self._metrics = metrics
+        self._warned_no_prefiller = False
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
+
+        :raises asyncio.CancelledError: the client went away, or the proxy is closing.
+        """
+        outcome = Outcome.INTERNAL
+        try:
+            outcome = await self._outcome(exchange)
+            exchange.mark(Event.DONE)
+        except (ClientGone, asyncio.CancelledError) as error:
+            outcome = Outcome.CLIENT_GONE
+            self._cancel(exchange, "client_gone")
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            exchange.timeline.outcome = outcome
+            self._metrics.requests.labels(exchange.route, exchange.mode, outcome).inc()
+
+    async def _outcome(self, exchange: Exchange) -> Outcome:
+        try:
+            await self._run(exchange)
+        except NoEngine:
+            await exchange.reply.fail(503, "no engine is available to serve this request")
+            return Outcome.UNAVAILABLE
+        except LegFailed as failure:
+            log.warning("transfer %s failed: %s", exchange.transfer, failure)
+            self._ceilings.forget(failure.engine.url)
+            self._cancel(exchange, "decode_failed")
+            status = 503 if failure.unsent else 502
+            await exchange.reply.fail(status, f"the decode engine failed ({failure.reason})")
+            return Outcome.UNAVAILABLE if failure.unsent else Outcome.BROKEN
+        if exchange.outcome is not Outcome.OK:
+            self._cancel(exchange, "decode_refused")
+        return exchange.outcome
+
+    async def _run(self, exchange: Exchange) -> None:
+        if exchange.mode is Mode.ALONE:
+            return await self._alone(exchange)
+        prefiller = self._prefiller()
+        if prefiller is None:
+            return await self._fall_back(exchange, "no_prefiller")
+        ceiling = await self._ceiling(exchange) if exchange.mode is Mode.FORWARD else None
+        try:
+            prefill, raw = await self._prefill(exchange, prefiller)
+        except LegFailed as failure:
+            log.warning("transfer %s: prefill failed, one engine serves alone: %s", exchange.transfer, failure)
+            self._blame(failure)
+            return await self._fall_back(exchange, f"prefill_{failure.reason}")
+        if exchange.mode is Mode.FORWARD:
+            return await self._forward(exchange, prefiller, prefill, raw, ceiling)
+        return await self._sample(exchange, prefill)
+
+    async def _prefill(self, exchange: Exchange, engine: Engine) -> tuple[answer.PrefillAnswer, bytes]:
+        leg = body.prefill_body(exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer)
+        exchange.mark(Event.PREFILL_SENT, engine)
+        exchange.announced = True
+        exchange.prefilled_by = engine.url
+        async with self._legs.post(
+            engine, exchange.route, payload=body.encode(leg), headers=exchange.headers
+        ) as found:
+            raw = await found.read()
+        if found.status != 200:
+            raise LegFailed(
+                Reason.STATUS_5XX if found.status >= 500 else Reason.STATUS_4XX, engine, str(found.status)
+            )
+        try:
+            prefill = answer.decode_prefill(raw)
+        except ProtocolError as error:
+            raise LegFailed(Reason.MALFORMED, engine, str(error)) from error
+        exchange.timeline.prompt_tokens = prefill.usage.prompt_tokens
+        exchange.mark(Event.PREFILL_ANSWERED, engine)
+        return prefill, raw
+
+    async def _forward(
+        self, exchange: Exchange, engine: Engine, prefill: answer.PrefillAnswer, raw: bytes, ceiling: int | None
+    ) -> None:
+        limit = exchange.token_limit
+        assert limit is not None
+        if answer.is_final(prefill, limit):
+            return await self._finish_early(exchange, engine, prefill, raw)
+        first = answer.first_token(prefill)
+        if first is None or ceiling is None or len(first.prompt) + limit > ceiling:
+            # Nothing is with the client yet, and the KV is on its way all the same.
+            why = "first_token" if first is None else "near_ceiling"
+            self._metrics.fallbacks.labels(why).inc()
+            exchange.set_mode(Mode.SAMPLED, why)
+            return await self._sample(exchange, prefill)
+        if exchange.streams:
+            exchange.first_token(engine, streams=True)
+            await exchange.reply.write(
+                answer.first_event(prefill, finish=False, options=exchange.stream_options)
+            )
+        leg = body.continuation_body(
+            exchange.body, prompt=first.prompt, first=first.token, transfer=exchange.transfer
+        )
+        try:
+            await self._decode(exchange, leg, Continuation(prefill, first))
+        except LegFailed as failure:
+            if failure.reason is not Reason.STATUS_4XX or exchange.reply.started:
+                raise
+            log.warning("transfer %s: continuation refused: %s", exchange.transfer, failure)
+            return await self._fall_back(exchange, "decode_status_4xx")
+
+    async def _finish_early(
+        self, exchange: Exchange, engine: Engine, prefill: answer.PrefillAnswer, raw: bytes
+    ) -> None:
+        self._cancel(exchange, "finished_early")  # no decode leg will ever fetch it
+        exchange.first_token(engine, streams=exchange.streams)
+        if not exchange.streams:
+            exchange.reply.whole(200, answer.final_answer(raw))
+            return
+        options = exchange.stream_options
+        first = answer.first_event(prefill, finish=True, options=options)
+        await exchange.reply.write(first + answer.final_events(prefill, options=options))
+        await exchange.reply.end()
+
+    async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> None:
+        tokens = prefill.usage.prompt_tokens
+        leg = body.sampled_body(exchange.body, prompt_tokens=tokens, transfer=exchange.transfer)
+        await self._decode(exchange, leg, AsItIs())
+
+    async def _alone(self, exchange: Exchange) -> None:
+        await self._decode(exchange, exchange.body, AsItIs())
+
+    async def _fall_back(self, exchange: Exchange, reason: str) -> None:
+        self._metrics.fallbacks.labels(reason).inc()
+        if exchange.announced:
+            self._cancel(exchange, reason)
+        exchange.set_mode(Mode.ALONE, reason)
+        await self._alone(exchange)
+
+    async def _decode(self, exchange: Exchange, leg: Body, shape: AsItIs | Continuation) -> None:
+        """Give the leg to a decoder; to another one if it cannot be reached."""
+        payload = body.encode(leg)
+        tried: set[str] = set()
+        failure: LegFailed | None = None
+        give_up_at = time.monotonic() + _FAILOVER_S
+        while failure is None or time.monotonic() < give_up_at:
+            engine = router.decoder(self._candidates(), prefilled_by=exchange.prefilled_by, tried=tried)
+            if engine is None:
+                break
+            if failure is not None:
+                log.warning("transfer %s: %s, trying %s", exchange.transfer, failure, engine.name)
+                self._metrics.failovers.labels(failure.reason).inc()
+            exchange.mark(Event.DECODE_SENT, engine)
+            try:
+                async with self._legs.post(
+                    engine, exchange.route, payload=payload, headers=exchange.headers
+                ) as found:
+                    return await shape.take(exchange, found)
+            except LegFailed as error:
+                self._blame(error)
+                if not error.unsent:
+                    raise
+                failure = error
+                tried.add(engine.url)
+        raise failure or NoEngine("no engine is known")
+
+    def _prefiller(self) -> Engine | None:
+        """The engine to prefill; None: a second leg would gain nothing."""
+        candidates = self._candidates()
+        engine = router.prefiller(candidates)
+        if engine is not None:
+            decoder = router.decoder(candidates, prefilled_by=engine.url)
+            if decoder is not None and decoder.url == engine.url and not engine.decodes:
+                engine = None  # it is the decoder of last resort
+        if engine is not None:
+            self._warned_no_prefiller = False
+        elif not self._warned_no_prefiller:
+            self._warned_no_prefiller = True
+            log.warning("no engine can prefill beside a decoder; every request is served by one engine alone")
+        return engine
+
+    async def _ceiling(self, exchange: Exchange) -> int | None:
+        decoder = router.decoder(self._candidates())
+        if decoder is None:
+            return None
+        model = exchange.body.get("model")
+        return await self._ceilings.of(
+            decoder, model if isinstance(model, str) else None, headers=exchange.headers
+        )
+
+    def _candidates(self) -> list[router.Candidate]:
+        return [
+            router.Candidate(
+                engine=engine,
+                in_flight=self._legs.in_flight(engine.url),
+                last_used=self._legs.last_used(engine.url),
+                suspect=self._roster.is_suspect(engine.url),
+            )
+            for engine in self._roster.engines()
+        ]
+
+    def _blame(self, failure: LegFailed) -> None:
+        self._ceilings.forget(failure.engine.url)
+        if failure.unsent:
+            self._roster.suspect(failure.engine.url)
+
+    def _cancel(self, exchange: Exchange, reason: str) -> None:
+        if exchange.announced:
+            exchange.announced = False
+            self._metrics.cancels.labels(reason).inc()
+            self._control.cancel(exchange.transfer)

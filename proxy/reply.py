@@ -1,0 +1,77 @@
+"""The client's side of one request: one answer, whole or streamed, and never both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from pdx.errors import PdxError
+from pdx.proxy import fault, sse
+
+
+class ClientGone(PdxError):
+    """The client closed its connection; there is nobody left to work for."""
+
+
+class Reply:
+    """Stores what `headers()` named until the first byte goes out; after `finish`ing it is done."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._stream: web.StreamResponse | None = None
+        self._whole: web.Response | None = None
+        self.headers: dict[str, str] = {}
+
+    @property
+    def started(self) -> bool:
+        """The client has been sent a status, which cannot be taken back."""
+        return self._stream is not None
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """What the web framework is to be handed."""
+        response = self._stream or self._whole
+        assert response is not None
+        return response
+
+    def whole(self, status: int, body: bytes, *, content_type: str = "application/json") -> None:
+        """Answer in one piece."""
+        assert not self.started
+        # An engine's error may have come without a type.
+        self._whole = web.Response(
+            status=status, body=body, content_type=content_type or "application/json", headers=self.headers
+        )
+
+    async def write(self, events: bytes) -> None:
+        """Stream whole events; the first call sends the headers. :raises ClientGone: nobody is there."""
+        try:
+            if self._stream is None:
+                self._stream = web.StreamResponse(headers={**self.headers, **_STREAM_HEADERS})
+                await self._stream.prepare(self._request)
+            await self._stream.write(events)
+        except ConnectionError as error:
+            raise ClientGone("the client closed its connection") from error
+
+    async def end(self) -> None:
+        """No more events. :raises ClientGone: nobody is there."""
+        assert self._stream is not None
+        try:
+            await self._stream.write_eof()
+        except ConnectionError as error:
+            raise ClientGone("the client closed its connection") from error
+
+    async def fail(self, status: int, message: str) -> None:
+        """Report a failure, in the way that is still possible. :raises ClientGone: nobody is there."""
+        if self.started:
+            await self.write(sse.event(fault.body(status, message)))
+            await self.end()
+        else:
+            self.whole(status, fault.body(status, message))
+
+
+_STREAM_HEADERS: Mapping[str, str] = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}

@@ -1,0 +1,52 @@
+"""Server-sent events as bytes: cut a stream into whole events, read and write an event's data. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from pdx.errors import ProtocolError
+
+MAX_EVENT_BYTES = 64 << 20
+DONE = b"data: [DONE]\n\n"
+_END = re.compile(rb"\r?\n\r?\n")
+
+
+class EventSplitter:
+    """Cuts chunks of bytes, however they arrive, into whole events.
+
+    Whoever relays only whole events never leaves a client with half of one when the sender dies.
+    """
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._searched = 0
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The events completed by `chunk`, each with its blank line; joined, they are the bytes that came in.
+
+        :raises ProtocolError: an event never ends.
+        """
+        self._pending += chunk
+        events: list[bytes] = []
+        start = 0
+        # A terminator may have begun in an earlier chunk: at most three of its bytes.
+        at = max(0, self._searched - 3)
+        while (end := _END.search(self._pending, at)) is not None:
+            events.append(bytes(self._pending[start : end.end()]))
+            start = at = end.end()
+        del self._pending[:start]
+        self._searched = len(self._pending)
+        if self._searched > MAX_EVENT_BYTES:
+            raise ProtocolError(f"an event of a stream exceeds {MAX_EVENT_BYTES} bytes")
+        return events
+
+
+def event(payload: bytes) -> bytes:
+    """`payload`, which has no line breaks, as an event."""
+    return b"data: " + payload + b"\n\n"
+
+
+def data(whole: bytes) -> bytes | None:
+    """The data of an event; None: it has none (a comment, say)."""
+    lines = [line[5:].removeprefix(b" ") for line in whole.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
