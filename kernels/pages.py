@@ -39,9 +39,7 @@ def page_rows(tensor: Tensor) -> Tensor:
         raise ValueError(f"pages of {page_bytes} bytes lie {row_bytes} bytes apart")
     offset_bytes = tensor.storage_offset() * itemsize
     if tensor.data_ptr() % ELEMENT_BYTES or offset_bytes % ELEMENT_BYTES:
-        raise ValueError(
-            f"address {tensor.data_ptr():#x} or storage offset {offset_bytes} is not aligned to 16"
-        )
+        raise ValueError(f"address {tensor.data_ptr():#x} or storage offset {offset_bytes} is not aligned to 16")
     # A lone page's distance to the next may be anything; torch wants it divisible all the same.
     row_elements = strides[0] if sizes[0] > 1 else page_elements
     return tensor.as_strided((sizes[0], page_elements), (row_elements, 1)).view(_ELEMENT)
@@ -72,9 +70,7 @@ def scatter(rows: Tensor, block_ids: Tensor, pages: Tensor) -> None:
 def _checked(pages: Tensor, block_ids: Tensor, rows: Tensor) -> bool:
     """Whether there is anything to copy; torch itself would resize a wrong `out`, or not name the bad id."""
     if pages.dtype != _ELEMENT or rows.dtype != _ELEMENT or pages.dim() != 2:
-        raise ValueError(
-            f"expected rows from page_rows(), got {pages.dtype} {tuple(pages.shape)} and {rows.dtype}"
-        )
+        raise ValueError(f"expected rows from page_rows(), got {pages.dtype} {tuple(pages.shape)} and {rows.dtype}")
     if block_ids.dtype != torch.int64 or block_ids.dim() != 1:
         raise ValueError(f"block ids must be int64 [n], got {block_ids.dtype} {tuple(block_ids.shape)}")
     if rows.shape != (len(block_ids), pages.shape[1]):

@@ -1,11 +1,11 @@
 """The Python API: named chunks in a node's memory, written by one process, read by others, without a copy.
 
-    with pdx.connect() as node:
-        with node.reserve("weights", nbytes) as chunk:
-            chunk.tensor(torch.float32)[:] = source
-            chunk.seal()
-        with node.get("weights") as chunk:
-            use(chunk.tensor(torch.float32))
+with pdx.connect() as node:
+    with node.reserve("weights", nbytes) as chunk:
+        chunk.tensor(torch.float32)[:] = source
+        chunk.seal()
+    with node.get("weights") as chunk:
+        use(chunk.tensor(torch.float32))
 """
 
 from __future__ import annotations

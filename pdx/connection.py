@@ -140,7 +140,7 @@ class Connection:
             while self._answers[seq] is None:
                 self._check_open()
                 left_ms = (deadline - time.monotonic()) * 1000
-                if not self._socket.poll(max(0.0, left_ms)):
+                if not self._socket.poll(max(0, round(left_ms))):
                     return None
                 self._receive()
             answer = self._answers.pop(seq)

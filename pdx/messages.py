@@ -246,9 +246,7 @@ class NodeStatus(Message, frozen=True):
     counters: dict[str, int]
 
 
-Ask = (
-    Hello | Bye | Ping | Lookup | Reserve | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status
-)
+Ask = Hello | Bye | Ping | Lookup | Reserve | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status
 Answer = Welcome | Found | Reserved | Done | Refused | NodeStatus
 
 

@@ -108,7 +108,7 @@ class Daemon:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        for source, _ in self._poller.poll(timeout_s * 1000):
+        for source, _ in self._poller.poll(round(timeout_s * 1000)):
             if source is self._router:
                 self._serve_burst()
             elif source is self._proxy:

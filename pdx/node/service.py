@@ -41,7 +41,6 @@ from pdx.messages import (
 )
 from pdx.node.sessions import Session, Sessions
 from pdx.node.transfers import Transfers
-from pdx.store.chunk import Chunk
 from pdx.store.store import Claim, Store
 
 MAX_TRANSFER_S = 600.0
@@ -223,9 +222,7 @@ class Service:
         return news
 
     def _mark(self, session: Session, ask: Mark) -> Answer:
-        self.marks.append(
-            MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, session.hello.engine)
-        )
+        self.marks.append(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, session.hello.engine))
         self.news = True
         return Done()
 
@@ -287,4 +284,3 @@ class Service:
             engines,
             marks,
         )
-

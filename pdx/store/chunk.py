@@ -41,9 +41,7 @@ class Chunk:
         self.deadline = 0.0
 
     def __repr__(self) -> str:
-        return (
-            f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"
-        )
+        return f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"
 
     def step(self, step: Step) -> None:
         """Move on in its life; see `pdx.lifecycle`."""

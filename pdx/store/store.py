@@ -170,9 +170,7 @@ class Store:
         bits = ((1 << layers) - 1) << first_layer
         for chunk in chunks:
             if bits >> chunk.layers:
-                raise ProtocolError(
-                    f"layers up to {first_layer + layers} filled of {chunk!r} with {chunk.layers}"
-                )
+                raise ProtocolError(f"layers up to {first_layer + layers} filled of {chunk!r} with {chunk.layers}")
             chunk.filled |= bits
         return chunks
 
@@ -255,11 +253,7 @@ class Store:
 
     def unsealed(self, transfer: str) -> list[Chunk]:
         """The chunks of this transfer that are still being filled."""
-        return [
-            chunk
-            for chunk in self._all_writing()
-            if chunk.transfer == transfer and chunk.state is State.FILLING
-        ]
+        return [chunk for chunk in self._all_writing() if chunk.transfer == transfer and chunk.state is State.FILLING]
 
     # ---- time and sessions ------------------------------------------------------------------
 
@@ -270,9 +264,7 @@ class Store:
             if lease.deadline <= now:
                 self.counters["leases_expired"] += 1
                 self.release(number, lease.session)
-        late = [
-            chunk for chunk in self._all_writing() if chunk.state is State.FILLING and chunk.deadline <= now
-        ]
+        late = [chunk for chunk in self._all_writing() if chunk.state is State.FILLING and chunk.deadline <= now]
         self.abort(late)
         return late
 
@@ -282,9 +274,7 @@ class Store:
             self.release(number, session)
         written = list(self._writing.pop(session, {}).values())
         self.let_go(written)
-        owned = [
-            chunk for chunk in self._all_writing() if chunk.owner == session and chunk.state is State.FILLING
-        ]
+        owned = [chunk for chunk in self._all_writing() if chunk.owner == session and chunk.state is State.FILLING]
         self.abort(owned)
         return written + owned
 

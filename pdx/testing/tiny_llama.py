@@ -23,8 +23,8 @@ CHAT_TEMPLATE = (
 
 # Standard deviations of attention scores, of attention output and MLP output relative to the residual stream, and of
 # logits.
-SCORE_STD = 2.0
-VALUE_GAIN = 4.0
+SCORE_STD = 4.0
+VALUE_GAIN = 1.0
 MLP_GAIN = 1.0
 LOGIT_STD = 8.0
 
@@ -34,12 +34,12 @@ def make_model(
     *,
     layers: int = 8,
     hidden: int = 512,
-    heads: int = 16,
-    kv_heads: int = 16,
+    heads: int = 8,
+    kv_heads: int = 8,
     head_dim: int = 128,
     intermediate: int = 512,
     max_position: int = 16_384,
-    dtype: str = "bfloat16",
+    dtype: str = "float32",
     seed: int = 0,
 ) -> Path:
     """Write model and tokenizer to `folder` (created if need be) and return it.

@@ -75,7 +75,9 @@ def model_identity(model: Any, load_format: Any) -> str:
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     folder = Path(model.model)
     if folder.is_dir():
-        for file in sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")):
+        for file in sorted(
+            path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+        ):
             digest.update(f"{file.name}:{file.stat().st_size}:".encode() + _sample(file))
     else:
         commit = getattr(model.hf_config, "_commit_hash", None)
@@ -112,4 +114,3 @@ def _checked_hash(cache: Any) -> str:
             "(--prefix-caching-hash-algo sha256)"
         )
     return name
-

@@ -131,9 +131,7 @@ class SchedulerHalf:
             return True
         if tracked.lookup_seq is None:
             waits_for = tracked.transfer if tracked.is_decode else None
-            tracked.lookup_seq = connection.ask(
-                Lookup(keys, self._layout.num_shards, self._config.lease_s, waits_for)
-            )
+            tracked.lookup_seq = connection.ask(Lookup(keys, self._layout.num_shards, self._config.lease_s, waits_for))
         answer = self._collect(connection, tracked.lookup_seq, Found)
         if answer is None:
             return self._is_too_late(tracked, now, "lookup")
@@ -144,9 +142,7 @@ class SchedulerHalf:
             tracked.ask_until = now + self._config.lookup_s
             if now < tracked.transfer_until:
                 return False
-            log.warning(
-                "transfer %s did not arrive within %s s", tracked.transfer, self._config.transfer_wait_s
-            )
+            log.warning("transfer %s did not arrive within %s s", tracked.transfer, self._config.transfer_wait_s)
             answer = Found(0, [])
         self._take_hits(tracked, answer, connection, has_tail=tail and answer.hits == len(keys))
         return True
@@ -160,13 +156,9 @@ class SchedulerHalf:
                 return [*keys, tail[0]], True
         return tracked.chunk_keys(tracked.request.num_prompt_tokens // self._layout.chunk_tokens), False
 
-    def _take_hits(
-        self, tracked: TrackedRequest, answer: Found, connection: Connection, *, has_tail: bool
-    ) -> None:
+    def _take_hits(self, tracked: TrackedRequest, answer: Found, connection: Connection, *, has_tail: bool) -> None:
         shards = self._layout.num_shards
-        tracked.hit_slots = [
-            answer.slots[start : start + shards] for start in range(0, answer.hits * shards, shards)
-        ]
+        tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, answer.hits * shards, shards)]
         tracked.hit_tokens = tracked.transfer_tokens if has_tail else answer.hits * self._layout.chunk_tokens
         tracked.lease = answer.lease
         tracked.lease_renew_at = self._clock() + self._config.lease_s / 2
