@@ -120,8 +120,10 @@ class Connection:
     # ---- messages ---------------------------------------------------------------------------
 
     def tell(self, body: Ask) -> None:
-        """Send a message that wants no answer; never waits. Lost if the node is gone."""
-        self._send(body, reply=False)
+        """Send a message that wants no answer; never waits, never fails. Lost if the node is gone."""
+        with self._lock:
+            if not self._stop.is_set():
+                self._send(body, reply=False)
 
     def ask(self, body: Ask) -> int:
         """Send a message; returns the number to `collect` or `forget` its answer by."""

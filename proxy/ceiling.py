@@ -1,4 +1,4 @@
-"""How many tokens a model takes, as its engine says: near that limit, only the engine's own arithmetic will do."""
+"""How many tokens a model takes, as its engine says; near that limit only the engine itself is asked."""
 
 from __future__ import annotations
 

@@ -83,14 +83,10 @@ class _Leg:
 class Legs:
     """All legs under way, by engine."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, *, connect_timeout_s: float, read_timeout_s: float
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, *, connect_timeout_s: float, read_timeout_s: float) -> None:
         self._session = session
         self._read_timeout_s = read_timeout_s
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s)
         self._open: dict[str, set[_Leg]] = {}
         self._last_used: dict[str, int] = {}
         self._turns = itertools.count(1)

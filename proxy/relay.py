@@ -31,9 +31,7 @@ class NoEngine(PdxError):
 class Relay:
     """Serves exchanges. What it changes are the parts it is made of; itself it only remembers one warning."""
 
-    def __init__(
-        self, *, roster: Roster, legs: Legs, ceilings: Ceilings, control: Control, metrics: Metrics
-    ) -> None:
+    def __init__(self, *, roster: Roster, legs: Legs, ceilings: Ceilings, control: Control, metrics: Metrics) -> None:
         self._roster = roster
         self._legs = legs
         self._ceilings = ceilings
@@ -98,14 +96,10 @@ class Relay:
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.announced = True
         exchange.prefilled_by = engine.url
-        async with self._legs.post(
-            engine, exchange.route, payload=body.encode(leg), headers=exchange.headers
-        ) as found:
+        async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
         if found.status != 200:
-            raise LegFailed(
-                Reason.STATUS_5XX if found.status >= 500 else Reason.STATUS_4XX, engine, str(found.status)
-            )
+            raise LegFailed(Reason.STATUS_5XX if found.status >= 500 else Reason.STATUS_4XX, engine, str(found.status))
         try:
             prefill = answer.decode_prefill(raw)
         except ProtocolError as error:
@@ -130,12 +124,8 @@ class Relay:
             return await self._sample(exchange, prefill)
         if exchange.streams:
             exchange.first_token(engine, streams=True)
-            await exchange.reply.write(
-                answer.first_event(prefill, finish=False, options=exchange.stream_options)
-            )
-        leg = body.continuation_body(
-            exchange.body, prompt=first.prompt, first=first.token, transfer=exchange.transfer
-        )
+            await exchange.reply.write(answer.first_event(prefill, finish=False, options=exchange.stream_options))
+        leg = body.continuation_body(exchange.body, prompt=first.prompt, first=first.token, transfer=exchange.transfer)
         try:
             await self._decode(exchange, leg, Continuation(prefill, first))
         except LegFailed as failure:
@@ -187,9 +177,7 @@ class Relay:
                 self._metrics.failovers.labels(failure.reason).inc()
             exchange.mark(Event.DECODE_SENT, engine)
             try:
-                async with self._legs.post(
-                    engine, exchange.route, payload=payload, headers=exchange.headers
-                ) as found:
+                async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:
                     return await shape.take(exchange, found)
             except LegFailed as error:
                 self._blame(error)
@@ -219,9 +207,7 @@ class Relay:
         if decoder is None:
             return None
         model = exchange.body.get("model")
-        return await self._ceilings.of(
-            decoder, model if isinstance(model, str) else None, headers=exchange.headers
-        )
+        return await self._ceilings.of(decoder, model if isinstance(model, str) else None, headers=exchange.headers)
 
     def _candidates(self) -> list[router.Candidate]:
         return [

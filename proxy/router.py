@@ -35,9 +35,7 @@ def prefiller(candidates: Sequence[Candidate]) -> Engine | None:
     return min(free, key=Candidate.load).engine if free else None
 
 
-def decoder(
-    candidates: Sequence[Candidate], *, prefilled_by: str = "", tried: Collection[str] = ()
-) -> Engine | None:
+def decoder(candidates: Sequence[Candidate], *, prefilled_by: str = "", tried: Collection[str] = ()) -> Engine | None:
     """The engine to decode, not among the `tried` ones; None: nobody is left.
 
     Roles are per request, so an engine that only prefills is asked when no healthy decoder is left, and

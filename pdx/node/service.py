@@ -187,7 +187,8 @@ class Service:
         chunks = [self.store.at(slot) for slot in ask.slots]
         owned = [chunk for chunk in chunks if chunk.owner == session.number]
         mine = owned if ask.unused else [chunk for chunk in chunks if chunk.writer == session.number]
-        self.transfers.aborted([*mine, *owned], self._clock())
+        if not ask.unused:  # else its owner asks again, or cancels the transfer itself
+            self.transfers.aborted([*mine, *owned], self._clock())
         self.store.abort(owned)
         self.store.let_go(mine)
         return Done(len({chunk.slot.offset for chunk in [*mine, *owned]}))

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 
 from pdx.connection import Connection
-from pdx.errors import NodeUnavailable
 from pdx.kernels.pages import scatter
 from pdx.layout import KvLayout
 from pdx.messages import Mark
@@ -114,8 +113,5 @@ class Loader:
 
     @staticmethod
     def _mark(transfer: str, connection: Connection, start_ns: int, nbytes: int) -> None:
-        try:
-            connection.tell(Mark(transfer, Event.LOAD_START, start_ns))
-            connection.tell(Mark(transfer, Event.LOAD_END, time.monotonic_ns(), nbytes=nbytes))
-        except NodeUnavailable:  # it died meanwhile; the load itself is good
-            log.debug("the timeline of transfer %s is lost", transfer)
+        connection.tell(Mark(transfer, Event.LOAD_START, start_ns))
+        connection.tell(Mark(transfer, Event.LOAD_END, time.monotonic_ns(), nbytes=nbytes))

@@ -9,6 +9,7 @@ from pdx.keys import chunk_key, tail_key
 from pdx.layout import KvLayout
 from pdx.messages import Slot
 from pdx.vllm.params import TransferParams
+from pdx.vllm.plan import LoadPlan, PagesPlan, SavePlan
 
 # (request, hash of the block before `start` or None, start, end) -> chained hash of tokens [start, end)
 BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
@@ -37,8 +38,7 @@ class TrackedRequest:
         # what the node is being asked, and until when
         self.lookup_seq: int | None = None
         self.reserve_seq: int | None = None
-        self.reserve_keys: list[bytes] = []
-        self.ask_until: float | None = None
+        self.ask_until = 0.0
         self.room_until: float | None = None
         self.transfer_until: float | None = None
         # what it said
@@ -101,3 +101,55 @@ class TrackedRequest:
         parent = self.request.block_hashes[first // self._layout.block_tokens - 1] if first else None
         key = tail_key(self._fingerprint, hasher(self.request, parent, first, tokens), self.transfer)
         return key, self._layout.num_blocks(tokens - first)
+
+    # ---- plans for the workers --------------------------------------------------------------
+
+    def plan_load(self, num_external: int) -> LoadPlan:
+        """Scatter the last `num_external` of the hit tokens into this request's blocks."""
+        first_block = (self.hit_tokens - num_external) // self._layout.block_tokens
+        end_block = self._layout.num_blocks(self.hit_tokens)
+        pages = []
+        for index, slots in enumerate(self.hit_slots):
+            chunk_first = index * self._layout.blocks_per_chunk
+            chunk_end = min(chunk_first + self._layout.blocks_per_chunk, end_block)
+            start = max(chunk_first, first_block)
+            if start < chunk_end:
+                block_ids = self.block_ids[start:chunk_end]
+                pages.append(PagesPlan(slots, chunk_end - chunk_first, start - chunk_first, block_ids))
+        return LoadPlan(self.request.request_id, self.transfer, pages)
+
+    def plan_save(self, computed: int, end: int) -> SavePlan | None:
+        """Gather the pages that become final in a step that computes tokens [computed, end).
+
+        Pages before `computed` that were not gathered yet belong to blocks that vLLM had cached: they are gathered
+        in the first step, after the layer's hook, because another request may compute them in this same step.
+        """
+        num_prompt = int(self.request.num_prompt_tokens)
+        final = end // self._layout.block_tokens
+        if self.is_prefill and end >= num_prompt:
+            final = self._layout.num_blocks(num_prompt)  # the partial block, too
+        pages = [
+            PagesPlan(
+                grant.slots,
+                num_blocks=grant.end_block - grant.first_block,
+                first=start - grant.first_block,
+                block_ids=self.block_ids[start:stop],
+                completes=stop == grant.end_block,
+            )
+            for grant in self.grants
+            if (start := max(grant.first_block, self.saved_blocks)) < (stop := min(grant.end_block, final))
+        ]
+        self.saved_blocks = max(self.saved_blocks, final)
+        self.grants = [grant for grant in self.grants if grant.end_block > self.saved_blocks]
+        ends_prefill = computed < num_prompt <= end
+        if not pages and not (ends_prefill and self.is_prefill):
+            return None
+        return SavePlan(self.request.request_id, self.transfer, pages, ends_prefill, num_prompt)
+
+    def forget_node(self) -> None:
+        """The node it dealt with is gone, and all that it held there."""
+        self.lookup_seq = self.reserve_seq = None
+        self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
+        self.grants.clear()
+        self.decided = self.reserved = False
+        self.epoch = 0

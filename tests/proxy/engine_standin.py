@@ -1,0 +1,258 @@
+"""A stand-in for a vLLM engine: vLLM's HTTP protocol around a deterministic language model that is a hash.
+
+Real engines are exercised by the end-to-end tests. This one is exact where the proxy could go wrong: an
+incremental detokenizer that withholds unfinished UTF-8, sampling that looks at output tokens when asked to
+(penalties, seeds, stop strings), token limits, and vLLM's shapes of answers, streams and refusals.
+"""
+
+import asyncio
+import hashlib
+import json
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+EOS, BOS, FIRST_WORD = 256, 257, 300
+WORDS = [" the", " cat", " sat", "é", " on", " mat", "\n", "語", "!", " and"]
+MODEL_LEN = 512
+
+
+def tokenize(text):
+    return [BOS, *text.encode()]
+
+
+def token_bytes(token):
+    if token in (EOS, BOS):
+        return b""
+    return WORDS[token - FIRST_WORD].encode() if token >= FIRST_WORD else bytes([token])
+
+
+class Detokenizer:
+    """Emits text once it is whole; what the prompt left unfinished is lost, as in vLLM."""
+
+    def __init__(self):
+        self.pending = b""
+
+    def step(self, token):
+        self.pending += token_bytes(token)
+        text = self.pending.decode(errors="replace")
+        if text.endswith("\ufffd") and len(self.pending) < 4:
+            return ""
+        self.pending = b""
+        return text
+
+
+def next_token(ids, *, salt, may_end):
+    if ids[-1] == 0xC3:
+        return 0xA9  # finish an é that was begun
+    draw = int.from_bytes(hashlib.sha256(f"{salt}|{ids}".encode()).digest()[:4], "big")
+    kind, rest = draw % 100, draw // 100
+    if kind < 4 and may_end:
+        return EOS
+    if kind < 20:
+        return 0xC3
+    return FIRST_WORD + rest % len(WORDS) if kind < 70 else 97 + rest % 26
+
+
+def generate(body, prompt, limit):
+    """(text delta, token, finish reason or None) for each token."""
+    output, text, detokenizer = [], "", Detokenizer()
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    while True:
+        salt = ""
+        if body.get("presence_penalty"):
+            salt += f"penalty{sorted(set(output))}"
+        if body.get("seed") is not None and body.get("temperature") != 0:
+            salt += f"seed{body['seed']},{len(output)}"
+        may_end = not body.get("ignore_eos") and len(output) >= (body.get("min_tokens") or 0)
+        token = next_token([*prompt, *output], salt=salt, may_end=may_end)
+        output.append(token)
+        delta = detokenizer.step(token)
+        text += delta
+        found = next((stop for stop in stops if stop in text), None)
+        if found is not None:
+            yield text[: text.index(found)][len(text) - len(delta) :], token, "stop"
+            return
+        if token == EOS or token in (body.get("stop_token_ids") or []):
+            yield "", token, "stop"
+            return
+        if len(output) >= limit:
+            yield delta, token, "length"
+            return
+        yield delta, token, None
+
+
+class StandIn:
+    """One engine. `fault` breaks it; `seen`, `arrived`, `closed` tell what happened to it."""
+
+    def __init__(self, name="engine"):
+        self.name = name
+        self.url = ""
+        self.seen = []  # (path, body, headers) of every generating request
+        self.arrived = asyncio.Event()
+        self.closed = asyncio.Event()  # a request was abandoned by whoever sent it
+        self.progress = asyncio.Event()  # a stream has sent something
+        self.fault = None
+        self.details = False  # --enable-prompt-tokens-details
+        self.model_len = MODEL_LEN
+        self.raw_prefill = None
+        self.runner = None
+
+    @property
+    def bodies(self):
+        return [body for _, body, _ in self.seen]
+
+    async def start(self, port=0):
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/v1/completions", self.serve)
+        app.router.add_post("/v1/chat/completions", self.serve)
+        app.router.add_get("/v1/models", self.models)
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self):
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def models(self, request):
+        if self.fault == "hang":
+            await asyncio.Event().wait()
+        card = {"id": "hash", "object": "model", "max_model_len": self.model_len, "owner": self.name}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def serve(self, request):
+        body = json.loads(await request.read())
+        self.seen.append((request.path, body, dict(request.headers)))
+        self.arrived.set()
+        try:
+            return await self.answer(request, body)
+        except asyncio.CancelledError:
+            self.closed.set()
+            raise
+
+    async def answer(self, request, body):
+        if self.fault == "hang":
+            await asyncio.Event().wait()
+        if self.fault == "reset":
+            request.transport.abort()
+            await asyncio.Event().wait()
+        if isinstance(self.fault, int):
+            return refusal(self.fault, "as the test wishes")
+        if self.fault == "nonsense":
+            return web.json_response({"no": "choices"})
+        chat = request.path.endswith("chat/completions")
+        prompts = [chat_prompt(body)] if chat else prompts_of(body)
+        limit = body.get("max_completion_tokens") or body.get("max_tokens") or (MODEL_LEN if chat else 16)
+        if not prompts or limit > self.model_len or max(map(len, prompts)) >= self.model_len:
+            return refusal(400, f"{limit} tokens after {[len(each) for each in prompts]} are too many")
+        if body.get("stream_options") and not body.get("stream"):
+            return refusal(400, "stream options without a stream")
+        if (body.get("min_tokens") or 0) > limit:
+            return refusal(400, "min_tokens above max_tokens")
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.headers.get('X-Request-Id') or body.get('request_id')}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": 1_700_000_000,
+            "model": "hash",
+        }
+        limits = [min(limit, self.model_len - len(each)) for each in prompts]
+        if body.get("stream"):
+            return await self.stream(request, body, head, chat, prompts[0], limits[0])
+        return web.json_response(self.whole(body, head, chat, prompts, limits))
+
+    def usage(self, prompt, completion, details=True):
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+        if details and self.details:
+            usage["prompt_tokens_details"] = {"cached_tokens": prompt // 16 * 16}
+        return usage
+
+    def whole(self, body, head, chat, prompts, limits):
+        choices, generated = [], 0
+        for prompt, limit in zip(prompts, limits, strict=True):
+            for _ in range(body.get("n") or 1):
+                steps = list(generate(body, prompt, limit))
+                text = "".join(delta for delta, _, _ in steps)
+                tokens = [token for _, token, _ in steps]
+                generated += len(tokens)
+                choice = {"index": len(choices), "finish_reason": steps[-1][2], "stop_reason": None}
+                choice["logprobs"] = {"tokens": tokens} if body.get("logprobs") else None
+                if chat:
+                    choice["message"] = {"role": "assistant", "content": text}
+                else:
+                    choice["text"] = (bytes(prompt[1:]).decode() if body.get("echo") else "") + text
+                wanted = body.get("return_token_ids")
+                choice["token_ids"] = tokens if wanted else None
+                choice["prompt_token_ids"] = prompt if wanted else None
+                choices.append(choice)
+        kv = {"from": self.name} if body.get("kv_transfer_params") else None
+        usage = self.usage(sum(map(len, prompts)), generated)
+        return {**head, "choices": choices, "usage": usage, "kv_transfer_params": kv, "metrics": None}
+
+    async def stream(self, request, body, head, chat, prompt, limit):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        options = body.get("stream_options") or {}
+        if chat:
+            head = {**head, "object": "chat.completion.chunk"}
+            await send(response, {**head, "choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+        count = 0
+        for delta, token, finish in generate(body, prompt, limit):
+            count += 1
+            choice = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+            choice |= {"delta": {"content": delta}} if chat else {"text": delta}
+            if body.get("logprobs"):
+                choice["logprobs"] = {"tokens": [token]}
+            chunk = {**head, "choices": [choice]}
+            if options.get("include_usage") and options.get("continuous_usage_stats"):
+                chunk["usage"] = self.usage(len(prompt), count, details=False)
+            await send(response, chunk)
+            self.progress.set()
+            if count == 2 and self.fault == "reset_mid":
+                await response.write(b'data: {"half": ')  # dies in the middle of an event
+                request.transport.abort()
+            if count == 2 and self.fault == "end_mid":
+                return response
+            if count == 2 and self.fault == "hang_mid":
+                await asyncio.Event().wait()
+        if options.get("include_usage"):
+            await send(response, {**head, "choices": [], "usage": self.usage(len(prompt), count)})
+        await response.write(b": keep-alive\n\ndata: [DONE]\n\n")
+        return response
+
+
+async def send(response, chunk):
+    await response.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
+
+
+def refusal(status, message):
+    fault = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
+    return web.json_response(fault, status=status)
+
+
+def prompts_of(body):
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [tokenize(prompt)] if prompt else []
+    if not isinstance(prompt, list) or not prompt:
+        return []
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return [tokenize(each) if isinstance(each, str) else each for each in prompt]
+
+
+def chat_prompt(body):
+    return tokenize("".join(f"<{each['role']}>{each['content']}" for each in body["messages"]) + "<assistant>")
+
+
+@asynccontextmanager
+async def standing_in(name="engine"):
+    engine = StandIn(name)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()

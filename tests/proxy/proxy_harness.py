@@ -1,0 +1,166 @@
+"""A proxy with stand-in engines and a stand-in node around it, and a check that nothing of it stays behind."""
+
+import asyncio
+import gc
+import json
+import os
+import shutil
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import zmq
+import zmq.asyncio
+from aiohttp import web
+from engine_standin import StandIn
+
+from pdx import messages
+from pdx.messages import EngineReport, NodeReport
+from pdx.proxy.app import Proxy
+from pdx.proxy.config import ProxyConfig
+
+DEADLINE_S = 10.0
+
+
+async def within(awaitable, seconds=DEADLINE_S):
+    """Everything in these tests has a deadline."""
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+async def until(condition, seconds=DEADLINE_S):
+    """Poll for something that has no event of its own."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class Node:
+    """A stand-in for `pdx node` as the proxy sees it."""
+
+    def __init__(self, address, name="node", epoch=1):
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.name, self.epoch = name, epoch
+
+    async def report(self, *engines, marks=(), version=messages.VERSION):
+        listed = [EngineReport(engine=name, role=role, url=url, running=0) for name, role, url in engines]
+        report = NodeReport(
+            version=version,
+            node=self.name,
+            epoch=self.epoch,
+            arena_bytes=1,
+            free_bytes=1,
+            engines=listed,
+            marks=list(marks),
+        )
+        await self.socket.send(messages.encode(report))
+
+    async def cancelled(self):
+        """The transfer named by the next Cancel."""
+        return messages.decode_from_proxy(await within(self.socket.recv())).transfer
+
+    def close(self):
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+class Cluster:
+    """What a test talks to."""
+
+    def __init__(self, url, client, node, prefills, decodes):
+        self.url, self.client, self.node = url, client, node
+        self.prefills, self.decodes = prefills, decodes
+
+    @property
+    def prefill(self):
+        return self.prefills[0]
+
+    @property
+    def decode(self):
+        return self.decodes[0]
+
+    async def post(self, path, body, base=None, **kwargs):
+        """(status, headers, bytes)"""
+        async with self.client.post((base or self.url) + path, json=body, **kwargs) as response:
+            return response.status, response.headers, await within(response.read())
+
+    async def get(self, path):
+        async with self.client.get(self.url + path) as response:
+            return response.status, await within(response.read())
+
+    async def timeline(self, transfer):
+        return json.loads((await self.get(f"/pdx/requests/{transfer}"))[1])
+
+    async def metric(self, name, **labels):
+        """The value of one series, 0 if it is not there."""
+        text = (await self.get("/metrics"))[1].decode()
+        for line in text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.split("{")[0] == name and all(f'{key}="{each}"' in series for key, each in labels.items()):
+                return float(value)
+        return 0.0
+
+
+@asynccontextmanager
+async def cluster(prefills=1, decodes=1, named=True, **settings):
+    """A proxy; unless `named`, its engines are known only once a node reports them."""
+    folder = Path(tempfile.mkdtemp(prefix="pdxp"))
+    prefill = [StandIn(f"p{index}") for index in range(prefills)]
+    decode = [StandIn(f"d{index}") for index in range(decodes)]
+    for engine in (*prefill, *decode):
+        await engine.start()
+    if named:
+        settings["prefill"] = tuple(engine.url for engine in prefill)
+        settings["decode"] = tuple(engine.url for engine in decode)
+    address = f"ipc://{folder}/p.sock"
+    proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
+    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    node = Node(address)
+    client = aiohttp.ClientSession()
+    made = Cluster(f"http://127.0.0.1:{runner.addresses[0][1]}", client, node, prefill, decode)
+    try:
+        await node.report()
+        while not await made.metric("pdx_proxy_reports_total"):
+            await asyncio.sleep(0.005)
+        yield made
+    finally:
+        await client.close()
+        await runner.cleanup()
+        node.close()
+        for engine in (*prefill, *decode):
+            await engine.stop()
+        shutil.rmtree(folder)
+
+
+def run(main):
+    """Run a test's coroutine function; afterwards no task, file descriptor or socket may be left."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def checked():
+        await main()
+        for _ in range(200):
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            if not left:
+                break
+            await asyncio.sleep(0.01)
+        assert not left, f"tasks left behind: {left}"
+
+    asyncio.run(checked())
+    gc.collect()
+    after = len(os.listdir("/proc/self/fd"))
+    assert after <= before, f"{after - before} file descriptors left behind"
+
+
+def events(raw):
+    """The data of a stream's events; the stream must be whole."""
+    found = []
+    for event in raw.decode().split("\n\n"):
+        if event.startswith("data: "):
+            found.append(event[6:] if event == "data: [DONE]" else json.loads(event[6:]))
+    assert raw.endswith(b"\n\n")
+    return found

@@ -1,0 +1,173 @@
+"""Whatever the mode, the client gets what a single engine would have answered: text, usage, finish reason, shape."""
+
+import json
+import random
+
+import pytest
+from proxy_harness import cluster, events, run
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def normal_whole(raw):
+    answer = json.loads(raw)
+    answer.pop("id")
+    answer["kv_transfer_params"] = None
+    return answer
+
+
+def normal_stream(raw):
+    """What a client makes of a stream, and that it is one stream: one id, one object, one model."""
+    found = events(raw)
+    assert found[-1] == "[DONE]"
+    chunks = found[:-1]
+    assert len({(each["id"], each["object"], each["model"], each["created"]) for each in chunks}) == 1
+    text, finish, usages, logprobs = "", None, [], []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            finish = choice.get("finish_reason") or finish
+            logprobs.append(choice.get("logprobs"))
+        usages.append(chunk.get("usage"))
+    return text, finish, [each for each in usages if each], [each for each in logprobs if each]
+
+
+async def assert_equal(made, path, body):
+    """Ask an engine and the proxy; the mode it was served in."""
+    status, _, alone = await made.post(path, body, base=made.decode.url, headers={"X-Request-Id": "x"})
+    got_status, headers, split = await made.post(path, body)
+    assert got_status == status, split
+    if status != 200:
+        assert split == alone
+    elif body.get("stream"):
+        assert headers["content-type"].startswith("text/event-stream")
+        assert normal_stream(split) == normal_stream(alone)
+    else:
+        assert normal_whole(split) == normal_whole(alone)
+    return headers["x-pdx-mode"]
+
+
+PROMPTS = [f"prompt {number}" for number in range(40)]
+
+
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("options", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_stream(path, options, details):
+    async def main():
+        async with cluster() as made:
+            made.prefill.details = made.decode.details = details
+            modes = set()
+            for prompt in PROMPTS:
+                body = {"model": "hash", "temperature": 0, "max_tokens": 12, "stream": True}
+                body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+                if options:
+                    body["stream_options"] = options
+                modes.add(await assert_equal(made, path, body))
+            assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_whole(path):
+    async def main():
+        async with cluster() as made:
+            modes = set()
+            for prompt in PROMPTS:
+                body = {"model": "hash", "temperature": 0, "max_tokens": 12}
+                body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+                modes.add(await assert_equal(made, path, body))
+            assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
+            legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
+            assert len(legs) >= len(PROMPTS) * 2 // 3
+            assert all(leg["do_remote_prefill"] and leg["prefill_tokens"] > 1 for leg in legs)
+
+    run(main)
+
+
+FIELDS = {
+    "max_tokens": [None, 1, 2, 3, 30, 511, 512, 513, 0, -1, "5"],
+    "min_tokens": [None, 1, 5, 40],
+    "stop": [None, [], "t", [" the", "a"]],
+    "stop_token_ids": [None, [97, 98], [300, 301]],
+    "ignore_eos": [None, True, False],
+    "presence_penalty": [None, 0, 1.5],
+    "seed": [None, 7],
+    "temperature": [0, 0.0, 0.7],
+    "logprobs": [None, 2],
+    "echo": [None, False, True],
+    "n": [None, 1, 2],
+    "stream_options": [None, {"include_usage": True}],
+    "something_new": [None, "x"],
+    "prompt": ["hello", ["hello"], ["a", "b"], [257, 104, 105], [[257, 104]], "", [], None, "x" * 505, "x" * 510, "x" * 511],
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_of_fields(seed):
+    """Random bodies, legal or not: same answer, or same refusal."""
+
+    async def main():
+        dice = random.Random(seed)
+        modes = []
+        async with cluster() as made:
+            for turn in range(60):
+                body = {"model": "hash", "temperature": 0, "prompt": f"{seed} {turn}"}
+                if dice.random() < 0.5:
+                    body["stream"] = True
+                for name, values in FIELDS.items():
+                    if dice.random() < 0.2:
+                        body[name] = dice.choice(values)
+                odd = body.get("max_tokens") in (0, -1, "5")
+                several = (body.get("n") or 1) > 1 or body.get("prompt") == ["a", "b"]
+                if odd or (body.get("stream") and (several or body.get("echo"))):
+                    continue  # the stand-in itself does not do these
+                modes.append(await assert_equal(made, COMPLETIONS, body))
+        assert {"alone", "forward", "sampled"} == set(modes), modes
+
+    run(main)
+
+
+def test_forwarded_token_is_sent_before_the_decode_leg_starts():
+    async def main():
+        async with cluster() as made:
+            made.decode.fault = "hang"
+            made.decode.model_len = 512
+            body = {"prompt": "prompt 3", "temperature": 0, "max_tokens": 12, "stream": True}
+            made.decode.fault = None
+            await made.post(COMPLETIONS, body)  # the engine's limits are known from here on
+            made.decode.fault = "hang"
+            async with made.client.post(made.url + COMPLETIONS, json=body) as response:
+                assert response.headers["x-pdx-mode"] == "forward"
+                first = json.loads((await response.content.readuntil(b"\n\n"))[6:])
+                assert first["choices"][0]["text"]
+                assert first["choices"][0]["finish_reason"] is None
+
+    run(main)
+
+
+def test_first_token_that_is_half_a_character_is_sampled_by_the_decoder():
+    async def main():
+        async with cluster() as made:
+            half = 0
+            for number in range(60):
+                body = {"prompt": f"p{number}", "temperature": 0, "max_tokens": 6}
+                _, headers, _ = await made.post(COMPLETIONS, body)
+                timeline = await made.timeline(headers["x-pdx-transfer-id"])
+                half += timeline["why"] == "first_token"
+                if timeline["why"] == "first_token":
+                    assert headers["x-pdx-mode"] == "sampled"
+            assert half
+            assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token") == half
+
+    run(main)
+
+
+def test_without_forward_every_completion_is_sampled():
+    async def main():
+        async with cluster(forward=False) as made:
+            for prompt in PROMPTS[:5]:
+                assert await assert_equal(made, COMPLETIONS, {"prompt": prompt, "temperature": 0}) == "sampled"
+
+    run(main)
