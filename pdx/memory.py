@@ -28,6 +28,28 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
+def populate_in_background(address: int, nbytes: int, owner: object) -> threading.Thread:
+    """Have the kernel map [address, address + nbytes) now, in a daemon thread; `owner` keeps that memory alive.
+
+    Contents stay as they are. Anonymous memory gets huge pages where the system allows asking for them. On kernels
+    that cannot do it nothing happens: pages come at their first touch.
+    """
+    thread = threading.Thread(target=_populate, args=(address, nbytes, owner), name="pdx-populate", daemon=True)
+    thread.start()
+    return thread
+
+
+def _populate(address: int, nbytes: int, owner: object) -> None:
+    # Through ctypes because mmap.madvise holds the GIL for the whole call.
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start, end = -(-address // GRANULE_BYTES) * GRANULE_BYTES, (address + nbytes) // GRANULE_BYTES * GRANULE_BYTES
+    madvise(start, end - start, mmap.MADV_HUGEPAGE)  # a hint; shared memory usually refuses it
+    for piece in range(start, end, _POPULATE_BYTES):
+        if madvise(piece, min(_POPULATE_BYTES, end - piece), _MADV_POPULATE_WRITE):
+            return
+
+
 class Arena:
     """A mapping of a node's chunk memory. `slice()` and `check()` may be called from any thread.
 
@@ -111,19 +133,8 @@ class Arena:
 
     def populate_in_background(self) -> threading.Thread:
         """Map all pages into this process from a daemon thread, so that first copies run at full speed."""
-        thread = threading.Thread(target=self._populate, name="pdx-populate", daemon=True)
-        thread.start()
-        return thread
-
-    def _populate(self) -> None:
-        # Through ctypes because mmap.madvise holds the GIL for the whole call.
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         anchor = (ctypes.c_char * self.nbytes).from_buffer(self._data)  # keeps the mapping alive meanwhile
-        for offset in range(0, self.nbytes, _POPULATE_BYTES):
-            piece = min(_POPULATE_BYTES, self.nbytes - offset)
-            if madvise(ctypes.addressof(anchor) + offset, piece, _MADV_POPULATE_WRITE):
-                return  # an older kernel: pages come at their first touch
+        return populate_in_background(ctypes.addressof(anchor), self.nbytes, anchor)
 
     def close(self) -> None:
         """Drop this mapping; memory stays mapped as long as a view of it lives. Idempotent."""

@@ -20,6 +20,7 @@ from pdx.connection import Connection
 from pdx.errors import LayoutError
 from pdx.kernels.pages import gather, page_rows
 from pdx.layout import KvLayout
+from pdx.memory import populate_in_background
 from pdx.messages import VERSION, Abort, Fill, Hello, Mark, Slot
 from pdx.timeline import Event
 from pdx.vllm.link import NodeLink
@@ -67,8 +68,17 @@ class WorkerHalf:
         if len(self._pages) != self._layout.num_layers:
             raise LayoutError(f"{len(self._pages)} layers with a KV cache, expected {self._layout.num_layers}")
         self._loader.pages = self._pages
+        self._populate(kv_caches)
         if not self._link.wait_attached(ATTACH_S):
             log.warning("not attached to a node after %s s: running without PDX until one answers", ATTACH_S)
+
+    @staticmethod
+    def _populate(kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """On a CPU the cache's memory comes at its first touch: have it now, or loads pay for it."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
+        for address, tensor in storages.items():
+            if tensor.device.type == "cpu":
+                populate_in_background(address, tensor.untyped_storage().nbytes(), tensor)
 
     def _block_rows(self, name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         ratio, rest = divmod(tensor.shape[0], num_blocks)

@@ -121,7 +121,7 @@ async def cluster(prefills=1, decodes=1, named=True, **settings):
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     node = Node(address)
-    client = aiohttp.ClientSession()
+    client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
     made = Cluster(f"http://127.0.0.1:{runner.addresses[0][1]}", client, node, prefill, decode)
     try:
         await node.report()
@@ -154,6 +154,10 @@ def run(main):
     gc.collect()
     after = len(os.listdir("/proc/self/fd"))
     assert after <= before, f"{after - before} file descriptors left behind"
+
+
+# A prompt after which the stand-in's first token can be forwarded, and one after which it is half a character.
+FORWARDED, HALF = "hello", "p6"
 
 
 def events(raw):

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from proxy_harness import cluster, events, run
+from proxy_harness import FORWARDED, HALF, cluster, events, run
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -132,10 +132,7 @@ def test_any_mix_of_fields(seed):
 def test_forwarded_token_is_sent_before_the_decode_leg_starts():
     async def main():
         async with cluster() as made:
-            made.decode.fault = "hang"
-            made.decode.model_len = 512
-            body = {"prompt": "prompt 3", "temperature": 0, "max_tokens": 12, "stream": True}
-            made.decode.fault = None
+            body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": True}
             await made.post(COMPLETIONS, body)  # the engine's limits are known from here on
             made.decode.fault = "hang"
             async with made.client.post(made.url + COMPLETIONS, json=body) as response:
@@ -150,16 +147,11 @@ def test_forwarded_token_is_sent_before_the_decode_leg_starts():
 def test_first_token_that_is_half_a_character_is_sampled_by_the_decoder():
     async def main():
         async with cluster() as made:
-            half = 0
-            for number in range(60):
-                body = {"prompt": f"p{number}", "temperature": 0, "max_tokens": 6}
-                _, headers, _ = await made.post(COMPLETIONS, body)
-                timeline = await made.timeline(headers["x-pdx-transfer-id"])
-                half += timeline["why"] == "first_token"
-                if timeline["why"] == "first_token":
-                    assert headers["x-pdx-mode"] == "sampled"
-            assert half
-            assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token") == half
+            body = {"prompt": HALF, "temperature": 0, "max_tokens": 6}
+            assert await assert_equal(made, COMPLETIONS, body) == "sampled"
+            assert await assert_equal(made, COMPLETIONS, {**body, "stream": True}) == "sampled"
+            assert await made.metric("pdx_proxy_fallbacks_total", reason="first_token") == 2
+            assert made.decode.bodies[-1]["kv_transfer_params"]["do_remote_prefill"]
 
     run(main)
 

@@ -1,0 +1,79 @@
+"""Process groups that cannot outlive `pdx up`, not even when it is killed with SIGKILL. Standard library only.
+
+Run by path, as two small programs around one pipe, whose write end only `pdx up` and starting children hold:
+
+    guard.py watch             reads group ids ("+id", "-id") until the pipe closes, then ends the groups left
+    guard.py launch FD ARGV…   started as leader of a group, tells the group to the pipe FD, then turns into ARGV
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+GRACE_S = 10.0
+
+
+def members(groups: Collection[int]) -> list[int]:
+    """Processes in `groups` that still run. Zombies do not count: whoever inherited them may never reap them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # it ended between listing and reading
+        if int(group) in groups and state not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def send(groups: Collection[int], number: int) -> None:
+    """Signal every process of `groups`."""
+    for group in groups:
+        try:
+            os.killpg(group, number)
+        except (ProcessLookupError, PermissionError):
+            continue  # all of it has ended
+
+
+def end(groups: Collection[int], grace_s: float) -> None:
+    """TERM, then KILL to what is left after `grace_s`; returns when nothing runs."""
+    send(groups, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while members(groups) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while members(groups):
+        send(groups, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def watch() -> None:
+    """Until stdin closes, remember the groups; then end them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin.buffer:
+        group = int(line[1:])
+        if line.startswith(b"+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
+    end(groups, GRACE_S)
+
+
+def launch(pipe: int, argv: list[str]) -> None:
+    """Turn into `argv`. The guard knows the group first, so there is no moment in which it could be missed."""
+    os.write(pipe, b"+%d\n" % os.getpgrp())
+    os.close(pipe)
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "watch":
+        watch()
+    else:
+        launch(int(sys.argv[2]), sys.argv[3:])

