@@ -2,7 +2,7 @@
 
 Run by path, as two small programs around one pipe, whose write end only `pdx up` and starting children hold:
 
-    guard.py watch             reads group ids ("+id", "-id") until the pipe closes, then ends the groups left
+    guard.py watch GRACE_S     reads group ids ("+id", "-id") until the pipe closes, then ends the groups left
     guard.py launch FD ARGV…   started as leader of a group, tells the group to the pipe FD, then turns into ARGV
 """
 
@@ -51,7 +51,7 @@ def end(groups: Collection[int], grace_s: float) -> None:
         time.sleep(0.05)
 
 
-def watch() -> None:
+def watch(grace_s: float) -> None:
     """Until stdin closes, remember the groups; then end them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -62,7 +62,7 @@ def watch() -> None:
             groups.add(group)
         else:
             groups.discard(group)
-    end(groups, GRACE_S)
+    end(groups, grace_s)
 
 
 def launch(pipe: int, argv: list[str]) -> None:
@@ -74,6 +74,6 @@ def launch(pipe: int, argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "watch":
-        watch()
+        watch(float(sys.argv[2]))
     else:
         launch(int(sys.argv[2]), sys.argv[3:])

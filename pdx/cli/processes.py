@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from pdx.cli import guard
 
@@ -90,7 +91,7 @@ class Processes:
     def __enter__(self) -> Processes:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._guard = subprocess.Popen(
-            [*_guard_program(), "watch"],
+            [*_guard_program(), "watch", str(self._grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # or whoever reads our output would wait for the guard
             stderr=subprocess.DEVNULL,
@@ -102,10 +103,9 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        guarding, self._guard = self._guard, None
-        if guarding is not None and guarding.stdin is not None:
-            guarding.stdin.close()
-            guarding.wait()
+        self._pipe().close()
+        assert self._guard is not None
+        self._guard.wait()
 
     def __iter__(self) -> Iterator[Process]:
         return (process for stage in self._stages for process in stage)
@@ -118,8 +118,7 @@ class Processes:
         self, name: str, argv: Sequence[str], *, is_ready: Callable[[], bool], env: Mapping[str, str] | None = None
     ) -> Process:
         """Run `argv` with its output in `<logs>/<name>.log`; `env` is added to this process's environment."""
-        assert self._guard is not None and self._guard.stdin is not None, "not inside the context"
-        pipe = self._guard.stdin.fileno()
+        pipe = self._pipe().fileno()
         path = self._logs / f"{name}.log"
         with path.open("wb") as log:
             child = subprocess.Popen(
@@ -154,9 +153,13 @@ class Processes:
 
     def _forget(self, group: int) -> None:
         # The id may now be given to a stranger, whom the guard must not end.
-        assert self._guard is not None and self._guard.stdin is not None
-        self._guard.stdin.write(b"-%d\n" % group)
-        self._guard.stdin.flush()
+        self._pipe().write(b"-%d\n" % group)
+        self._pipe().flush()
+
+    def _pipe(self) -> IO[bytes]:
+        assert self._guard is not None, "not inside the context"
+        assert self._guard.stdin is not None
+        return self._guard.stdin
 
 
 def _guard_program() -> list[str]:

@@ -21,11 +21,9 @@ ANY_HOST = ("", "0.0.0.0", "::", "[::]")
 @click.argument("model")
 @click.option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
 @click.option("--arena", default="4GiB", show_default=True, help="Size of the arena if this engine starts the node.")
-@click.option("--proxy", help="Where a node that this engine starts reports to. [default: $PDX_PROXY, else this user's]")
+@click.option("--proxy", help="The proxy, for a node that this engine starts. [default: $PDX_PROXY, else this user's]")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-def serve(
-    role: str, model: str, node: str | None, arena: str, proxy: str | None, flags: tuple[str, ...]
-) -> None:
+def serve(role: str, model: str, node: str | None, arena: str, proxy: str | None, flags: tuple[str, ...]) -> None:
     """Serve MODEL with vLLM as a prefill engine, a decode engine, or both.
 
     All other flags go to vLLM unchanged, for example --port 8100 --max-model-len 8192. The role is only told to the
@@ -43,9 +41,7 @@ def serve(
     os.execvp(command[0], command)
 
 
-def engine_command(
-    model: str, flags: Sequence[str], *, role: str, node: str, arena: str, proxy: str
-) -> list[str]:
+def engine_command(model: str, flags: Sequence[str], *, role: str, node: str, arena: str, proxy: str) -> list[str]:
     """The command line of one engine.
 
     :raises ConfigError: vLLM is not installed, a setting is out of range, or `flags` name another connector.

@@ -157,7 +157,7 @@ def run(main):
 
 
 # A prompt after which the stand-in's first token can be forwarded, and one after which it is half a character.
-FORWARDED, HALF = "hello", "p6"
+FORWARDED, HALF = "beta", "p1"
 
 
 def events(raw):

@@ -51,7 +51,9 @@ PROMPTS = [f"prompt {number}" for number in range(40)]
 
 
 @pytest.mark.parametrize("details", [False, True])
-@pytest.mark.parametrize("options", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}])
+@pytest.mark.parametrize(
+    "options", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
+)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_stream(path, options, details):
     async def main():
@@ -60,7 +62,9 @@ def test_stream(path, options, details):
             modes = set()
             for prompt in PROMPTS:
                 body = {"model": "hash", "temperature": 0, "max_tokens": 12, "stream": True}
-                body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+                body |= (
+                    {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+                )
                 if options:
                     body["stream_options"] = options
                 modes.add(await assert_equal(made, path, body))
@@ -76,7 +80,9 @@ def test_whole(path):
             modes = set()
             for prompt in PROMPTS:
                 body = {"model": "hash", "temperature": 0, "max_tokens": 12}
-                body |= {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+                body |= (
+                    {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+                )
                 modes.add(await assert_equal(made, path, body))
             assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
             legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
@@ -100,7 +106,19 @@ FIELDS = {
     "n": [None, 1, 2],
     "stream_options": [None, {"include_usage": True}],
     "something_new": [None, "x"],
-    "prompt": ["hello", ["hello"], ["a", "b"], [257, 104, 105], [[257, 104]], "", [], None, "x" * 505, "x" * 510, "x" * 511],
+    "prompt": [
+        "hello",
+        ["hello"],
+        ["a", "b"],
+        [257, 104, 105],
+        [[257, 104]],
+        "",
+        [],
+        None,
+        "x" * 505,
+        "x" * 510,
+        "x" * 511,
+    ],
 }
 
 

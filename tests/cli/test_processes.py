@@ -1,0 +1,163 @@
+"""Supervision with small real processes: what starts must end, whatever happens to whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pdx.cli import guard
+from pdx.cli.processes import Process, Processes, State
+
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
+# A child in the same group, as vLLM's engine core is; its id is the first line of the log.
+FAMILY = (
+    "import subprocess, sys; child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+    f"print(child.pid, flush=True); {SLEEP}"
+)
+# What `pdx up` is to its children: this process is killed while they run.
+PARENT = f"""
+import sys, time
+from pathlib import Path
+from pdx.cli.processes import Processes
+with Processes(Path(sys.argv[1]), grace_s=1.0) as processes:
+    processes.start("family", [sys.executable, "-S", "-c", {FAMILY!r}], is_ready=lambda: True)
+    processes.start("stubborn", [sys.executable, "-S", "-c", {STUBBORN!r}], is_ready=lambda: True)
+    time.sleep(600)
+"""
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", code]
+
+
+def wait_for(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def says_something(log: Path) -> bool:
+    return log.exists() and log.read_bytes().endswith(b"\n")
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_process_becomes_ready_and_its_log_is_kept(tmp_path):
+    with Processes(tmp_path) as processes:
+        log = tmp_path / "one.log"
+        one = processes.start(
+            "one", python(f"print('hello'); print('ready', flush=True); {SLEEP}"), is_ready=lambda: says_something(log)
+        )
+        assert one.state is State.STARTING
+        wait_for(lambda: one.look() is State.READY)
+        assert one.tail(5) == ["hello", "ready"]
+        assert one.exit_status is None
+    assert one.state is State.STOPPED
+    assert one.exit_status == 128 + signal.SIGTERM
+    assert not runs(one.pid)
+
+
+def test_a_death_is_seen_with_status_and_last_words(tmp_path):
+    with Processes(tmp_path) as processes:
+        healthy = processes.start("healthy", python(SLEEP), is_ready=lambda: True)
+        dying = processes.start("dying", python("raise SystemExit('no memory left')"), is_ready=lambda: False)
+        wait_for(lambda: processes.look() == [dying])
+        assert dying.exit_status == 1
+        assert dying.tail(1) == ["no memory left"]
+        assert healthy.state is State.READY
+    assert dying.state is State.DIED
+    assert not runs(healthy.pid)
+
+
+def test_death_by_a_signal_is_told_as_the_shell_does(tmp_path):
+    with Processes(tmp_path) as processes:
+        victim = processes.start("victim", python(SLEEP), is_ready=lambda: True)
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_for(lambda: processes.look() == [victim])
+        assert victim.exit_status == 128 + signal.SIGKILL
+
+
+def test_the_whole_group_ends_even_if_its_leader_went_first(tmp_path):
+    with Processes(tmp_path) as processes:
+        family = processes.start("family", python(FAMILY), is_ready=lambda: True)
+        wait_for(lambda: says_something(family.log))
+        child = int(family.tail(1)[0])
+        os.kill(family.pid, signal.SIGKILL)
+        wait_for(lambda: family.look() is State.DIED)
+        assert runs(child)
+    assert not runs(child)
+
+
+def test_a_process_deaf_to_term_is_killed_after_the_grace(tmp_path):
+    with Processes(tmp_path, grace_s=0.3) as processes:
+        stubborn = processes.start("stubborn", python(STUBBORN), is_ready=lambda: True)
+        wait_for(lambda: says_something(stubborn.log))
+    assert stubborn.exit_status == 128 + signal.SIGKILL
+
+
+def test_stages_end_in_reverse(tmp_path, monkeypatch):
+    ended: list[set[int]] = []
+    end = guard.end
+    monkeypatch.setattr(guard, "end", lambda groups, grace_s: (ended.append(set(groups)), end(groups, grace_s)))
+    with Processes(tmp_path) as processes:
+        first = processes.start("first", python(SLEEP), is_ready=lambda: True)
+        processes.stage()
+        second = processes.start("second", python(SLEEP), is_ready=lambda: True)
+        third = processes.start("third", python(SLEEP), is_ready=lambda: True)
+    assert ended == [{second.pid, third.pid}, {first.pid}]
+
+
+def test_a_command_that_does_not_exist_is_a_death(tmp_path):
+    with Processes(tmp_path) as processes:
+        ghost = processes.start("ghost", [str(tmp_path / "ghost")], is_ready=lambda: False)
+        wait_for(lambda: processes.look() == [ghost])
+        assert "FileNotFoundError" in ghost.tail(1)[0]
+
+
+def test_a_log_of_many_lines_is_read_from_its_end(tmp_path):
+    log = tmp_path / "big.log"
+    log.write_bytes(b"".join(b"line %d\n" % i for i in range(10_000)) + "\r 50%\r100% \N{CHECK MARK}\n\n".encode())
+    done = subprocess.Popen(["true"])
+    done.wait()
+    big = Process("big", done, log, lambda: True)
+    assert big.tail(2) == [" 50%", "100% \N{CHECK MARK}"]
+    assert big.tail(3)[0] == "line 9999"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_orphans_when_the_parent_is_killed(tmp_path, number):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    wait_for(lambda: says_something(tmp_path / "family.log") and says_something(tmp_path / "stubborn.log"))
+    child = int((tmp_path / "family.log").read_text())
+    group = os.getpgid(child)
+    everyone = [child, *(pid for pid in _descendants(parent.pid))]
+    assert len(everyone) >= 4  # child, its leader, the stubborn one, the guard
+    os.kill(parent.pid, number)
+    parent.wait()
+    wait_for(lambda: not any(runs(pid) for pid in everyone))
+    assert guard.members({group}) == []
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == pid:
+            found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,160 @@
+"""Fixtures for all tests: a private folder, real nodes in it, and a check that each test gives back what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached
+
+from pdx.config import NodeConfig
+
+LEAK_DEADLINE_S = 5.0
+_HARMLESS_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/nvidia")
+_HARMLESS_CHILDREN = ("resource_tracker", "forkserver")
+
+
+def _fds() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not target.startswith(_HARMLESS_FDS) and target != f"/proc/{os.getpid()}/fd":
+                found[target.partition(":[")[0] if target.startswith(("socket", "pipe")) else target] += 1
+    return found
+
+
+def _children() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            for pid in (task / "children").read_text().split():
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                if not any(word in command for word in _HARMLESS_CHILDREN):
+                    found[f"{pid}: {command or 'not waited for'}"] += 1
+    return found
+
+
+def _threads() -> Counter[str]:
+    return Counter(f"{thread.name} ({thread.ident})" for thread in threading.enumerate())
+
+
+def _holdings() -> dict[str, Counter[str]]:
+    return {"open files": _fds(), "children": _children(), "threads": _threads()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Open files, threads and child processes are after a test what they were before it.
+
+    Not checked for tests marked `engine`: engines keep pools and processes of their own.
+    """
+    if request.node.get_closest_marker("engine"):
+        yield
+        return
+    before = _holdings()
+    yield
+    deadline = time.monotonic() + LEAK_DEADLINE_S
+    while True:
+        leaks = {kind: now - before[kind] for kind, now in _holdings().items() if now - before[kind]}
+        if not leaks:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"leaked: {leaks}")
+        gc.collect()
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _private_place() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="pdx-test-"))  # not tmp_path: a socket's path has at most 100 bytes
+    try:
+        yield folder
+        addresses = [f"ipc://{lock}".removesuffix(".lock") for lock in folder.rglob("*.lock")]
+        left = [path for address in addresses for path in arenas_of(address)]
+        left += [path for path in folder.rglob("*") if path.is_socket()]
+        for path in left:
+            path.unlink()
+        assert not left, f"left behind: {left}"
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A private folder with a short path. After the test, no socket in it and no arena of its nodes is left."""
+    with _private_place() as folder:
+        yield folder
+
+
+@pytest.fixture
+def address(place: Path) -> str:
+    """An address for a node that no other test uses."""
+    return f"ipc://{place}/node.sock"
+
+
+@contextlib.contextmanager
+def _nodes(address: str) -> Iterator[Callable[..., NodeProcess]]:
+    nodes: list[NodeProcess] = []
+
+    def start_node(**settings: Any) -> NodeProcess:
+        config = NodeConfig(**{"address": address, "arena_bytes": 8 * MIB, **settings})
+        nodes.append(NodeProcess(config))
+        return nodes[-1].wait_ready()
+
+    try:
+        yield start_node
+    finally:
+        for node in nodes:
+            node.close()
+
+
+@pytest.fixture
+def start_node(address: str) -> Iterator[Callable[..., NodeProcess]]:
+    """Starts real nodes with the given settings (8 MiB of arena otherwise); ends them after the test."""
+    with _nodes(address) as start:
+        yield start
+
+
+@pytest.fixture
+def node(start_node: Callable[..., NodeProcess]) -> NodeProcess:
+    """A real node process with an arena of 8 MiB."""
+    return start_node()
+
+
+@pytest.fixture(scope="module")
+def module_node() -> Iterator[NodeProcess]:
+    """One node process for all tests of a file, which must leave nothing in it."""
+    with _private_place() as folder, _nodes(f"ipc://{folder}/node.sock") as start:
+        yield start()
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[..., Wire]]:
+    """Makes attached raw connections: `attach(node, kind="worker", …)`; closes them after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda node, **settings: stack.enter_context(attached(node.address, **settings))
+
+
+@pytest.fixture
+def puppets(address: str) -> Iterator[Callable[[], Puppet]]:
+    """Starts real client processes of the node at `address`; ends them after the test."""
+    started: list[Puppet] = []
+
+    def start() -> Puppet:
+        started.append(Puppet(address))
+        return started[-1]
+
+    yield start
+    for puppet in started:
+        puppet.close()

@@ -1,0 +1,115 @@
+"""The arena file: its layout, its modes, and what a stale or forged slot looks like."""
+
+import mmap
+import os
+import stat
+
+import pytest
+
+from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
+from pdx.memory import GRANULE_BYTES, Arena, round_up
+from pdx.messages import Slot
+
+NBYTES = 16 * GRANULE_BYTES
+
+
+@pytest.fixture
+def arena(tmp_path):
+    with Arena.create(tmp_path / "arena", NBYTES) as made:
+        yield made
+
+
+def test_two_mappings_share_bytes_and_generations(arena):
+    arena.generations[3] = 7
+    slot = Slot(3 * GRANULE_BYTES, 100, 7)
+    with Arena.open(arena.path, NBYTES) as other:
+        other.view(slot)[:] = b"x" * 100
+        assert bytes(arena.view(slot)) == b"x" * 100
+        assert len(other.view(slot)) == 100
+        arena.generations[3] += 1
+        with pytest.raises(StaleSlot):
+            other.check(slot)
+
+
+def test_only_the_node_may_write_generations(arena):
+    with Arena.open(arena.path, NBYTES) as other, pytest.raises(TypeError):
+        other.generations[0] = 1
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        Slot(0, 1, 1),
+        Slot(1, 1, 0),
+        Slot(GRANULE_BYTES - 1, 1, 0),
+        Slot(0, NBYTES + 1, 0),
+        Slot(NBYTES, 1, 0),
+        Slot(NBYTES, 0, 0),
+        Slot(NBYTES - GRANULE_BYTES, GRANULE_BYTES + 1, 0),
+        Slot(1 << 47, 1 << 47, 0),
+    ],
+)
+def test_a_slot_that_is_not_one_is_stale(arena, slot):
+    """CVE-2026-103764: an offset from the wire was used before it was checked."""
+    assert not arena.is_current(slot)
+    with pytest.raises(StaleSlot):
+        arena.view(slot)
+
+
+def test_only_this_user_may_open_it(tmp_path):
+    mask = os.umask(0)
+    try:
+        with Arena.create(tmp_path / "arena", NBYTES) as arena:
+            assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
+    finally:
+        os.umask(mask)
+
+
+def test_a_file_that_is_there_is_never_taken_over(tmp_path):
+    (tmp_path / "arena").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        Arena.create(tmp_path / "arena", NBYTES)
+    (tmp_path / "link").symlink_to(tmp_path / "arena")
+    with pytest.raises(NodeUnavailable):
+        Arena.open(tmp_path / "link", NBYTES)
+
+
+def test_a_file_of_another_size_is_not_the_arena(arena):
+    with pytest.raises(NodeUnavailable, match="expected"):
+        Arena.open(arena.path, NBYTES * 2)
+
+
+def test_a_file_that_is_gone_is_a_node_that_is_gone(tmp_path):
+    with pytest.raises(NodeUnavailable):
+        Arena.open(tmp_path / "nothing", NBYTES)
+
+
+def test_an_arena_larger_than_its_file_system_says_what_to_do(tmp_path):
+    with pytest.raises(ArenaTooSmall, match="--arena.*--shm-size"):
+        Arena.create(tmp_path / "arena", 1 << 46)
+    assert not list(tmp_path.iterdir())
+
+
+def test_views_outlive_the_arena_object(tmp_path):
+    arena = Arena.create(tmp_path / "arena", NBYTES)
+    view = arena.view(Slot(0, GRANULE_BYTES, 0))
+    view[:5] = b"alive"
+    arena.close()
+    arena.close()
+    assert bytes(view[:5]) == b"alive"
+    view.release()
+
+
+def test_populating_changes_no_byte(arena):
+    arena.data[5:9] = b"kept"
+    arena.populate_in_background().join()
+    assert bytes(arena.data[5:9]) == b"kept"
+    assert sum(arena.data[:4096]) == sum(b"kept")
+
+
+def test_sizes_are_rounded_up_to_granules(tmp_path):
+    assert [round_up(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+    with Arena.create(tmp_path / "arena", 5000) as arena:
+        assert arena.nbytes == 8192
+        assert arena.path.stat().st_size == 8192 + 2 * 8
+        assert arena.nbytes % mmap.PAGESIZE == 0

@@ -1,0 +1,122 @@
+"""Settings: sizes, ranges, unknown names, addresses and private folders."""
+
+import os
+
+import pytest
+
+from pdx import config
+from pdx.config import ConnectorConfig, NodeConfig, parse, parse_bytes, private_folder, socket_path
+from pdx.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1073741824", 1 << 30),
+        (4096, 4096),
+        ("0", 0),
+        ("512K", 512 << 10),
+        ("512m", 512 << 20),
+        ("4GiB", 4 << 30),
+        ("4GB", 4 << 30),
+        (" 1.5 TiB ", 3 << 39),
+        ("16B", 16),
+    ],
+)
+def test_sizes(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "4 gigs", "-1G", "1e9", "GiB", "0x10", "4G G", "nan", "inf", "1.G"])
+def test_what_is_not_a_size_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="4GiB"):
+        parse_bytes(text)
+
+
+def test_an_unknown_setting_names_itself_and_the_known_ones():
+    with pytest.raises(ConfigError) as refused:
+        parse(ConnectorConfig, {"chunk_token": 256})
+    assert "chunk_token`" in str(refused.value)
+    for name in ("chunk_tokens", "lookup_s", "node"):
+        assert name in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"address": "ipc:///tmp/x", "arena_bytes": 4095},
+        {"address": "ipc:///tmp/x", "arena_bytes": 1 << 60},
+        {"address": "ipc:///tmp/x", "arena_bytes": "4GiB"},
+        {"address": "ipc:///tmp/x", "max_lease_s": 0.0},
+        {"address": "ipc:///tmp/x", "max_lease_s": float("nan")},
+        {"address": "ipc:///tmp/x", "reserve_s": -1.0},
+        {"address": 7},
+    ],
+)
+def test_node_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ConfigError, match="settings of NodeConfig"):
+        parse(NodeConfig, settings)
+
+
+def test_defaults_are_valid():
+    assert parse(NodeConfig, {"address": "ipc:///tmp/x"}) == NodeConfig(address="ipc:///tmp/x")
+    assert parse(ConnectorConfig, {}) == ConnectorConfig()
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:5555", "tcp://*:5555", "ipc://relative", "ipc://@abstract", "inproc://x", ""]
+)
+def test_only_absolute_unix_sockets_are_addresses(address):
+    with pytest.raises(ConfigError, match="ipc:///absolute/path"):
+        socket_path(address)
+
+
+def test_a_path_too_long_for_a_unix_socket_is_refused_before_bind_is_tried():
+    assert socket_path("ipc:///" + "x" * 99)
+    with pytest.raises(ConfigError, match="too long"):
+        socket_path("ipc:///" + "x" * 100)
+    with pytest.raises(ConfigError, match="too long"):
+        socket_path("ipc:///" + "é" * 50)
+
+
+def test_a_private_folder_is_made_for_this_user_alone(tmp_path):
+    folder = tmp_path / "a" / "b"
+    private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    private_folder(folder)
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o710, 0o720, 0o750, 0o755, 0o777])
+def test_a_folder_others_can_enter_is_refused(tmp_path, mode):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode 0700 .*mode {mode:04o}"):
+        private_folder(folder)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a folder to another user")
+def test_a_folder_of_another_user_is_refused(tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65_534, 65_534)
+    with pytest.raises(ConfigError, match="user 65534"):
+        private_folder(folder)
+
+
+def test_where_the_node_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("PDX_NODE", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert config.default_node() == f"ipc://{tmp_path}/pdx/node.sock"
+    assert (tmp_path / "pdx").stat().st_mode & 0o777 == 0o700
+    assert ConnectorConfig().node_address() == f"ipc://{tmp_path}/pdx/node.sock"
+    monkeypatch.setenv("PDX_NODE", "ipc:///run/other.sock")
+    assert config.default_node() == "ipc:///run/other.sock"
+    assert ConnectorConfig(node="ipc:///run/mine.sock").node_address() == "ipc:///run/mine.sock"
+
+
+def test_the_runtime_folder_without_xdg_is_per_user(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(config.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert config.runtime_folder() == tmp_path / f"pdx-{os.getuid()}"

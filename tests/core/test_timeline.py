@@ -1,0 +1,52 @@
+"""The breakdown of one request's time."""
+
+from pdx.timeline import Event, Moment, breakdown
+
+MS = 1_000_000
+
+
+def test_spans_bytes_and_tokens_of_a_whole_transfer():
+    moments = [
+        Moment(Event.RECEIVED, 0),
+        Moment(Event.PREFILL_SENT, 1 * MS),
+        Moment(Event.ADMITTED, 2 * MS, tokens=512),
+        Moment(Event.PREFILL_END, 101 * MS, nbytes=96),
+        Moment(Event.SEALED, 103 * MS, nbytes=128),
+        Moment(Event.LOAD_START, 104 * MS),
+        Moment(Event.LOAD_END, 106 * MS, nbytes=128),
+        Moment(Event.RUNNABLE, 107 * MS),
+        Moment(Event.DECODE_FIRST, 120 * MS),
+    ]
+    result = breakdown(list(reversed(moments)))
+    assert result.prefill_ms == 100.0
+    assert result.handoff_ms == 6.0
+    assert result.load_ms == 2.0
+    assert result.first_decode_ms == 13.0
+    assert result.moved_bytes == 128
+    assert result.hidden_share == 0.75
+    assert result.reused_tokens == 512
+
+
+def test_with_several_shards_the_last_one_counts_and_bytes_add_up():
+    moments = [
+        Moment(Event.PREFILL_SENT, 0),
+        Moment(Event.PREFILL_END, 20 * MS, nbytes=10),
+        Moment(Event.PREFILL_END, 10 * MS, nbytes=30),
+        Moment(Event.SEALED, 30 * MS, nbytes=40),
+        Moment(Event.SEALED, 25 * MS, nbytes=40),
+    ]
+    result = breakdown(moments)
+    assert result.prefill_ms == 20.0
+    assert result.moved_bytes == 80
+    assert result.hidden_share == 0.5
+
+
+def test_a_moment_that_was_not_seen_makes_no_number_up():
+    assert breakdown([]) == breakdown([Moment(Event.PREFILL_END, 5)])
+    empty = breakdown([])
+    assert (empty.prefill_ms, empty.handoff_ms, empty.load_ms, empty.hidden_share) == (None,) * 4
+    assert (empty.moved_bytes, empty.reused_tokens) == (0, 0)
+
+
+def test_an_event_nobody_knows_is_carried_and_changes_nothing():
+    assert breakdown([Moment("a future event", 5, nbytes=7)]) == breakdown([])

@@ -1,0 +1,118 @@
+"""Every answer through prefiller, node and decoder equals the plain engine's, and nothing was computed twice."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+
+from cases import CASES, completion, text
+from conftest import Pair
+from engine_process import Server, wait_until
+from http_client import stream
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BLOCK = 128
+
+
+def essence(answer: dict[str, Any]) -> Any:
+    """What must be equal: texts, reasons, log probabilities' tokens, usage."""
+    assert answer["http_status"] == 200, answer
+    choices = []
+    for choice in answer["choices"]:
+        content = choice["message"]["content"] if "message" in choice else choice["text"]
+        logprobs = choice.get("logprobs") or {}
+        tokens = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content") or []]
+        choices.append((content, choice["finish_reason"], tokens))
+    usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return choices, usage
+
+
+def computed_prompt_tokens(server: Server) -> float:
+    """Prompt tokens that this engine computed itself, by its own account."""
+    return server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answer_equals_the_plain_engines(name: str, pair: Pair, expected: dict[str, Any]) -> None:
+    answer = pair.post(*CASES[name])
+    assert essence(answer) == essence(expected[name])
+
+
+@pytest.mark.parametrize("name", ["one-token", "length-300", "many-tokens", "chat", "stop-string"])
+def test_streamed_answer_equals_the_plain_engines(name: str, pair: Pair, expected: dict[str, Any]) -> None:
+    path, body = CASES[name]
+    events = list(stream(pair.proxy.url, path, {**body, "stream_options": {"include_usage": True}}))
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    pieces = [(choice.get("text") if "text" in choice else choice["delta"].get("content")) or "" for choice in choices]
+    assert len({event["id"] for event in events}) == 1
+    (wanted, reason, _), usage = essence(expected[name])[0][0], essence(expected[name])[1]
+    assert "".join(pieces) == wanted
+    assert choices[-1]["finish_reason"] == reason
+    assert {key: events[-1]["usage"][key] for key in usage} == usage
+
+
+def test_the_decoder_computes_nothing_of_a_forwarded_prompt(pair: Pair) -> None:
+    prompt = text(1001, 1500)
+    before = computed_prompt_tokens(pair.decode)
+    answer = pair.post(*completion(prompt))
+    assert answer["pdx"]["x-pdx-mode"] == "forward"
+    assert computed_prompt_tokens(pair.decode) - before <= 2  # the first token, handed over as part of the prompt
+
+
+def test_the_decoder_samples_the_first_token_of_a_chat_from_loaded_kv(pair: Pair) -> None:
+    path, body = CASES["chat"]
+    body = {**body, "messages": [{"role": "user", "content": text(1002, 900)}]}
+    before = computed_prompt_tokens(pair.decode)
+    answer = pair.post(path, body)
+    assert answer["pdx"]["x-pdx-mode"] == "sampled"
+    assert computed_prompt_tokens(pair.decode) - before <= 2
+
+
+def test_second_turn_reuses_what_either_engine_has(pair: Pair) -> None:
+    first = text(1003, 1000)
+    answer = pair.post(*completion(first, max_tokens=300))["choices"][0]["text"]
+    before = computed_prompt_tokens(pair.prefill)
+    second = pair.post(*completion(first + answer + text(1004, 50)))
+    assert second["http_status"] == 200
+    # The decoder's chunk of generated tokens is in the store: 1,280 of 1,350 tokens are there.
+    assert computed_prompt_tokens(pair.prefill) - before <= 1350 - 1280
+
+
+def test_eight_at_once(pair: Pair, expected: dict[str, Any]) -> None:
+    names = ["length-1000", "length-3000", "shared-1", "shared-2", "chat", "length-40", "token-ids", "many-tokens"]
+    answers = pair.post_all([CASES[name] for name in names])
+    assert [essence(answer) for answer in answers] == [essence(expected[name]) for name in names]
+    pair.wait_at_rest()
+
+
+def test_the_answer_depends_on_an_early_token(pair: Pair) -> None:
+    """The oracle is worth something only if a wrong page would change the answer."""
+    prompt = text(1005, 2000)
+    changed = prompt[:5] + ("~" if prompt[5] != "~" else "!") + prompt[6:]
+    assert pair.post(*completion(prompt))["choices"][0]["text"] != pair.post(*completion(changed))["choices"][0]["text"]
+
+
+def test_timeline_shows_that_nothing_moved_after_prefill(pair: Pair) -> None:
+    answer = pair.post(*completion(text(1006, 2000)))
+    transfer = answer["pdx"]["x-pdx-transfer-id"]
+    timeline: dict[str, Any] = {}
+
+    def is_complete() -> bool:
+        with urllib.request.urlopen(f"{pair.proxy.url}/pdx/requests/{transfer}", timeout=5) as response:
+            timeline.update(json.load(response))
+        return {"prefill_end", "sealed", "runnable"} <= {moment["event"] for moment in timeline["moments"]}
+
+    wait_until(is_complete, 5, "both engines' moments have arrived")
+    assert timeline["breakdown"]["hidden_share"] >= 0.95
+    assert timeline["breakdown"]["moved_bytes"] == 2048 * 4 * 4 * 64 * 2 * 2  # 16 blocks, 4 layers, 4 heads of 64
+    assert 0 < timeline["breakdown"]["handoff_ms"] < 10_000
+
+
+def test_requests_of_another_model_name_are_refused_by_the_engine(pair: Pair) -> None:
+    path, body = completion("hello")
+    answer = pair.post(path, {**body, "model": "another"})
+    assert answer["http_status"] == 404

@@ -1,0 +1,262 @@
+"""What tests of the node share: real node processes, a raw connection to one, and real client processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from pdx.config import NodeConfig
+from pdx.errors import NodeUnavailable
+from pdx.messages import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Answer,
+    Ask,
+    Bye,
+    Hello,
+    NodeStatus,
+    Refused,
+    Status,
+    ToNode,
+    Welcome,
+    decode_from_node,
+    encode,
+)
+from pdx.node.start import start
+
+MIB = 1 << 20
+_PUPPET = Path(__file__).with_name("node_puppet.py")
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0, what: str = "") -> Any:
+    """Poll until `condition()` is true and return what it returned; fail when the deadline is over."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what or condition}")
+        time.sleep(0.005)
+    return result
+
+
+def arenas_of(address: str) -> list[Path]:
+    """The arena files in /dev/shm of nodes at this address."""
+    name = hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
+    return sorted(Path("/dev/shm").glob(f"pdx-{name}-*"))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by SIGSTOP."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+class Wire:
+    """A raw connection to a node: it sends whatever it is told to, and believes nothing."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self.seq = 0
+        self._is_attached = False
+
+    def send_frames(self, *frames: bytes) -> None:
+        """Any frames at all."""
+        self._socket.send_multipart(list(frames))
+
+    def tell(self, body: Ask, *, seq: int | None = None, reply: bool = False) -> int:
+        """One message; its number."""
+        self.seq = self.seq + 1 if seq is None else seq
+        self.send_frames(encode(ToNode(self.seq, reply, body)))
+        return self.seq
+
+    def answer(self, timeout_s: float = 5.0) -> tuple[int, Answer] | None:
+        """The next answer, None if none comes."""
+        if not self._socket.poll(timeout_s * 1000):
+            return None
+        envelope = decode_from_node(self._socket.recv())
+        return envelope.seq, envelope.body
+
+    def ask(self, body: Ask, *, seq: int | None = None) -> Any:
+        """Ask and wait for the answer to it."""
+        number = self.tell(body, seq=seq, reply=True)
+        received = self.answer()
+        assert received is not None, f"no answer to {body}"
+        assert received[0] == number
+        return received[1]
+
+    def hello(self, **settings: Any) -> Welcome | Refused:
+        """Attach as a client of this process, or as `settings` say."""
+        answer = self.ask(Hello(**{"version": VERSION, "pid": os.getpid(), "kind": "client", **settings}))
+        self._is_attached |= isinstance(answer, Welcome)
+        return answer
+
+    def refused(self, body: Ask) -> str:
+        """The name of the error that the node refuses `body` with."""
+        answer = self.ask(body)
+        assert isinstance(answer, Refused), answer
+        return answer.error
+
+    def status(self) -> NodeStatus:
+        """The node's status; only when attached."""
+        answer = self.ask(Status())
+        assert isinstance(answer, NodeStatus), answer
+        return answer
+
+    def close(self) -> None:
+        """Say bye where the node still runs, so that its next user finds it as it was."""
+        if self._is_attached:
+            seq = self.tell(Bye(), seq=1 << 62, reply=True)
+            while (received := self.answer(0.3)) and received[0] != seq:
+                pass
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def attached(address: str, **settings: Any) -> Wire:
+    """A wire that said hello and was welcomed."""
+    wire = Wire(address)
+    answer = wire.hello(**settings)
+    if not isinstance(answer, Welcome):
+        wire.close()
+        raise AssertionError(answer)
+    return wire
+
+
+class NodeProcess:
+    """A real node in a process of its own."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.address = config.address
+        self.process = start(config)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        """What it logged."""
+        return Path(f"{self.address.removeprefix('ipc://')}.log").read_text()
+
+    def wait_ready(self) -> NodeProcess:
+        """Wait until it serves."""
+
+        def serves() -> bool:
+            if self.process.poll() is not None:
+                raise NodeUnavailable(self.log)
+            return os.path.exists(self.address.removeprefix("ipc://"))
+
+        wait_until(serves, 20.0, "the node serves")
+        return self
+
+    def status(self) -> NodeStatus:
+        """Its status, seen by a client of its own."""
+        with attached(self.address) as wire:
+            return wire.status()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def close(self) -> None:
+        """SIGTERM, and wait until it has cleaned up."""
+        if self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        try:
+            assert self.process.wait(10) == 0, self.log
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+class Puppet:
+    """A real client process that does what the test tells it, with `pdx.connect` (see node_puppet.py)."""
+
+    def __init__(self, address: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(_PUPPET), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self.process.pid
+
+    def send(self, verb: str, *arguments: Any) -> None:
+        """Tell it to do something; it may be stopped."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([verb, *arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def result(self) -> Any:
+        """What became of the oldest `send`: a value, or the name of the error it raised."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the client process died"
+        return json.loads(line)
+
+    def do(self, verb: str, *arguments: Any) -> Any:
+        """Tell it and wait for the result."""
+        self.send(verb, *arguments)
+        return self.result()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it is stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_stopped(self.pid))
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """End it, whatever state it is in. Idempotent."""
+        with contextlib.suppress(BrokenPipeError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def oversized() -> bytes:
+    """A frame one byte beyond what a node takes."""
+    return bytes(MAX_FRAME_BYTES + 1)

@@ -1,0 +1,128 @@
+"""Merging the two legs' answers, and cutting streams into events."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.errors import ProtocolError
+from pdx.proxy import sse
+from pdx.proxy.answer import continued_event, decode_prefill, final_answer, first_token, is_final, merged_answer
+
+
+def prefill(text="A", finish="length", tokens=(7,), prompt=(1, 2, 3), details=None):
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    if details is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": details}
+    choice = {"index": 0, "text": text, "finish_reason": finish, "token_ids": list(tokens)}
+    choice["prompt_token_ids"] = list(prompt)
+    whole = {"id": "cmpl-p", "object": "text_completion", "created": 5, "model": "m", "choices": [choice]}
+    return json.dumps({**whole, "usage": usage, "kv_transfer_params": {"host": "10.0.0.1"}}).encode()
+
+
+@given(
+    st.lists(st.sampled_from([b"data: x\n\n", b": ping\n\n", b"data: y\r\n\r\n", b"event: e\ndata: 1\n\n"])), st.data()
+)
+def test_splitter_is_blind_to_how_bytes_arrive(events, data):
+    stream = b"".join(events) + b"data: unfinished\n"
+    splitter, found, at = sse.EventSplitter(), [], 0
+    while at < len(stream):
+        step = data.draw(st.integers(1, 9))
+        found += splitter.feed(stream[at : at + step])
+        at += step
+    assert found == events
+
+
+def test_splitter_is_bounded(monkeypatch):
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 100)
+    with pytest.raises(ProtocolError):
+        sse.EventSplitter().feed(b"x" * 101)
+
+
+def test_data():
+    assert sse.data(b"data: a\n\n") == b"a"
+    assert sse.data(b"data:a\r\ndata: b\r\n\r\n") == b"a\nb"
+    assert sse.data(b": comment\n\n") is None
+    assert sse.data(b"") is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"\xff", b'{"choices":[]}', prefill().replace(b'"prompt_tokens": 3', b'"prompt_tokens": 0')],
+)
+def test_prefill_answer_must_be_one(raw):
+    with pytest.raises(ProtocolError):
+        decode_prefill(raw)
+
+
+def test_first_token():
+    first = first_token(decode_prefill(prefill()))
+    assert (first.prompt, first.token, first.text) == ([1, 2, 3], 7, "A")
+    for odd in (
+        {"text": ""},
+        {"text": "ab\ufffd"},
+        {"tokens": ()},
+        {"tokens": (7, 8)},
+        {"prompt": (1, 2)},
+        {"finish": "abort"},
+    ):
+        assert first_token(decode_prefill(prefill(**odd))) is None, odd
+
+
+def test_final():
+    assert is_final(decode_prefill(prefill(finish="stop", text="")), 16)
+    assert is_final(decode_prefill(prefill()), 1)
+    assert not is_final(decode_prefill(prefill()), 2)
+    assert not is_final(decode_prefill(prefill(finish="abort")), 1)
+    answer = json.loads(final_answer(prefill()))
+    assert answer["kv_transfer_params"] is None
+    assert answer["choices"][0]["token_ids"] is None
+    assert answer["choices"][0]["text"] == "A"
+
+
+def test_merge():
+    decode = {
+        "id": "cmpl-d",
+        "choices": [{"index": 0, "text": "BC", "finish_reason": "stop", "stop_reason": 3}],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 2,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+        "kv_transfer_params": {"secret": 1},
+        "metrics": {"x": 1},
+    }
+    merged = json.loads(merged_answer(decode_prefill(prefill()), "A", json.dumps(decode).encode()))
+    assert merged["choices"] == [{"index": 0, "text": "ABC", "finish_reason": "stop", "stop_reason": 3}]
+    assert merged["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": None,
+    }
+    assert merged["kv_transfer_params"] is None
+    assert merged["metrics"] is None
+    merged = json.loads(merged_answer(decode_prefill(prefill(details=2)), "A", json.dumps(decode).encode()))
+    assert merged["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    for broken in (b"{", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{"text":null}],"usage":{}}'):
+        with pytest.raises(ProtocolError):
+            merged_answer(decode_prefill(prefill()), "A", broken)
+
+
+def test_events_of_the_decode_leg():
+    whole = decode_prefill(prefill())
+    for event in (
+        sse.DONE,
+        b": ping\n\n",
+        b'data: {"error": {"code": 1}}\n\n',
+        b"data: not json\n\n",
+        b"data: [1]\n\n",
+    ):
+        assert continued_event(whole, event) == event
+    chunk = {"id": "d", "created": 9, "model": "m", "choices": [{"text": "\ud800é"}]}
+    chunk["usage"] = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
+    got = json.loads(sse.data(continued_event(whole, b"data: " + json.dumps(chunk).encode() + b"\n\n")))
+    assert (got["id"], got["created"], got["choices"]) == ("cmpl-p", 5, [{"text": "\ud800é"}])
+    assert got["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}

@@ -1,0 +1,256 @@
+"""Clients that leave, lie, or send nonsense; and everything else a client can see of the proxy."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from proxy_harness import FORWARDED, HALF, cluster, events, run, until, within
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+TALK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 30}
+
+PHASES = {
+    "prefill": ("prefill", "hang", COMPLETIONS, BODY),
+    "prefill of a stream": ("prefill", "hang", COMPLETIONS, {**BODY, "stream": True}),
+    "prefill of a chat": ("prefill", "hang", CHAT, TALK),
+    "decode": ("decode", "hang", COMPLETIONS, BODY),
+    "decode of a stream, first token sent": ("decode", "hang", COMPLETIONS, {**BODY, "stream": True}),
+    "decode of a stream, sampled": ("decode", "hang", COMPLETIONS, {**BODY, "prompt": HALF, "stream": True}),
+    "decode of a chat": ("decode", "hang", CHAT, TALK),
+    "in the middle of a forwarded stream": ("decode", "hang_mid", COMPLETIONS, {**BODY, "stream": True}),
+    "in the middle of a chat": ("decode", "hang_mid", CHAT, {**TALK, "stream": True}),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_client_leaves(phase):
+    leg, fault, path, body = PHASES[phase]
+
+    async def main():
+        async with cluster() as made:
+            await made.post(COMPLETIONS, BODY)  # the engine's limits are known from here on
+            engine = getattr(made, leg)
+            engine.arrived.clear()
+            engine.fault = fault
+            request = asyncio.create_task(made.post(path, body))
+            await within(engine.arrived.wait())
+            if fault == "hang_mid":
+                await within(engine.progress.wait())
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            await within(engine.closed.wait(), 1.0)
+            transfer = engine.bodies[-1]["kv_transfer_params"]["transfer_id"]
+            assert await made.node.cancelled() == transfer
+            assert await made.metric("pdx_proxy_requests_total", outcome="client_gone") == 1
+            assert await made.metric("pdx_proxy_cancels_total", reason="client_gone") == 1
+            assert (await made.timeline(transfer))["outcome"] == "client_gone"
+            assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
+
+    run(main)
+
+
+def test_client_leaves_while_one_engine_serves_alone():
+    async def main():
+        async with cluster() as made:
+            made.decode.fault = "hang"
+            request = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "n": 2}))
+            await within(made.decode.arrived.wait())
+            request.cancel()
+            await within(made.decode.closed.wait(), 1.0)
+            await until(lambda: request.done())
+            assert await made.metric("pdx_proxy_cancels_total") == 0  # no transfer was ever announced
+
+    run(main)
+
+
+def test_client_leaves_while_it_sends():
+    async def main():
+        async with cluster() as made:
+            host, port = made.url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 1000\r\n\r\n{"
+            )
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+            assert (await made.get("/health"))[0] == 200
+            assert made.prefill.seen == []
+
+    run(main)
+
+
+def test_closing_the_proxy_ends_requests_under_way():
+    async def main():
+        async with cluster() as made:
+            made.prefill.fault = "hang"
+            request = asyncio.create_task(made.post(COMPLETIONS, BODY))
+            await within(made.prefill.arrived.wait())
+        # The harness has closed client and proxy; `run` checks that nothing of the request is left.
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            await request
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        (b"", "application/json"),
+        (b"{", "application/json"),
+        (b"[1]", "application/json"),
+        (b"\xff\xfe\xfa", "application/json"),
+        (b'{"a":' + b"[" * 200_000, "application/json"),
+        (b'{"prompt":"' + b"x" * 5000 + b'"}', "application/json"),
+        (b'{"prompt":"x"}', "text/plain"),
+    ],
+)
+def test_nonsense_is_refused(raw, kind):
+    async def main():
+        async with cluster(max_body_bytes=1 << 12) as made:
+            async with made.client.post(made.url + CHAT, data=raw, headers={"Content-Type": kind}) as response:
+                assert response.status == 400
+                fault = (await response.json())["error"]
+                assert fault["code"] == 400
+                assert fault["message"]
+                assert "xxxx" not in fault["message"]
+            assert made.prefill.seen == made.decode.seen == []
+            assert await made.metric("pdx_proxy_requests_total", outcome="bad_request") == 1
+
+    run(main)
+
+
+def test_transfer_parameters_of_clients_go_nowhere(caplog):
+    async def main():
+        async with cluster() as made:
+            mine = {"do_remote_prefill": True, "transfer_id": "mine", "remote_host": "10.0.0.1"}
+            for extra in ({}, {"n": 2}, {"logprobs": 1}):
+                body = {**BODY, **extra, "kv_transfer_params": mine, "vllm_xargs": {"kv_transfer_params": "mine"}}
+                await made.post(COMPLETIONS, body)
+            await made.post(CHAT, {**TALK, "kv_transfer_params": mine})
+            assert made.prefill.seen
+            assert "mine" not in json.dumps(made.prefill.bodies + made.decode.bodies)
+            assert await made.metric("pdx_proxy_stripped_total") == 4
+        assert sum("transfer parameters" in record.message for record in caplog.records) == 1
+
+    run(main)
+
+
+def test_headers():
+    async def main():
+        async with cluster() as made:
+            sent = {
+                "Authorization": "Bearer key",
+                "X-Request-Id": "trace-1",
+                "X-data-parallel-rank": "3",
+                "Cookie": "a=b",
+                "X-Secret": "s",
+            }
+            _, headers, raw = await made.post(COMPLETIONS, BODY, headers=sent)
+            assert json.loads(raw)["id"] == "cmpl-trace-1"
+            for engine in (made.prefill, made.decode):
+                passed = {name.lower(): value for name, value in engine.seen[-1][2].items()}
+                assert passed["authorization"] == "Bearer key"
+                assert passed["x-request-id"] == "trace-1"
+                assert not {"x-data-parallel-rank", "cookie", "x-secret"} & set(passed)
+            assert headers["x-pdx-transfer-id"] != "trace-1"
+            await made.post(COMPLETIONS, BODY, headers={"X-Request-Id": "evil id\x80"})
+            assert "evil" not in str(made.prefill.seen[-1][2])
+            await made.post(COMPLETIONS, {**BODY, "request_id": "own"})
+            assert "X-Request-Id" not in made.prefill.seen[-1][2]
+
+    run(main)
+
+
+def test_transfer_ids_are_new_each_time():
+    async def main():
+        async with cluster() as made:
+            seen = set()
+            for _ in range(20):
+                seen.add((await made.post(COMPLETIONS, BODY))[1]["x-pdx-transfer-id"])
+            assert len(seen) == 20
+            assert all(len(each) == 32 for each in seen)
+
+    run(main)
+
+
+def test_one_engine_named_for_both_roles():
+    async def main():
+        async with (
+            cluster(prefills=0) as made,
+            cluster(
+                prefills=0, decodes=0, named=False, prefill=(made.decode.url,), decode=(made.decode.url,)
+            ) as single,
+        ):
+            status, headers, raw = await single.post(COMPLETIONS, BODY)
+            assert (status, headers["x-pdx-mode"]) == (200, "forward")
+            assert len(made.decode.seen) == 2
+            _, headers, alone = await made.post(COMPLETIONS, BODY)
+            assert headers["x-pdx-mode"] == "alone"
+            assert json.loads(raw)["choices"][0]["text"] == json.loads(alone)["choices"][0]["text"]
+
+    run(main)
+
+
+def test_load_is_spread():
+    async def main():
+        async with cluster(prefills=2, decodes=3) as made:
+            await asyncio.gather(*(made.post(CHAT, TALK) for _ in range(30)))
+            assert [len(engine.seen) for engine in made.prefills] == [15, 15]
+            assert all(len(engine.seen) >= 6 for engine in made.decodes)
+
+    run(main)
+
+
+def test_surface():
+    async def main():
+        async with cluster() as made:
+            status, raw = await made.get("/v1/models")
+            assert (status, json.loads(raw)["data"][0]["owner"]) == (200, "d0")
+            status, raw = await made.get("/health")
+            assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1})
+            _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
+            assert events(raw)[-1] == "[DONE]"
+            listed = json.loads((await made.get("/pdx/requests"))[1])["requests"]
+            assert [each["transfer_id"] for each in listed] == [headers["x-pdx-transfer-id"]]
+            one = await made.timeline(headers["x-pdx-transfer-id"])
+            assert one == listed[0]
+            assert [moment["event"] for moment in one["moments"]] == [
+                "received",
+                "prefill_sent",
+                "prefill_answered",
+                "first_token",
+                "decode_sent",
+                "decode_first",
+                "done",
+            ]
+            assert (one["mode"], one["prompt_tokens"]) == ("forward", len(FORWARDED) + 1)
+            assert FORWARDED not in json.dumps(one)
+            assert (await made.get("/pdx/requests/unheard"))[0] == 404
+            assert json.loads((await made.get("/nowhere"))[1])["error"]["code"] == 404
+            labels = {"route": COMPLETIONS, "mode": "forward"}
+            assert await made.metric("pdx_proxy_ttft_seconds_count", **labels) == 1
+            assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
+
+    run(main)
+
+
+def test_prompts_are_not_logged(caplog):
+    caplog.set_level(logging.DEBUG)
+
+    async def main():
+        async with cluster(prefills=2) as made:
+            made.prefills[0].fault = 500
+            made.prefills[1].fault = "nonsense"
+            for _ in range(2):
+                await made.post(COMPLETIONS, {**BODY, "prompt": "a-very-secret-prompt"})
+            assert "secret" not in (await made.get("/pdx/requests"))[1].decode()
+            assert "secret" not in (await made.get("/metrics"))[1].decode()
+
+    run(main)
+    assert any("prefill failed" in record.message for record in caplog.records)
+    assert "secret" not in caplog.text

@@ -1,0 +1,164 @@
+"""The control socket: reports in, cancels out, nonsense counted."""
+
+import asyncio
+import os
+import stat
+
+import msgpack
+import pytest
+import zmq
+from proxy_harness import Node, cluster, run, until
+
+from pdx import messages
+from pdx.errors import ConfigError
+from pdx.messages import MarkReport
+from pdx.proxy.control import Control
+
+TRANSFER = "x" * 32
+
+
+def test_nonsense_is_dropped_and_counted():
+    async def main():
+        async with cluster() as made:
+            good = [
+                b"not msgpack",
+                b"",
+                b"\xc1",
+                msgpack.packb(["NodeReport", 1]),
+                messages.encode(messages.Cancel(transfer=TRANSFER)),
+            ]
+            for frame in good:
+                await made.node.socket.send(frame)
+            await made.node.socket.send_multipart([b"two", b"frames"])
+            await made.node.report(version=99)
+            await made.node.report()
+            while await made.metric("pdx_proxy_reports_total") < 2:
+                await asyncio.sleep(0.005)
+            assert await made.metric("pdx_proxy_control_dropped_total", reason="malformed") == 6
+            assert await made.metric("pdx_proxy_control_dropped_total", reason="version") == 1
+
+    run(main)
+
+
+def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
+    async def main():
+        reports, drops = [], []
+        folder = tmp_path / "c"
+        control = Control(f"ipc://{folder}/p.sock", on_report=reports.append, on_drop=drops.append)
+        control.start()
+        try:
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            one, two = Node(control.address, "one"), Node(control.address, "two")
+            await one.report()
+            await two.report()
+            await until(lambda: len(reports) == 2)
+            control.cancel(TRANSFER)
+            assert await one.cancelled() == TRANSFER
+            assert await two.cancelled() == TRANSFER
+            two.close()
+            three = Node(control.address, "three")
+            await three.report()
+            await until(lambda: len(reports) == 3)
+            for number in range(20):
+                control.cancel(f"{number:032d}")
+            assert [await one.cancelled() for _ in range(20)] == [f"{number:032d}" for number in range(20)]
+            assert await three.cancelled() == f"{0:032d}"
+            one.close()
+            three.close()
+            assert drops == []
+        finally:
+            control.close()
+            control.close()
+        assert not (folder / "p.sock").exists()
+
+    run(main)
+
+
+def test_many_messages_at_once_are_all_taken_in(tmp_path):
+    async def main():
+        reports = []
+        control = Control(f"ipc://{tmp_path}/c/p.sock", on_report=reports.append, on_drop=reports.append)
+        control.start()
+        node = Node(control.address)
+        try:
+            for _ in range(900):
+                await node.report()
+                control.cancel(TRANSFER)  # sending in between must not lose the news of what has arrived
+            await until(lambda: len(reports) == 900)
+        finally:
+            node.close()
+            control.close()
+
+    run(main)
+
+
+def test_an_address_has_one_owner(tmp_path):
+    async def main():
+        address = f"ipc://{tmp_path}/c/p.sock"
+        one = Control(address, on_report=print, on_drop=print)
+        two = Control(address, on_report=print, on_drop=print)
+        one.start()
+        with pytest.raises(ConfigError, match="another proxy"):
+            two.start()
+        two.close()
+        one.close()
+        two.start()
+        two.close()
+
+    run(main)
+
+
+def test_addresses_that_are_not_private(tmp_path):
+    async def main():
+        os.chmod(tmp_path, 0o755)
+        with pytest.raises(ConfigError, match="0700"):
+            Control(f"ipc://{tmp_path}/p.sock", on_report=print, on_drop=print).start()
+        with pytest.raises(ConfigError, match="ipc"):
+            Control("tcp://0.0.0.0:1", on_report=print, on_drop=print)
+
+    run(main)
+
+
+def test_marks_of_nodes_join_the_timeline():
+    async def main():
+        async with cluster() as made:
+            _, headers, _ = await made.post("/v1/completions", {"prompt": "beta", "temperature": 0})
+            transfer = headers["x-pdx-transfer-id"]
+            marks = [
+                MarkReport(transfer=transfer, event=event, at_ns=at, nbytes=nbytes, tokens=tokens, engine="p0")
+                for event, at, nbytes, tokens in [
+                    ("admitted", 10, 0, 64),
+                    ("prefill_end", 20, 30, 0),
+                    ("sealed", 30, 40, 0),
+                ]
+            ]
+            await made.node.report(marks=marks)
+            while len((timeline := await made.timeline(transfer))["moments"]) < 11:
+                await asyncio.sleep(0.005)
+            assert timeline["breakdown"]["moved_bytes"] == 40
+            assert timeline["breakdown"]["hidden_share"] == 0.75
+            assert timeline["breakdown"]["reused_tokens"] == 64
+            assert timeline["outcome"] == "ok"
+
+    run(main)
+
+
+def test_a_raw_frame_larger_than_any_report_ends_that_connection_only():
+    async def main():
+        async with cluster() as made:
+            context = zmq.Context()
+            big = context.socket(zmq.DEALER)
+            big.setsockopt(zmq.LINGER, 0)
+            big.connect(made_address(made))
+            big.send(b"x" * (messages.MAX_FRAME_BYTES + 1))
+            await made.node.report()
+            while await made.metric("pdx_proxy_reports_total") < 2:
+                await asyncio.sleep(0.005)
+            big.close(linger=0)
+            context.term()
+
+    run(main)
+
+
+def made_address(made):
+    return made.node.socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,217 @@
+"""Which mode a body gets, and what the legs are asked."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.proxy.body import continuation_body, encode, prefill_body, sampled_body
+from pdx.proxy.plan import Mode, Route, classify, strip_control, token_limit
+
+TRANSFER = "t" * 32
+SIMPLE = {"model": "m", "prompt": "hello"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def mode(route=Route.COMPLETIONS, **fields):
+    return classify(route, {**(SIMPLE if route is Route.COMPLETIONS else CHAT), **fields}).mode
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_tokens": 1},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+        {"temperature": 0, "seed": 3},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"stop": [], "stop_token_ids": [3], "ignore_eos": True, "min_tokens": 4},
+        {"prompt": [1, 2, 3]},
+        {"prompt": [[1, 2, 3]]},
+        {"prompt": ["one"]},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        {"logprobs": None, "response_format": {"type": "text"}, "vllm_xargs": {}, "n": 1, "best_of": 1},
+        {"echo": False, "use_beam_search": False, "bad_words": [], "user": "u", "cache_salt": "s"},
+    ],
+)
+def test_forward(fields):
+    assert mode(**fields) is Mode.FORWARD
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": "x"},
+        {"stop": ""},
+        {"stop": ["x"]},
+        {"logprobs": 0},
+        {"logprobs": 5},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": False},
+        {"seed": 1},
+        {"seed": 1, "temperature": 0.5},
+        {"seed": 1, "temperature": False},
+        {"bad_words": ["x"]},
+        {"structured_outputs": {"regex": "x"}},
+        {"guided_json": {}},
+        {"response_format": {"type": "json_object"}},
+        {"return_token_ids": True},
+        {"truncate_prompt_tokens": 5},
+        {"spaces_between_special_tokens": False},
+        {"vllm_xargs": {"x": 1}},
+        {"repetition_detection": {}},
+        {"watermarking": True},
+        {"never_heard_of": 0},
+    ],
+)
+def test_sampled(fields):
+    assert mode(**fields) is Mode.SAMPLED
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"n": True},
+        {"n": "1"},
+        {"best_of": 2},
+        {"use_beam_search": True},
+        {"echo": True},
+        {"echo": 0},
+        {"prompt_logprobs": 0},
+        {"prompt_embeds": "x"},
+        {"suffix": ""},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"prompt": []},
+        {"prompt": ""},
+        {"prompt": [""]},
+        {"prompt": [[]]},
+        {"prompt": [True]},
+        {"prompt": [1, "a"]},
+        {"prompt": None},
+        {"prompt": {"a": 1}},
+        {"prompt": [["a"]]},
+        {"truncate_prompt_tokens": -1},
+        {"stream": "yes"},
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": []},
+        {"max_tokens": 0},
+        {"max_tokens": "5"},
+        {"max_tokens": 5.0},
+        {"min_tokens": 17},
+        {"min_tokens": -1},
+        {"max_tokens": 3, "min_tokens": 4},
+    ],
+)
+def test_alone(fields):
+    assert mode(**fields) is Mode.ALONE
+
+
+def test_chat():
+    assert mode(Route.CHAT) is Mode.SAMPLED
+    assert mode(Route.CHAT, tools=[{}], temperature=0, logprobs=True) is Mode.SAMPLED
+    assert mode(Route.CHAT, n=2) is Mode.ALONE
+    assert mode(Route.CHAT, echo=True) is Mode.ALONE
+    assert mode(Route.CHAT, messages=[]) is Mode.ALONE
+    assert mode(Route.CHAT, messages="hi") is Mode.ALONE
+    assert mode(Route.CHAT, max_completion_tokens=0) is Mode.ALONE
+    assert token_limit(Route.CHAT, {"max_tokens": 5, "max_completion_tokens": 7}) == 7
+    assert token_limit(Route.CHAT, {"max_tokens": 5}) == 5
+    assert token_limit(Route.CHAT, {}) is None
+    assert token_limit(Route.COMPLETIONS, {}) == 16
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(
+    ["prompt", "n", "stop", "stream", "stream_options", "max_tokens", "min_tokens", "seed", "temperature"]
+    + ["logprobs", "echo", "messages", "vllm_xargs", "kv_transfer_params", "response_format", "best_of"]
+)
+
+
+@given(body=st.dictionaries(NAMES, JSON), route=st.sampled_from(Route))
+def test_any_body_has_a_mode_and_its_legs_leave_it_as_it_was(body, route):
+    before = copy.deepcopy(body)
+    clean, stripped = strip_control(body)
+    assert stripped == (
+        "kv_transfer_params" in body
+        or "kv_transfer_params" in (body.get("vllm_xargs") if isinstance(body.get("vllm_xargs"), dict) else {})
+    )
+    plan = classify(route, clean)
+    if plan.mode is not Mode.ALONE:
+        leg = prefill_body(route, clean, mode=plan.mode, transfer=TRANSFER)
+        assert leg["max_tokens"] == 1
+        assert leg["stream"] is False
+        assert "stream_options" not in leg
+        assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER}
+        sampled = sampled_body(clean, prompt_tokens=3, transfer=TRANSFER)
+        assert {name: sampled[name] for name in clean} == clean
+    if plan.mode is Mode.FORWARD and token_limit(route, clean) > 1:
+        leg = continuation_body(clean, prompt=[1, 2], first=3, transfer=TRANSFER)
+        assert leg["prompt"] == [1, 2, 3]
+        assert leg["max_tokens"] == token_limit(route, clean) - 1
+        assert leg["kv_transfer_params"]["prefill_tokens"] == 2
+    assert body == before
+    assert json.loads(encode(clean)) == clean
+
+
+@given(name=st.text(min_size=1, max_size=12), value=JSON)
+def test_a_field_nobody_has_thought_about_is_not_forwarded(name, value):
+    unknown = f"x_{name}"
+    assert (mode(**{unknown: value}) is Mode.FORWARD) == (value is None)
+    assert classify(Route.COMPLETIONS, {**SIMPLE, unknown: 1}).why == "unknown_field"
+
+
+def test_transfer_parameters_of_clients_are_removed_wherever_vllm_would_find_them():
+    body = {
+        **SIMPLE,
+        "kv_transfer_params": {"do_remote_prefill": True},
+        "ec_transfer_params": {},
+        "vllm_xargs": {"kv_transfer_params": "x", "keep": 1},
+    }
+    clean, stripped = strip_control(body)
+    assert stripped
+    assert clean == {**SIMPLE, "vllm_xargs": {"keep": 1}}
+    assert strip_control(clean) == (clean, False)
+
+
+def test_prefill_leg():
+    client = {**SIMPLE, "max_tokens": 9, "min_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    leg = prefill_body(Route.COMPLETIONS, client, mode=Mode.FORWARD, transfer=TRANSFER)
+    assert leg == {
+        **SIMPLE,
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "stream": False,
+        "return_token_ids": True,
+        "kv_transfer_params": {"do_remote_decode": True, "transfer_id": TRANSFER},
+    }
+    chat = {**CHAT, "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "stop": "x", "tools": [{}]}
+    chat |= {"response_format": {"type": "json_object"}, "continue_final_message": True}
+    leg = prefill_body(Route.CHAT, chat, mode=Mode.SAMPLED, transfer=TRANSFER)
+    assert leg == {
+        **CHAT,
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "tools": [{}],
+        "response_format": {"type": "json_object"},
+        "continue_final_message": True,
+        "kv_transfer_params": {"do_remote_decode": True, "transfer_id": TRANSFER},
+    }
+
+
+def test_json_comes_out_as_it_came_in():
+    raw = b'{"a":"\\ud800 \\u00e9","b":NaN,"c":1e2,"d":123456789012345678901234567890}'
+    again = json.loads(encode(json.loads(raw)))
+    assert again["a"] == "\ud800 é"
+    assert again["d"] == 123456789012345678901234567890
+    assert again["c"] == 100.0
