@@ -50,6 +50,8 @@ class Connection:
         self.running = 0  # told to the node with each heartbeat
         self._hello = hello
         self._context = zmq.Context()
+        for cpu in range(os.cpu_count() or 1):  # the engine's thread may be pinned to cores that it keeps busy
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -197,7 +199,9 @@ class Connection:
             self._give_back(envelope.body)
 
     def _give_back(self, answer: Answer) -> None:
-        """Nobody waits for this any more: what it grants is given back."""
+        """Nobody waits for this any more: what it grants is given back (by `close`, if that was called)."""
+        if self._stop.is_set():
+            return
         if isinstance(answer, Reserved) and answer.slots:
             self._send(Abort(answer.slots, unused=True), reply=False)
         elif isinstance(answer, Found) and answer.lease:
@@ -216,9 +220,9 @@ class Connection:
 
     def close(self) -> None:
         """Say bye and let go of everything; views of the arena stay valid as long as they live. Idempotent."""
-        if self._stop.is_set():
-            return
         with self._lock:
+            if self._stop.is_set():
+                return
             if self.is_alive:
                 self.tell(Bye())
             self._stop.set()

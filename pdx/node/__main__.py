@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import msgspec
@@ -15,6 +16,7 @@ from pdx.node.daemon import run
 def main() -> int:
     """Run the node; 1 where it cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the engine that starts it was pinned
     try:
         run(parse(NodeConfig, msgspec.json.decode(sys.argv[1])))
     except PdxError as error:

@@ -65,23 +65,28 @@ class Inquiry:
         tracked.ask_until = self._clock() + self._config.lookup_s
 
     def reserve_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
-        """Room for chunks that generated tokens up to `end` have filled; without an answer at once, no saving."""
-        chunk_tokens = self._layout.chunk_tokens
-        start = max(tracked.decode_keyed, tracked.request.num_prompt_tokens // chunk_tokens)
-        tracked.decode_keyed = max(start, end // chunk_tokens)
-        if not self._config.save_decode or tracked.decode_keyed == start:
-            return
-        keys = tracked.chunk_keys(tracked.decode_keyed)[start:]
+        """Room for chunks that generated tokens up to `end` have filled.
+
+        Never waits: the answer is there in one of the next steps, and the blocks are still the request's then.
+        """
         try:
-            seq = self._ask_room(tracked, connection, keys, None)
-            answer = self._collect(connection, seq, Reserved)
+            if tracked.decoded_seq is None:
+                self._ask_decoded(tracked, connection, end)
+            elif (answer := self._collect(connection, tracked.decoded_seq, Reserved, 0.0)) is not None:
+                tracked.decoded_seq = None
+                self._take_grants(tracked, answer, tracked.decoded_first)
         except (NodeError, ProtocolError) as error:
             log.warning("generated chunks of request %s are not saved: %s", tracked.request.request_id, error)
+            tracked.decoded_seq = None
+
+    def _ask_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
+        chunk_tokens = self._layout.chunk_tokens
+        first = max(tracked.decoded_end, tracked.request.num_prompt_tokens // chunk_tokens)
+        if not self._config.save_decode or end // chunk_tokens <= first:
             return
-        if answer is None:
-            connection.forget(seq)
-            return
-        self._take_grants(tracked, answer, start)
+        tracked.decoded_first, tracked.decoded_end = first, end // chunk_tokens
+        keys = tracked.chunk_keys(tracked.decoded_end)[first:]
+        tracked.decoded_seq = self._ask_room(tracked, connection, keys, None)
 
     # ---- looking up -------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class Inquiry:
     def _take_grants(self, tracked: TrackedRequest, answer: Reserved, first_chunk: int) -> None:
         """Keep the slots of the chunks `first_chunk` + granted index; the last one may be a tail."""
         shards, per_chunk = self._layout.num_shards, self._layout.blocks_per_chunk
-        num_blocks = max(self._layout.num_blocks(tracked.request.num_prompt_tokens), tracked.decode_keyed * per_chunk)
+        num_blocks = max(self._layout.num_blocks(tracked.request.num_prompt_tokens), tracked.decoded_end * per_chunk)
         for number, index in enumerate(answer.granted):
             slots = answer.slots[number * shards : (number + 1) * shards]
             first = (first_chunk + index) * per_chunk
@@ -196,8 +201,8 @@ class Inquiry:
 
     # ---- answers, leases, the end -----------------------------------------------------------
 
-    def _collect(self, connection: Connection, seq: int, kind: type[_A]) -> _A | None:
-        answer = connection.collect(seq, ASK_S)
+    def _collect(self, connection: Connection, seq: int, kind: type[_A], timeout_s: float = ASK_S) -> _A | None:
+        answer = connection.collect(seq, timeout_s)
         if answer is not None and not isinstance(answer, kind):
             raise ProtocolError(f"the node answers {type(answer).__name__}, expected {kind.__name__}")
         return answer
@@ -221,10 +226,10 @@ class Inquiry:
 
     def forget_asked(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Nobody waits for what the node was asked."""
-        for seq in (tracked.lookup_seq, tracked.reserve_seq):
+        for seq in (tracked.lookup_seq, tracked.reserve_seq, tracked.decoded_seq):
             if seq is not None:
                 connection.forget(seq)
-        tracked.lookup_seq = tracked.reserve_seq = None
+        tracked.lookup_seq = tracked.reserve_seq = tracked.decoded_seq = None
 
     def give_up_transfer(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A decoder that waits for this prefill shall stop waiting."""

@@ -38,6 +38,7 @@ class TrackedRequest:
         # what the node is being asked, and until when
         self.lookup_seq: int | None = None
         self.reserve_seq: int | None = None
+        self.decoded_seq: int | None = None
         self.ask_until = 0.0
         self.room_until: float | None = None
         self.transfer_until: float | None = None
@@ -53,7 +54,8 @@ class TrackedRequest:
         self.block_ids: list[int] = []
         self.grants: list[Grant] = []
         self.saved_blocks = 0
-        self.decode_keyed = 0  # chunks up to here were considered for saving
+        self.decoded_end = 0  # chunks before this one were considered for saving
+        self.decoded_first = 0
         self.scheduled = False
         self.loading = False
         self.loaded_for = -1  # the request's count of preemptions when its load was planned
@@ -148,7 +150,7 @@ class TrackedRequest:
 
     def forget_node(self) -> None:
         """The node it dealt with is gone, and all that it held there."""
-        self.lookup_seq = self.reserve_seq = None
+        self.lookup_seq = self.reserve_seq = self.decoded_seq = None
         self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
         self.grants.clear()
         self.decided = self.reserved = False

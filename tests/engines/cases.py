@@ -29,7 +29,9 @@ def chat(*turns: str, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"length-{length}": completion(text(length, length)) for length in (1, 40, 128, 256, 257, 300, 1000, 1024, 3000)},
+    **{
+        f"length-{length}": completion(text(length, length)) for length in (1, 40, 128, 256, 257, 300, 1000, 1024, 3000)
+    },
     "one-token": completion(text(1, 400), max_tokens=1),
     "two-tokens": completion(text(1, 400), max_tokens=2),
     "many-tokens": completion(text(2, 200), max_tokens=300),

@@ -26,7 +26,7 @@ from pdx.node.start import start
 pytest.importorskip("vllm")
 
 ENGINE_FLAGS = [
-    "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "4096",
+    "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "4096", "--dtype", "float32",
     "--max-num-batched-tokens", "384", "--disable-uvicorn-access-log",
 ]  # fmt: skip
 ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -130,17 +130,19 @@ class Pair:
     def close(self) -> None:
         for server in (self.proxy, self.prefill, self.decode):
             server.stop()
-        for process in self.status_or_none():
+        for process in self.node_processes():
             process.terminate()
             process.wait(10)
+        self.node.wait(10)
 
-    def status_or_none(self) -> list[Any]:
+    def node_processes(self) -> list[Any]:
         import psutil
 
         return [
             process
             for process in psutil.process_iter(["cmdline"])
-            if "pdx.node" in (process.info["cmdline"] or []) and self.node_address in json.dumps(process.info["cmdline"])
+            if "pdx.node" in (process.info["cmdline"] or [])
+            and self.node_address in json.dumps(process.info["cmdline"])
         ]
 
 

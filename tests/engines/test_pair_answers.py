@@ -108,7 +108,7 @@ def test_timeline_shows_that_nothing_moved_after_prefill(pair: Pair) -> None:
 
     wait_until(is_complete, 5, "both engines' moments have arrived")
     assert timeline["breakdown"]["hidden_share"] >= 0.95
-    assert timeline["breakdown"]["moved_bytes"] == 2048 * 4 * 4 * 64 * 2 * 2  # 16 blocks, 4 layers, 4 heads of 64
+    assert timeline["breakdown"]["moved_bytes"] == 2048 * 4 * 2 * 4 * 64 * 4  # 16 blocks, 4 layers of 4 heads of 64
     assert 0 < timeline["breakdown"]["handoff_ms"] < 10_000
 
 
