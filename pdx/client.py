@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pdx.config import default_node
 from pdx.connection import Connection
-from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, NodeUnavailable, ProtocolError
+from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, NodeUnavailable, ProtocolError, StaleSlot
 from pdx.keys import named_key
 from pdx.messages import (
     VERSION,
@@ -39,6 +39,9 @@ from pdx.messages import (
     Reserved,
     Slot,
     Status,
+    ToNode,
+    decode_to_node,
+    encode,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +115,10 @@ class Node:
         self._call(Pin([named_key(name) for name in names], pinned=False), Done)
 
     def delete(self, *names: str) -> int:
-        """Forget these chunks, pinned or not; readers keep theirs until they release it. Returns how many were there."""
+        """Forget these chunks, pinned or not; readers keep theirs until they release it.
+
+        Returns how many were there.
+        """
         return self._call(Delete([named_key(name) for name in names]), Done).count
 
     def status(self) -> NodeStatus:
@@ -132,6 +138,7 @@ class Node:
         self.close()
 
     def _call(self, ask: Ask, kind: type[_A]) -> _A:
+        decode_to_node(encode(ToNode(1, True, ask)))  # the node would drop what is out of bounds, without an answer
         answer = self._connection.call(ask, self._timeout_s)
         if not isinstance(answer, kind):
             raise ProtocolError(f"the node answers {type(answer).__name__} to {type(ask).__name__}")
@@ -183,19 +190,27 @@ class WritableChunk(_MappedChunk):
 
         :raises StaleSlot: see `check`.
         """
-        return self._arena.view(self.slot)
+        view = self._arena.view(self.slot)
+        return view if self._open else view.toreadonly()
 
     def fill(self, part: int) -> None:
-        """Part `part` is filled. Parts not named are taken as filled by `seal()`."""
-        self._node._call(Fill([self.slot], first_layer=part), Done)
+        """Part `part` is filled. Parts not named are taken as filled by `seal()`.
+
+        :raises StaleSlot: the reservation ended before.
+        """
+        self._fill(Fill([self.slot], first_layer=part))
 
     def seal(self) -> None:
         """The chunk is whole: from now on others can get it and nobody may write it.
 
         :raises StaleSlot: the reservation ended before.
         """
-        self._node._call(Fill([self.slot], layers=self._parts, seal=True), Done)
+        self._fill(Fill([self.slot], layers=self._parts, seal=True))
         self._open = False
+
+    def _fill(self, fill: Fill) -> None:
+        if not self._node._call(fill, Done).count:
+            raise StaleSlot(f"the reservation of {self!r} ended before it was sealed")
 
     def abort(self) -> None:
         """Give the room back. Idempotent."""
@@ -235,8 +250,11 @@ class ReadableChunk(_MappedChunk):
         self._node._call(Renew(self._lease, lease_s), Done)
 
     def release(self) -> None:
-        """The node may evict it. Idempotent."""
-        if self._open:
+        """The node may evict it. Idempotent.
+
+        :raises ChunkMissing: the lease had ended before, so the memory may have been another's meanwhile.
+        """
+        if self._open and self._lease:
             self._open = False
             self._node._call(Release(self._lease), Done)
 

@@ -115,7 +115,7 @@ class Arena:
     def is_current(self, slot: Slot) -> bool:
         """Whether the slot is still what it was promised to be."""
         index, rest = divmod(slot.offset, GRANULE_BYTES)
-        in_bounds = not rest and slot.offset + slot.nbytes <= self.nbytes
+        in_bounds = not rest and 0 < slot.nbytes <= self.nbytes - slot.offset
         return in_bounds and self.generations[index] == slot.generation
 
     def check(self, slot: Slot) -> None:

@@ -21,11 +21,12 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024
 MAX_LAYERS = 4_096
+MAX_SLOTS = MAX_KEYS * 8  # in one answer
 KEY_BYTES = 16
 
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
-TransferId = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-zA-Z_-]+$")]
+TransferId = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-zA-Z_-]+\Z")]
 Name = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 48)]
@@ -59,7 +60,7 @@ class Hello(Message, frozen=True):
     """Attach this process. `engine` groups the processes of one engine; `shard` is the worker's rank."""
 
     version: Count
-    pid: Annotated[int, Meta(ge=1, le=1 << 31)]
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     kind: Literal["scheduler", "worker", "client"]
     name: Name = ""
     engine: Name = ""
@@ -95,7 +96,7 @@ class Reserve(Message, frozen=True):
     """
 
     keys: Keys
-    nbytes: Bytes
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 48)]
     layers: LayerCount = 1
     shards: ShardCount = 1
     tail_nbytes: Bytes = 0
@@ -104,7 +105,10 @@ class Reserve(Message, frozen=True):
 
 
 class Fill(Message, frozen=True):
-    """The sender has filled slices [first_layer, first_layer + layers) of these slots; optionally seal them."""
+    """The sender has filled slices [first_layer, first_layer + layers) of these slots; optionally seal them.
+
+    `Done.count` leaves out those whose reservation ended before: they are not sealed, and given back if `seal`.
+    """
 
     slots: Slots
     first_layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)] = 0
@@ -115,7 +119,7 @@ class Fill(Message, frozen=True):
 class Abort(Message, frozen=True):
     """These slots will not be finished. From their writer: and will not be written any more.
 
-    `unused`: from their owner, who never told a writer of them.
+    What is sealed or gone already is passed over. `unused`: from their owner, who never told a writer of them.
     """
 
     slots: Slots
@@ -185,7 +189,7 @@ class Found(Message, frozen=True):
     """`slots` holds hits x shards slots, chunk-major. `waiting`: the run goes on in a transfer still under way."""
 
     hits: Count
-    slots: Annotated[list[Slot], Meta(max_length=MAX_KEYS * 8)]
+    slots: Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
     lease: Handle = 0
     waiting: bool = False
 
@@ -197,7 +201,7 @@ class Reserved(Message, frozen=True):
     """
 
     granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)]
-    slots: Annotated[list[Slot], Meta(max_length=MAX_KEYS * 8)]
+    slots: Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
     full: bool = False
 
 

@@ -103,7 +103,7 @@ def merged_answer(prefill: PrefillAnswer, text: str, raw: bytes) -> bytes:
     try:
         answer = json.loads(raw)
         answer["choices"][0]["text"] = text + answer["choices"][0]["text"]
-        _correct_usage(answer["usage"], prefill)
+        _correct_usage(answer["usage"], prefill, details=prefill.usage.prompt_tokens_details)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ProtocolError(f"a decode answer of {len(raw)} bytes is not a completion") from error
     answer["kv_transfer_params"] = None
@@ -131,7 +131,7 @@ def first_event(prefill: PrefillAnswer, *, finish: bool, options: dict[str, Any]
         chunk["system_fingerprint"] = prefill.system_fingerprint
     if options.get("include_usage") and options.get("continuous_usage_stats"):
         chunk["usage"] = {"prompt_tokens": 0, "total_tokens": 0, "completion_tokens": 0}
-        _correct_usage(chunk["usage"], prefill, details=False)
+        _correct_usage(chunk["usage"], prefill, details=None)
     return sse.event(_encode(chunk))
 
 
@@ -142,7 +142,7 @@ def final_events(prefill: PrefillAnswer, *, options: dict[str, Any]) -> bytes:
     chunk = {**_chunk(prefill), "choices": [], "usage": {"completion_tokens": 0}}
     if prefill.system_fingerprint is not None:
         chunk["system_fingerprint"] = prefill.system_fingerprint
-    _correct_usage(chunk["usage"], prefill)
+    _correct_usage(chunk["usage"], prefill, details=_known(prefill.usage.prompt_tokens_details))
     return sse.event(_encode(chunk)) + sse.DONE
 
 
@@ -160,7 +160,8 @@ def continued_event(prefill: PrefillAnswer, event: bytes) -> bytes:
     chunk.update(_chunk(prefill) | {"choices": chunk["choices"]})
     chunk.pop("metrics", None)
     if isinstance(chunk.get("usage"), dict):
-        _correct_usage(chunk["usage"], prefill, details=not chunk["choices"])
+        last = not chunk["choices"]
+        _correct_usage(chunk["usage"], prefill, details=_known(prefill.usage.prompt_tokens_details) if last else None)
     return sse.event(_encode(chunk))
 
 
@@ -173,13 +174,18 @@ def _chunk(prefill: PrefillAnswer) -> dict[str, Any]:
     }
 
 
-def _correct_usage(usage: dict[str, Any], prefill: PrefillAnswer, *, details: bool = True) -> None:
+def _known(details: dict[str, Any] | None) -> dict[str, Any] | None:
+    """In streams, unlike whole answers, vLLM leaves out what is null."""
+    return details and {name: value for name, value in details.items() if value is not None}
+
+
+def _correct_usage(usage: dict[str, Any], prefill: PrefillAnswer, *, details: dict[str, Any] | None) -> None:
     """Count the first token as generated; what was cached is what the prefill engine had cached."""
     usage["prompt_tokens"] = prefill.usage.prompt_tokens
     usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + 1
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    if details and prefill.usage.prompt_tokens_details is not None:
-        usage["prompt_tokens_details"] = prefill.usage.prompt_tokens_details
+    if details is not None:
+        usage["prompt_tokens_details"] = details
     elif usage.get("prompt_tokens_details") is not None:
         usage["prompt_tokens_details"] = None
 

@@ -80,15 +80,24 @@ class Relay:
         prefiller = self._prefiller()
         if prefiller is None:
             return await self._fall_back(exchange, "no_prefiller")
-        ceiling = await self._ceiling(exchange) if exchange.mode is Mode.FORWARD else None
+        ceiling = asyncio.create_task(self._ceiling(exchange)) if exchange.mode is Mode.FORWARD else None
         try:
             prefill, raw = await self._prefill(exchange, prefiller)
+            limit = await ceiling if ceiling is not None else None
         except LegFailed as failure:
-            log.warning("transfer %s: prefill failed, one engine serves alone: %s", exchange.transfer, failure)
             self._blame(failure)
-            return await self._fall_back(exchange, f"prefill_{failure.reason}")
+            refused = failure.reason is Reason.STATUS_4XX
+            if not refused:
+                log.warning("transfer %s: prefill failed, one engine serves alone: %s", exchange.transfer, failure)
+            await self._fall_back(exchange, f"prefill_{failure.reason}")
+            if refused and exchange.outcome is Outcome.OK:  # refused by both, it is the client's fault and no news
+                log.warning("transfer %s: refused by %s only", exchange.transfer, failure.engine.name)
+            return None
+        finally:
+            if ceiling is not None:
+                ceiling.cancel()
         if exchange.mode is Mode.FORWARD:
-            return await self._forward(exchange, prefiller, prefill, raw, ceiling)
+            return await self._forward(exchange, prefiller, prefill, raw, limit)
         return await self._sample(exchange, prefill)
 
     async def _prefill(self, exchange: Exchange, engine: Engine) -> tuple[answer.PrefillAnswer, bytes]:

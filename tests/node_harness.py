@@ -115,7 +115,9 @@ class Wire:
         return answer
 
     def close(self) -> None:
-        """Say bye where the node still runs, so that its next user finds it as it was."""
+        """Say bye where the node still runs, so that its next user finds it as it was. Idempotent."""
+        if self._socket.closed:
+            return
         if self._is_attached:
             seq = self.tell(Bye(), seq=1 << 62, reply=True)
             while (received := self.answer(0.3)) and received[0] != seq:
@@ -136,7 +138,7 @@ def attached(address: str, **settings: Any) -> Wire:
     answer = wire.hello(**settings)
     if not isinstance(answer, Welcome):
         wire.close()
-        raise AssertionError(answer)
+        raise AssertionError(answer)  # noqa: TRY004
     return wire
 
 
@@ -161,12 +163,16 @@ class NodeProcess:
     def wait_ready(self) -> NodeProcess:
         """Wait until it serves."""
 
-        def serves() -> bool:
-            if self.process.poll() is not None:
-                raise NodeUnavailable(self.log)
-            return os.path.exists(self.address.removeprefix("ipc://"))
+        with Wire(self.address) as wire:
+            wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
 
-        wait_until(serves, 20.0, "the node serves")
+            def serves() -> bool:
+                if self.process.poll() is not None:
+                    raise NodeUnavailable(self.log)
+                return wire.answer(0.02) is not None
+
+            wait_until(serves, 20.0, "the node serves")
+            wire.ask(Bye())
         return self
 
     def status(self) -> NodeStatus:

@@ -48,17 +48,16 @@ def node(
 
 
 def _show(address: str, *, as_json: bool, watch: bool) -> None:
-    import msgspec
     from rich.console import Console
     from rich.live import Live
 
-    from pdx.cli.status import view
+    from pdx.cli.status import as_object, view
     from pdx.client import connect
 
     with connect(address) as attached:
         if as_json:
             while True:
-                click.echo(msgspec.json.encode(msgspec.to_builtins(attached.status())))
+                click.echo(as_object(attached.status()))
                 if not watch:
                     return
                 time.sleep(1.0)

@@ -21,6 +21,14 @@ from pdx.cli import guard
 TAIL_BYTES = 8 << 10
 
 
+def last_lines(log: Path, count: int) -> list[str]:
+    """The last `count` non-empty lines of a file; a carriage return ends a line too, as progress bars mean it."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+        text = stream.read().decode(errors="replace")
+    return [line for line in text.replace("\r", "\n").split("\n") if line.strip()][-count:]
+
+
 class State(StrEnum):
     """Where a process is in its life."""
 
@@ -67,10 +75,7 @@ class Process:
 
     def tail(self, lines: int) -> list[str]:
         """The last non-empty lines of the log."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        return [line for line in text.replace("\r", "\n").split("\n") if line.strip()][-lines:]
+        return last_lines(self.log, lines)
 
     def reap(self) -> None:
         """Collect the exit status after the group has been ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,27 +18,32 @@ def view(status: NodeStatus, address: str) -> RenderableType:
     share = used / status.arena_bytes if status.arena_bytes else 0.0
     head = Text.assemble(
         ("node ", "bold"),
-        f"{status.name} at {address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
+        f"{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
         f"arena {size(status.arena_bytes)}, used {size(used)} ({share:.0%}); "
         f"{status.leases} leases, {status.pins} pins, {status.transfers} transfers under way",
     )
     return Group(head, _attached(status), _chunks(status), _counters(status))
 
 
+def as_object(status: NodeStatus) -> bytes:
+    """The same as one JSON object; on the wire it is an array."""
+    return msgspec.json.encode({name: getattr(status, name) for name in status.__struct_fields__})
+
+
 def _attached(status: NodeStatus) -> Table:
     table = Table(title="attached", title_justify="left")
-    for column in ("engine", "kind", "shard", "role", "url", "pid", "running", "last heard"):
-        table.add_column(column, justify="right" if column in ("shard", "pid", "running", "last heard") else "left")
+    for column in ("engine", "kind", "shard", "role", "url", "pid", "running", "silent"):
+        table.add_column(column, justify="right" if column in ("shard", "pid", "running", "silent") else "left")
     for one in sorted(status.attached, key=lambda a: (a.engine, a.kind, a.shard, a.pid)):
         table.add_row(
-            one.engine or one.name,
+            one.engine[:8] or one.name,
             one.kind,
             str(one.shard),
             one.role,
             one.url,
             str(one.pid),
             str(one.running),
-            f"{one.silent_s:.1f} s ago",
+            f"{one.silent_s:.1f} s",
         )
     return table
 

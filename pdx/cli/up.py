@@ -85,7 +85,7 @@ def up(
     parse_bytes(arena)
     if not _is_free(host, port):
         raise ConfigError(f"port {port} on {host} is in use; choose another with --port")
-    with _private_sockets() as folder:
+    with _private_sockets(port) as folder:
         plan = Plan(
             model=model,
             engines=_engines(prefill, decode),
@@ -194,9 +194,13 @@ def _is_free(host: str, port: int) -> bool:
 
 
 @contextmanager
-def _private_sockets() -> Iterator[Path]:
-    """A folder for the node's and the proxy's sockets of this command alone."""
-    folder = runtime_folder() / f"up-{os.getpid()}"
+def _private_sockets(port: int) -> Iterator[Path]:
+    """A folder for the node's and the proxy's sockets of this command alone.
+
+    Named after the port, not the process: should a node be killed hard, the next one on that port has its address
+    and frees the shared memory that was left.
+    """
+    folder = runtime_folder() / f"up-{port}"
     private_folder(folder)
     try:
         yield folder

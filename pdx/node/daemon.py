@@ -6,6 +6,7 @@ node left behind is removed by the next one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -66,16 +67,25 @@ class Daemon:
 
     def __init__(self, config: NodeConfig) -> None:
         path = socket_path(config.address)
+        if config.proxy:
+            socket_path(config.proxy)
         private_folder(path.parent)
         self._config = config
-        self._lock = _own(path)
-        self._path = path
         epoch = secrets.randbits(62)
-        self._arena = _fresh_arena(config, epoch)
-        self.service = Service(config, self._arena, epoch)
-        self._context = zmq.Context()
-        self._router = self._bind()
-        self._proxy = self._connect_proxy()
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, _own(path))
+            arena = _fresh_arena(config, epoch)
+            undo.callback(arena.close)
+            undo.callback(arena.path.unlink, missing_ok=True)
+            undo.callback(path.unlink, missing_ok=True)
+            self._context = undo.enter_context(zmq.Context())
+            self._router = undo.enter_context(self._bind())
+            self._proxy = self._connect_proxy()
+            if self._proxy is not None:
+                undo.enter_context(self._proxy)
+            self.service = Service(config, arena, epoch)
+            undo.callback(self.service.detach_all)
+            self._undo = undo.pop_all()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         if self._proxy is not None:
@@ -98,7 +108,6 @@ class Daemon:
     def _connect_proxy(self) -> zmq.Socket[bytes] | None:
         if not self._config.proxy:
             return None
-        socket_path(self._config.proxy)
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.SNDHWM, 64)
@@ -178,12 +187,13 @@ class Daemon:
         log.warning("dropped a message: %s", error)
 
     def _bury(self, pidfd: int) -> None:
-        self._poller.unregister(pidfd)
         session = self.service.sessions.of_pidfd(pidfd)
-        if session is not None:
-            log.warning("%r died; what it held is given back", session)
-            self.service.counters["deaths"] += 1
-            self.service.end(session)
+        if session is None or not session.is_dead:
+            return  # it said bye in this very turn, and its file descriptor may be another session's by now
+        self._poller.unregister(pidfd)
+        log.warning("%r died; what it held is given back", session)
+        self.service.counters["deaths"] += 1
+        self.service.end(session)
 
     # ---- the proxy --------------------------------------------------------------------------
 
@@ -213,16 +223,8 @@ class Daemon:
     # ---- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop serving and remove the socket, the arena and the lock. Idempotent."""
-        self._context.destroy(linger=0)
-        self._path.unlink(missing_ok=True)
-        self._arena.path.unlink(missing_ok=True)
-        self._arena.close()
-        for session in self.service.sessions:
-            self.service.sessions.detach(session)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Stop serving, remove the socket and the arena, give the lock back. Idempotent."""
+        self._undo.close()
 
     def __enter__(self) -> Daemon:
         return self

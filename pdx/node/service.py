@@ -10,8 +10,10 @@ from typing import Any
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkMissing, ProtocolError
+from pdx.lifecycle import State
 from pdx.memory import GRANULE_BYTES, Arena
 from pdx.messages import (
+    MAX_SLOTS,
     VERSION,
     Abort,
     Answer,
@@ -98,6 +100,11 @@ class Service:
         self.transfers.aborted(lost, self._clock())
         self.news = True
 
+    def detach_all(self) -> None:
+        """The node ends: stop watching the processes."""
+        for session in self.sessions:
+            self.sessions.detach(session)
+
     def handle(self, session: Session, ask: Ask) -> Answer:
         """:raises NodeError: refused.
         :raises ProtocolError: the message makes no sense from this session or in this state.
@@ -126,6 +133,7 @@ class Service:
         return Done()
 
     def _lookup(self, session: Session, ask: Lookup) -> Answer:
+        _check_slots(ask)
         hits = self.store.find(ask.keys, ask.shards)
         chunks = [chunk for shards in hits for chunk in shards]
         waiting = ask.transfer is not None and len(hits) < len(ask.keys) and self._may_come(ask, len(hits))
@@ -147,6 +155,7 @@ class Service:
         return self.transfers.is_under_way(ask.transfer) or self.store.is_filling(ask.keys[hits], ask.shards)
 
     def _reserve(self, session: Session, ask: Reserve) -> Answer:
+        _check_slots(ask)
         now = self._clock()
         if ask.transfer is not None and self.transfers.is_given_up(ask.transfer):
             return Reserved([], [])
@@ -178,17 +187,17 @@ class Service:
 
     def _fill(self, session: Session, ask: Fill) -> Answer:
         chunks = self.store.fill(ask.slots, ask.first_layer, ask.layers, session.number)
+        count = sum(chunk.state is State.FILLING for chunk in chunks)  # the others were aborted meanwhile
         if ask.seal:
             self.store.seal(chunks)
             self.transfers.sealed(chunks, self._clock())
-        return Done(len(chunks))
+        return Done(count)
 
     def _abort(self, session: Session, ask: Abort) -> Answer:
-        chunks = [self.store.at(slot) for slot in ask.slots]
+        chunks = self.store.unfinished(ask.slots)
         owned = [chunk for chunk in chunks if chunk.owner == session.number]
         mine = owned if ask.unused else [chunk for chunk in chunks if chunk.writer == session.number]
-        if not ask.unused:  # else its owner asks again, or cancels the transfer itself
-            self.transfers.aborted([*mine, *owned], self._clock())
+        self.transfers.aborted([*mine, *owned], self._clock())
         self.store.abort(owned)
         self.store.let_go(mine)
         return Done(len({chunk.slot.offset for chunk in [*mine, *owned]}))
@@ -211,7 +220,7 @@ class Service:
         return Done(self.store.delete(ask.keys))
 
     def _cancel(self, session: Session, ask: Cancel) -> Answer:
-        return Done(self.cancel(ask.transfer))
+        return Done(int(self.cancel(ask.transfer)))
 
     def cancel(self, transfer: str) -> bool:
         """Give up a transfer; returns whether that is news. Also what the proxy asks for."""
@@ -285,3 +294,8 @@ class Service:
             engines,
             marks,
         )
+
+
+def _check_slots(ask: Lookup | Reserve) -> None:
+    if len(ask.keys) * ask.shards > MAX_SLOTS:
+        raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")

@@ -7,6 +7,7 @@ writing when it is continued (DESIGN §4, invariant 3).
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,13 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.number} {self.hello.kind} {self.hello.engine} pid={self.hello.pid}>"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process has ended."""
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
 
 
 class Sessions:
@@ -71,12 +79,11 @@ class Sessions:
             raise ProtocolError(f"engine {hello.engine!r} has a worker of rank {hello.shard} already")
         try:
             pidfd = os.pidfd_open(hello.pid)
-            owner = Path(f"/proc/{hello.pid}").stat().st_uid
         except OSError as error:
             raise ProtocolError(f"no process {hello.pid} on this host: {error}") from error
-        if owner != os.getuid():
+        if _owner(hello.pid) != os.getuid():
             os.close(pidfd)
-            raise ProtocolError(f"process {hello.pid} belongs to user {owner}")
+            raise ProtocolError(f"process {hello.pid} belongs to another user, or has just ended")
         session = Session(self._next_number, route, hello, pidfd, now)
         self._next_number += 1
         self._by_route[route] = session
@@ -92,3 +99,10 @@ class Sessions:
         os.close(session.pidfd)
         if session.hello.kind == "worker":
             del self._workers[session.hello.engine, session.hello.shard]
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None

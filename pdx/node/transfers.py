@@ -46,9 +46,11 @@ class Transfers:
         transfer = self._transfers.get(name)
         if transfer is None:
             transfer = self._transfers[name] = Transfer(set(), Progress.UNDER_WAY, deadline)
+        if transfer.progress is Progress.GIVEN_UP:
+            return
         transfer.pending.update(offsets)
-        if not transfer.pending and transfer.progress is Progress.UNDER_WAY:
-            transfer.progress = Progress.SEALED
+        transfer.progress = Progress.UNDER_WAY if transfer.pending else Progress.SEALED
+        transfer.deadline = max(transfer.deadline, deadline)
 
     def is_under_way(self, name: str) -> bool:
         """Whether more of it may come."""

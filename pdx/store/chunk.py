@@ -10,6 +10,7 @@ class Chunk:
     """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it."""
 
     __slots__ = (
+        "before",
         "deadline",
         "filled",
         "key",
@@ -39,6 +40,7 @@ class Chunk:
         self.writer = 0  # session whose process fills it
         self.transfer: str | None = None
         self.deadline = 0.0
+        self.before: Chunk | None = None  # the chunk before it in its reservation, as long as both are there
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"

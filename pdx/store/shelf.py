@@ -31,7 +31,7 @@ class Shelf:
 
     def touch(self, chunk: Chunk) -> None:
         """Used just now, if it is on the shelf."""
-        if chunk.slot.offset in self._chunks:
+        if self._chunks.get(chunk.slot.offset) is chunk:
             self._chunks.move_to_end(chunk.slot.offset)
 
     def oldest(self) -> Chunk:

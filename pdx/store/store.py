@@ -116,9 +116,9 @@ class Store:
             elif not chunk.pins:
                 self._shelf.put(chunk)
 
-    def touch(self, chunks: Iterable[Chunk]) -> None:
+    def touch(self, chunks: Sequence[Chunk]) -> None:
         """Count as used just now."""
-        for chunk in chunks:
+        for chunk in reversed(chunks):  # as in release()
             self._shelf.touch(chunk)
 
     def _lease_of(self, number: int, session: int) -> Lease:
@@ -132,18 +132,21 @@ class Store:
     def reserve(self, claim: Claim) -> tuple[list[int], list[Slot], bool]:
         """Room for the keys that are not there: (granted indices, their slots chunk-major, whether room ran out).
 
-        Evicts what it must. Without `partial`, nothing is granted or evicted unless everything fits.
+        Evicts what it must. Without `partial`, nothing is granted unless everything fits, and nothing is evicted
+        unless there are bytes enough; where what stays lies so that the slots fit nowhere, it was evicted in vain.
 
-        :raises ArenaTooSmall: it would not even fit into an empty arena.
+        :raises ArenaTooSmall: it (one chunk of it, with `partial`) would not even fit into an empty arena.
         :raises ProtocolError: a key stands twice in the claim.
         """
         if len(set(claim.keys)) != len(claim.keys):
             raise ProtocolError("a key stands twice in one reservation")
         shards = len(claim.writers)
         wanted = [index for index, key in enumerate(claim.keys) if self._is_absent(key, shards)]
-        total = sum(round_up(claim.size(index)) for index in wanted) * shards
-        if total > self._arena.nbytes and not claim.partial:
-            raise ArenaTooSmall(f"{total} bytes do not fit into an arena of {self._arena.nbytes} bytes")
+        sizes = [round_up(claim.size(index)) * shards for index in wanted]
+        total = sum(sizes)
+        least = max(sizes, default=0) if claim.partial else total
+        if least > self._arena.nbytes:
+            raise ArenaTooSmall(f"{least} bytes do not fit into an arena of {self._arena.nbytes} bytes")
         room = self._allocator.free_bytes + self._shelf.nbytes
         if total > room and not claim.partial:
             self.counters["reserve_full"] += 1
@@ -157,6 +160,8 @@ class Store:
         if full and not claim.partial:  # too fragmented, although the sum would fit
             self._undo(slots)
             granted, slots = [], []
+        for slot, before in zip(slots[shards:], slots, strict=False):
+            self._slots[slot.offset].before = self._slots[before.offset]
         self.counters["reserve_full"] += full
         return granted, slots, full
 
@@ -177,18 +182,30 @@ class Store:
     def seal(self, chunks: Iterable[Chunk]) -> None:
         """These chunks are whole: from now on they never change and can be hit.
 
-        :raises ProtocolError: one of them has slices that were not filled; none after it is sealed.
+        :raises ProtocolError: one of them has slices that were not filled; none is sealed.
         """
-        for chunk in chunks:
+        once = dict.fromkeys(chunks)
+        for chunk in once:
+            if chunk.state is State.FILLING and not chunk.is_complete:
+                raise ProtocolError(f"{chunk!r} sealed with slices missing")
+        for chunk in reversed(once):
             if chunk.state is State.QUARANTINED:  # aborted while the writer finished it: it lets go by sealing
                 self._free(chunk, Step.LET_GO)
                 continue
-            if not chunk.is_complete:
-                raise ProtocolError(f"{chunk!r} sealed with slices missing")
             chunk.step(Step.SEAL)
             self._writing[chunk.writer].pop(chunk.slot.offset)
             self._shelf.put(chunk)
             self.counters["sealed"] += 1
+        for chunk in once:
+            if chunk.before not in once:
+                self._touch_before(chunk)
+
+    def _touch_before(self, chunk: Chunk) -> None:
+        """What led up to `chunk` was sealed in earlier steps, and goes after it all the same."""
+        before = chunk.before
+        while before is not None:
+            self._shelf.touch(before)
+            before = before.before
 
     def abort(self, chunks: Iterable[Chunk]) -> None:
         """Their reservation ends unsealed; the room stays the writer's until it lets go."""
@@ -214,6 +231,16 @@ class Store:
         if chunk is None or chunk.slot != slot:
             raise StaleSlot(f"{slot} is nobody's slot")
         return chunk
+
+    def unfinished(self, slots: Iterable[Slot]) -> list[Chunk]:
+        """The chunks in those of these slots that somebody may still write; the others are sealed or gone."""
+        return [
+            chunk
+            for slot in slots
+            if (chunk := self._slots.get(slot.offset)) is not None
+            and chunk.slot == slot
+            and chunk.state in (State.FILLING, State.QUARANTINED)
+        ]
 
     def _written(self, slot: Slot, session: int) -> Chunk:
         chunk = self.at(slot)
@@ -384,6 +411,7 @@ class Store:
     def _free(self, chunk: Chunk, step: Step) -> None:
         self._shelf.take(chunk)
         chunk.step(step)
+        chunk.before = None
         index = self._shards[chunk.shard]
         if index.get(chunk.key) is chunk:
             del index[chunk.key]

@@ -22,9 +22,7 @@ def test_any_part_changed_is_another_key(one, block, other, other_block):
 @given(fingerprints, hashes, names, hashes, names)
 def test_a_tail_is_for_one_transfer(fingerprint, block, transfer, other_block, other_transfer):
     same = (block, transfer) == (other_block, other_transfer)
-    assert (
-        tail_key(fingerprint, block, transfer) == tail_key(fingerprint, other_block, other_transfer)
-    ) == same
+    assert (tail_key(fingerprint, block, transfer) == tail_key(fingerprint, other_block, other_transfer)) == same
 
 
 @given(fingerprints, st.binary(min_size=1, max_size=40), st.integers(0, 40))

@@ -43,7 +43,7 @@ class Node:
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
-        self.name, self.epoch = name, epoch
+        self.address, self.name, self.epoch = address, name, epoch
 
     async def report(self, *engines, marks=(), version=messages.VERSION):
         listed = [EngineReport(engine=name, role=role, url=url, running=0) for name, role, url in engines]
@@ -71,8 +71,17 @@ class Cluster:
     """What a test talks to."""
 
     def __init__(self, url, client, node, prefills, decodes):
-        self.url, self.client, self.node = url, client, node
+        self.url, self.client, self.node, self._others = url, client, node, []
         self.prefills, self.decodes = prefills, decodes
+
+    def other_node(self):
+        """A second node of the same proxy."""
+        self._others.append(Node(self.node.address, f"other{len(self._others)}"))
+        return self._others[-1]
+
+    def close(self):
+        for each in (self.node, *self._others):
+            each.close()
 
     @property
     def prefill(self):
@@ -103,6 +112,12 @@ class Cluster:
                 return float(value)
         return 0.0
 
+    async def metric_reaches(self, value, name, **labels):
+        """Wait for a series to be at least `value`."""
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.metric(name, **labels) < value:
+                await asyncio.sleep(0.005)
+
 
 @asynccontextmanager
 async def cluster(prefills=1, decodes=1, named=True, **settings):
@@ -125,13 +140,12 @@ async def cluster(prefills=1, decodes=1, named=True, **settings):
     made = Cluster(f"http://127.0.0.1:{runner.addresses[0][1]}", client, node, prefill, decode)
     try:
         await node.report()
-        while not await made.metric("pdx_proxy_reports_total"):
-            await asyncio.sleep(0.005)
+        await made.metric_reaches(1, "pdx_proxy_reports_total")
         yield made
     finally:
         await client.close()
         await runner.cleanup()
-        node.close()
+        made.close()
         for engine in (*prefill, *decode):
             await engine.stop()
         shutil.rmtree(folder)
@@ -162,9 +176,6 @@ FORWARDED, HALF = "beta", "p1"
 
 def events(raw):
     """The data of a stream's events; the stream must be whole."""
-    found = []
-    for event in raw.decode().split("\n\n"):
-        if event.startswith("data: "):
-            found.append(event[6:] if event == "data: [DONE]" else json.loads(event[6:]))
     assert raw.endswith(b"\n\n")
-    return found
+    data = [event[6:] for event in raw.decode().split("\n\n") if event.startswith("data: ")]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]

@@ -47,13 +47,12 @@ async def assert_equal(made, path, body):
     return headers["x-pdx-mode"]
 
 
+USAGE = {"include_usage": True}
 PROMPTS = [f"prompt {number}" for number in range(40)]
 
 
 @pytest.mark.parametrize("details", [False, True])
-@pytest.mark.parametrize(
-    "options", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
-)
+@pytest.mark.parametrize("options", [None, USAGE, {**USAGE, "continuous_usage_stats": True}])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_stream(path, options, details):
     async def main():

@@ -176,9 +176,15 @@ def test_continuation_is_refused(stream):
                 assert events(raw)[-1]["error"]["code"] == 502
             else:  # the second opinion, on the client's own request
                 assert (status, headers["x-pdx-mode"]) == (400, "alone")
-                assert made.decode.bodies[-1] == BODY
+                assert made.decode.bodies[-1] == {**BODY, "stream": False}
 
     run(main)
+
+
+async def keep_reporting(node, *engines):
+    while True:
+        await node.report(*engines)
+        await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("how", ["vanishes", "falls silent"])
@@ -190,19 +196,21 @@ def test_engine_is_lost_while_it_works(leg, how, stream):
             prefill = ("p", "prefill", made.prefill.url)
             decode = ("d", "decode", made.decode.url)
             await made.node.report(prefill, decode)
-            while not await made.metric("pdx_proxy_engines", role="decode"):
-                await asyncio.sleep(0.005)
+            await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
+            await made.post(COMPLETIONS, BODY)  # the engine's limits are known from here on
             broken = getattr(made, leg)
             broken.fault = "hang"
-            other = type(made.node)(made.node.socket.getsockopt_string(32), "other")  # 32: LAST_ENDPOINT
+            broken.arrived.clear()
+            beat = asyncio.create_task(keep_reporting(made.node, prefill, decode))
             started = time.monotonic()
             task = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "stream": stream}))
             await within(broken.arrived.wait())
+            beat.cancel()
             stays = decode if leg == "prefill" else prefill
             if how == "vanishes":
-                await made.node.report(stays)
+                beat = asyncio.create_task(keep_reporting(made.node, stays))
             else:
-                await other.report(stays)
+                beat = asyncio.create_task(keep_reporting(made.other_node(), stays))
             status, headers, raw = await within(task)
             await within(broken.closed.wait())
             assert time.monotonic() - started < 5
@@ -213,7 +221,7 @@ def test_engine_is_lost_while_it_works(leg, how, stream):
                 assert events(raw)[-1]["error"]["code"] == 502
             else:
                 assert status == 502
-            other.close()
+            beat.cancel()
 
     run(main)
 
@@ -235,8 +243,7 @@ def test_connect_timeout():
         url = f"http://127.0.0.1:{trap.getsockname()[1]}"
         async with cluster(prefills=0, decode=(), named=False, connect_timeout_s=0.2) as made:
             await made.node.report(("trap", "prefill", url), ("d", "decode", made.decode.url))
-            while not await made.metric("pdx_proxy_engines", role="decode"):
-                await asyncio.sleep(0.005)
+            await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
             status, headers, _ = await made.post(COMPLETIONS, BODY)
             assert (status, headers["x-pdx-mode"]) == (200, "alone")
             assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_connect_timeout") == 1

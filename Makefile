@@ -1,0 +1,40 @@
+# Everything sets itself up: the first `make demo` or `make test` needs Python 3.11+, git, make and some minutes.
+# PYTHON=... chooses the interpreter, TORCH_INDEX=... where to find a CPU build of torch, ARGS=... what pytest gets.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test check format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## create .venv with vLLM, PDX and the tools (the other targets do it when needed)
+
+$(READY): pyproject.toml .ci/setup
+	@.ci/setup $(VENV)
+	@touch $@
+
+demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM
+	@$(BIN)/python bench/demo.py
+
+test: $(READY)  ## all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
+	$(BIN)/pytest $(ARGS)
+
+check: $(READY)  ## lint, format, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy -p pdx
+
+format: $(READY)  ## rewrite the files as ruff likes them
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY)  ## measure
+	@for file in $(filter-out bench/demo.py,$(shell grep -l '__main__' bench/*.py)); do $(BIN)/python $$file || exit 1; done
+
+clean:  ## remove what the targets made, but for .venv
+	rm -rf .demo build dist *.egg-info pdx-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

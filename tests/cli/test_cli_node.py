@@ -1,0 +1,99 @@
+"""`pdx node` and the `pdx` command itself, against a real node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from pdx.cli.main import COMMANDS, main
+from pdx.cli.status import duration, size
+from pdx.client import connect
+from pdx.errors import NodeUnavailable
+
+
+def pdx(*arguments: str):
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    result = pdx(command, "--help")
+    assert result.exit_code == 0
+    assert "--help" in result.output
+
+
+def test_an_unknown_command_is_a_usage_error():
+    assert pdx("fly").exit_code == 2
+
+
+def test_status_as_json(node):
+    result = pdx("node", "--status", "--json", "--address", node.address)
+    assert result.exit_code == 0, result.output
+    status = json.loads(result.output)
+    assert status["arena_bytes"] >= 8 << 20
+    assert [each["kind"] for each in status["attached"]] == ["client"]
+
+
+def test_status_as_tables(node):
+    with connect(node.address) as client, client.reserve("kept", 5000) as chunk:
+        chunk.seal()
+    result = pdx("node", "--status", "--address", node.address)
+    assert result.exit_code == 0, result.output
+    assert node.address in result.output
+    assert "sealed" in result.output
+
+
+def test_no_node_is_one_line_and_status_1(place, monkeypatch):
+    monkeypatch.setattr("pdx.client.connect", lambda address: (_ for _ in ()).throw(NodeUnavailable("nobody there")))
+    result = pdx("node", "--status", "--address", f"ipc://{place}/none.sock")
+    assert result.exit_code == 1
+    assert result.output == "Error: nobody there\n"
+
+
+def test_options_of_status_need_status(place):
+    assert pdx("node", "--json", "--address", f"ipc://{place}/none.sock").exit_code == 2
+
+
+def test_a_bad_size_is_one_line_and_status_1(place):
+    result = pdx("node", "--arena", "huge", "--address", f"ipc://{place}/node.sock")
+    assert result.exit_code == 1
+    assert "'huge' is not a size" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_second_node_says_so_and_the_first_ends_on_sigterm(address):
+    command = [sys.executable, "-m", "pdx.cli.main", "node", "--address", address, "--arena", "8MiB", "--proxy", ""]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 20
+        while not _answers(address):
+            assert time.monotonic() < deadline
+        second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        assert second.returncode == 1
+        assert "Error: " in second.stderr
+        assert "Traceback" not in second.stderr
+    finally:
+        first.send_signal(signal.SIGTERM)
+        _, errors = first.communicate(timeout=20)
+    assert first.returncode == 0, errors
+    assert not os.path.exists(address.removeprefix("ipc://"))
+
+
+def _answers(address: str) -> bool:
+    try:
+        connect(address, timeout_s=0.5).close()
+    except NodeUnavailable:
+        return False
+    return True
+
+
+def test_sizes_and_durations_read_well():
+    assert [size(n) for n in (0, 1023, 1024, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5.0 TiB"]
+    assert [duration(s) for s in (5.9, 65, 7265)] == ["5 s", "1 min 5 s", "2 h 1 min"]

@@ -1,0 +1,38 @@
+"""Which cores or GPUs engines get."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdx.cli.placement import gpus, place
+
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+@pytest.mark.parametrize(
+    ("engines", "cores", "expected"),
+    [
+        (2, [0, 1], ["0", "1"]),
+        (2, [0, 1, 2, 3], ["0,1", "2,3"]),
+        (3, [4, 5, 6, 7], ["4", "5", "6"]),
+        (3, [0, 1], ["0", "1", "0"]),
+        (1, [0, 1], ["0,1"]),
+    ],
+)
+def test_cores_are_shared_out(engines, cores, expected):
+    assert [each[BIND] for each in place(engines, cores, [], {})] == expected
+
+
+def test_what_the_user_has_bound_stays():
+    assert place(2, [0, 1], [], {BIND: "7"}) == [{}, {}]
+
+
+def test_each_engine_gets_a_gpu_until_they_run_out():
+    assert place(3, [0, 1], ["4", "6"], {}) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("4", "6", "4")]
+
+
+def test_the_user_chooses_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert gpus() == ["2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus() == []

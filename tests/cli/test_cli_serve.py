@@ -1,0 +1,82 @@
+"""`pdx serve`: what vLLM is started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pdx.cli import serve as module
+from pdx.cli.serve import engine_command, serve
+from pdx.config import ConnectorConfig, parse
+from pdx.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _vllm_is_there(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+
+
+def command(*flags: str, **changes: str) -> list[str]:
+    settings = {"role": "prefill", "node": "ipc:///n", "arena": "1GiB", "proxy": "", **changes}
+    return engine_command("some/model", flags, **settings)
+
+
+def connector(argv: list[str]) -> dict:
+    return json.loads(argv[argv.index("--kv-transfer-config") + 1])
+
+
+def test_the_connector_is_set_up():
+    config = connector(command())
+    settings = config.pop("kv_connector_extra_config")
+    assert config == {
+        "kv_connector": "PdxConnector",
+        "kv_connector_module_path": "pdx.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    assert parse(ConnectorConfig, settings) == ConnectorConfig(
+        node="ipc:///n", arena="1GiB", proxy="", role="prefill", url="http://127.0.0.1:8000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        (["--port", "8100"], "http://127.0.0.1:8100"),
+        (["--port=8100", "--host=10.0.0.7"], "http://10.0.0.7:8100"),
+        (["--host", "0.0.0.0", "--port", "1", "--port", "2"], "http://127.0.0.1:2"),
+    ],
+)
+def test_the_url_is_where_vllm_will_serve(flags, url):
+    assert connector(command(*flags))["kv_connector_extra_config"]["url"] == url
+
+
+def test_flags_reach_vllm_unchanged_and_in_order(monkeypatch):
+    executed = []
+    monkeypatch.setattr(os, "execvp", lambda file, argv: executed.append((file, argv)))
+    flags = ["--port", "8100", "-tp", "2", "--enable-prefix-caching", "--override=a b", "--node-rank", "0"]
+    result = CliRunner().invoke(serve, ["decode", "some/model", "--node", "ipc:///n", *flags])
+    assert result.exit_code == 0, result.output
+    [(file, argv)] = executed
+    assert file == sys.executable
+    assert argv[:6] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", "some/model"]
+    assert argv[-len(flags) :] == flags
+    assert connector(argv)["kv_connector_extra_config"]["role"] == "decode"
+
+
+@pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config"])
+def test_a_connector_of_the_users_own_is_refused(flag):
+    with pytest.raises(ConfigError, match="itself"):
+        command(flag, "{}")
+    with pytest.raises(ConfigError, match="itself"):
+        command(f"{flag}={{}}")
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install vllm"):
+        command()

@@ -1,0 +1,184 @@
+"""`pdx up` with a real node and proxy, and with servers that stand in for vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pdx.cli import guard
+from pdx.cli.up import up
+from pdx.errors import ConfigError
+
+STANDIN = Path(__file__).parent / "standin"
+
+
+class Up:
+    """A running `pdx up`, its output and its logs."""
+
+    def __init__(self, place: Path, *flags: str) -> None:
+        self.place = place
+        self.port = _free_port()
+        self.output = place / "output"
+        options = ["--port", str(self.port), "--arena", "8MiB", "--logs", str(place / "logs")]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pdx.cli.main", "up", "some/model", *options, *flags],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(STANDIN),
+                    "XDG_RUNTIME_DIR": str(place),
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def wait_ready(self) -> Up:
+        wait_for(lambda: "ready: http" in self.text() or self.process.poll() is not None)
+        assert "ready: http" in self.text(), self.text()
+        return self
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def facts(self, engine: str) -> dict:
+        return json.loads((self.place / "logs" / f"{engine}.log").read_text().splitlines()[0])
+
+    def everyone(self) -> list[int]:
+        """All processes that carry this test's folder in their environment."""
+        mark = f"XDG_RUNTIME_DIR={self.place}\0".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def wait_gone(self) -> None:
+        wait_for(lambda: self.everyone() == [])
+
+
+@pytest.fixture
+def start_up(place):
+    place.chmod(0o700)
+    started: list[Up] = []
+
+    def start(*flags: str) -> Up:
+        started.append(Up(place, *flags))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.process.terminate()
+            each.process.wait()
+        each.wait_gone()
+
+
+def wait_for(condition, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return answer.read()
+
+
+def test_one_ctrl_c_ends_everything(start_up):
+    running = start_up("--prefill", "1", "--decode", "2", "--", "--max-model-len", "99").wait_ready()
+    health = json.loads(_get(f"http://127.0.0.1:{running.port}/health"))
+    assert (health["prefillers"], health["decoders"]) == (1, 2)
+    everyone = running.everyone()
+    assert len(everyone) >= 10  # up, guard, node, proxy, three engines with a child each
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(20) == 0
+    running.wait_gone()
+    assert list((running.place / "pdx").iterdir()) == []
+
+
+def test_engines_get_roles_ports_cores_and_the_flags(start_up):
+    running = start_up("--", "--max-model-len", "99").wait_ready()
+    prefill, decode = running.facts("prefill-0"), running.facts("decode-0")
+    for role, facts in (("prefill", prefill), ("decode", decode)):
+        argv = facts["argv"]
+        settings = json.loads(argv[argv.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+        assert settings["role"] == role
+        assert settings["url"] == f"http://127.0.0.1:{argv[argv.index('--port') + 1]}"
+        assert settings["node"] == f"ipc://{running.place}/pdx/up-{running.port}/node.sock"
+        assert argv[argv.index("--model") + 1] == "some/model"
+        assert argv[argv.index("--max-model-len") + 1] == "99"
+    if len(os.sched_getaffinity(0)) > 1:
+        assert set(prefill["bind"].split(",")).isdisjoint(decode["bind"].split(","))
+
+
+def test_an_engine_that_dies_ends_everything_and_leaves_its_last_words(start_up):
+    running = start_up().wait_ready()
+    argv = running.facts("decode-0")["argv"]
+    with contextlib.suppress(OSError):
+        _get(f"http://127.0.0.1:{argv[argv.index('--port') + 1]}/die")
+    assert running.process.wait(20) == 1
+    assert "decode-0 ended with status 3" in running.text()
+    assert "out of luck" in running.text()
+    running.wait_gone()
+
+
+def test_an_engine_that_does_not_start_is_reported_at_once(start_up):
+    running = start_up("--", "--broken")
+    assert running.process.wait(30) == 1
+    assert "ended with status 1" in running.text()
+    assert "cannot load the model" in running.text()
+    assert "Traceback" not in running.text()
+    running.wait_gone()
+
+
+def test_nothing_survives_when_it_is_killed(start_up):
+    running = start_up().wait_ready()
+    running.process.kill()
+    running.process.wait()
+    running.wait_gone()
+
+
+def test_ctrl_c_while_starting(start_up):
+    running = start_up()
+    wait_for(lambda: "prefill-0" in running.text())
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(20) == 0
+    running.wait_gone()
+
+
+def test_a_port_in_use_is_said_before_anything_starts(place):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(up, ["some/model", "--port", str(port)])
+    assert isinstance(result.exception, ConfigError)
+    assert "--port" in str(result.exception)
+
+
+def test_members_ignore_zombies():
+    child = subprocess.Popen(["true"], start_new_session=True)
+    wait_for(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    assert guard.members({child.pid}) == []
+    child.wait()

@@ -1,0 +1,206 @@
+"""Processes that die or stop at the worst moment; real signals, real memory (DESIGN §4, 2 to 4)."""
+
+import os
+import signal
+
+import pytest
+from node_harness import MIB, arenas_of, attached, wait_until
+
+import pdx
+from pdx.errors import NodeUnavailable, StaleSlot
+from pdx.messages import Fill, Ping
+
+BACK_S = 1.0  # after any fault the counters are back at their baseline within this
+
+
+@pytest.fixture
+def short_node(start_node):
+    """A node whose reservations and leases end after 0.1 s."""
+    return start_node(reserve_s=0.1, max_lease_s=0.1)
+
+
+@pytest.fixture
+def client(address, puppets):
+    """A client of whatever node the test started, in this process."""
+    with pdx.connect(address) as made:
+        yield made
+
+
+def test_a_client_killed_while_writing_gives_everything_back(node, puppets, client):
+    puppet = puppets()
+    puppet.do("put", "sealed", MIB, 1)
+    puppet.do("reserve", "half", 2 * MIB, 2)
+    puppet.do("write", "half", 2)
+    puppet.do("fill", "half", 0)
+    puppet.do("get", "sealed")
+    status = client.status()
+    assert (status.chunks, status.leases) == ({"filling": 1, "sealed": 1}, 1)
+    puppet.kill()
+    wait_until(lambda: client.status().chunks == {"sealed": 1}, BACK_S)
+    status = client.status()
+    assert (status.leases, status.free_bytes, status.counters["deaths"]) == (0, 7 * MIB, 1)
+    with client.get("sealed") as chunk:
+        assert set(chunk.view) == {1}, "what was sealed outlives its writer"
+
+
+def test_a_stopped_writer_keeps_its_room_and_its_late_fill_is_harmless(short_node, puppets, client):
+    puppet = puppets()
+    puppet.do("reserve", "a", 4 * MIB)
+    puppet.stop()
+    wait_until(lambda: client.status().chunks == {"quarantined": 1}, 2.0)
+    with client.reserve("b", 4 * MIB) as chunk:
+        chunk.view[:] = b"\x07" * (4 * MIB)
+        with pytest.raises(pdx.PdxError):
+            client.reserve("c", 4096)
+        chunk.seal()
+    puppet.send("write", "a", 9)
+    puppet.send("seal", "a")
+    puppet.go_on()
+    assert puppet.result() is None, "it writes on as if nothing had happened"
+    assert puppet.result() == "StaleSlot", "and hears of it when it seals"
+    assert client.lookup(["a"]) == 0
+    with client.get("b") as chunk:
+        assert set(chunk.view) == {7}
+    wait_until(lambda: client.status().chunks == {"sealed": 1}, BACK_S)
+    assert client.status().free_bytes == 4 * MIB
+
+
+def test_a_writer_killed_in_quarantine_gives_its_room_back(short_node, puppets, client):
+    puppet = puppets()
+    puppet.do("reserve", "a", 8 * MIB)
+    puppet.stop()
+    wait_until(lambda: client.status().chunks == {"quarantined": 1}, 2.0)
+    puppet.kill()
+    wait_until(lambda: client.status().free_bytes == 8 * MIB, BACK_S)
+
+
+def test_a_stopped_reader_finds_out_that_its_bytes_are_stale(short_node, puppets, client):
+    puppet = puppets()
+    puppet.do("put", "a", 4 * MIB, 1)
+    assert puppet.do("get", "a", 0.1) == 0
+    assert puppet.do("read", "a") == [1]
+    puppet.stop()
+    wait_until(lambda: client.status().leases == 0, 2.0)
+    client.delete("a")
+    with client.reserve("b", 8 * MIB) as chunk:
+        chunk.view[:] = b"\x02" * (8 * MIB)
+        chunk.seal()
+    puppet.send("read", "a")
+    puppet.send("check", "a")
+    puppet.send("release", "a")
+    puppet.go_on()
+    assert puppet.result() == [2], "it reads, but not what it was promised"
+    assert puppet.result() == "StaleSlot", "and knows"
+    assert puppet.result() == "ChunkMissing"
+
+
+def test_silence_alone_frees_nothing(node, puppets, client):
+    """A missed heartbeat is not a death."""
+    puppet = puppets()
+    puppet.do("reserve", "a", MIB)
+    puppet.stop()
+
+    def is_silent():
+        return max(attached.silent_s for attached in client.status().attached) > 1.3
+
+    wait_until(is_silent, 4.0)
+    assert client.status().chunks == {"filling": 1}
+    puppet.go_on()
+    assert puppet.do("seal", "a") is None
+    assert client.lookup(["a"]) == 1
+
+
+# ---- the node itself ------------------------------------------------------------------------------
+
+
+def test_a_killed_node_is_noticed_and_the_next_one_cleans_up(start_node, address, place):
+    node = start_node()
+    with pdx.connect(address, timeout_s=2.0) as client:
+        assert client._connection.is_alive
+        old_epoch = client._connection.epoch
+        with client.reserve("a", MIB) as chunk:
+            chunk.seal()
+        reader = client.get("a")
+        node.kill()
+        wait_until(lambda: not client._connection.is_alive, BACK_S)
+        assert len(arenas_of(address)) == 1, "nobody was there to remove it"
+        stale = arenas_of(address)[0]
+        assert (place / "node.sock").is_socket()
+
+        start_node()
+        assert stale not in arenas_of(address)
+        assert len(arenas_of(address)) == 1
+        assert len(bytes(reader.view)) == MIB, "the old memory stays mapped as long as somebody looks"
+        with pdx.connect(address) as fresh:
+            assert fresh._connection.epoch != old_epoch
+            assert fresh.status().free_bytes == 8 * MIB
+            assert fresh.lookup(["a"]) == 0
+        assert not client._connection.is_alive, "dead for good, whoever answers there now"
+
+
+def test_a_call_to_a_dead_node_ends_at_its_deadline(start_node, address):
+    node = start_node()
+    with pdx.connect(address, timeout_s=0.2) as client:
+        node.kill()
+        with pytest.raises(NodeUnavailable, match="did not answer within 0.2 s"):
+            client.status()
+    arenas_of(address)[0].unlink()
+    os.unlink(address.removeprefix("ipc://"))
+
+
+def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address):
+    with pdx.connect(address, timeout_s=0.1) as client:
+        node.signal(signal.SIGSTOP)
+        with pytest.raises(NodeUnavailable):
+            client.reserve("a", MIB)
+        with pytest.raises(NodeUnavailable):
+            client.get("a")
+        assert client._connection.is_alive
+        node.signal(signal.SIGCONT)
+        with attached(address) as other:
+            wait_until(lambda: other.status().free_bytes == 8 * MIB, 2 * BACK_S)
+        with client.reserve("a", MIB) as chunk:
+            chunk.seal()
+
+
+def test_the_clean_end_of_a_node_leaves_nothing(start_node, address, place):
+    node = start_node()
+    with pdx.connect(address) as client:
+        client.reserve("a", MIB)
+        node.close()
+        assert node.process.returncode == 0
+        assert not arenas_of(address)
+        assert not (place / "node.sock").exists()
+        wait_until(lambda: not client._connection.is_alive, BACK_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_both_polite_signals_end_it_cleanly(start_node, address, number):
+    node = start_node()
+    node.signal(number)
+    assert node.process.wait(5) == 0
+    assert not arenas_of(address)
+
+
+def test_a_client_that_reads_no_answers_costs_only_itself(node, address, client):
+    with attached(address) as rude:
+        for _ in range(20_000):
+            rude.tell(Ping(), reply=True)
+        assert client.status().free_bytes == 8 * MIB
+    with client.reserve("a", MIB) as chunk:
+        chunk.seal()
+
+
+def test_a_slot_of_another_life_is_stale(start_node, address):
+    """Replayed from before the node's restart: epochs and generations fail closed."""
+    node = start_node()
+    with pdx.connect(address) as client:
+        chunk = client.reserve("a", MIB)
+        slot = chunk.slot
+        node.kill()
+    start_node()
+    with pdx.connect(address) as client:
+        with pytest.raises(StaleSlot):
+            client._connection.arena.check(slot)
+        with pytest.raises(StaleSlot):
+            client._connection.call(Fill([slot], seal=True), 5.0)

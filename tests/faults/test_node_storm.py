@@ -1,0 +1,48 @@
+"""Eight processes do random things to one small node for a second; half of them die at it (DESIGN §4, 4)."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from node_harness import MIB, wait_until
+
+import pdx
+
+CLIENT = Path(__file__).with_name("node_storm_client.py")
+
+
+def test_after_a_storm_everything_is_back_within_a_second(start_node):
+    node = start_node(arena_bytes=2 * MIB)
+    storm = [
+        subprocess.Popen(
+            [sys.executable, str(CLIENT), node.address, str(seed), "1.0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(8)
+    ]
+    for process in storm:
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    for process in storm:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    errors = [process.communicate(timeout=20)[1] for process in storm]
+    assert [process.returncode for process in storm] == [-signal.SIGKILL, 0] * 4, errors
+
+    with pdx.connect(node.address) as client:
+
+        def is_back():
+            status = client.status()
+            return len(status.attached) == 1 and status.leases == 0 and set(status.chunks) <= {"sealed"}
+
+        wait_until(is_back, 1.0, "leases and reservations are back")
+        counters = client.status().counters
+        assert counters["deaths"] == 4
+        for counter in ("sealed", "aborted", "evicted", "hit_chunks"):
+            assert counters[counter] > 5, f"the storm did not reach far: {counters}"
+        assert counters.get("dropped_messages", 0) == 0
+        client.delete(*map(str, range(24)))
+        assert client.status().free_bytes == 2 * MIB

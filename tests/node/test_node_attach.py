@@ -1,0 +1,210 @@
+"""Saying hello to a real node: who is welcomed, who is not, and what the status shows."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from node_harness import MIB, Wire, wait_until
+
+import pdx
+from pdx.config import NodeConfig
+from pdx.errors import NodeUnavailable
+from pdx.memory import GRANULE_BYTES
+from pdx.messages import VERSION, Bye, Done, Hello, Lookup, Ping, Refused, Reserve, Reserved, Status, Welcome
+
+KEY = b"k" * 16
+
+
+@pytest.fixture
+def node(module_node):
+    return module_node
+
+
+@pytest.fixture
+def wire(node):
+    with Wire(node.address) as connection:
+        yield connection
+
+
+def test_welcome_says_what_to_map(node, wire):
+    welcome = wire.hello()
+    assert isinstance(welcome, Welcome)
+    assert welcome.pid == node.pid
+    assert welcome.epoch > 0
+    assert (welcome.arena_bytes, welcome.granule_bytes) == (8 * MIB, GRANULE_BYTES)
+    assert os.stat(welcome.arena_path).st_size == 8 * MIB + 8 * MIB // GRANULE_BYTES * 8
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1, 1 << 32])
+def test_another_version_is_refused_by_name(wire, version):
+    refused = wire.hello(version=version)
+    assert isinstance(refused, Refused)
+    assert refused.error == "ProtocolError"
+    assert f"version {VERSION}" in refused.text
+    assert str(version) in refused.text
+
+
+def free_pid():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("pid", [lambda: (1 << 31) - 1, free_pid])
+def test_a_process_that_does_not_exist_is_refused(wire, pid):
+    refused = wire.hello(pid=pid())
+    assert isinstance(refused, Refused)
+    assert "no process" in refused.text
+
+
+def test_a_process_id_no_system_can_have_is_dropped_and_kills_nothing(node, wire):
+    """2^31 does not fit into a pid_t: it once ended the node with an OverflowError."""
+    wire.tell(Hello(VERSION, 1 << 31, "client"), reply=True)
+    assert isinstance(wire.hello(), Welcome)
+    assert wire.status().counters["dropped_messages"] >= 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to run a process as another user")
+def test_a_process_of_another_user_is_refused(wire):
+    """CVE-2026-115912: a handle to our memory is given to this user's processes only."""
+    process = subprocess.Popen(["sleep", "60"], user=65_534)
+    try:
+        refused = wire.hello(pid=process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert isinstance(refused, Refused)
+    assert "another user" in refused.text
+
+
+def test_a_second_worker_of_the_same_rank_is_refused_until_the_first_is_gone(node, attach):
+    first = attach(node, kind="worker", engine="e", shard=1)
+    attach(node, kind="worker", engine="e", shard=0)
+    attach(node, kind="worker", engine="another", shard=1)
+    with Wire(node.address) as second:
+        refused = second.hello(kind="worker", engine="e", shard=1)
+        assert isinstance(refused, Refused)
+        assert "'e' has a worker of rank 1 already" in refused.text
+        first.ask(Bye())
+        assert isinstance(second.hello(kind="worker", engine="e", shard=1), Welcome)
+
+
+@pytest.mark.parametrize("ask", [Status(), Lookup([KEY]), Reserve([KEY], 1), Ping(), Bye()])
+def test_say_hello_first(wire, ask):
+    refused = wire.ask(ask)
+    assert isinstance(refused, Refused)
+    assert "hello" in refused.text
+
+
+def test_hello_twice_is_refused_and_changes_nothing(wire):
+    wire.hello(name="first")
+    assert isinstance(wire.ask(Hello(VERSION, os.getpid(), "client", name="second")), Refused)
+    assert [attached.name for attached in wire.status().attached] == ["first"]
+
+
+def test_after_bye_comes_hello(wire):
+    wire.hello()
+    assert isinstance(wire.ask(Bye()), Done)
+    assert isinstance(wire.ask(Status()), Refused)
+    assert isinstance(wire.hello(), Welcome)
+
+
+def test_the_status_shows_who_is_attached_and_what_is_held(node, attach):
+    scheduler = attach(node, kind="scheduler", engine="e", role="prefill", url="http://127.0.0.1:8000", name="P")
+    attach(node, kind="worker", engine="e", shard=0)
+    scheduler.tell(Ping(running=3))
+    reserved = scheduler.ask(Reserve([KEY], 5000))
+    assert isinstance(reserved, Reserved)
+    status = scheduler.status()
+    assert (status.name, status.pid, status.arena_bytes) == (node.address, node.pid, 8 * MIB)
+    assert status.free_bytes == 8 * MIB - 2 * GRANULE_BYTES
+    assert (status.chunks, status.chunk_bytes) == ({"filling": 1}, {"filling": 5000})
+    assert (status.leases, status.pins, status.transfers) == (0, 0, 0)
+    shown = {attached.kind: attached for attached in status.attached}
+    assert set(shown) == {"scheduler", "worker"}
+    assert (shown["scheduler"].role, shown["scheduler"].url) == ("prefill", "http://127.0.0.1:8000")
+    assert (shown["scheduler"].running, shown["scheduler"].pid) == (3, os.getpid())
+    assert 0 <= shown["worker"].silent_s < 60
+    assert status.uptime_s > 0
+
+
+def test_heartbeats_come_by_themselves(node):
+    with pdx.connect(node.address) as client:
+        client._connection.running = 5
+
+        def is_seen():
+            return [attached.running for attached in client.status().attached] == [5]
+
+        wait_until(is_seen, 3.0)
+
+
+# ---- no node, or too many of them ---------------------------------------------------------------
+
+
+def test_without_a_node_connect_says_how_to_start_one(address):
+    with pytest.raises(NodeUnavailable, match="start one with: pdx node"):
+        pdx.connect(address, timeout_s=0.05)
+
+
+def test_a_client_may_come_before_its_node(address, start_node):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(pdx.connect(address, timeout_s=20.0)))
+    thread.start()
+    start_node()
+    thread.join()
+    with found[0] as client:
+        assert client.status().attached
+
+
+def test_a_second_node_says_who_owns_the_socket_and_ends_with_1(start_node):
+    node = start_node()
+    second = subprocess.run(
+        [sys.executable, "-m", "pdx.node", f'{{"address": "{node.address}"}}'],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert f"process {node.pid}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert node.status().pid == node.pid
+
+
+def test_of_four_nodes_started_together_one_wins(address, place):
+    command = [sys.executable, "-m", "pdx.node", f'{{"address": "{address}", "arena_bytes": {MIB}}}']
+    started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(4)]
+    try:
+        with pdx.connect(address, timeout_s=20.0) as client:
+            wait_until(lambda: sum(process.poll() == 1 for process in started) == 3, 20.0)
+            winner = next(process for process in started if process.poll() is None)
+            assert client.status().pid == winner.pid
+    finally:
+        for process in started:
+            process.terminate()
+        codes = [process.wait(10) for process in started]
+    assert sorted(codes) == [0, 1, 1, 1]
+
+
+def test_an_arena_the_host_cannot_back_ends_the_node_with_advice(address):
+    command = [sys.executable, "-m", "pdx.node", f'{{"address": "{address}", "arena_bytes": {1 << 45}}}']
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 1
+    assert "choose a smaller --arena" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_node_nobody_uses_ends_when_told_to(start_node):
+    node = start_node(exit_when_idle_s=0.3)
+    with pdx.connect(node.address) as client:
+        # Longer than the idle time, observed by the node's own clock.
+        wait_until(lambda: client.status().uptime_s > 0.8, 5.0)
+    assert node.process.wait(10) == 0
+
+
+def test_settings_survive_the_command_line(start_node):
+    node = start_node(arena_bytes=2 * MIB, max_lease_s=7.5)
+    assert node.status().arena_bytes == 2 * MIB
+    assert NodeConfig(address=node.address, arena_bytes=2 * MIB, max_lease_s=7.5) == node.config

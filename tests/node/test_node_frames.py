@@ -1,0 +1,252 @@
+"""Frames that are wrong in every way: the node drops and counts them, lives, and still serves."""
+
+import random
+
+import msgpack
+import pytest
+from node_harness import MIB, Wire, attached, oversized, wait_until
+
+from pdx.memory import GRANULE_BYTES
+from pdx.messages import (
+    MAX_KEYS,
+    Abort,
+    Delete,
+    Done,
+    Fill,
+    Found,
+    Lookup,
+    Pin,
+    Ping,
+    Refused,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Slot,
+    Status,
+    ToNode,
+    Welcome,
+    encode,
+)
+
+KEY = b"k" * 16
+
+
+@pytest.fixture
+def node(module_node):
+    before = module_node.status()
+    yield module_node
+    after = module_node.status()
+    assert after.free_bytes == before.free_bytes
+    assert after.pid == before.pid, "the node was restarted"
+    assert (after.chunks, after.leases, len(after.attached)) == ({}, 0, 1)
+
+
+@pytest.fixture
+def wire(node):
+    with attached(node.address) as connection:
+        yield connection
+
+
+def dropped(wire):
+    return wire.status().counters.get("dropped_messages", 0)
+
+
+GOOD = encode(ToNode(1000, True, Status()))
+MALFORMED = {
+    "empty": [b""],
+    "garbage": [b"\xc1\xff\x00garbage"],
+    "truncated": [GOOD[:-1]],
+    "trailing": [GOOD + b"\x00"],
+    "nested": [b"\x91" * 10_000],
+    "unknown tag": [msgpack.packb([1000, True, ["Shutdown"]])],
+    "a bare body": [msgpack.packb(["Status"])],
+    "negative seq": [msgpack.packb([-1, True, ["Status"]])],
+    "two frames": [GOOD, GOOD],
+    "REQ envelope": [b"", GOOD],
+    "no frame but empty ones": [b"", b"", b""],
+    "too many keys": [msgpack.packb([1000, True, ["Delete", [KEY] * (MAX_KEYS + 1)]])],
+    "huge size": [msgpack.packb([1000, True, ["Reserve", [KEY], (1 << 64) - 1]])],
+    "no size": [msgpack.packb([1000, True, ["Reserve", [KEY], 0]])],
+    "no layers": [msgpack.packb([1000, True, ["Reserve", [KEY], 1, 0]])],
+    "a pickle": [b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94."],
+}
+
+
+@pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("with_hello", [True, False], ids=["attached", "stranger"])
+def test_a_malformed_message_is_dropped_and_counted(node, wire, frames, with_hello):
+    before = dropped(wire)
+    if with_hello:
+        wire.send_frames(*frames)
+    else:
+        with Wire(node.address) as stranger:
+            stranger.send_frames(*frames)
+            wait_until(lambda: dropped(wire) > before)
+    assert dropped(wire) == before + 1
+    assert wire.answer(0) is None, "nobody answers what is not a message"
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(node, wire):
+    with Wire(node.address) as rude:
+        rude.send_frames(oversized())
+        assert wire.status().free_bytes == 8 * MIB
+        assert isinstance(rude.hello(), Welcome), "a new connection serves it again"
+
+
+def test_a_replayed_message_is_dropped_and_counted(wire):
+    reserved = wire.ask(Reserve([KEY], GRANULE_BYTES))
+    assert len(reserved.slots) == 1
+    before = dropped(wire)
+    seq = wire.seq
+    for replayed in (seq, seq - 1, 1):
+        wire.tell(Abort(reserved.slots), seq=replayed, reply=True)
+    wire.seq = seq
+    status = wire.status()
+    assert status.counters["dropped_messages"] == before + 3
+    assert status.chunks == {"filling": 1}, "a replayed message was carried out"
+    assert wire.ask(Abort(reserved.slots)).count == 1
+
+
+def test_numbers_may_skip(wire):
+    assert isinstance(wire.ask(Ping(), seq=1 << 40), Done)
+    assert isinstance(wire.ask(Ping()), Done)
+
+
+def test_a_message_that_wants_no_answer_gets_none(wire):
+    wire.tell(Ping())
+    wire.tell(Release(99))
+    assert wire.answer(0.05) is None
+
+
+def test_random_frames_for_a_while(node, wire):
+    source = random.Random(7)
+    valid = [
+        encode(ToNode(number + 1, True, body))
+        for number, body in enumerate([Lookup([KEY], 2, 5.0), Reserve([KEY], MIB), Fill([Slot(0, 4096, 1)]), Status()])
+    ]
+    with Wire(node.address) as stranger:
+        for _ in range(2000):
+            frame = bytearray(source.choice(valid))
+            for _ in range(source.randint(1, 6)):
+                frame[source.randrange(len(frame))] = source.randrange(256)
+            stranger.send_frames(bytes(frame[: source.randint(1, len(frame))]))
+        while stranger.answer(0.2):
+            pass
+    assert isinstance(wire.ask(Ping()), Done)
+
+
+# ---- messages that are well formed and make no sense ------------------------------------------------
+
+
+def test_forged_slots_are_stale(wire):
+    """CVE-2026-103764, CVE-2026-115912: an offset from the wire reaches no memory unchecked."""
+    slot = wire.ask(Reserve([KEY], 3 * GRANULE_BYTES)).slots[0]
+    forged = [
+        Slot(slot.offset, slot.nbytes, slot.generation + 1),
+        Slot(slot.offset, slot.nbytes, 0),
+        Slot(slot.offset, slot.nbytes + GRANULE_BYTES, slot.generation),
+        Slot(slot.offset + GRANULE_BYTES, slot.nbytes, slot.generation),
+        Slot(slot.offset + 1, slot.nbytes, slot.generation),
+        Slot(1 << 47, slot.nbytes, slot.generation),
+        Slot(8 * MIB, 0, 0),
+    ]
+    for bad in forged:
+        assert wire.refused(Fill([bad], seal=True)) == "StaleSlot"
+        assert wire.refused(Fill([slot, bad], seal=True)) == "StaleSlot"
+        assert wire.ask(Abort([bad])).count == 0
+    assert wire.status().chunks == {"filling": 1}
+    assert wire.ask(Abort([*forged, slot])).count == 1
+
+
+def test_what_belongs_to_another_session_cannot_be_touched(node, wire):
+    """CVE-2026-96762: ownership is checked at every message, not only when something is handed out."""
+    with attached(node.address) as other:
+        slot = wire.ask(Reserve([KEY], GRANULE_BYTES)).slots[0]
+        assert other.refused(Fill([slot])) == "StaleSlot"
+        assert other.refused(Fill([slot], seal=True)) == "StaleSlot"
+        assert other.ask(Abort([slot])).count == 0
+        assert other.ask(Abort([slot], unused=True)).count == 0
+        assert wire.ask(Fill([slot], seal=True)).count == 1
+        lease = wire.ask(Lookup([KEY], lease_s=5.0)).lease
+        assert other.refused(Release(lease)) == "ChunkMissing"
+        assert other.refused(Renew(lease, 0.0)) == "ChunkMissing"
+        assert wire.status().leases == 1
+        assert isinstance(wire.ask(Release(lease)), Done)
+        assert wire.ask(Pin([KEY], pinned=False)).count == 1
+        assert other.refused(Fill([slot])) == "StaleSlot", "a sealed chunk never changes"
+        assert wire.refused(Fill([slot])) == "StaleSlot", "not even by who sealed it"
+        forget(wire)
+
+
+def forget(wire):
+    assert wire.ask(Delete([KEY])).count == 1
+
+
+def test_a_slot_that_stands_twice_in_one_message_is_sealed_once(wire):
+    """It once ended the node with a KeyError."""
+    slot = wire.ask(Reserve([KEY], GRANULE_BYTES)).slots[0]
+    assert isinstance(wire.ask(Fill([slot, slot], seal=True)), Done)
+    assert wire.status().chunks == {"sealed": 1}
+    forget(wire)
+
+
+def test_slots_that_are_gone_do_not_keep_the_others_from_being_aborted(wire):
+    """One evicted chunk in a request's list must not strand the room of all the others."""
+    slots = wire.ask(Reserve([bytes([n]) * 16 for n in range(4)], GRANULE_BYTES)).slots
+    wire.ask(Fill(slots[:1], seal=True))
+    assert wire.ask(Abort(slots[1:2])).count == 1
+    assert wire.ask(Abort(slots)).count == 2
+    assert wire.status().chunks == {"sealed": 1}
+    wire.ask(Delete([bytes(16)]))
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (Reserve([KEY], 1 << 48), "ArenaTooSmall"),
+        (Reserve([KEY], 1 << 48, partial=True), "ArenaTooSmall"),
+        (Reserve([bytes([n]) * 16 for n in range(250)], 1 << 40), "ArenaTooSmall"),
+        (Reserve([KEY, KEY], 1), "ProtocolError"),
+        (Reserve([KEY], 1, shards=2), "ProtocolError"),
+        (Lookup([KEY] * MAX_KEYS, shards=1023), "ProtocolError"),
+        (Renew(1 << 62, 86_400.0), "ChunkMissing"),
+        (Release(0), "ChunkMissing"),
+        (Pin([KEY]), "ChunkMissing"),
+        (Fill([Slot(0, 4096, 0)], first_layer=4095, layers=4096), "StaleSlot"),
+    ],
+)
+def test_huge_and_senseless_requests_are_refused(wire, ask, error):
+    """CVE-2026-93838, CVE-2026-94626."""
+    assert wire.refused(ask) == error
+
+
+def test_an_engine_cannot_reserve_for_workers_it_does_not_have(node, attach):
+    scheduler = attach(node, kind="scheduler", engine="e")
+    attach(node, kind="worker", engine="e", shard=0)
+    attach(node, kind="worker", engine="other", shard=1)
+    refused = scheduler.ask(Reserve([KEY], 1, shards=2))
+    assert isinstance(refused, Refused)
+    assert "'e' does not have 2 attached workers" in refused.text
+
+
+def test_the_largest_requests_are_served(wire):
+    keys = [number.to_bytes(16, "little") for number in range(MAX_KEYS)]
+    found = wire.ask(Lookup(keys, shards=8, lease_s=86_400.0))
+    assert (found.hits, found.lease) == (0, 0)
+    reserved = wire.ask(Reserve(keys, GRANULE_BYTES, layers=4096, partial=True))
+    assert isinstance(reserved, Reserved)
+    assert (len(reserved.slots), reserved.full) == (8 * MIB // GRANULE_BYTES, True)
+    assert wire.ask(Fill(reserved.slots, layers=4096)).count == len(reserved.slots)
+    assert wire.ask(Abort(reserved.slots)).count == len(reserved.slots)
+
+
+def test_the_same_key_many_times_in_a_lookup(wire):
+    slot = wire.ask(Reserve([KEY], GRANULE_BYTES)).slots[0]
+    wire.ask(Fill([slot], seal=True))
+    found = wire.ask(Lookup([KEY] * 1000, lease_s=5.0))
+    assert isinstance(found, Found)
+    assert found.hits == 1000
+    wire.ask(Release(found.lease))
+    forget(wire)
+    assert wire.status().free_bytes == 8 * MIB

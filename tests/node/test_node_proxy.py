@@ -1,0 +1,178 @@
+"""What a node tells the proxy and does for it; a plain ROUTER stands where the proxy will."""
+
+import time
+
+import msgpack
+import pytest
+import zmq
+from node_harness import wait_until
+
+from pdx.memory import GRANULE_BYTES
+from pdx.messages import (
+    VERSION,
+    Abort,
+    Bye,
+    Cancel,
+    Lookup,
+    Mark,
+    Ping,
+    Reserve,
+    decode_to_proxy,
+    encode,
+)
+
+TRANSFER = "transfer-0123456789"
+KEY = b"k" * 16
+
+
+class Proxy:
+    def __init__(self, address):
+        self.address = address
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.bind(address)
+        self.route = b""
+
+    def report(self, timeout_s=5.0):
+        assert self.router.poll(timeout_s * 1000), "no report"
+        self.route, frame = self.router.recv_multipart()
+        return decode_to_proxy(frame)
+
+    def report_where(self, condition, timeout_s=5.0):
+        """The first report that says what is awaited."""
+        return wait_until(lambda: condition(report := self.report()) and report, timeout_s)
+
+    def send(self, *frames):
+        self.router.send_multipart([self.route, *frames])
+
+
+@pytest.fixture
+def proxy(place):
+    made = Proxy(f"ipc://{place}/proxy.sock")
+    yield made
+    made.context.destroy(linger=0)
+    (place / "proxy.sock").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def node(start_node, proxy):
+    return start_node(proxy=proxy.address, report_s=60.0)
+
+
+def test_the_first_report_registers_the_node(node, proxy):
+    report = proxy.report()
+    assert (report.version, report.node, report.engines, report.marks) == (VERSION, node.address, [], [])
+    assert report.epoch == node.status().epoch
+    assert report.free_bytes == report.arena_bytes == 8 << 20
+
+
+def test_reports_are_the_heartbeat(start_node, proxy):
+    start_node(proxy=proxy.address, report_s=0.05)
+    started = time.monotonic()
+    for _ in range(5):
+        proxy.report()
+    assert 0.1 < time.monotonic() - started < 5.0
+
+
+def test_engines_that_come_and_go_are_told_at_once(node, proxy, attach):
+    scheduler = attach(node, kind="scheduler", engine="e", role="prefill", url="http://127.0.0.1:8000")
+    attach(node, kind="worker", engine="e")
+    attach(node, kind="client", engine="e")
+    report = proxy.report_where(lambda report: report.engines)
+    assert [(e.engine, e.role, e.url, e.running) for e in report.engines] == [
+        ("e", "prefill", "http://127.0.0.1:8000", 0)
+    ]
+    scheduler.ask(Bye())
+    assert proxy.report_where(lambda report: not report.engines)
+
+
+def test_load_and_room_are_in_the_report(node, proxy, attach):
+    scheduler = attach(node, kind="scheduler", engine="e")
+    worker = attach(node, kind="worker", engine="e")
+    scheduler.ask(Ping(running=7))
+    slots = scheduler.ask(Reserve([KEY], GRANULE_BYTES)).slots
+    scheduler.ask(Mark(TRANSFER, "admitted", 1))
+    report = proxy.report_where(lambda report: report.marks)
+    assert report.engines[0].running == 7
+    assert report.free_bytes == report.arena_bytes - GRANULE_BYTES
+    worker.ask(Abort(slots))
+
+
+def test_marks_arrive_once_and_in_order(node, proxy, attach):
+    scheduler = attach(node, kind="scheduler", engine="e")
+    for number in range(100):
+        scheduler.tell(Mark(TRANSFER, f"event {number}", number, nbytes=number, tokens=1))
+    marks = []
+
+    def all_are_there():
+        marks.extend(proxy.report().marks)
+        return len(marks) >= 100
+
+    wait_until(all_are_there)
+    assert [(mark.event, mark.at_ns, mark.nbytes, mark.engine) for mark in marks] == [
+        (f"event {number}", number, number, "e") for number in range(100)
+    ]
+
+
+def test_cancel_from_the_proxy_is_carried_out(node, proxy, attach):
+    client = attach(node)
+    proxy.report()
+    slots = client.ask(Reserve([KEY], GRANULE_BYTES, transfer=TRANSFER)).slots
+    assert client.ask(Lookup([KEY], transfer=TRANSFER)).waiting
+    proxy.send(encode(Cancel(TRANSFER)))
+    wait_until(lambda: not client.ask(Lookup([KEY], transfer=TRANSFER)).waiting, 1.0)
+    assert client.status().chunks == {"quarantined": 1}
+    assert client.ask(Abort(slots)).count == 1
+
+
+def test_cancel_matches_the_whole_name(node, proxy, attach):
+    """CVE-2026-112266: a prefix of a request id aborted everybody's requests."""
+    client = attach(node)
+    proxy.report()
+    slots = client.ask(Reserve([KEY], GRANULE_BYTES, transfer=TRANSFER)).slots
+    proxy.send(encode(Cancel(TRANSFER[:16])))
+    wait_until(lambda: client.status().counters.get("transfers_given_up"))
+    assert client.ask(Lookup([KEY], transfer=TRANSFER)).waiting
+    assert client.ask(Abort(slots)).count == 1
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xc1"],
+        [encode(Cancel(TRANSFER))[:-1]],
+        [encode(Cancel(TRANSFER)), b""],
+        [msgpack.packb(["Cancel", "short"])],
+        [msgpack.packb(["Cancel", "x" * 65])],
+        [msgpack.packb(["Shutdown"])],
+        [msgpack.packb([1, True, ["Status"]])],
+    ],
+)
+def test_a_malformed_message_of_the_proxy_is_dropped_and_counted(node, proxy, attach, frames):
+    client = attach(node)
+    proxy.report()
+    proxy.send(*frames)
+    wait_until(lambda: client.status().counters.get("dropped_messages") == 1)
+    assert "transfers_given_up" not in client.status().counters
+
+
+def test_a_proxy_that_does_not_run_holds_nothing_up(start_node, attach, place):
+    node = start_node(proxy=f"ipc://{place}/nobody.sock", report_s=0.01)
+    client = attach(node)
+    wait_until(lambda: client.status().counters.get("reports_dropped"))
+    assert client.status().uptime_s < 60
+
+
+def test_a_proxy_that_comes_back_hears_of_everything(start_node, attach, place):
+    proxy = Proxy(f"ipc://{place}/proxy.sock")
+    node = start_node(proxy=proxy.address, report_s=0.05)
+    attach(node, kind="scheduler", engine="e")
+    assert proxy.report_where(lambda report: report.engines)
+    proxy.context.destroy(linger=0)
+    again = Proxy(proxy.address)
+    try:
+        assert again.report_where(lambda report: report.engines, 10.0)
+    finally:
+        again.context.destroy(linger=0)
+        (place / "proxy.sock").unlink(missing_ok=True)

@@ -1,0 +1,185 @@
+"""A prefill-to-decode handoff as the node sees it: who waits for what, how long, and what is left afterwards."""
+
+import pytest
+from node_harness import MIB, Wire, wait_until
+
+from pdx.memory import GRANULE_BYTES
+from pdx.messages import Abort, Cancel, Delete, Fill, Lookup, Release, Reserve
+
+TRANSFER = "transfer-0123456789"
+KEYS = [bytes([number]) * 16 for number in range(4)]
+
+
+@pytest.fixture
+def node(module_node):
+    yield module_node
+    with Wire(module_node.address) as cleaner:
+        cleaner.hello()
+        cleaner.ask(Delete(KEYS))
+        status = cleaner.status()
+    assert (status.free_bytes, status.chunks, status.leases, status.transfers) == (8 * MIB, {}, 0, 0)
+
+
+@pytest.fixture
+def transfer(request):
+    """A name no other test's transfer has; given-up names are remembered."""
+    return f"transfer-{abs(hash(request.node.nodeid)):x}-0123456789"
+
+
+@pytest.fixture
+def prefill(node, attach):
+    return attach(node, name="prefill")
+
+
+@pytest.fixture
+def decode(node, attach):
+    return attach(node, name="decode")
+
+
+def reserve(prefill, transfer, count=3, tail=True):
+    reserved = prefill.ask(
+        Reserve(KEYS[:count], GRANULE_BYTES, layers=2, tail_nbytes=100 if tail else 0, transfer=transfer)
+    )
+    return reserved.slots
+
+
+def look(decode, transfer, count=3):
+    return decode.ask(Lookup(KEYS[:count], lease_s=20.0, transfer=transfer))
+
+
+def seal(prefill, slots):
+    assert prefill.ask(Fill(slots, layers=2, seal=True)).count == len(slots)
+
+
+def test_a_decoder_waits_until_everything_is_sealed(prefill, decode, transfer):
+    slots = reserve(prefill, transfer)
+    assert decode.status().transfers == 1
+    found = look(decode, transfer)
+    assert (found.hits, found.waiting, found.lease) == (0, True, 0)
+    seal(prefill, slots[:2])
+    found = look(decode, transfer)
+    assert (found.hits, found.waiting, found.lease) == (2, True, 0), "no lease while it waits"
+    prefill.ask(Fill(slots[2:], layers=1))
+    assert look(decode, transfer).waiting
+    seal(prefill, slots[2:])
+    found = look(decode, transfer)
+    assert (found.hits, found.waiting) == (3, False)
+    assert found.slots == slots
+    status = decode.status()
+    assert (status.leases, status.transfers) == (1, 0)
+    decode.ask(Release(found.lease))
+    assert look(decode, transfer).hits == 2, "a tail is for one reader"
+
+
+def test_nobody_waits_for_a_transfer_nobody_knows(decode, transfer):
+    found = look(decode, transfer)
+    assert (found.hits, found.waiting) == (0, False)
+
+
+def test_a_decoder_waits_for_chunks_that_another_request_is_filling(prefill, decode, transfer):
+    slots = reserve(prefill, None, tail=False)
+    assert look(decode, transfer).waiting
+    assert not decode.ask(Lookup(KEYS[:3])).waiting, "without a transfer nobody waits"
+    seal(prefill, slots)
+    found = look(decode, transfer)
+    assert (found.hits, found.waiting) == (3, False)
+    decode.ask(Release(found.lease))
+
+
+def test_a_transfer_whose_chunks_are_all_there_is_not_waited_for(prefill, decode, transfer):
+    seal(prefill, reserve(prefill, None, tail=False))
+    assert reserve(prefill, transfer, tail=False) == []
+    found = look(decode, transfer, count=4)
+    assert (found.hits, found.waiting) == (3, False)
+    decode.ask(Release(found.lease))
+
+
+def test_a_transfer_may_reserve_more_after_what_it_had_is_sealed(prefill, decode, transfer):
+    seal(prefill, reserve(prefill, transfer, count=2, tail=False))
+    more = reserve(prefill, transfer, count=3, tail=False)
+    assert len(more) == 1
+    assert decode.status().transfers == 1
+    assert look(decode, transfer, count=4).waiting
+    seal(prefill, more)
+    found = look(decode, transfer, count=4)
+    assert (found.hits, found.waiting) == (3, False)
+    decode.ask(Release(found.lease))
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_cancel_ends_the_waiting_and_drops_the_tail(prefill, decode, transfer, who):
+    slots = reserve(prefill, transfer)
+    seal(prefill, [slots[0], slots[2]])
+    assert look(decode, transfer).waiting
+    canceller = prefill if who == "prefill" else decode
+    assert canceller.ask(Cancel(transfer)).count == 1
+    assert canceller.ask(Cancel(transfer)).count == 0, "once is enough"
+    found = look(decode, transfer)
+    assert (found.hits, found.waiting) == (1, False), "what is sealed stays a hit"
+    decode.ask(Release(found.lease))
+    assert decode.status().chunks == {"sealed": 1, "quarantined": 1}, "its writer has not let go yet"
+    assert decode.ask(Reserve([KEYS[1]], 8 * MIB - 2 * GRANULE_BYTES, partial=False)).full is False
+    assert prefill.ask(Fill(slots[1:2], layers=2, seal=True)).count == 0, "finishing it late is harmless"
+    assert "quarantined" not in decode.status().chunks
+
+
+def test_a_transfer_given_up_stays_given_up(prefill, decode, transfer):
+    prefill.ask(Cancel(transfer))
+    assert reserve(prefill, transfer) == []
+    assert look(decode, transfer).waiting is False
+    assert decode.status().counters["transfers_given_up"] >= 1
+
+
+def test_abort_ends_the_waiting(prefill, decode, transfer):
+    slots = reserve(prefill, transfer)
+    seal(prefill, slots[:1])
+    assert prefill.ask(Abort(slots)).count == 2, "what is sealed is passed over"
+    found = look(decode, transfer)
+    assert (found.hits, found.waiting) == (1, False)
+    decode.ask(Release(found.lease))
+
+
+def test_aborting_what_is_sealed_gives_up_nothing(prefill, decode, transfer):
+    slots = reserve(prefill, transfer)
+    seal(prefill, slots)
+    assert prefill.ask(Abort(slots)).count == 0
+    found = look(decode, transfer)
+    assert found.hits == 3
+    decode.ask(Release(found.lease))
+
+
+def test_the_death_of_the_writer_ends_the_waiting(start_node, puppets, attach, address):
+    """The writer here is a worker that did not reserve: another process did, for it."""
+    own = start_node()
+    writer = puppets()
+    scheduler = attach(own, kind="scheduler", engine="e")
+    worker = attach(own, kind="worker", engine="e", pid=writer.pid)
+    slots = reserve(scheduler, TRANSFER)
+    assert worker.ask(Fill(slots[:1], layers=2, seal=True)).count == 1
+    assert look(scheduler, TRANSFER).waiting
+    writer.kill()
+    found = wait_until(lambda: not (answer := look(scheduler, TRANSFER)).waiting and answer, 1.0)
+    assert found.hits == 1
+    assert scheduler.status().chunks == {"sealed": 1}
+    worker._is_attached = False
+
+
+def test_shards_come_together(start_node, attach):
+    own = start_node()
+    scheduler = attach(own, kind="scheduler", engine="e")
+    ranks = [attach(own, kind="worker", engine="e", shard=shard) for shard in range(2)]
+    decoder = attach(own)
+    slots = scheduler.ask(Reserve(KEYS[:2], GRANULE_BYTES, shards=2, transfer=TRANSFER)).slots
+    assert len(slots) == 4
+    assert ranks[0].refused(Fill(slots[1:2], seal=True)) == "StaleSlot", "a rank fills its own shard"
+    ask = Lookup(KEYS[:2], shards=2, lease_s=20.0, transfer=TRANSFER)
+    assert ranks[0].ask(Fill(slots[0::2], seal=True)).count == 2
+    found = decoder.ask(ask)
+    assert (found.hits, found.waiting) == (0, True), "the hit is the least over all shards"
+    assert ranks[1].ask(Fill([slots[1]], seal=True)).count == 1
+    assert decoder.ask(ask).hits == 1
+    assert scheduler.ask(Abort(slots)).count == 1
+    assert decoder.status().chunks == {"sealed": 3, "quarantined": 1}, "the worker still may write it"
+    assert ranks[1].ask(Abort([slots[3]])).count == 1
+    found = decoder.ask(ask)
+    assert (found.hits, found.slots, found.waiting) == (1, slots[:2], False)

@@ -1,0 +1,422 @@
+"""The store against a model, with writers that really write and readers that really read (DESIGN §4, 1 to 4).
+
+Two kinds of sessions use one small arena: clients that write one shard themselves, and engines whose scheduler
+reserves what two workers write. Every chunk has a pattern of its own; a writer may write whenever its slot is not
+let go, also after its reservation was aborted.
+"""
+
+import itertools
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
+from pdx.lifecycle import State
+from pdx.memory import GRANULE_BYTES, Arena, round_up
+from pdx.messages import Slot
+from pdx.store.store import Claim, Store
+
+GRANULES = 24
+KEYS = {1: [b"c%d" % n for n in range(6)], 2: [b"e%d" % n for n in range(6)]}  # by shards
+WRITABLE = (State.FILLING, State.QUARANTINED)
+indices = st.integers(0, 1 << 16)
+
+
+@dataclass
+class Record:
+    """What the model knows of one slot."""
+
+    key: bytes
+    shard: int
+    slot: Slot
+    layers: int
+    owner: int
+    writer: int
+    deadline: float
+    tail: bool
+    number: int
+    state: State = State.FILLING
+    filled: set = field(default_factory=set)
+    leases: int = 0
+    pins: int = 0
+
+    def slice(self, layer):
+        """(offset, bytes) of a slice."""
+        start = self.slot.nbytes * layer // self.layers
+        return self.slot.offset + start, self.slot.nbytes * (layer + 1) // self.layers - start
+
+    def pattern(self, layer):
+        nbytes = self.slice(layer)[1]
+        return ((self.number << 8 | layer).to_bytes(4, "little") * (nbytes // 4 + 1))[:nbytes]
+
+
+@dataclass
+class Lease:
+    session: int
+    deadline: float
+    records: list
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.arena = Arena.create(Path(self.folder.name) / "arena", GRANULES * GRANULE_BYTES)
+        self.now = 100.0
+        self.store = Store(self.arena, lambda: self.now)
+        self.numbers = itertools.count(1)
+        self.sessions = {"client": next(self.numbers), "other": next(self.numbers)}
+        self.sessions |= {"scheduler": next(self.numbers), "rank 0": next(self.numbers), "rank 1": next(self.numbers)}
+        self.live = {}  # offset -> Record
+        self.dead = []
+        self.leases = {}  # number -> Lease
+        self.last_generation = {}
+
+    # ---- the model -------------------------------------------------------------------------
+
+    def index(self, shard, key):
+        """The record that stands in the index."""
+        for record in self.live.values():
+            if (record.shard, record.key) == (shard, key) and record.state in (State.FILLING, State.SEALED):
+                return record
+        return None
+
+    def is_absent(self, key, shards):
+        present = [record for shard in range(shards) if (record := self.index(shard, key))]
+        return len(present) < shards and all(record.state is State.SEALED for record in present)
+
+    def die(self, record):
+        del self.live[record.slot.offset]
+        self.dead.append(record.slot)
+
+    def drop(self, record):
+        if record.leases:
+            record.state = State.RETIRED
+        else:
+            self.die(record)
+
+    def end_lease(self, number):
+        for record in self.leases.pop(number).records:
+            record.leases -= 1
+            if not record.leases and (record.state is State.RETIRED or record.tail):
+                self.die(record)
+
+    def hits(self, keys, shards):
+        """The leading run that is sealed in all shards."""
+        found = []
+        for key in keys:
+            records = [self.index(shard, key) for shard in range(shards)]
+            if not all(record and record.state is State.SEALED for record in records):
+                break
+            found.append(records)
+        return found
+
+    def pick(self, index, *states):
+        records = [record for record in self.live.values() if record.state in states]
+        return records[index % len(records)] if records else None
+
+    # ---- reserving and writing -------------------------------------------------------------
+
+    @rule(
+        who=st.sampled_from(["client", "other", "scheduler"]),
+        chosen=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+        granules=st.sampled_from([1, 1, 2, 3, 3, 30]),
+        layers=st.integers(1, 3),
+        tail=st.booleans(),
+        partial=st.booleans(),
+        seconds=st.integers(1, 50),
+    )
+    def reserve(self, who, chosen, granules, layers, tail, partial, seconds):
+        shards = 2 if who == "scheduler" else 1
+        keys = [KEYS[shards][index] for index in chosen]
+        owner = self.sessions[who]
+        writers = [self.sessions["rank 0"], self.sessions["rank 1"]] if shards == 2 else [owner]
+        nbytes, deadline = granules * GRANULE_BYTES - 100, self.now + seconds
+        claim = Claim(
+            keys=keys,
+            nbytes=nbytes,
+            layers=layers,
+            owner=owner,
+            writers=writers,
+            tail_nbytes=700 if tail else 0,
+            partial=partial,
+            deadline=deadline,
+        )
+        if len(set(keys)) < len(keys):
+            with pytest.raises(ProtocolError, match="twice"):
+                self.store.reserve(claim)
+            return
+        wanted = [index for index, key in enumerate(keys) if self.is_absent(key, shards)]
+        total = sum(round_up(claim.size(index)) for index in wanted) * shards
+        for key in (keys[index] for index in wanted):
+            for record in filter(None, (self.index(shard, key) for shard in range(shards))):
+                self.drop(record)  # what is left of a chunk that lost a shard
+        least = max((round_up(claim.size(i)) * shards for i in wanted), default=0) if partial else total
+        if least > self.arena.nbytes:
+            with pytest.raises(ArenaTooSmall):
+                self.store.reserve(claim)
+            return
+        free_before = self.free_bytes()
+        evictable = sum(round_up(r.slot.nbytes) for r in self.live.values() if self.is_evictable(r))
+        granted, slots, full = self.store.reserve(claim)
+        evicted = self.take_evicted()
+        assert granted == wanted[: len(granted)], "grants are leading"
+        assert len(slots) == len(granted) * shards
+        assert full == (len(granted) < len(wanted))
+        assert partial or granted in ([], wanted)
+        if not partial and total > free_before + evictable:
+            assert full
+            assert not evicted
+        for number, slot in enumerate(slots):
+            index, shard = granted[number // shards], number % shards
+            assert slot.nbytes == claim.size(index)
+            self.is_new(slot)
+            self.live[slot.offset] = Record(
+                keys[index],
+                shard,
+                slot,
+                layers,
+                owner,
+                writers[shard],
+                deadline,
+                tail=tail and index == len(keys) - 1,
+                number=next(self.numbers),
+            )
+
+    def is_evictable(self, record):
+        return record.state is State.SEALED and not record.leases and not record.pins
+
+    def free_bytes(self):
+        return self.arena.nbytes - sum(round_up(record.slot.nbytes) for record in self.live.values())
+
+    def take_evicted(self):
+        """Records that the store evicted: only ones that nobody holds."""
+        evicted = [record for record in self.live.values() if not self.is_there(record)]
+        for record in evicted:
+            assert self.is_evictable(record), f"evicted {record}"
+            self.die(record)
+        return evicted
+
+    def is_there(self, record):
+        try:
+            self.store.at(record.slot)
+        except StaleSlot:
+            return False
+        return True
+
+    def is_new(self, slot):
+        """A granted slot overlaps nobody's memory and has a generation that was never promised there before."""
+        end = slot.offset + round_up(slot.nbytes)
+        for other in self.live.values():
+            other_end = other.slot.offset + round_up(other.slot.nbytes)
+            assert end <= other.slot.offset or other_end <= slot.offset, f"{slot} overlaps {other}"
+        assert slot.generation > self.last_generation.get(slot.offset, -1)
+        self.last_generation[slot.offset] = slot.generation
+        assert self.arena.is_current(slot)
+
+    def write(self, record, layer):
+        start, nbytes = record.slice(layer)
+        self.arena.data[start : start + nbytes] = record.pattern(layer)
+
+    @rule(index=indices, layer=st.integers(0, 2))
+    def fill(self, index, layer):
+        if record := self.pick(index, *WRITABLE):
+            layer %= record.layers
+            self.write(record, layer)
+            self.store.fill([record.slot], layer, 1, record.writer)
+            record.filled.add(layer)
+
+    @rule(index=indices)
+    def fill_and_seal(self, index):
+        """What a worker does for a whole chunk at once; most chunks are sealed so."""
+        if record := self.pick(index, *WRITABLE):
+            for layer in range(record.layers):
+                self.write(record, layer)
+            chunks = self.store.fill([record.slot], 0, record.layers, record.writer)
+            self.store.seal(chunks)
+            self.seal_model(record)
+
+    def seal_model(self, record):
+        record.filled = set(range(record.layers))
+        if record.state is State.QUARANTINED:
+            self.die(record)
+        else:
+            record.state = State.SEALED
+
+    @rule(index=indices)
+    def seal(self, index):
+        if record := self.pick(index, *WRITABLE):
+            chunk = self.store.at(record.slot)
+            if record.state is State.FILLING and len(record.filled) < record.layers:
+                with pytest.raises(ProtocolError, match="missing"):
+                    self.store.seal([chunk])
+            else:
+                self.store.seal([chunk])
+                self.seal_model(record)
+
+    @rule(index=indices)
+    def scribble(self, index):
+        """A writer that has not let go writes, whatever became of its reservation."""
+        if record := self.pick(index, *WRITABLE):
+            start, nbytes = record.slice(0)
+            self.arena.data[start : start + nbytes] = b"\xff" * nbytes
+            record.filled.discard(0)
+            self.store.at(record.slot).filled &= ~1
+
+    @rule(index=indices, who=st.sampled_from(["client", "other", "scheduler", "rank 0", "rank 1"]))
+    def fill_what_belongs_to_another(self, index, who):
+        if (record := self.pick(index, *State)) and (
+            record.writer != self.sessions[who] or record.state not in WRITABLE
+        ):
+            with pytest.raises(StaleSlot):
+                self.store.fill([record.slot], 0, record.layers, self.sessions[who])
+
+    @rule(index=indices)
+    def abort(self, index):
+        if record := self.pick(index, *State):
+            self.store.abort([self.store.at(record.slot)])
+            if record.state is State.FILLING:
+                record.state = State.QUARANTINED
+
+    @rule(index=indices)
+    def let_go(self, index):
+        if record := self.pick(index, *State):
+            self.store.let_go([self.store.at(record.slot)])
+            if record.state in WRITABLE:
+                self.die(record)
+
+    # ---- reading ---------------------------------------------------------------------------
+
+    @rule(
+        shards=st.sampled_from([1, 2]),
+        chosen=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+        who=st.sampled_from(["client", "other", "scheduler"]),
+        seconds=st.integers(1, 30),
+    )
+    def find_and_lease(self, shards, chosen, who, seconds):
+        keys = [KEYS[shards][index] for index in chosen]
+        found = self.store.find(keys, shards)
+        expected = self.hits(keys, shards)
+        assert [[c.slot for c in chunks] for chunks in found] == [[r.slot for r in rs] for rs in expected]
+        if found:
+            session = self.sessions[who]
+            number = self.store.lease([chunk for chunks in found for chunk in chunks], session, seconds)
+            records = [record for records in expected for record in records]
+            self.leases[number] = Lease(session, self.now + seconds, records)
+            for record in records:
+                record.leases += 1
+
+    @rule(index=indices)
+    def release(self, index):
+        if self.leases:
+            number = sorted(self.leases)[index % len(self.leases)]
+            with pytest.raises(ChunkMissing):
+                self.store.release(number, -1)
+            self.store.release(number, self.leases[number].session)
+            self.end_lease(number)
+            with pytest.raises(ChunkMissing):
+                self.store.release(number, -1)
+
+    @rule(index=indices, seconds=st.integers(1, 50))
+    def renew(self, index, seconds):
+        if self.leases:
+            number = sorted(self.leases)[index % len(self.leases)]
+            self.store.renew(number, self.leases[number].session, seconds)
+            self.leases[number].deadline = self.now + seconds
+
+    @rule(shards=st.sampled_from([1, 2]), index=st.integers(0, 5), pinned=st.booleans())
+    def pin(self, shards, index, pinned):
+        key = KEYS[shards][index]
+        expected = self.hits([key], shards)
+        assert self.store.pin([key], shards, pinned=pinned) == len(expected)
+        for record in itertools.chain(*expected):
+            record.pins = max(0, record.pins + (1 if pinned else -1))
+
+    @rule(shards=st.sampled_from([1, 2]), index=st.integers(0, 5))
+    def delete(self, shards, index):
+        key = KEYS[shards][index]
+        sealed = [r for shard in range(shards) if (r := self.index(shard, key)) and r.state is State.SEALED]
+        assert self.store.delete([key]) == bool(sealed)
+        for record in sealed:
+            self.drop(record)
+
+    # ---- time and sessions -----------------------------------------------------------------
+
+    @rule(seconds=st.integers(1, 30))
+    def time_passes(self, seconds):
+        self.now += seconds
+        late = self.store.expire()
+        for number, lease in list(self.leases.items()):
+            if lease.deadline <= self.now:
+                self.end_lease(number)
+        aborted = [r for r in self.live.values() if r.state is State.FILLING and r.deadline <= self.now]
+        assert {chunk.slot for chunk in late} == {record.slot for record in aborted}
+        for record in aborted:
+            record.state = State.QUARANTINED
+
+    @precondition(lambda self: self.live)
+    @rule(who=st.sampled_from(["client", "other", "scheduler", "rank 0", "rank 1"]))
+    def session_ends(self, who):
+        session = self.sessions[who]
+        self.sessions[who] = next(self.numbers)
+        self.end(session)
+
+    def end(self, session):
+        self.store.end_session(session)
+        for number, lease in list(self.leases.items()):
+            if lease.session == session:
+                self.end_lease(number)
+        for record in list(self.live.values()):
+            if record.state in WRITABLE and record.writer == session:
+                self.die(record)
+            elif record.state is State.FILLING and record.owner == session:
+                record.state = State.QUARANTINED
+
+    # ---- what always holds -----------------------------------------------------------------
+
+    @invariant()
+    def promises_hold(self):
+        for record in self.live.values():
+            assert self.is_there(record)
+            assert self.arena.is_current(record.slot)
+            if record.state in (State.SEALED, State.RETIRED):
+                for layer in range(record.layers):
+                    start, nbytes = record.slice(layer)
+                    assert self.arena.data[start : start + nbytes] == record.pattern(layer), "a sealed chunk changed"
+        for slot in self.dead[-20:]:
+            assert not self.arena.is_current(slot), "a dead slot looks alive"
+
+    @invariant()
+    def numbers_agree(self):
+        chunks, nbytes, pins = self.store.census()
+        states = [record.state for record in self.live.values()]
+        assert chunks == {state: states.count(state) for state in set(states)}
+        assert sum(nbytes.values()) == sum(record.slot.nbytes for record in self.live.values())
+        assert pins == sum(record.pins for record in self.live.values())
+        assert self.store.num_leases == len(self.leases)
+        assert self.store.free_bytes == self.free_bytes()
+        self.store._allocator.check()
+
+    def teardown(self):
+        for session in self.sessions.values():
+            self.end(session)
+        self.now += 1000
+        self.store.expire()
+        states = {record.state for record in self.live.values()}
+        assert self.store.num_leases == 0
+        assert states <= {State.SEALED}, "an ended session still holds memory"
+        self.store.delete([*KEYS[1], *KEYS[2]])
+        assert self.store.free_bytes == self.arena.nbytes
+        assert self.store.census() == ({}, {}, 0)
+        assert not any(self.store._writing.values())
+        self.arena.close()
+        self.folder.cleanup()
+
+
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestStore = StoreMachine.TestCase

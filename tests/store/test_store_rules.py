@@ -1,0 +1,370 @@
+"""The store's rules one by one: who is evicted first, what is granted, what a record costs."""
+
+import gc
+import tracemalloc
+
+import pytest
+
+from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
+from pdx.lifecycle import State
+from pdx.memory import GRANULE_BYTES, Arena
+from pdx.messages import Slot
+from pdx.store.store import Claim, Store
+
+OWNER = 1
+GRANULES = 8
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def arena(tmp_path):
+    with Arena.create(tmp_path / "arena", GRANULES * GRANULE_BYTES) as made:
+        yield made
+
+
+@pytest.fixture
+def store(arena, clock):
+    return Store(arena, clock)
+
+
+def claim(keys, *, granules=1, **settings):
+    return Claim(
+        **{
+            "keys": keys,
+            "nbytes": granules * GRANULE_BYTES,
+            "layers": 1,
+            "owner": OWNER,
+            "writers": [OWNER],
+            **settings,
+        }
+    )
+
+
+def keys(text):
+    return [letter.encode() for letter in text]
+
+
+def put(store, text, **settings):
+    """Reserve, fill and seal; in one message, as a worker does at the end of a step."""
+    made = claim(keys(text), **settings)
+    granted, slots, full = store.reserve(made)
+    assert not full
+    seal(store, slots, made.writers)
+    return slots
+
+
+def seal(store, slots, writers=(OWNER,)):
+    for shard, writer in enumerate(writers):
+        mine = slots[shard :: len(writers)]
+        store.seal(store.fill(mine, 0, 1, writer))
+
+
+def there(store, text, shards=1):
+    return "".join(letter for letter in text if store.find([letter.encode()], shards))
+
+
+# ---- eviction --------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning_when_it_was_sealed_at_once(store):
+    put(store, "abcdefgh")
+    put(store, "xyz")
+    assert there(store, "abcdefghxyz") == "abcdexyz"
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning_when_it_was_sealed_step_by_step(store):
+    slots = store.reserve(claim(keys("abcdefgh")))[1]
+    for slot in slots:
+        seal(store, [slot])
+    put(store, "xyz")
+    assert there(store, "abcdefghxyz") == "abcdexyz"
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning_after_it_was_read(store):
+    put(store, "abcdefgh")
+    lease = store.lease([chunks[0] for chunks in store.find(keys("abcdefgh"), 1)], OWNER, 10)
+    store.release(lease, OWNER)
+    put(store, "xy")
+    assert there(store, "abcdefgh") == "abcdef"
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning_after_it_was_looked_up(store):
+    put(store, "abcdefgh")
+    store.touch([chunks[0] for chunks in store.find(keys("abcd"), 1)])
+    put(store, "uvwxyz")
+    assert there(store, "abcdefgh") == "ab"
+
+
+def test_the_least_recently_used_prompt_goes_first(store):
+    put(store, "abcd")
+    put(store, "efgh")
+    store.touch([chunks[0] for chunks in store.find(keys("abcd"), 1)])
+    put(store, "wxyz")
+    assert there(store, "abcdefgh") == "abcd"
+
+
+def test_leased_and_pinned_chunks_are_not_evicted(store):
+    put(store, "abcdefgh")
+    store.lease([store.find(keys("h"), 1)[0][0]], OWNER, 10)
+    store.pin(keys("g"), 1, pinned=True)
+    put(store, "uvwxyz")
+    assert there(store, "abcdefgh") == "gh"
+    assert store.reserve(claim(keys("123456789")[:7], partial=False)) == ([], [], True)
+
+
+def test_a_chunk_is_pinned_as_often_as_it_was_pinned(store):
+    put(store, "abcdefgh")
+    for _ in range(2):
+        assert store.pin(keys("a"), 1, pinned=True) == 1
+    store.pin(keys("a"), 1, pinned=False)
+    assert store.reserve(claim(keys("stuvwxyz")))[2]
+    for _ in range(3):
+        store.pin(keys("a"), 1, pinned=False)
+    put(store, "stuvwxyz")
+    assert there(store, "a") == ""
+
+
+def test_a_chunk_goes_with_all_its_shards(store):
+    put(store, "abcd", writers=[2, 3])
+    put(store, "x")
+    assert there(store, "abcd", shards=2) == "abc"
+    assert store.free_bytes == GRANULE_BYTES
+    assert store.counters["evicted"] == 2
+
+
+# ---- what is granted ---------------------------------------------------------------------------
+
+
+def test_all_or_nothing_evicts_nothing_when_it_cannot_fit(store):
+    put(store, "abcd")
+    store.reserve(claim(keys("wxyz")))
+    assert store.reserve(claim(keys("12345"))) == ([], [], True)
+    assert there(store, "abcd") == "abcd"
+    assert store.counters["evicted"] == 0
+    assert store.counters["reserve_full"] == 1
+
+
+def test_partial_grants_are_the_leading_ones_that_fit(store):
+    store.reserve(claim(keys("uvwxy")))
+    granted, slots, full = store.reserve(claim(keys("abcde"), partial=True))
+    assert (granted, full) == ([0, 1, 2], True)
+    assert len(slots) == 3
+
+
+def test_a_grant_of_two_shards_is_never_half(store):
+    store.reserve(claim(keys("uvwxy")))
+    granted, slots, full = store.reserve(claim(keys("abc"), writers=[2, 3], partial=True))
+    assert (granted, len(slots), full) == ([0], 2, True)
+    assert store.free_bytes == GRANULE_BYTES
+
+
+def test_what_is_there_or_on_its_way_is_not_granted_again(store):
+    put(store, "ac")
+    store.reserve(claim(keys("e")))
+    granted, slots, full = store.reserve(claim(keys("abcde")))
+    assert (granted, len(slots), full) == ([1, 3], 2, False)
+
+
+def test_a_tail_has_its_own_size(store):
+    granted, slots, _ = store.reserve(claim(keys("abt"), granules=2, tail_nbytes=100))
+    assert [slot.nbytes for slot in slots] == [2 * GRANULE_BYTES, 2 * GRANULE_BYTES, 100]
+    assert store.free_bytes == 3 * GRANULE_BYTES
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_can_never_fit_says_so_and_evicts_nothing(store, partial):
+    put(store, "abcd")
+    with pytest.raises(ArenaTooSmall, match=f"arena of {GRANULES * GRANULE_BYTES} bytes"):
+        store.reserve(claim(keys("x"), granules=GRANULES + 1, partial=partial))
+    assert there(store, "abcd") == "abcd"
+
+
+def test_a_partial_claim_larger_than_the_arena_gets_what_fits(store):
+    granted, _, full = store.reserve(claim(keys("abcdefghijkl"), partial=True))
+    assert (granted, full) == (list(range(8)), True)
+
+
+def test_a_key_that_stands_twice_is_refused(store):
+    with pytest.raises(ProtocolError, match="twice"):
+        store.reserve(claim(keys("aba")))
+    assert store.free_bytes == GRANULES * GRANULE_BYTES
+
+
+def test_a_chunk_that_lost_a_shard_is_written_anew(store):
+    slots = put(store, "a", writers=[2, 3])
+    store.end_session(2)
+    granted, others, _ = store.reserve(claim(keys("b"), writers=[4, 5]))
+    store.end_session(4)  # shard 0 is gone, shard 1 is still being filled
+    seal(store, others[1:], [5])
+    granted, again, _ = store.reserve(claim(keys("ab"), writers=[6, 7]))
+    assert granted == [1]
+    assert len(again) == 2
+    assert not {slot.generation for slot in slots} & {slot.generation for slot in again if slot in slots}
+    assert store.find(keys("b"), 2) == []
+
+
+# ---- filling and sealing -----------------------------------------------------------------------
+
+
+def test_a_chunk_is_hit_only_when_every_shard_is_sealed(store):
+    slots = store.reserve(claim(keys("ab"), writers=[2, 3]))[1]
+    seal(store, [slots[0], slots[2]], [2])
+    assert store.find(keys("ab"), 2) == []
+    assert store.is_filling(b"a", 2)
+    seal(store, [slots[1]], [3])
+    assert len(store.find(keys("ab"), 2)) == 1
+    assert not store.is_filling(b"a", 2)
+    assert not store.is_filling(b"z", 2)
+
+
+def test_sealing_with_slices_missing_is_refused_and_seals_none(store):
+    slots = store.reserve(claim(keys("ab"), layers=3))[1]
+    whole = store.fill([slots[0]], 0, 3, OWNER)
+    part = store.fill([slots[1]], 0, 2, OWNER)
+    with pytest.raises(ProtocolError, match="missing"):
+        store.seal([*whole, *part])
+    assert {chunk.state for chunk in (*whole, *part)} == {State.FILLING}
+    store.seal([*whole, *store.fill([slots[1]], 2, 1, OWNER)])
+    assert there(store, "ab") == "ab"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_slot_that_stands_twice_is_sealed_once(store, aborted):
+    slots = store.reserve(claim(keys("a")))[1]
+    chunks = store.fill(slots * 3, 0, 1, OWNER)
+    if aborted:
+        store.abort(chunks)
+    store.seal(chunks)
+    assert there(store, "a") == ("" if aborted else "a")
+    assert store.counters["sealed"] == (not aborted)
+
+
+def test_layers_out_of_range_are_refused(store):
+    slots = store.reserve(claim(keys("a"), layers=3))[1]
+    for first, count in ((0, 4), (3, 1), (2, 2), (4095, 4096)):
+        with pytest.raises(ProtocolError, match="layers"):
+            store.fill(slots, first, count, OWNER)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda slot: Slot(slot.offset, slot.nbytes, slot.generation + 1),
+        lambda slot: Slot(slot.offset, slot.nbytes, slot.generation - 1),
+        lambda slot: Slot(slot.offset, slot.nbytes + 1, slot.generation),
+        lambda slot: Slot(slot.offset + GRANULE_BYTES, slot.nbytes, slot.generation),
+        lambda slot: Slot(slot.offset + 1, slot.nbytes, slot.generation),
+        lambda slot: Slot(1 << 47, slot.nbytes, slot.generation),
+    ],
+)
+def test_a_forged_slot_is_nobodys(store, forge):
+    """CVE-2026-103764, CVE-2026-96762: a handle is checked whole, at every use."""
+    slot = store.reserve(claim(keys("a")))[1][0]
+    with pytest.raises(StaleSlot):
+        store.at(forge(slot))
+    with pytest.raises(StaleSlot):
+        store.fill([forge(slot)], 0, 1, OWNER)
+
+
+def test_generations_change_at_every_reuse_and_at_every_free(store, arena):
+    seen = set()
+    for number in range(20):
+        slot = put(store, "a")[0]
+        assert slot.offset == 0
+        assert slot.generation not in seen
+        seen.add(slot.generation)
+        store.delete(keys("a"))
+        assert not arena.is_current(slot), f"still current after free {number}"
+
+
+def test_an_aborted_slot_stays_its_writers_until_it_lets_go(store):
+    slots = store.reserve(claim(keys("abcdefgh"), writers=[2]))[1]
+    store.abort(store.at(slot) for slot in slots)
+    assert store.reserve(claim(keys("x"))) == ([], [], True)
+    store.let_go([store.at(slots[0])])
+    assert store.reserve(claim(keys("x")))[1][0].offset == slots[0].offset
+    store.end_session(OWNER)
+    assert store.free_bytes == GRANULE_BYTES
+    store.end_session(2)
+    assert store.free_bytes == GRANULES * GRANULE_BYTES
+
+
+# ---- tails, leases, deletion --------------------------------------------------------------------
+
+
+def test_a_tail_is_freed_with_its_last_lease(store):
+    put(store, "at", tail_nbytes=100)
+    chunks = [chunks[0] for chunks in store.find(keys("at"), 1)]
+    leases = [store.lease(chunks, session, 10) for session in (2, 3)]
+    store.release(leases[0], 2)
+    assert there(store, "at") == "at"
+    store.release(leases[1], 3)
+    assert there(store, "at") == "a"
+    assert store.free_bytes == 7 * GRANULE_BYTES
+
+
+def test_a_deleted_chunk_is_freed_with_its_last_lease(store, arena, clock):
+    slot = put(store, "a")[0]
+    store.lease([store.find(keys("a"), 1)[0][0]], OWNER, 10)
+    assert store.delete(keys("ab")) == 1
+    assert there(store, "a") == ""
+    assert arena.is_current(slot), "a reader's bytes were taken away"
+    assert put(store, "a")[0] != slot
+    clock.now = 10.0
+    store.expire()
+    assert not arena.is_current(slot)
+    assert there(store, "a") == "a"
+
+
+def test_only_the_tails_of_a_transfer_are_dropped_with_it(store):
+    put(store, "at", tail_nbytes=100, transfer="one")
+    put(store, "bu", tail_nbytes=100, transfer="two")
+    store.drop_tails("one")
+    assert there(store, "atbu") == "abu"
+
+
+def test_the_same_chunk_twice_in_a_lease(store):
+    put(store, "a")
+    chunk = store.find(keys("a"), 1)[0][0]
+    lease = store.lease([chunk, chunk], OWNER, 10)
+    store.release(lease, OWNER)
+    assert chunk.leases == 0
+    put(store, "stuvwxyz")
+    assert there(store, "a") == ""
+
+
+# ---- what it costs --------------------------------------------------------------------------------
+
+
+def test_a_chunk_record_takes_less_than_a_kilobyte(tmp_path):
+    count = 20_000
+    names = [number.to_bytes(16, "little") for number in range(count)]
+    path = tmp_path / "arena"
+    path.write_bytes(b"")
+    with open(path, "r+b") as file:
+        file.truncate(count * (GRANULE_BYTES + 8))  # sparse: no byte of it is touched
+    with Arena(path, count * GRANULE_BYTES, writable_generations=True) as arena:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            store = Store(arena)
+            granted, slots, full = store.reserve(claim(names, layers=80))
+            assert not full
+            store.seal(store.fill(slots, 0, 80, OWNER))
+            del granted, slots
+            gc.collect()
+            per_chunk = tracemalloc.get_traced_memory()[0] / count
+        finally:
+            tracemalloc.stop()
+    assert per_chunk <= 1024, f"{per_chunk:.0f} bytes per chunk"
