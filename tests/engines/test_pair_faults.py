@@ -1,0 +1,235 @@
+"""What goes wrong around two real engines costs recomputation, never a wrong answer, a leak or an engine.
+
+The last tests kill engines; nothing that needs both may come after them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from cases import CASES, completion, text
+from conftest import ARENA_BYTES, Pair
+from engine_process import wait_until
+from http_client import open_request, post, stream
+from test_pair_answers import computed_prompt_tokens, essence
+
+import pdx
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+LONG = "length-3000"  # eight steps of prefill
+
+
+def is_filling(pair: Pair) -> bool:
+    return pair.status().chunks.get("filling", 0) > 0
+
+
+# ---- bad input ------------------------------------------------------------------------------
+
+BAD_PARAMS: dict[str, Any] = {
+    "unknown-names": {"remote_host": "198.51.100.7", "remote_port": 1, "tp_size": 1 << 62},
+    "empty": {},
+    "no-transfer-id": {"do_remote_prefill": True},
+    "short-transfer-id": {"do_remote_prefill": True, "transfer_id": "x"},
+    "transfer-id-of-wrong-type": {"do_remote_prefill": True, "transfer_id": 7},
+    "huge-transfer-id": {"do_remote_prefill": True, "transfer_id": "x" * 100_000},
+    "both-roles": {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": "x" * 20},
+    "role-of-wrong-type": {"do_remote_prefill": "yes", "transfer_id": "x" * 20},
+    "unknown-transfer": {"do_remote_prefill": True, "transfer_id": "x" * 20},
+    "absurd-prefill-tokens": {"do_remote_prefill": True, "transfer_id": "x" * 20, "prefill_tokens": 1 << 30},
+    "negative-prefill-tokens": {"do_remote_prefill": True, "transfer_id": "x" * 20, "prefill_tokens": -5},
+    "nested": {"do_remote_prefill": [[[[{}]]]], "transfer_id": {"a": "b"}},
+}
+
+
+@pytest.mark.parametrize("params", BAD_PARAMS.values(), ids=BAD_PARAMS.keys())
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_absurd_transfer_params_harm_nobody(
+    role: str, params: dict[str, Any], pair: Pair, expected: dict[str, Any]
+) -> None:
+    path, body = CASES["length-300"]
+    server = pair.prefill if role == "prefill" else pair.decode
+    answer = post(server.url, path, {**body, "kv_transfer_params": params})
+    if answer["http_status"] == 200:
+        assert essence(answer) == essence(expected["length-300"])
+    assert server.is_healthy()
+    pair.wait_at_rest()
+
+
+def test_transfer_params_of_a_client_are_not_believed(pair: Pair, expected: dict[str, Any]) -> None:
+    path, body = CASES["length-1000"]
+    params = {"do_remote_prefill": True, "transfer_id": "x" * 20, "remote_host": "198.51.100.7"}
+    assert essence(pair.post(path, {**body, "kv_transfer_params": params})) == essence(expected["length-1000"])
+
+
+def test_several_requests_under_one_transfer_id(pair: Pair) -> None:
+    """Two prefills and three decodes that claim one transfer: everybody gets the right answer."""
+    path, body = completion(text(2000, 700))
+    wanted = essence(pair.post(path, body))
+    transfer = {"transfer_id": "one-id-for-all-of-them"}
+    for server, role, tokens in (
+        (pair.prefill, "do_remote_decode", 1),
+        (pair.prefill, "do_remote_decode", 1),
+        (pair.decode, "do_remote_prefill", 20),
+        (pair.decode, "do_remote_prefill", 20),
+        (pair.prefill, "do_remote_prefill", 20),
+    ):
+        answer = post(server.url, path, {**body, "max_tokens": tokens, "kv_transfer_params": {role: True, **transfer}})
+        assert answer["choices"][0]["text"] == wanted[0][0][0][:tokens]
+    pair.wait_at_rest()
+
+
+# ---- clients that are gone ------------------------------------------------------------------
+
+
+def test_client_gone_while_prefill_computes(pair: Pair) -> None:
+    connection = open_request(pair.proxy.url, *completion(text(2100, 3000)))
+    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    connection.close()
+    pair.wait_at_rest()
+
+
+def test_client_gone_at_once(pair: Pair) -> None:
+    for seed in range(10):
+        open_request(pair.proxy.url, *completion(text(2110 + seed, 1500))).close()
+    pair.wait_at_rest(20)
+
+
+def test_client_gone_after_the_first_token(pair: Pair) -> None:
+    for seed in range(3):
+        for _ in stream(pair.proxy.url, *completion(text(2130 + seed, 1000), max_tokens=2000)):
+            break
+    pair.wait_at_rest()
+    wait_until(
+        lambda: all(process.running == 0 for process in pair.status().attached), 10, "the engines have stopped working"
+    )
+
+
+def test_client_gone_while_the_decoder_generates(pair: Pair) -> None:
+    for count, _ in enumerate(stream(pair.proxy.url, *completion(text(2140, 1000), max_tokens=2000))):
+        if count == 50:
+            break
+    pair.wait_at_rest()
+    wait_until(
+        lambda: all(process.running == 0 for process in pair.status().attached), 10, "the engines have stopped working"
+    )
+
+
+# ---- an arena that is full ------------------------------------------------------------------
+
+
+def test_full_arena_means_no_transfer_but_an_answer(pair: Pair) -> None:
+    body = completion(text(2200, 600))
+    with pdx.connect(pair.node_address) as node:
+        before = node.status().counters.get("reserve_full", 0)
+        with node.reserve("ballast", ARENA_BYTES - (2 << 20)) as ballast:
+            ballast.seal()
+        node.pin("ballast")
+        try:
+            answers = pair.post_all([body] * 4)
+        finally:
+            node.unpin("ballast")
+            node.delete("ballast")
+        assert node.status().counters["reserve_full"] > before
+    assert [essence(answer) for answer in answers] == [essence(pair.post(*body))] * 4
+    pair.wait_at_rest()
+
+
+# ---- processes that stop, die and come back -------------------------------------------------
+
+
+def test_a_stopped_engine_damages_nobody_when_it_goes_on(pair: Pair) -> None:
+    """A worker stopped in the middle of gathering, for longer than its reservation lasts, while others take room."""
+    body = completion(text(2300, 3000))
+    answer = ThreadPoolExecutor(1).submit(pair.post, *body)
+    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    (worker,) = [process.pid for process in pair.status().attached if process.kind == "worker" and is_of(pair, process)]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        wait_until(lambda: pair.status().chunks.get("quarantined", 0), 10, "its reservation has ended")
+        with pdx.connect(pair.node_address) as node:
+            taken = take_all_room(node)
+            assert taken, "the rest of the arena can be used"
+            os.kill(worker, signal.SIGCONT)
+            assert answer.result(60)["http_status"] == 200
+            for chunk, pattern in taken:
+                assert bytes(chunk.view) == pattern, f"{chunk} was overwritten"
+            for chunk, _ in taken:
+                chunk.abort()
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    pair.wait_at_rest()
+    assert essence(answer.result()) == essence(post(pair.decode.url, *body))
+
+
+def is_of(pair: Pair, process: Any) -> bool:
+    return process.pid in pair.prefill.descendants("")
+
+
+def take_all_room(node: pdx.Node) -> list[tuple[Any, bytes]]:
+    """Reserve everything that can be had, in pieces of 1 MB with a pattern of their own."""
+    taken = []
+    while True:
+        try:
+            chunk = node.reserve(f"taken-{len(taken)}", 1 << 20)
+        except pdx.errors.ArenaFull:
+            return taken
+        pattern = bytes([len(taken) % 251]) * chunk.nbytes
+        chunk.view[:] = pattern
+        taken.append((chunk, pattern))
+
+
+def test_node_killed_while_prefill_computes(pair: Pair) -> None:
+    body = completion(text(2400, 3000))
+    answer = ThreadPoolExecutor(1).submit(pair.post, *body)
+    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    pid = pair.status().pid
+    os.kill(pid, signal.SIGKILL)
+    assert answer.result(60)["http_status"] == 200
+    wait_until(lambda: is_back(pair, pid), 30, "an engine has started the next node, and all are attached to it")
+    assert essence(answer.result()) == essence(post(pair.decode.url, *body))
+    before = computed_prompt_tokens(pair.decode)
+    assert pair.post(*completion(text(2401, 1500)))["pdx"]["x-pdx-mode"] == "forward"
+    assert computed_prompt_tokens(pair.decode) - before <= 2
+    pair.wait_at_rest()
+
+
+def is_back(pair: Pair, old: int) -> bool:
+    try:
+        return pair.status().pid != old and pair.is_attached()
+    except pdx.PdxError:
+        return False
+
+
+def test_prefiller_killed_while_it_computes(pair: Pair) -> None:
+    body = completion(text(2500, 3000))
+    answer = ThreadPoolExecutor(1).submit(pair.post, *body)
+    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    pair.prefill.kill()
+    killed = time.monotonic()
+    wait_until(lambda: pair.is_at_rest(), 5, "what it held is given back")
+    assert answer.result(60)["http_status"] == 200
+    assert answer.result()["pdx"]["x-pdx-mode"] == "alone"
+    assert time.monotonic() - killed < 30  # the decoder computes the prompt itself
+    assert essence(answer.result()) == essence(post(pair.decode.url, *body))
+
+
+def test_without_a_prefiller_the_decoder_serves_alone(pair: Pair, expected: dict[str, Any]) -> None:
+    answers = pair.post_all([CASES[LONG], CASES["chat"]])
+    assert [essence(answer) for answer in answers] == [essence(expected[LONG]), essence(expected["chat"])]
+
+
+def test_decoder_killed_while_it_generates(pair: Pair) -> None:
+    events = stream(pair.proxy.url, *completion(text(2600, 300), max_tokens=3000))
+    next(events)
+    pair.decode.kill()
+    killed = time.monotonic()
+    assert any("error" in event for event in events), "the stream ends with an error event"
+    assert time.monotonic() - killed < 5
+    assert post(pair.proxy.url, *completion("hello"))["http_status"] in (502, 503)
+    pair.wait_at_rest()
