@@ -94,6 +94,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`kv_connector_extra_config` of `PdxConnector`; the same for every role."""
 
     node: str = ""  # empty: PDX_NODE, else this host's default socket
+    start_node: bool = True  # start a node where none runs
     arena: str | int = "4GiB"  # size of the arena if this engine has to start the node
     proxy: str = ""  # told to a node that this engine starts
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256

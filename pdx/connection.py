@@ -40,6 +40,7 @@ from pdx.messages import (
 log = logging.getLogger("pdx")
 
 HEARTBEAT_S = 1.0
+_FAREWELL_MS = 300
 
 
 class Connection:
@@ -223,10 +224,12 @@ class Connection:
         with self._lock:
             if self._stop.is_set():
                 return
-            if self.is_alive:
+            # Not welcomed yet, the hello may still reach a node that is slow: then the bye must reach it, too.
+            reachable = self.is_alive or self._welcome is None
+            if reachable:
                 self.tell(Bye())
             self._stop.set()
-            self._socket.close(linger=500 if self.is_alive else 0)
+            self._socket.close(linger=_FAREWELL_MS if reachable else 0)
         if self._heart.is_alive():
             self._heart.join()
         self._context.term()

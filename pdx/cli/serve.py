@@ -54,7 +54,7 @@ def engine_command(model: str, flags: Sequence[str], *, role: str, node: str, ar
         )
     host, port = _flag(flags, "--host") or "", _flag(flags, "--port") or "8000"
     url = f"http://{'127.0.0.1' if host in ANY_HOST else host}:{port}"
-    settings = {"role": role, "node": node, "arena": arena, "proxy": proxy, "url": url}
+    settings = {"role": role, "node": node, "arena": arena, "proxy": proxy, "url": url, "start_node": start_node}
     parse(ConnectorConfig, settings)
     connector = {
         "kv_connector": "PdxConnector",

@@ -154,6 +154,7 @@ def _start_engines(plan: Plan, processes: Processes) -> None:
             node=plan.node,
             arena=plan.arena,
             proxy=plan.control,
+            start_node=False,  # the node is a process of this command, which ends when the node does
         )
         processes.start(engine.name, command, is_ready=answers_health(engine.url), env=home)
 

@@ -1,4 +1,4 @@
-"""`python -m pdx.node '<NodeConfig as JSON>'`: how an engine starts the node of its host."""
+"""`python -m pdx.node '<NodeConfig as JSON>' [--detach]`: how an engine starts the node of its host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from pdx.node.daemon import run
 
 
 def main() -> int:
-    """Run the node; 1 where it cannot start."""
+    """Run the node; 1 where it cannot start. With --detach, in a process that is nobody's child, after returning."""
+    if "--detach" in sys.argv[2:] and os.fork():
+        return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the engine that starts it was pinned
     try:

@@ -6,6 +6,7 @@ Best fit with coalescing of neighbours: Knuth, The Art of Computer Programming, 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Collection
 
 ALIGNMENT = 4096
 
@@ -94,16 +95,22 @@ class Allocator:
 
         :raises ValueError: no slot starts there (never allocated, or freed already); nothing changed.
         """
-        size = self._slots.pop(offset, None)
-        if size is None:
-            raise ValueError(f"no slot at offset {offset}")
-        start, end = offset, offset + size
-        if start in self._hole_before:
-            start = self._hole_before[start]
-            self._remove_hole(start)
-        if end in self._hole_at:
-            end += self._remove_hole(end)
-        self._add_hole(start, end - start)
+        self.free_many([offset])
+
+    def free_many(self, offsets: Collection[int]) -> None:
+        """Give these slots back, as `free` does; neighbours among them become one hole at once.
+
+        :raises ValueError: no slot starts at one of them, or one is named twice; nothing changed.
+        """
+        if len(set(offsets)) != len(offsets) or any(offset not in self._slots for offset in offsets):
+            raise ValueError(f"no slot at one of the offsets {offsets}, or one twice")
+        start = end = -1
+        for offset in sorted(offsets):
+            if offset != end:
+                self._join_hole(start, end)
+                start = offset
+            end = offset + self._slots.pop(offset)
+        self._join_hole(start, end)
 
     def check(self) -> None:
         """Assert every invariant, in time linear in the slots and holes; for tests and idle moments."""
@@ -122,6 +129,17 @@ class Allocator:
             assert not (is_hole and after_hole), f"the hole at {offset} was not joined with the one before it"
             end, after_hole = offset + nbytes, is_hole
         assert end == self.total_bytes
+
+    def _join_hole(self, start: int, end: int) -> None:
+        """[start, end) is nobody's any more: one hole with those beside it. Nothing where it is empty."""
+        if start == end:
+            return
+        if start in self._hole_before:
+            start = self._hole_before[start]
+            self._remove_hole(start)
+        if end in self._hole_at:
+            end += self._remove_hole(end)
+        self._add_hole(start, end - start)
 
     def _add_hole(self, offset: int, nbytes: int) -> None:
         insort(self._holes, (nbytes, offset))

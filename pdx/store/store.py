@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -60,7 +60,9 @@ class Store:
         self._shards: list[dict[bytes, Chunk]] = [{}]  # per shard: key -> FILLING or SEALED chunk
         self._slots: dict[int, Chunk] = {}  # offset -> chunk in any state but FREE
         self._shelf = Shelf()
-        self._writing: dict[int, dict[int, Chunk]] = {}  # session -> offset -> chunk it may still write
+        self._writing: defaultdict[int, dict[int, Chunk]] = defaultdict(
+            dict
+        )  # session -> offset -> chunk it may still write
         self._leases: dict[int, Lease] = {}
         self._lease_ids = itertools.count(1)
         self.counters: Counter[str] = Counter()
@@ -72,8 +74,7 @@ class Store:
         indexes = self._indexes(shards)
         hits: list[list[Chunk]] = []
         for key in keys:
-            found = [index.get(key) for index in indexes]
-            chunks = [chunk for chunk in found if chunk is not None and chunk.state is State.SEALED]
+            chunks = [chunk for index in indexes if (chunk := index.get(key)) and chunk.state is State.SEALED]
             if len(chunks) != shards:
                 break
             hits.append(chunks)
@@ -110,9 +111,9 @@ class Store:
             if chunk.leases:
                 continue
             if chunk.state is State.RETIRED:
-                self._free(chunk, Step.UNLEASED)
+                self._free([chunk], Step.UNLEASED)
             elif chunk.tail:  # it was for this one reader
-                self._free(chunk, Step.EVICT)
+                self._free([chunk], Step.EVICT)
             elif not chunk.pins:
                 self._shelf.put(chunk)
 
@@ -190,7 +191,7 @@ class Store:
                 raise ProtocolError(f"{chunk!r} sealed with slices missing")
         for chunk in reversed(once):
             if chunk.state is State.QUARANTINED:  # aborted while the writer finished it: it lets go by sealing
-                self._free(chunk, Step.LET_GO)
+                self._free([chunk], Step.LET_GO)
                 continue
             chunk.step(Step.SEAL)
             self._writing[chunk.writer].pop(chunk.slot.offset)
@@ -220,7 +221,7 @@ class Store:
         for chunk in chunks:
             if chunk.state in (State.FILLING, State.QUARANTINED):
                 self.counters["aborted"] += chunk.state is State.FILLING
-                self._free(chunk, Step.LET_GO)
+                self._free([chunk], Step.LET_GO)
 
     def at(self, slot: Slot) -> Chunk:
         """The chunk in this slot.
@@ -340,8 +341,9 @@ class Store:
 
     def _is_absent(self, key: bytes, shards: int) -> bool:
         """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
-        found = [index.get(key) for index in self._indexes(shards)]
-        present = [chunk for chunk in found if chunk is not None]
+        present = [index[key] for index in self._indexes(shards) if key in index]
+        if not present:
+            return True
         if len(present) == shards or any(chunk.state is State.FILLING for chunk in present):
             return False
         for chunk in present:
@@ -369,21 +371,21 @@ class Store:
             missing = (count - len(offsets)) * round_up(nbytes)
             if not missing or not self._shelf:
                 return offsets
-            freed = 0
-            while freed < missing and self._shelf:
-                freed += self._evict()
+            self._evict(missing)
 
-    def _evict(self) -> int:
-        """Evict the least recently used chunk with its other shards; returns the bytes freed."""
-        oldest = self._shelf.oldest()
-        shards = [index[oldest.key] for index in self._shards if oldest.key in index]
-        freed = 0
-        for chunk in shards:
-            if chunk.is_evictable:
-                freed += round_up(chunk.slot.nbytes)
-                self._drop(chunk)
-                self.counters["evicted"] += 1
-        return freed
+    def _evict(self, nbytes: int) -> None:
+        """Evict the least recently used chunks with their other shards, until `nbytes` are free or none is left."""
+        evicted: list[Chunk] = []
+        least = self._shelf.nbytes - nbytes
+        while self._shelf and self._shelf.nbytes > least:
+            key = self._shelf.oldest().key
+            for index in self._shards:
+                chunk = index.get(key)
+                if chunk is not None and chunk.is_evictable:
+                    self._shelf.take(chunk)
+                    evicted.append(chunk)
+        self.counters["evicted"] += len(evicted)
+        self._free(evicted, Step.EVICT)
 
     def _place(self, claim: Claim, index: int, shard: int, offset: int) -> Slot:
         slot = Slot(offset, claim.size(index), self._next_generation(offset))
@@ -393,12 +395,11 @@ class Store:
         chunk.tail = bool(claim.tail_nbytes) and index == len(claim.keys) - 1
         self._shards[shard][chunk.key] = chunk
         self._slots[offset] = chunk
-        self._writing.setdefault(chunk.writer, {})[offset] = chunk
+        self._writing[chunk.writer][offset] = chunk
         return slot
 
     def _undo(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            self._free(self._slots[slot.offset], Step.LET_GO)
+        self._free([self._slots[slot.offset] for slot in slots], Step.LET_GO)
 
     def _drop(self, chunk: Chunk) -> None:
         """Take a sealed chunk out of the index, and free it as soon as nobody reads it."""
@@ -406,23 +407,26 @@ class Store:
             del self._shards[chunk.shard][chunk.key]
             chunk.step(Step.DELETE)
         else:
-            self._free(chunk, Step.EVICT)
+            self._shelf.take(chunk)
+            self._free([chunk], Step.EVICT)
 
-    def _free(self, chunk: Chunk, step: Step) -> None:
-        self._shelf.take(chunk)
-        chunk.step(step)
-        chunk.before = None
-        index = self._shards[chunk.shard]
-        if index.get(chunk.key) is chunk:
-            del index[chunk.key]
-        offset = chunk.slot.offset
-        del self._slots[offset]
-        if chunk.writer in self._writing:
-            self._writing[chunk.writer].pop(offset, None)
-        self._next_generation(offset)  # before anybody else can get the room: stale readers and writers see it
-        self._allocator.free(offset)
+    def _free(self, chunks: Sequence[Chunk], step: Step) -> None:
+        """These chunks are off the shelf: forget them, and give their room back."""
+        for chunk in chunks:
+            chunk.step(step)
+            chunk.before = None
+            index = self._shards[chunk.shard]
+            if index.get(chunk.key) is chunk:
+                del index[chunk.key]
+            offset = chunk.slot.offset
+            del self._slots[offset]
+            if chunk.writer in self._writing:
+                self._writing[chunk.writer].pop(offset, None)
+            self._next_generation(offset)  # before anybody else can get the room: stale readers and writers see it
+        self._allocator.free_many([chunk.slot.offset for chunk in chunks])
 
     def _next_generation(self, offset: int) -> int:
         granule = offset // GRANULE_BYTES
-        self._arena.generations[granule] += 1
-        return self._arena.generations[granule]
+        generation = self._arena.generations[granule] + 1
+        self._arena.generations[granule] = generation
+        return generation

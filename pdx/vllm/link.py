@@ -7,7 +7,6 @@ without PDX. They never wait for an attach.
 from __future__ import annotations
 
 import logging
-import subprocess
 import threading
 import time
 
@@ -15,7 +14,7 @@ from pdx.config import ConnectorConfig, NodeConfig, default_proxy, parse_bytes
 from pdx.connection import Connection
 from pdx.errors import PdxError
 from pdx.messages import Hello
-from pdx.node.start import start
+from pdx.node.start import start_detached
 
 log = logging.getLogger("pdx")
 
@@ -30,11 +29,10 @@ class NodeLink:
     def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
         self._config = config
         self._hello = hello
-        self._starter = starter
+        self._starter = starter and config.start_node
         self._connection: Connection | None = None
         self._attached = threading.Event()
         self._stop = threading.Event()
-        self._started: subprocess.Popen[bytes] | None = None
         self._start_again_at = 0.0
         self._thread = threading.Thread(target=self._keep_attached, name="pdx-link", daemon=True)
         self._thread.start()
@@ -62,8 +60,6 @@ class NodeLink:
 
     def _keep_attached(self) -> None:
         while not self._stop.wait(CHECK_S if self._attached.is_set() else 0.01):
-            if self._started is not None:
-                self._started.poll()  # reap it if another node won
             if self.connection is None:
                 self._attached.clear()
                 self._attach()
@@ -92,7 +88,7 @@ class NodeLink:
         connection.close()
         if self._starter and time.monotonic() >= self._start_again_at:
             self._start_again_at = time.monotonic() + START_AGAIN_S
-            self._started = start(self._node_config())
+            start_detached(self._node_config())
 
     def _node_config(self) -> NodeConfig:
         return NodeConfig(

@@ -93,9 +93,7 @@ class Server:
     def stop(self) -> None:
         """End it, gently first."""
         self.kill(signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()
         self.process.wait()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from cases import CASES, completion, text
-from conftest import Pair
 from engine_process import Server, wait_until
 from http_client import stream
+from pair import Pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

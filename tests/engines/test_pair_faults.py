@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from cases import CASES, completion, text
-from conftest import ARENA_BYTES, Pair
 from engine_process import wait_until
 from http_client import open_request, post, stream
+from pair import ARENA_BYTES, Pair
 from test_pair_answers import computed_prompt_tokens, essence
 
 import pdx

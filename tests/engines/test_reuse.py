@@ -1,0 +1,123 @@
+"""Prefix reuse without disaggregation: engines started by vLLM's own command line, sharing a node they start."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cases import CASES, completion, text
+from engine_process import Server, free_port, wait_until
+from http_client import post
+from pair import ENGINE_ENV, ENGINE_FLAGS
+from test_pair_answers import computed_prompt_tokens, essence
+from tiny import make_tiny
+
+import pdx
+from pdx.messages import NodeStatus
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+class Host:
+    """A host's node address and the engines on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = f"ipc://{folder}/reuse.sock"
+        self.servers: list[Server] = []
+
+    def serve(self, name: str, model: Path, *flags: str, cores: str = "0") -> Server:
+        """An engine by the documented line; without vLLM's own prefix cache, so that every hit is the node's."""
+        port = free_port()
+        connector = {
+            "kv_connector": "PdxConnector",
+            "kv_connector_module_path": "pdx.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"node": self.address, "arena": "256MiB"},
+        }
+        command = [
+            *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--kv-transfer-config", json.dumps(connector), "--port", str(port)),
+            *("--no-enable-prefix-caching", *ENGINE_FLAGS, *flags),
+        ]
+        env = {**ENGINE_ENV, "VLLM_CPU_OMP_THREADS_BIND": cores}
+        server = Server(command, port, self.folder / f"{name}.log", env)
+        self.servers.append(server)
+        return server
+
+    def status(self) -> NodeStatus:
+        with pdx.connect(self.address, timeout_s=10) as node:
+            return node.status()
+
+    def workers(self) -> int:
+        return sum(process.kind == "worker" for process in self.status().attached)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop()
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if "pdx.node" in command and self.address in command[-1]:
+                process.terminate()
+                process.wait(10)
+
+
+@pytest.fixture
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    folder = tmp_path_factory.mktemp("r")
+    folder.chmod(0o700)
+    host = Host(folder)
+    yield host
+    host.close()
+
+
+def hit_tokens(server: Server) -> float:
+    """Prompt tokens that the engine took from the connector, by its own account."""
+    return server.metric("vllm:external_prefix_cache_hits_total")
+
+
+def test_reuse_under_tensor_parallelism_and_never_between_strangers(
+    host: Host, model: Path, expected: dict[str, Any], workplace: Path
+) -> None:
+    """One node serves a TP=2 engine, then another model and another block size; only equals hit."""
+    body = CASES["length-1000"]
+    sharded = host.serve("tp2", model, "--tensor-parallel-size", "2", cores="0|1")
+    sharded.wait_ready()
+    wait_until(lambda: host.workers() == 2, 20, "both ranks are attached to the node that the engine has started")
+    assert [essence(post(sharded.url, *body)) for _ in range(2)] == [essence(expected["length-1000"])] * 2
+    assert hit_tokens(sharded) == 768
+    assert host.status().chunks == {"sealed": 2 * 3}  # three chunks of two shards each
+    sharded.stop()
+    wait_until(lambda: host.workers() == 0, 10, "its processes are given back")
+
+    other = host.serve("other-model", make_tiny(workplace / "other", seed=1), cores="0")
+    smaller = host.serve("smaller-blocks", model, "--block-size", "64", cores="1")
+    for server in (other, smaller):
+        server.wait_ready()
+    wait_until(lambda: host.workers() == 2, 20, "both engines are attached")
+    stranger = post(other.url, *body)
+    assert essence(post(smaller.url, *body)) == essence(expected["length-1000"])
+    assert hit_tokens(other) == hit_tokens(smaller) == 0
+    assert essence(stranger) != essence(expected["length-1000"])
+    assert essence(post(other.url, *body)) == essence(stranger)
+    assert hit_tokens(other) == 768
+    assert essence(post(smaller.url, *body)) == essence(expected["length-1000"])
+    assert hit_tokens(smaller) == 768
+
+
+def test_salt_keeps_tenants_apart(host: Host, model: Path) -> None:
+    engine = host.serve("salt", model)
+    engine.wait_ready()
+    wait_until(lambda: host.workers() == 1, 20, "the engine is attached")
+    prompt = text(3000, 600)
+    first = essence(post(engine.url, *completion(prompt, cache_salt="one")))
+    for salt, hits in (("two", 0), ("one", 512), ("two", 1024)):
+        assert essence(post(engine.url, *completion(prompt, cache_salt=salt))) == first
+        assert hit_tokens(engine) == hits
+    assert computed_prompt_tokens(engine) == 4 * 600 - 1024
