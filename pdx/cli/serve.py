@@ -41,7 +41,9 @@ def serve(role: str, model: str, node: str | None, arena: str, proxy: str | None
     os.execvp(command[0], command)
 
 
-def engine_command(model: str, flags: Sequence[str], *, role: str, node: str, arena: str, proxy: str) -> list[str]:
+def engine_command(
+    model: str, flags: Sequence[str], *, role: str, node: str, arena: str, proxy: str, start_node: bool = True
+) -> list[str]:
     """The command line of one engine.
 
     :raises ConfigError: vLLM is not installed, a setting is out of range, or `flags` name another connector.

@@ -102,10 +102,13 @@ class Allocator:
 
         :raises ValueError: no slot starts at one of them, or one is named twice; nothing changed.
         """
-        if len(set(offsets)) != len(offsets) or any(offset not in self._slots for offset in offsets):
-            raise ValueError(f"no slot at one of the offsets {offsets}, or one twice")
+        once = set(offsets)
+        for stranger in once - self._slots.keys():
+            raise ValueError(f"no slot at offset {stranger}")
+        if len(once) != len(offsets):
+            raise ValueError("an offset is named twice")
         start = end = -1
-        for offset in sorted(offsets):
+        for offset in sorted(once):
             if offset != end:
                 self._join_hole(start, end)
                 start = offset

@@ -82,6 +82,21 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.model.free(start)
         self.allocator.free(start * ALIGNMENT)
 
+    @precondition(slots)
+    @rule(data=st.data())
+    def free_many(self, data):
+        starts = data.draw(st.lists(st.sampled_from(self.slots()), unique=True))
+        for start in starts:
+            self.model.free(start)
+        self.allocator.free_many([start * ALIGNMENT for start in starts])
+
+    @precondition(slots)
+    @rule(data=st.data(), twice=st.booleans())
+    def free_many_what_is_not_all_slots(self, data, twice):
+        start = data.draw(st.sampled_from(self.slots())) * ALIGNMENT
+        with pytest.raises(ValueError, match="named twice" if twice else "no slot at offset"):
+            self.allocator.free_many([start, start if twice else start + 1])
+
     @rule(offset=st.integers(-ALIGNMENT, GRANULES * ALIGNMENT))
     def free_what_is_no_slot(self, offset):
         if offset % ALIGNMENT or offset // ALIGNMENT not in self.slots():

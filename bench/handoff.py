@@ -1,0 +1,151 @@
+"""From the end of prefill until the decode engine may run, against one memcpy: `python -m bench.handoff`.
+
+Two real engines of a tiny model with 64 KB of KV per token, a node and the proxy, all of `pdx up`. Between requests
+the same number of bytes is copied once from shared memory to anonymous memory, all of it touched before, on the
+decoder's core: what the engines could at best do. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy
+import torch
+
+from bench.engines import (
+    FLAGS,
+    KV_BYTES,
+    bench_folder,
+    complete,
+    free_port,
+    get,
+    prompt,
+    say,
+    start,
+    wait_until,
+)
+from bench.pages import shared_memory
+from bench.report import Figure, at_least, at_most, plain, publish
+from pdx.timeline import Event
+
+TOKENS = 4000
+BLOCK_TOKENS = 128
+REQUESTS = 15
+WARMUPS = 3
+COPIES = 3  # before and after each request
+ALLOWED = 1.3
+EXTRA_MS = 15.0
+SPANS = (
+    Event.PREFILL_END,
+    Event.PREFILL_ANSWERED,
+    Event.DECODE_SENT,
+    Event.FOUND,
+    Event.LOAD_START,
+    Event.LOAD_END,
+    Event.RUNNABLE,
+)
+
+
+class Memcpy:
+    """One copy of the KV of a prompt, as fast as this machine does it."""
+
+    def __init__(self, nbytes: int, core: int) -> None:
+        self._source = shared_memory(nbytes).fill_(1).numpy()
+        self._target = torch.full((nbytes,), 2, dtype=torch.uint8).numpy()
+        self._core = core
+
+    def times_ms(self) -> list[float]:
+        """A few copies on the decoder's core."""
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {self._core})
+        try:
+            return [self._once_ms() for _ in range(COPIES)]
+        finally:
+            os.sched_setaffinity(0, cores)
+
+    def _once_ms(self) -> float:
+        start_at = time.perf_counter()
+        numpy.copyto(self._target, self._source)
+        return (time.perf_counter() - start_at) * 1e3
+
+
+def timeline(url: str, transfer: str) -> dict[str, Any]:
+    """The request's timeline, with the moments that nodes report once a second."""
+    found: dict[str, Any] = {}
+
+    def is_complete() -> bool:
+        found.update(get(f"{url}/pdx/requests/{transfer}"))
+        return {Event.PREFILL_END, Event.SEALED, *SPANS} <= {moment["event"] for moment in found["moments"]}
+
+    if not wait_until(is_complete, 10.0):
+        raise RuntimeError(f"the timeline of {transfer} stayed incomplete: {found}")
+    return found
+
+
+def row(found: dict[str, Any], copies_ms: list[float]) -> dict[str, float]:
+    """One request's figures."""
+    parts = found["breakdown"]
+    expected = -(-TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS * KV_BYTES
+    if parts["moved_bytes"] != expected:
+        raise RuntimeError(f"{parts['moved_bytes']} bytes moved, expected {expected}: is the model not float32?")
+    at = {moment["event"]: moment["at_ns"] / 1e6 for moment in found["moments"]}
+    spans = {f"{a} → {b}": at[b] - at[a] for a, b in zip(SPANS, SPANS[1:], strict=False)}
+    memcpy_ms = statistics.median(copies_ms)
+    return {
+        "prefill_ms": parts["prefill_ms"],
+        "handoff_ms": parts["handoff_ms"],
+        "load_ms": parts["load_ms"],
+        "hidden_share": parts["hidden_share"],
+        "memcpy_ms": memcpy_ms,
+        "excess_ms": parts["handoff_ms"] - ALLOWED * memcpy_ms,
+        "load_ratio": parts["load_ms"] / memcpy_ms,
+        **spans,
+    }
+
+
+def measure() -> list[dict[str, float]]:
+    """All requests through one pair of engines."""
+    rows = []
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    memcpy = Memcpy(TOKENS * KV_BYTES, core=max(os.sched_getaffinity(0)))
+    with bench_folder() as (model, processes):
+        command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port), "--arena", "2GiB"]
+        logs = ["--logs", str(model.parent / "logs")]
+        start(processes, "up", [*command, *logs, "--", *FLAGS, "--max-model-len", "6000"], url)
+        for number in range(-WARMUPS, REQUESTS):
+            copies_ms = memcpy.times_ms()
+            transfer = complete(url, prompt(TOKENS, number), max_tokens=4)
+            found = timeline(url, transfer)
+            copies_ms += memcpy.times_ms()
+            if number >= 0:
+                rows.append(row(found, copies_ms))
+                last = rows[-1]
+                say(f"  handoff {last['handoff_ms']:.1f} ms, memcpy {last['memcpy_ms']:.1f} ms")
+    return rows
+
+
+def main() -> None:
+    rows = measure()
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    bound = ALLOWED * medians["memcpy_ms"] + EXTRA_MS
+    worst = max(row["handoff_ms"] for row in rows)
+    figures: list[Figure] = [
+        plain("one memcpy of the same bytes (the reference)", medians["memcpy_ms"], "ms", f"{TOKENS * KV_BYTES:,} B"),
+        at_most("handoff", medians["handoff_ms"], "ms", round(bound, 1), f"1.3 memcpy + 15 ms; worst {worst:.1f}"),
+        at_most("handoff - 1.3 memcpy", medians["excess_ms"], "ms", EXTRA_MS, "median of the requests' differences"),
+        at_least("share moved when prefill ended", medians["hidden_share"], "", 0.95),
+        plain("load / memcpy", medians["load_ratio"], "", f"load {medians['load_ms']:.1f} ms"),
+        plain("prefill", medians["prefill_ms"], "ms"),
+        *(plain(name, medians[name], "ms") for name in rows[0] if "→" in name),
+    ]
+    rounded = [{name: round(value, 3) for name, value in row.items()} for row in rows]
+    publish("handoff", f"handoff of {TOKENS:,} tokens, median of {REQUESTS} requests", figures, {"requests": rounded})
+
+
+if __name__ == "__main__":
+    main()
