@@ -41,10 +41,10 @@ class Bench:
         self._connection = connection
         self.times: dict[str, list[float]] = {}
 
-    def timed(self, name: str, call: Callable[[], Answer]) -> Answer:
-        """Call it and note the time."""
+    def timed(self, name: str, body: Ask) -> Answer:
+        """To the node and back; notes the time."""
         start_at = time.perf_counter()
-        answer = call()
+        answer = self.call(body)
         self.times.setdefault(name, []).append(time.perf_counter() - start_at)
         return answer
 
@@ -91,13 +91,13 @@ def on_fresh_arena(bench: Bench) -> None:
         if turn == 0:
             bench.times.clear()
         misses = new_keys(KEYS)
-        bench.timed("ping", lambda: bench.call(Ping()))
-        found = bench.timed("lookup", lambda: bench.call(Lookup(hits, lease_s=30.0)))
+        bench.timed("ping", Ping())
+        found = bench.timed("lookup", Lookup(hits, lease_s=30.0))
         assert isinstance(found, Found)
         assert found.hits == KEYS
-        bench.timed("release", lambda lease=found.lease: bench.call(Release(lease)))
-        bench.timed("miss", lambda keys=misses: bench.call(Lookup(keys, lease_s=30.0)))
-        reserved = bench.timed("reserve", lambda keys=misses: bench.call(Reserve(keys, CHUNK_BYTES, LAYERS)))
+        bench.timed("release", Release(found.lease))
+        bench.timed("miss", Lookup(misses, lease_s=30.0))
+        reserved = bench.timed("reserve", Reserve(misses, CHUNK_BYTES, LAYERS))
         assert isinstance(reserved, Reserved)
         assert len(reserved.slots) == KEYS
         bench.call(Abort(reserved.slots))
@@ -111,8 +111,8 @@ def on_full_arena(bench: Bench) -> None:
         if turn == 0:
             bench.times.clear()
         keys = new_keys(KEYS)
-        bench.timed("ping", lambda: bench.call(Ping()))
-        reserved = bench.timed("evict", lambda keys=keys: bench.call(Reserve(keys, CHUNK_BYTES, LAYERS)))
+        bench.timed("ping", Ping())
+        reserved = bench.timed("evict", Reserve(keys, CHUNK_BYTES, LAYERS))
         assert isinstance(reserved, Reserved)
         assert len(reserved.slots) == KEYS
         bench.call(Fill(reserved.slots, layers=LAYERS, seal=True))

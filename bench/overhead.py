@@ -21,8 +21,8 @@ from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_at
 from pdx.client import connect
 
-TOKENS = 4000
-ROUNDS = 16  # on each core
+TOKENS = 2000
+ROUNDS = 15  # on each core
 WARMUPS = 3
 ALLOWED = 1.03
 PDX = (sys.executable, "-P", "-m", "pdx.cli.main")

@@ -184,6 +184,10 @@ class SchedulerHalf:
         """Whether the workers must still be told of something, although no request needs a step."""
         return bool(self._aborts)
 
+    def wait_attached(self, timeout_s: float) -> bool:
+        """For start-up only: whether this half is attached to a node within `timeout_s`."""
+        return self._link.wait_attached(timeout_s)
+
     def close(self) -> None:
         """Detach from the node. Idempotent."""
         self._link.close()

@@ -1,0 +1,238 @@
+"""What is taken from vLLM: the model's identity, the layout, the hash of a tail, the configuration; what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.errors import ConfigError, LayoutError, ProtocolError
+from pdx.vllm.params import parse_params
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
+    from pdx.vllm.connector import _checked_config, tail_hash
+    from pdx.vllm.identity import layout_of, model_identity
+
+# ---- the model's identity -------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from pdx.testing.tiny_llama import make_model
+
+    make_model(tmp_path / "model", layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32)
+    return tmp_path / "model"
+
+
+def model_of(folder: Path, **changes: Any) -> Any:
+    config = json.loads((folder / "config.json").read_text())
+    fields = {
+        "model": str(folder), "revision": None, "dtype": "bfloat16", "quantization": None, "seed": 0,
+        "hf_config": SimpleNamespace(to_dict=lambda: config), **changes,
+    }  # fmt: skip
+    return SimpleNamespace(**fields)
+
+
+def test_identity_is_that_of_the_weights_not_of_the_place(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(folder, copy)
+    assert model_identity(model_of(folder), "auto") == model_identity(model_of(copy), "auto")
+
+
+def test_identity_changes_with_the_weights(folder: Path, tmp_path: Path) -> None:
+    from pdx.testing.tiny_llama import make_model
+
+    make_model(tmp_path / "tuned", layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32, seed=1)
+    assert model_identity(model_of(folder), "auto") != model_identity(model_of(tmp_path / "tuned"), "auto")
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float32"}, {"quantization": "fp8"}, {"hf_config": SimpleNamespace(to_dict=lambda: {"a": 1})}]
+)
+def test_identity_changes_with_what_changes_the_cache(folder: Path, change: dict[str, Any]) -> None:
+    assert model_identity(model_of(folder), "auto") != model_identity(model_of(folder, **change), "auto")
+
+
+def test_identity_of_dummy_weights_is_their_seed(folder: Path) -> None:
+    assert model_identity(model_of(folder), "dummy") != model_identity(model_of(folder, seed=1), "dummy")
+    assert model_identity(model_of(folder), "auto") == model_identity(model_of(folder, seed=1), "auto")
+
+
+def test_identity_of_a_hub_model_is_its_revision() -> None:
+    config = SimpleNamespace(to_dict=dict, _commit_hash="abc")
+    hub = SimpleNamespace(model="org/name", revision=None, dtype="x", quantization=None, seed=0, hf_config=config)
+    moved = SimpleNamespace(**{**vars(hub), "revision": "def"})
+    assert model_identity(hub, "auto") != model_identity(moved, "auto")
+
+
+# ---- layouts --------------------------------------------------------------------------------
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named like vLLM's, because the name is what is looked at."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """Named like vLLM's."""
+
+
+def group(kind: type[SimpleNamespace] = FullAttentionSpec) -> Any:
+    import torch
+
+    spec = kind(block_size=128, page_size_bytes=1 << 16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
+
+
+def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline", 1), world_size=1),
+        model_config=model_of(folder),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=changes.get("hashing", "sha256"), cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+        attention_config=SimpleNamespace(backend=None),
+    )
+    cache = SimpleNamespace(
+        kv_cache_groups=groups, hash_block_size=changes.get("hash_block_size", 128), kv_cache_layout="LBHNC"
+    )
+    return vllm_config, cache
+
+
+def test_layout_of_full_attention(folder: Path) -> None:
+    layout = layout_of(*configs(folder, [group()]), 256)
+    assert (layout.num_layers, layout.blocks_per_chunk, layout.chunk_bytes) == (2, 2, 2 * 2 << 16)
+    assert layout.isa, "on a CPU the instruction set decides how pages are packed"
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "words"),
+    [
+        ([group(), group(SlidingWindowSpec)], {}, "hybrid model with 2 KV cache groups"),
+        ([group(SlidingWindowSpec)], {}, "SlidingWindowSpec"),
+        ([group()], {"pipeline": 2}, "pipeline_parallel_size 2"),
+        ([group()], {"hash_block_size": 16}, "block hashes of 16 tokens"),
+    ],
+)
+def test_layouts_that_pdx_does_not_move_are_refused(
+    folder: Path, groups: list[Any], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        layout_of(*configs(folder, groups, **changes), 256)
+
+
+def test_chunks_that_are_no_multiple_of_blocks_are_refused(folder: Path) -> None:
+    with pytest.raises(LayoutError, match="chunk_tokens 100 is not a multiple"):
+        layout_of(*configs(folder, [group()]), 100)
+
+
+def test_block_hashes_that_can_be_made_to_collide_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="'xxhash' can be made to collide"):
+        layout_of(*configs(folder, [group()], hashing="xxhash"), 256)
+
+
+# ---- the connector's configuration ----------------------------------------------------------
+
+
+def transfer_config(**changes: Any) -> Any:
+    good = {"kv_connector_extra_config": {}, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return SimpleNamespace(**{**good, **changes})
+
+
+def test_good_configuration_is_taken() -> None:
+    assert _checked_config(transfer_config(kv_connector_extra_config={"chunk_tokens": 512})).chunk_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role is 'kv_producer'"),
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy is 'fail'"),
+        ({"kv_connector_extra_config": {"chunk_size": 256}}, "chunk_size.*chunk_tokens"),
+        ({"kv_connector_extra_config": {"chunk_tokens": "many"}}, "chunk_tokens"),
+        ({"kv_connector_extra_config": {"lease_s": -1}}, "lease_s"),
+    ],
+)
+def test_bad_configuration_is_refused_with_what_to_do(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _checked_config(transfer_config(**changes))
+
+
+# ---- a request's claims ---------------------------------------------------------------------
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+claims = st.dictionaries(
+    st.sampled_from(["do_remote_prefill", "do_remote_decode", "transfer_id", "prefill_tokens", "other"]), anything
+)
+
+
+@given(anything | claims)
+def test_params_are_taken_or_refused_and_nothing_else(params: Any) -> None:
+    try:
+        parsed = parse_params(params)
+    except ProtocolError:
+        return
+    if parsed is not None:
+        assert parsed.do_remote_decode is not parsed.do_remote_prefill
+        assert len(parsed.transfer_id or "") >= 16
+
+
+# ---- tails ----------------------------------------------------------------------------------
+
+
+def vllm_request(tokens: list[int], **changes: Any) -> Any:
+    fields = {
+        "all_token_ids": tokens, "lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None,
+        **changes,
+    }  # fmt: skip
+    return SimpleNamespace(**fields)
+
+
+def picture(name: str, offset: int) -> Any:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=4))
+
+
+@pytest.fixture(autouse=True)
+def seeded_hashes() -> None:
+    from vllm.utils.hashing import sha256_cbor
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256_cbor)
+
+
+TOKENS = list(range(40))
+VARIANTS: dict[str, Any] = {
+    "plain": vllm_request(TOKENS),
+    "other tokens": vllm_request([*TOKENS[:-1], 99]),
+    "lora": vllm_request(TOKENS, lora_request=SimpleNamespace(lora_name="a", lora_path="/a", lora_int_id=1)),
+    "other lora": vllm_request(TOKENS, lora_request=SimpleNamespace(lora_name="b", lora_path="/b", lora_int_id=2)),
+    "salt": vllm_request(TOKENS, cache_salt="one"),
+    "other salt": vllm_request(TOKENS, cache_salt="two"),
+    "picture": vllm_request(TOKENS, mm_features=[picture("p", 8)]),
+    "other picture": vllm_request(TOKENS, mm_features=[picture("q", 8)]),
+    "picture elsewhere": vllm_request(TOKENS, mm_features=[picture("p", 9)]),
+}
+
+
+def test_adapter_salt_and_pictures_are_part_of_a_tails_hash() -> None:
+    hashes = {name: tail_hash(request, None, 0, 40) for name, request in VARIANTS.items()}
+    assert len(set(hashes.values())) == len(VARIANTS)
+
+
+def test_what_comes_before_is_part_of_a_tails_hash() -> None:
+    request = VARIANTS["plain"]
+    assert tail_hash(request, b"a" * 32, 16, 40) != tail_hash(request, b"b" * 32, 16, 40)
+    assert tail_hash(request, b"a" * 32, 16, 40) != tail_hash(request, b"a" * 32, 16, 39)

@@ -1,0 +1,198 @@
+"""A toy engine around both halves of the connector: real tensors, a real node, a scheduler of a few lines.
+
+It computes nothing: the KV of a token is a function of all tokens up to it, as in a real model, so a page at the wrong
+place is seen. It calls the halves as vLLM 0.32 does, hooks included, and can skip hooks as a full CUDA graph does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pdx.config import ConnectorConfig
+from pdx.layout import KvLayout
+from pdx.vllm.scheduler import SchedulerHalf
+from pdx.vllm.worker import WorkerHalf
+
+BLOCK = 4
+CHUNK = 16
+LAYERS = 3
+PAGE_BYTES = 64
+NUM_BLOCKS = 64
+
+
+def layout(**changes: Any) -> KvLayout:
+    fields = {
+        "model": "toy", "dtype": "uint8", "num_layers": LAYERS, "num_heads": 1, "head_dim": 8,
+        "block_tokens": BLOCK, "page_bytes": PAGE_BYTES, "chunk_tokens": CHUNK, "order": "LBHNC", "backend": "toy",
+        "isa": "", "num_shards": 1, "hashing": "sha256", **changes,
+    }  # fmt: skip
+    return KvLayout(**fields)
+
+
+def chained(tokens: list[int]) -> bytes:
+    return hashlib.sha256(str(tokens).encode()).digest()
+
+
+def hasher(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
+    return chained(request.all_token_ids[:end])
+
+
+def kv_bytes(tokens: list[int], layer: int, shard: int) -> torch.Tensor:
+    """The page bytes of the last token of `tokens`: [PAGE_BYTES / BLOCK]."""
+    digest = hashlib.blake2b(f"{tokens}{layer}{shard}".encode(), digest_size=PAGE_BYTES // BLOCK).digest()
+    return torch.tensor(list(digest), dtype=torch.uint8)
+
+
+class Request(SimpleNamespace):
+    """What the connector reads of vLLM's Request."""
+
+    def __init__(self, name: str, tokens: list[int], params: Any = None) -> None:
+        super().__init__(request_id=name, all_token_ids=list(tokens), num_prompt_tokens=len(tokens))
+        self.kv_transfer_params = params
+        self.num_preemptions = 0
+        self.num_computed = 0
+        self.block_ids: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return [chained(self.all_token_ids[: end + BLOCK]) for end in range(0, self.num_tokens - BLOCK + 1, BLOCK)]
+
+
+class ToyEngine:
+    """One engine of `shards` ranks in this process."""
+
+    def __init__(self, address: str, name: str = "toy", shards: int = 1, **settings: Any) -> None:
+        config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
+        shape = layout(num_shards=shards)
+        self.workers = [WorkerHalf(config, shape, name, shard) for shard in range(shards)]
+        self.caches = [
+            torch.zeros(LAYERS, NUM_BLOCKS, BLOCK, PAGE_BYTES // BLOCK, dtype=torch.uint8) for _ in range(shards)
+        ]
+        for worker, cache in zip(self.workers, self.caches, strict=True):
+            worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, NUM_BLOCKS)
+        self.scheduler = SchedulerHalf(config, shape, name, hasher)
+        assert self.scheduler.wait_attached(10)
+        self.free = list(range(NUM_BLOCKS))
+        self.skip_hooks = False
+
+    # ---- the scheduler's side ---------------------------------------------------------------
+
+    def match(self, request: Request, local: int = 0, deadline_s: float = 5.0) -> int:
+        """Ask until the connector has decided."""
+        deadline = time.monotonic() + deadline_s
+        while (found := self.scheduler.matched_tokens(request, local)) is None:
+            assert time.monotonic() < deadline, "never decided"
+            self.idle()
+        return found
+
+    def allocate(self, request: Request, num_external: int) -> None:
+        need = -(-(request.num_tokens + 64) // BLOCK)
+        request.block_ids += [self.free.pop(0) for _ in range(need - len(request.block_ids))]
+        self.scheduler.allocated(request, request.block_ids, num_external)
+
+    def admit(self, request: Request) -> set[int]:
+        """Look up, allocate, load; returns the blocks that could not be loaded."""
+        external = self.match(request)
+        self.allocate(request, external)
+        if not external:
+            return set()
+        failed = self.finish_load(request)
+        request.num_computed = external
+        if failed:
+            first = min(request.block_ids.index(block) for block in failed)
+            request.num_computed = first * BLOCK
+        return failed
+
+    def finish_load(self, request: Request) -> set[int]:
+        waiting, failed = set(range(len(self.workers))), set()
+        deadline = time.monotonic() + 5
+        plan = self.scheduler.plan_step(self.output({}))
+        while waiting:
+            assert time.monotonic() < deadline, "never loaded"
+            for shard in list(waiting):
+                finished, blocks = self.run_worker(shard, plan, {})
+                failed |= blocks
+                waiting -= {shard} if request.request_id in finished else set()
+            plan = self.scheduler.plan_step(self.output({}))
+        self.scheduler.loaded(request.request_id)
+        return failed
+
+    def output(self, scheduled: dict[str, tuple[Request, int]]) -> Any:
+        new = [
+            SimpleNamespace(req_id=name, block_ids=(request.block_ids,), num_computed_tokens=request.num_computed)
+            for name, (request, _) in scheduled.items()
+        ]
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+        counts = {name: count for name, (_, count) in scheduled.items()}
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+        )
+
+    # ---- the workers' side ------------------------------------------------------------------
+
+    def step(self, *work: tuple[Request, int]) -> None:
+        """One step of the engine that computes `count` tokens of each request."""
+        scheduled = {request.request_id: (request, count) for request, count in work}
+        plan = self.scheduler.plan_step(self.output(scheduled))
+        for shard in range(len(self.workers)):
+            self.run_worker(shard, plan, scheduled)
+        for request, count in work:
+            request.num_computed += count
+
+    def idle(self) -> None:
+        """A step without tokens."""
+        self.step()
+
+    def run_worker(self, shard: int, plan: Any, scheduled: dict[str, tuple[Request, int]]) -> tuple[set[str], set[int]]:
+        worker = self.workers[shard]
+        worker.begin(plan)
+        for layer in range(LAYERS) if scheduled else ():
+            for request, count in scheduled.values():
+                self.compute(shard, layer, request, request.num_computed, request.num_computed + count)
+            if not self.skip_hooks:
+                worker.save_layer(f"layer.{layer}")
+        worker.end_forward()
+        return worker.finished_loads()
+
+    def compute(self, shard: int, layer: int, request: Request, start: int, end: int) -> None:
+        for position in range(start, end):
+            page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
+            page[position % BLOCK] = kv_bytes(request.all_token_ids[: position + 1], layer, shard)
+
+    def check_cache(self, request: Request, end: int) -> None:
+        """The engine's own pages hold what computing tokens [0, end) would have put there."""
+        for shard in range(len(self.workers)):
+            for layer in range(LAYERS):
+                for position in range(end):
+                    page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
+                    wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard)
+                    assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
+
+    def finish(self, request: Request) -> None:
+        """The request is over; one more step tells the workers."""
+        self.scheduler.finished(request)
+        self.free += request.block_ids
+        self.idle()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+
+    def __enter__(self) -> ToyEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,94 @@
+"""The documents say what is: links resolve, and commands, modules, settings, messages and tests they name exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+
+import pdx.messages
+from pdx.cli.main import main
+from pdx.config import ConnectorConfig, NodeConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+VLLM = (ROOT / "docs" / "vllm.md").read_text()
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:^|[`(]) *pdx ([a-z]\w*)([^`#\n]*)", re.MULTILINE)
+PASSES_FLAGS_ON = {"serve", "up"}  # to vLLM
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def page(request) -> Path:
+    return request.param
+
+
+def row_names(text: str, heading: str) -> list[list[str]]:
+    """The code in the first and second cell of each row of the table under a heading."""
+    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip().strip("`") for cell in row] for row in rows]
+
+
+def test_links_resolve(page):
+    text = CODE.sub("", page.read_text())
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    broken = [target for target in targets if not (page.parent / target.partition("#")[0]).exists()]
+    assert not broken
+
+
+def test_every_page_is_linked_from_the_readme_or_the_records():
+    index = (ROOT / "README.md").read_text() + (ROOT / "docs" / "adr" / "0001-record-decisions.md").read_text()
+    assert [page.name for page in PAGES if page.name not in index and page.name != "README.md"] == []
+
+
+def test_commands_and_their_options_exist(page):
+    code = "\n".join(CODE.findall(page.read_text()))
+    for name, rest in COMMAND.findall(code):
+        command = main.get_command(click.Context(main), name)
+        assert command is not None, f"pdx {name}"
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
+            assert option in known or name in PASSES_FLAGS_ON, f"pdx {name} {option}"
+
+
+def test_every_command_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in main.list_commands(click.Context(main)) if f"pdx {name}" not in readme] == []
+
+
+def test_every_module_is_in_the_architecture():
+    modules = [path for folder in ("pdx", "proxy", "kernels", "transports") for path in (ROOT / folder).rglob("*.py")]
+    named = {str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"}
+    assert len(named) > 40
+    assert sorted(name for name in named if f"| `{name}` |" not in ARCHITECTURE) == []
+
+
+def test_every_path_named_exists(page):
+    paths = re.findall(r"`((?:pdx|proxy|kernels|tests|bench|docs)/[\w./-]+)[`:]", page.read_text())
+    assert [path for path in paths if not (ROOT / path).exists() and not path.startswith("bench/results")] == []
+
+
+def test_every_test_named_exists(page):
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)", page.read_text()):
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "heading"), [(ConnectorConfig, "Settings of the connector"), (NodeConfig, "Settings of the node")]
+)
+def test_every_setting_is_documented_with_its_default(kind, heading):
+    fields = msgspec.structs.fields(kind)
+    wanted = [[field.name, "required" if field.required else json.dumps(field.default)] for field in fields]
+    assert row_names(VLLM, heading) == wanted
+
+
+def test_every_message_is_in_the_architecture():
+    kinds = {kind.__name__ for kind in pdx.messages.Message.__subclasses__()}
+    assert len(kinds) > 15
+    assert [name for name in sorted(kinds) if f"`{name}`" not in ARCHITECTURE] == []
