@@ -20,7 +20,7 @@ $(READY): pyproject.toml .ci/setup
 demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM
 	@$(BIN)/python bench/demo.py
 
-test: $(READY)  ## all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
+test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
 	$(BIN)/pytest $(ARGS)
 
 check: $(READY)  ## lint, format, types
@@ -33,7 +33,7 @@ format: $(READY)  ## rewrite the files as ruff likes them
 	$(BIN)/ruff format
 
 bench: $(READY)  ## measure
-	@for file in $(filter-out bench/demo.py,$(shell grep -l '__main__' bench/*.py)); do $(BIN)/python $$file || exit 1; done
+	@$(BIN)/python -m bench.all
 
 clean:  ## remove what the targets made, but for .venv
 	rm -rf .demo build dist *.egg-info pdx-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 
@@ -48,7 +49,8 @@ class Connection:
 
     def __init__(self, address: str, hello: Hello) -> None:
         self.address = address
-        self.running = 0  # told to the node with each heartbeat
+        self.running = 0  # told to the node with each heartbeat, as is what was counted since the last one
+        self._degraded: Counter[str] = Counter()
         self._hello = hello
         self._context = zmq.Context()
         for cpu in range(os.cpu_count() or 1):  # the engine's thread may be pinned to cores that it keeps busy
@@ -173,6 +175,15 @@ class Connection:
             raise NodeUnavailable(f"the node at {self.address} did not answer within {timeout_s} s")
         return answer
 
+    def count(self, reason: str) -> None:
+        """Something was done without PDX, or with less of it: the node's counters will say so."""
+        with self._lock:
+            self._degraded[reason] += 1
+
+    def _heartbeat(self) -> None:
+        degraded, self._degraded = self._degraded, Counter()
+        self.tell(Ping(self.running, dict(degraded)))
+
     def _send(self, body: Ask, *, reply: bool) -> int:
         with self._lock:
             self._check_open()
@@ -213,7 +224,7 @@ class Connection:
             with self._lock:
                 if self._stop.is_set():
                     return
-                self.tell(Ping(self.running))
+                self._heartbeat()
                 while self._socket.poll(0):
                     self._receive()
 
@@ -227,6 +238,7 @@ class Connection:
             # Not welcomed yet, the hello may still reach a node that is slow: then the bye must reach it, too.
             reachable = self.is_alive or self._welcome is None
             if reachable:
+                self._heartbeat()
                 self.tell(Bye())
             self._stop.set()
             self._socket.close(linger=_FAREWELL_MS if reachable else 0)

@@ -24,7 +24,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str  # identity of the weights, not their name alone
-    dtype: str  # of the cache
+    dtype: str  # of the cache: how it is stored and what it means
     num_layers: Annotated[int, Meta(ge=1, le=4096)]
     num_heads: Annotated[int, Meta(ge=1)]  # KV heads of this shard
     head_dim: Annotated[int, Meta(ge=1)]
@@ -35,7 +35,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     backend: str  # attention backend
     isa: str  # CPU instruction set that packs pages; empty on GPUs
     num_shards: Annotated[int, Meta(ge=1, le=1024)]
-    hashing: str  # how the engine hashes its blocks, with its seed
+    hashing: str  # how the engine hashes its blocks
 
     def __post_init__(self) -> None:
         if self.chunk_tokens % self.block_tokens:

@@ -11,7 +11,7 @@
                       let_go            unleased
                          └──────► FREE ◄───┘
 
-A slot in FILLING, QUARANTINED or RETIRED is never given to anybody else (DESIGN §4, invariant 3).
+A slot in FILLING, QUARANTINED or RETIRED is never given to anybody else (docs/architecture.md, invariant 3).
 """
 
 from __future__ import annotations

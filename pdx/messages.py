@@ -50,7 +50,7 @@ class Slot(msgspec.Struct, array_like=True, frozen=True):
     generation: Handle
 
 
-Slots = Annotated[list[Slot], Meta(max_length=MAX_KEYS)]
+Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 
 
 # ---- from an attached process to its node -------------------------------------------------------
@@ -74,9 +74,10 @@ class Bye(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Heartbeat; `running` is the engine's number of unfinished requests."""
+    """Heartbeat; `running` is the engine's number of unfinished requests, `degraded` what it did without since."""
 
     running: Count = 0
+    degraded: Annotated[dict[Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")], Count], Meta(max_length=32)] = {}
 
 
 class Lookup(Message, frozen=True):

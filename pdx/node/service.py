@@ -130,6 +130,7 @@ class Service:
 
     def _ping(self, session: Session, ask: Ping) -> Answer:
         session.running = ask.running
+        self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
 
     def _lookup(self, session: Session, ask: Lookup) -> Answer:

@@ -1,7 +1,7 @@
 """The processes attached to a node, and how their death is noticed.
 
 A process's death is known by its pidfd, never guessed from silence: a stopped process is silent, too, and goes on
-writing when it is continued (DESIGN §4, invariant 3).
+writing when it is continued (docs/architecture.md, invariant 3).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pdx.layout import KvLayout
 
 _SAMPLE_BYTES = 64 << 10
 _INCIDENTAL = ("_name_or_path", "transformers_version")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _HASHES = ("sha256", "sha256_cbor")
 
 
@@ -26,8 +27,9 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> KvLa
     :raises ConfigError: block hashes that are not cryptographic, or chunks that are no multiple of blocks.
     """
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size != 1:
-        raise LayoutError(f"pipeline_parallel_size {parallel.pipeline_parallel_size}: PDX moves only 1 so far")
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise LayoutError(f"{name} {getattr(parallel, name)}: PDX moves only 1 so far")
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
@@ -45,7 +47,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> KvLa
         )
     return KvLayout(
         model=model_identity(model, vllm_config.load_config.load_format),
-        dtype=str(spec.dtype),
+        dtype=f"{spec.dtype} as {cache.cache_dtype}",  # the FP8 formats are all stored as uint8
         num_layers=len(groups[0].layer_names),
         num_heads=spec.num_kv_heads,
         head_dim=spec.head_size,
@@ -73,11 +75,10 @@ def model_identity(model: Any, load_format: Any) -> str:
         parts.append(f"dummy weights from seed {model.seed}")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode())
-    folder = Path(model.model)
-    if folder.is_dir():
-        for file in sorted(
-            path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
-        ):
+    place = Path(model.model)
+    if place.exists():
+        files = [place] if place.is_file() else [path for path in place.iterdir() if path.suffix in _WEIGHTS]
+        for file in sorted(files):
             digest.update(f"{file.name}:{file.stat().st_size}:".encode() + _sample(file))
     else:
         commit = getattr(model.hf_config, "_commit_hash", None)

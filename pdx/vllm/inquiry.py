@@ -1,7 +1,8 @@
 """What the scheduler half asks the node about one request, from the first lookup to the last release.
 
 A request is *decided* when its hits are leased and its misses have slots, or when that is known to be impossible.
-Until then every scheduling step asks again; no call waits longer than `ASK_S`, and every wait has a deadline.
+Until then every scheduling step asks again; all waiting in one step together takes no longer than `ASK_S`, and every
+wait has a deadline.
 """
 
 from __future__ import annotations
@@ -13,9 +14,21 @@ from typing import TypeVar
 
 from pdx.config import ConnectorConfig
 from pdx.connection import Connection
-from pdx.errors import NodeError, ProtocolError
+from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.layout import KvLayout
-from pdx.messages import Abort, Answer, Cancel, Found, Lookup, Mark, Release, Renew, Reserve, Reserved
+from pdx.messages import (
+    MAX_KEYS,
+    MAX_SLOTS,
+    Answer,
+    Cancel,
+    Found,
+    Lookup,
+    Mark,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+)
 from pdx.timeline import Event
 from pdx.vllm.request import BlockHasher, Grant, TrackedRequest
 
@@ -39,6 +52,13 @@ class Inquiry:
         self._layout = layout
         self._hasher = hasher
         self._clock = clock
+        self._patience_s = ASK_S  # what is left of this step's waiting
+        # What one message may name, and its answer hold.
+        self._max_chunks = min(MAX_KEYS - 1, MAX_SLOTS // layout.num_shards - 1)
+
+    def new_step(self) -> None:
+        """A new scheduling step: it may wait again."""
+        self._patience_s = ASK_S
 
     def advance(self, tracked: TrackedRequest, connection: Connection) -> bool:
         """Ask the node, as far as needed; whether the request is decided now."""
@@ -54,6 +74,7 @@ class Inquiry:
             tracked.decided = self._look_up(tracked, connection, now) and self._reserve(tracked, connection, now)
         except (NodeError, ProtocolError) as error:
             log.warning("request %s runs without PDX: %s", tracked.request.request_id, error)
+            connection.count("request_without_pdx")
             self.forget_asked(tracked, connection)
             self.give_up_transfer(tracked, connection)
             tracked.decided = True
@@ -72,21 +93,22 @@ class Inquiry:
         try:
             if tracked.decoded_seq is None:
                 self._ask_decoded(tracked, connection, end)
-            elif (answer := self._collect(connection, tracked.decoded_seq, Reserved, 0.0)) is not None:
+            elif (answer := self._collect(connection, tracked.decoded_seq, Reserved, wait=False)) is not None:
                 tracked.decoded_seq = None
                 self._take_grants(tracked, answer, tracked.decoded_first)
         except (NodeError, ProtocolError) as error:
             log.warning("generated chunks of request %s are not saved: %s", tracked.request.request_id, error)
+            connection.count("save_skipped")
             tracked.decoded_seq = None
 
     def _ask_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
         chunk_tokens = self._layout.chunk_tokens
         first = max(tracked.decoded_end, tracked.request.num_prompt_tokens // chunk_tokens)
-        if not self._config.save_decode or end // chunk_tokens <= first:
+        if not (self._config.save and self._config.save_decode) or end // chunk_tokens <= first:
             return
         tracked.decoded_first, tracked.decoded_end = first, end // chunk_tokens
         keys = tracked.chunk_keys(tracked.decoded_end)[first:]
-        tracked.decoded_seq = self._ask_room(tracked, connection, keys, None)
+        tracked.decoded_seq = connection.ask(self._room_for(tracked, keys, None))
 
     # ---- looking up -------------------------------------------------------------------------
 
@@ -103,7 +125,7 @@ class Inquiry:
         if answer is None:
             return self._is_too_late(tracked, now, "lookup")
         tracked.lookup_seq = None
-        if answer.waiting and self._may_wait_for_transfer(tracked, now):
+        if answer.waiting and self._may_wait_for_transfer(tracked, connection, now):
             return False
         if not answer.waiting:
             self._take_hits(tracked, answer, has_tail=has_tail and answer.hits == len(keys))
@@ -114,19 +136,29 @@ class Inquiry:
     def _prompt_keys(self, tracked: TrackedRequest) -> tuple[list[bytes], bool]:
         """Keys to look up, and whether the last one is a tail."""
         if tracked.is_decode and tracked.transfer_tokens:
-            keys = tracked.chunk_keys(tracked.transfer_tokens // self._layout.chunk_tokens)
-            tail = tracked.tail(self._hasher)
+            keys = self._keys(tracked, tracked.transfer_tokens)
+            tail = self._tail(tracked)
             if tail is not None:
                 return [*keys, tail[0]], True
-        return tracked.chunk_keys(tracked.request.num_prompt_tokens // self._layout.chunk_tokens), False
+        return self._keys(tracked, tracked.request.num_prompt_tokens), False
 
-    def _may_wait_for_transfer(self, tracked: TrackedRequest, now: float) -> bool:
+    def _keys(self, tracked: TrackedRequest, num_tokens: int) -> list[bytes]:
+        return tracked.chunk_keys(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))
+
+    def _tail(self, tracked: TrackedRequest) -> tuple[bytes, int] | None:
+        """The tail of the request's transfer, unless its prompt is so long that the tail would not follow the keys."""
+        if tracked.transfer_tokens // self._layout.chunk_tokens > self._max_chunks:
+            return None
+        return tracked.tail(self._hasher)
+
+    def _may_wait_for_transfer(self, tracked: TrackedRequest, connection: Connection, now: float) -> bool:
         if tracked.transfer_until is None:
             tracked.transfer_until = now + self._config.transfer_wait_s
         tracked.ask_until = now + self._config.lookup_s
         if now < tracked.transfer_until:
             return True
         log.warning("transfer %s did not arrive within %s s", tracked.transfer, self._config.transfer_wait_s)
+        connection.count("transfer_late")
         return False
 
     def _take_hits(self, tracked: TrackedRequest, answer: Found, *, has_tail: bool) -> None:
@@ -142,18 +174,22 @@ class Inquiry:
         if tracked.reserved or not self._config.save:
             return True
         if tracked.reserve_seq is None:
-            keys = tracked.chunk_keys(tracked.request.num_prompt_tokens // self._layout.chunk_tokens)
-            tail = tracked.tail(self._hasher) if tracked.is_prefill else None
+            keys = self._keys(tracked, tracked.request.num_prompt_tokens)
+            tail = self._tail(tracked) if tracked.is_prefill else None
             if not keys and not tail:
                 tracked.reserved = True
                 return True
-            tracked.reserve_seq = self._ask_room(tracked, connection, keys, tail)
-        answer = self._collect(connection, tracked.reserve_seq, Reserved)
+            tracked.reserve_seq = connection.ask(self._room_for(tracked, keys, tail))
+        try:
+            answer = self._collect(connection, tracked.reserve_seq, Reserved)
+        except ArenaTooSmall:
+            answer = Reserved([], [], full=True)
+            tracked.room_until = now  # waiting does not help
         if answer is None:
             return self._is_too_late(tracked, now, "reservation")
         tracked.reserve_seq = None
-        if answer.full and tracked.is_prefill and self._may_wait_for_room(tracked, now):
-            connection.tell(Abort(answer.slots, unused=True))
+        if answer.full and not tracked.takes_part:
+            tracked.takes_part = not self._may_wait_for_room(tracked, connection, now)
             return False
         self._take_grants(tracked, answer, 0)
         tracked.reserved = True
@@ -161,22 +197,19 @@ class Inquiry:
             self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.hit_tokens)
         return True
 
-    def _ask_room(
-        self, tracked: TrackedRequest, connection: Connection, keys: list[bytes], tail: tuple[bytes, int] | None
-    ) -> int:
-        return connection.ask(
-            Reserve(
-                [*keys, tail[0]] if tail else keys,
-                self._layout.chunk_bytes,
-                self._layout.num_layers,
-                self._layout.num_shards,
-                self._layout.num_blocks_bytes(tail[1]) if tail else 0,
-                partial=True,
-                transfer=tracked.transfer if tracked.is_prefill else None,
-            )
+    def _room_for(self, tracked: TrackedRequest, keys: list[bytes], tail: tuple[bytes, int] | None) -> Reserve:
+        """A prefill leg wants all or nothing as long as it may wait; everybody else takes what there is."""
+        return Reserve(
+            [*keys, tail[0]] if tail else keys,
+            self._layout.chunk_bytes,
+            self._layout.num_layers,
+            self._layout.num_shards,
+            self._layout.num_blocks_bytes(tail[1]) if tail else 0,
+            partial=tracked.takes_part,
+            transfer=tracked.transfer if tracked.is_prefill else None,
         )
 
-    def _may_wait_for_room(self, tracked: TrackedRequest, now: float) -> bool:
+    def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection, now: float) -> bool:
         if tracked.room_until is None:
             tracked.room_until = now + self._config.reserve_wait_s
         tracked.ask_until = now + self._config.lookup_s
@@ -187,6 +220,7 @@ class Inquiry:
             tracked.request.request_id,
             self._config.reserve_wait_s,
         )
+        connection.count("no_room")
         return False
 
     def _take_grants(self, tracked: TrackedRequest, answer: Reserved, first_chunk: int) -> None:
@@ -201,8 +235,10 @@ class Inquiry:
 
     # ---- answers, leases, the end -----------------------------------------------------------
 
-    def _collect(self, connection: Connection, seq: int, kind: type[_A], timeout_s: float = ASK_S) -> _A | None:
-        answer = connection.collect(seq, timeout_s)
+    def _collect(self, connection: Connection, seq: int, kind: type[_A], *, wait: bool = True) -> _A | None:
+        start = time.monotonic()
+        answer = connection.collect(seq, self._patience_s if wait else 0.0)
+        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - start))
         if answer is not None and not isinstance(answer, kind):
             raise ProtocolError(f"the node answers {type(answer).__name__}, expected {kind.__name__}")
         return answer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 
 from pdx.config import ConnectorConfig, NodeConfig, default_proxy, parse_bytes
 from pdx.connection import Connection
@@ -31,6 +32,7 @@ class NodeLink:
         self._hello = hello
         self._starter = starter and config.start_node
         self._connection: Connection | None = None
+        self._uncounted: Counter[str] = Counter()  # what happened while there was no node to tell
         self._attached = threading.Event()
         self._stop = threading.Event()
         self._start_again_at = 0.0
@@ -45,6 +47,14 @@ class NodeLink:
         """The connection to a living node, or None."""
         connection = self._connection
         return connection if connection is not None and connection.is_alive else None
+
+    def count(self, reason: str) -> None:
+        """Something was done without PDX, or with less of it: told to this node, or to the next one."""
+        connection = self._connection
+        if connection is not None:
+            connection.count(reason)
+        else:
+            self._uncounted[reason] += 1
 
     def wait_attached(self, timeout_s: float) -> bool:
         """For start-up only: whether this process is attached within `timeout_s`."""
@@ -78,6 +88,9 @@ class NodeLink:
         try:
             if connection.attach(ATTACH_S):
                 connection.arena.populate_in_background()
+                for reason in self._uncounted.elements():
+                    connection.count(reason)
+                self._uncounted.clear()
                 self._connection = connection
                 self._attached.set()
                 log.info("attached to the node at %s", connection.address)

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,10 +24,11 @@ log = logging.getLogger("pdx")
 class Loader:
     """One load thread. `_lock` guards the results; everything else is the queue's."""
 
-    def __init__(self, layout: KvLayout, shard: int) -> None:
+    def __init__(self, layout: KvLayout, shard: int, count: Callable[[str], None]) -> None:
         self.pages: list[torch.Tensor] = []  # per layer: rows of the engine's blocks
         self._layout = layout
         self._shard = shard
+        self._count = count
         self._jobs: queue.SimpleQueue[tuple[LoadPlan, ArenaRows, Connection] | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._under_way = 0
@@ -47,6 +48,7 @@ class Loader:
         """These cannot be loaded: the engine recomputes their blocks."""
         for load in loads:
             log.warning("request %s: its node is gone, %d chunks are not loaded", load.request_id, len(load.pages))
+            self._count("load_failed")
             with self._lock:
                 self._finished.add(load.request_id)
                 self._failed_blocks.update(block for pages in load.pages for block in pages.block_ids)
@@ -78,6 +80,8 @@ class Loader:
                 failed = self._load(load, rows, connection)
             except Exception:  # the thread's root: the load failed, the engine recomputes it
                 log.exception("loading request %s failed", load.request_id)
+            if failed:
+                self._count("load_failed")
             with self._lock:
                 self._under_way -= 1
                 self._finished.add(load.request_id)

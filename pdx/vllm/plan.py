@@ -26,8 +26,9 @@ class SavePlan(msgspec.Struct, frozen=True):
     request_id: str
     transfer: str | None
     pages: list[PagesPlan]
-    ends_prefill: bool  # the last token of the prompt is computed in this step
-    num_tokens: int
+    ends_transfer: bool  # the last token of the prompt of a prefill leg is computed in this step
+    blocks_before: int  # blocks gathered for it in earlier steps
+    num_tokens: int  # of the prompt
 
 
 class LoadPlan(msgspec.Struct, frozen=True):

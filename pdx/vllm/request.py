@@ -42,6 +42,7 @@ class TrackedRequest:
         self.ask_until = 0.0
         self.room_until: float | None = None
         self.transfer_until: float | None = None
+        self.takes_part = not self.is_prefill  # room for a part of the prompt will do
         # what it said
         self.decided = False
         self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
@@ -53,7 +54,8 @@ class TrackedRequest:
         self.epoch = 0
         self.block_ids: list[int] = []
         self.grants: list[Grant] = []
-        self.saved_blocks = 0
+        self.saved_blocks = 0  # blocks before this one need no more saving
+        self.gathered_blocks = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
         self.decoded_first = 0
         self.scheduled = False
@@ -143,10 +145,12 @@ class TrackedRequest:
         ]
         self.saved_blocks = max(self.saved_blocks, final)
         self.grants = [grant for grant in self.grants if grant.end_block > self.saved_blocks]
-        ends_prefill = computed < num_prompt <= end
-        if not pages and not (ends_prefill and self.is_prefill):
+        ends_transfer = self.is_prefill and computed < num_prompt <= end
+        if not pages and not ends_transfer:
             return None
-        return SavePlan(self.request.request_id, self.transfer, pages, ends_prefill, num_prompt)
+        before = self.gathered_blocks
+        self.gathered_blocks += sum(len(plan.block_ids) for plan in pages)
+        return SavePlan(self.request.request_id, self.transfer, pages, ends_transfer, before, num_prompt)
 
     def forget_node(self) -> None:
         """The node it dealt with is gone, and all that it held there."""

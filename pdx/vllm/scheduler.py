@@ -73,6 +73,7 @@ class SchedulerHalf:
             return 0  # its load failed: recompute
         connection = self._link.connection
         if connection is None or (tracked.decided and tracked.epoch != connection.epoch):
+            self._link.count("no_node")
             tracked.forget_node()
             return 0
         if not self._inquiry.advance(tracked, connection):
@@ -114,6 +115,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: Any) -> StepPlan:
         """What the workers do in this step."""
+        self._inquiry.new_step()
         connection = self._link.connection
         loads, self._loads = self._loads, []
         aborts, self._aborts = self._aborts, []
@@ -183,6 +185,11 @@ class SchedulerHalf:
     def has_unsent_plans(self) -> bool:
         """Whether the workers must still be told of something, although no request needs a step."""
         return bool(self._aborts)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether this half is attached to a living node."""
+        return self._link.connection is not None
 
     def wait_attached(self, timeout_s: float) -> bool:
         """For start-up only: whether this half is attached to a node within `timeout_s`."""

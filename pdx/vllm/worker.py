@@ -17,7 +17,7 @@ import torch
 
 from pdx.config import ConnectorConfig
 from pdx.connection import Connection
-from pdx.errors import LayoutError
+from pdx.errors import LayoutError, NodeUnavailable
 from pdx.kernels.pages import gather, page_rows
 from pdx.layout import KvLayout
 from pdx.memory import populate_in_background
@@ -45,20 +45,22 @@ class WorkerHalf:
         hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role)
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self._link = NodeLink(config, hello, starter=shard == 0)
-        self._loader = Loader(layout, shard)
+        self._loader = Loader(layout, shard, self._link.count)
         self._idle = True
         self._saves: list[SavePlan] = []
         self._connection: Connection | None = None  # of this step, only if it is the one the plan is about
         self._rows: ArenaRows | None = None
         self._targets: list[tuple[PagesPlan, torch.Tensor, torch.Tensor]] = []  # with slot rows and block ids
         self._done_layers: set[int] = set()
-        self._moved: dict[str, int] = {}  # transfer -> bytes gathered so far
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order.
 
-        :raises LayoutError: the tensors are not what the layout says.
+        :raises LayoutError: the tensors are not what the layout says, or not in host memory.
         """
+        devices = {tensor.device.type for tensor in kv_caches.values()}
+        if devices != {"cpu"}:
+            raise LayoutError(f"KV cache on {', '.join(sorted(devices))}: PDX moves only KV in host memory so far")
         rows: dict[int, int] = {}  # address -> layer; layers that share KV come with one address
         for name, tensor in kv_caches.items():
             layer = rows.setdefault(tensor.data_ptr(), len(rows))
@@ -74,11 +76,10 @@ class WorkerHalf:
 
     @staticmethod
     def _populate(kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """On a CPU the cache's memory comes at its first touch: have it now, or loads pay for it."""
+        """The cache's memory comes at its first touch: have it now, or loads pay for it."""
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
         for address, tensor in storages.items():
-            if tensor.device.type == "cpu":
-                populate_in_background(address, tensor.untyped_storage().nbytes(), tensor)
+            populate_in_background(address, tensor.untyped_storage().nbytes(), tensor)
 
     def _block_rows(self, name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         ratio, rest = divmod(tensor.shape[0], num_blocks)
@@ -100,20 +101,29 @@ class WorkerHalf:
         """A step starts: let go of what is aborted, start its loads, look up where its saves go."""
         self._idle = not plan.num_scheduled_tokens
         self._done_layers.clear()
-        connection = self._link.connection
-        current = connection is not None and connection.epoch == plan.epoch
-        self._connection = connection if current else None
         self._saves = plan.saves
-        if connection is None or not current:
-            self._targets = []
+        self._targets = []
+        connection = self._connection = self._current_connection(plan)
+        if connection is None or self._rows is None:
             self._loader.fail(plan.loads)
             return
-        if self._rows is None or self._rows.arena is not connection.arena:
-            self._rows = ArenaRows(connection.arena)
         self._loader.submit(plan.loads, self._rows, connection)
         if plan.aborts:
             connection.tell(Abort([slots[self._shard] for slots in plan.aborts]))
         self._targets = list(self._open_targets(plan.saves, self._rows))
+
+    def _current_connection(self, plan: StepPlan) -> Connection | None:
+        """The connection to the node that the plan is about, with its arena's rows; None if it is gone."""
+        connection = self._link.connection
+        if connection is None or connection.epoch != plan.epoch:
+            return None
+        try:
+            arena = connection.arena
+        except NodeUnavailable:  # the link has closed it just now
+            return None
+        if self._rows is None or self._rows.arena is not arena:
+            self._rows = ArenaRows(arena)
+        return connection
 
     def _open_targets(self, saves: list[SavePlan], rows: ArenaRows) -> Any:
         for save in saves:
@@ -121,6 +131,7 @@ class WorkerHalf:
                 slot = pages.slots[self._shard]
                 if not rows.arena.is_current(slot):
                     log.warning("%s of request %s is not ours any more: not saved", slot, save.request_id)
+                    self._link.count("save_skipped")
                     continue
                 target = rows.of(slot, self._layout.num_layers * pages.num_blocks)
                 yield pages, target, torch.tensor(pages.block_ids, dtype=torch.int64)
@@ -165,20 +176,13 @@ class WorkerHalf:
 
     def _mark(self, connection: Connection, event: Event) -> None:
         """Tell the bytes of each transfer that were gathered by now, where its prefill ends in this step."""
-        share = len(self._done_layers) / self._layout.num_layers
         for save in self._saves:
-            if save.transfer is None:
+            if save.transfer is None or not save.ends_transfer:
                 continue
             pages = sum(len(plan.block_ids) for plan in save.pages)
-            nbytes = self._moved.get(save.transfer, 0)
-            nbytes += int(share * pages * self._layout.num_layers * self._layout.page_bytes)
-            if save.ends_prefill:
-                tokens = save.num_tokens
-                connection.tell(Mark(save.transfer, event, time.monotonic_ns(), nbytes=nbytes, tokens=tokens))
-            if event is Event.SEALED:
-                self._moved[save.transfer] = nbytes
-                if save.ends_prefill:
-                    del self._moved[save.transfer]
+            moved = save.blocks_before * self._layout.num_layers + pages * len(self._done_layers)
+            nbytes, tokens = moved * self._layout.page_bytes, save.num_tokens
+            connection.tell(Mark(save.transfer, event, time.monotonic_ns(), nbytes=nbytes, tokens=tokens))
 
     def finished_loads(self) -> tuple[set[str], set[int]]:
         """Requests whose load is over since the last call, and the blocks that were not loaded.
@@ -197,3 +201,8 @@ class WorkerHalf:
         self._rows = None
         with contextlib.suppress(RuntimeError):
             self._link.close()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether this half is attached to a living node."""
+        return self._link.connection is not None

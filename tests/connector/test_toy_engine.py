@@ -243,6 +243,33 @@ def test_prefill_waits_for_room_but_not_forever(engines: Callable[..., ToyEngine
         assert node.status().counters["reserve_full"] >= 1
 
 
+def test_what_was_done_without_pdx_is_counted(engines: Callable[..., ToyEngine]) -> None:
+    """A part of the prompt is saved where not all fits, and the node's counters say that something was missing."""
+    engine = engines(reserve_wait_s=0.05)
+    with pdx.connect(engines.node.address) as node:
+        room = MAX_CHUNK_BYTES + 4096
+        ballast = node.reserve("ballast", engines.node.config.arena_bytes - room // 4096 * 4096)
+        request = Request("p", tokens(16, 3 * CHUNK), {"do_remote_decode": True, "transfer_id": "s" * 20})
+        engine.admit(request)
+        engine.step((request, 3 * CHUNK))
+        engine.finish(request)
+        wait_until(lambda: node.status().counters.get("degraded_no_room") == 1, what="counted")
+        assert node.status().chunks["sealed"] == 1
+        ballast.abort()
+
+
+def test_a_decoder_tells_no_moments_of_prefill(engines: Callable[..., ToyEngine], place: Any) -> None:
+    """A decode leg that has to compute and save a chunk itself must not stretch the transfer's timeline."""
+    engine = engines()
+    prompt = tokens(17, 2 * CHUNK)
+    decode = Request("d", prompt, {"do_remote_prefill": True, "transfer_id": "r" * 20})
+    engine.admit(decode)
+    plan = engine.scheduler.plan_step(engine.output({"d": (decode, 2 * CHUNK)}))
+    assert [save.ends_transfer for save in plan.saves] == [False]
+    engine.run_worker(0, plan, {"d": (decode, 2 * CHUNK)})
+    engine.finish(decode)
+
+
 def test_node_killed_between_steps_costs_only_the_cache(engines: Callable[..., ToyEngine], start_node: Any) -> None:
     engine = engines()
     prompt = tokens(13, 3 * CHUNK)
@@ -256,7 +283,7 @@ def test_node_killed_between_steps_costs_only_the_cache(engines: Callable[..., T
     engine.step((request, CHUNK))
     engine.finish(request)
     engines.node = start_node()
-    wait_until(lambda: len(engines.node.status().attached) >= 3, 10, "both halves are attached to the next node")
+    wait_until(lambda: engine.is_attached, 10, "both halves are attached to the next node")
     again = Request("c", prompt)
     engine.admit(again)
     engine.step((again, len(prompt)))

@@ -99,7 +99,9 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline", 1), world_size=1),
         model_config=model_of(folder),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=changes.get("hashing", "sha256"), cache_dtype="auto"),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=changes.get("hashing", "sha256"), cache_dtype=changes.get("cache_dtype", "auto")
+        ),
         load_config=SimpleNamespace(load_format="auto"),
         attention_config=SimpleNamespace(backend=None),
     )
@@ -129,6 +131,11 @@ def test_layouts_that_pdx_does_not_move_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=words):
         layout_of(*configs(folder, groups, **changes), 256)
+
+
+def test_cache_formats_that_are_stored_alike_are_different_layouts(folder: Path) -> None:
+    auto, fp8 = (layout_of(*configs(folder, [group()], cache_dtype=dtype), 256) for dtype in ("auto", "bfloat16"))
+    assert auto.fingerprint() != fp8.fingerprint()
 
 
 def test_chunks_that_are_no_multiple_of_blocks_are_refused(folder: Path) -> None:

@@ -186,6 +186,11 @@ class ToyEngine:
         self.free += request.block_ids
         self.idle()
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether all halves are attached to a living node."""
+        return self.scheduler.is_attached and all(worker.is_attached for worker in self.workers)
+
     def close(self) -> None:
         self.scheduler.close()
         for worker in self.workers:

@@ -140,6 +140,22 @@ def test_full_arena_means_no_transfer_but_an_answer(pair: Pair) -> None:
     pair.wait_at_rest()
 
 
+def test_64_at_once_with_room_for_one_chunk(pair: Pair) -> None:
+    """The arena can hold one chunk at a time: all requests finish, and most without a transfer."""
+    one_chunk = 256 * 4 * 2 * 4 * 64 * 4  # tokens, layers, K and V, heads, their size, float32
+    with pdx.connect(pair.node_address) as node:
+        forget = node.reserve("room", ARENA_BYTES)
+        forget.abort()
+        with node.reserve("ballast", ARENA_BYTES - one_chunk - 8192) as ballast:
+            bodies = [completion(text(2250 + number, 300), max_tokens=4) for number in range(64)]
+            answers = pair.post_all(bodies)
+            ballast.abort()
+    assert [answer["http_status"] for answer in answers] == [200] * 64
+    pair.wait_at_rest()
+    alone = [essence(post(pair.decode.url, *body)) for body in bodies[:8]]
+    assert [essence(answer) for answer in answers[:8]] == alone
+
+
 # ---- processes that stop, die and come back -------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Processes that die or stop at the worst moment; real signals, real memory (DESIGN §4, 2 to 4)."""
+"""Processes that die or stop at the worst moment; real signals, real memory (invariants 2 to 4)."""
 
 import os
 import signal

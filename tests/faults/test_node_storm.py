@@ -1,4 +1,4 @@
-"""Eight processes do random things to one small node for a second; half of them die at it (DESIGN §4, 4)."""
+"""Eight processes do random things to one small node for a second; half of them die at it (invariants 4)."""
 
 import signal
 import subprocess

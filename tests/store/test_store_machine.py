@@ -1,4 +1,4 @@
-"""The store against a model, with writers that really write and readers that really read (DESIGN §4, 1 to 4).
+"""The store against a model, with writers that really write and readers that really read (invariants 1 to 4).
 
 Two kinds of sessions use one small arena: clients that write one shard themselves, and engines whose scheduler
 reserves what two workers write. Every chunk has a pattern of its own; a writer may write whenever its slot is not
