@@ -24,7 +24,7 @@ from vllm.v1.core import kv_cache_utils
 
 from pdx.config import ConnectorConfig, parse
 from pdx.errors import ConfigError
-from pdx.vllm.identity import layout_of
+from pdx.vllm.identity import layout_of, model_identity
 from pdx.vllm.plan import StepPlan
 from pdx.vllm.scheduler import SchedulerHalf
 from pdx.vllm.worker import WorkerHalf
@@ -44,12 +44,15 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = _checked_config(transfer)
-        layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens)
+        # Only the scheduler half makes keys: the workers need not read samples of the weights.
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        model = model_identity(vllm_config.model_config, vllm_config.load_config.load_format) if is_scheduler else ""
+        layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             self._scheduler = SchedulerHalf(config, layout, transfer.engine_id, tail_hash)
         else:
             self._worker = WorkerHalf(config, layout, transfer.engine_id, _rank())

@@ -15,13 +15,14 @@ from pdx.errors import ConfigError, LayoutError
 from pdx.layout import KvLayout
 
 _SAMPLE_BYTES = 64 << 10
+_STRIDE_BYTES = 16 << 20
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _HASHES = ("sha256", "sha256_cbor")
 
 
-def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> KvLayout:
-    """The layout of one shard.
+def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str) -> KvLayout:
+    """The layout of one shard of `model` (see `model_identity`; who makes no keys need not know it).
 
     :raises LayoutError: a model or engine layout that PDX does not move yet.
     :raises ConfigError: block hashes that are not cryptographic, or chunks that are no multiple of blocks.
@@ -40,13 +41,13 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> KvLa
     spec = groups[0].kv_cache_spec
     if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
         raise LayoutError(f"{type(spec).__name__} layers: PDX moves full attention only so far")
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    cache = vllm_config.cache_config
     if kv_cache_config.hash_block_size not in (None, spec.block_size):
         raise LayoutError(
             f"block hashes of {kv_cache_config.hash_block_size} tokens over blocks of {spec.block_size} tokens"
         )
     return KvLayout(
-        model=model_identity(model, vllm_config.load_config.load_format),
+        model=model,
         dtype=f"{spec.dtype} as {cache.cache_dtype}",  # the FP8 formats are all stored as uint8
         num_layers=len(groups[0].layer_names),
         num_heads=spec.num_kv_heads,
@@ -87,14 +88,14 @@ def model_identity(model: Any, load_format: Any) -> str:
 
 
 def _sample(file: Path) -> bytes:
-    """The beginning, middle and end of a file: two fine-tunes of one model differ in all of them."""
+    """A piece of every 16 MB and the end: a fine-tune that touches any larger tensor differs in one of them."""
     size = file.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
-        pieces = []
-        for offset in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+        for offset in (*range(0, size, _STRIDE_BYTES), max(0, size - _SAMPLE_BYTES)):
             stream.seek(offset)
-            pieces.append(stream.read(_SAMPLE_BYTES))
-    return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.digest()
 
 
 def _cpu_isa(spec: Any, cache: Any) -> str:

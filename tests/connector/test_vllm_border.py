@@ -112,7 +112,7 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
 
 
 def test_layout_of_full_attention(folder: Path) -> None:
-    layout = layout_of(*configs(folder, [group()]), 256)
+    layout = layout_of(*configs(folder, [group()]), 256, model="m")
     assert (layout.num_layers, layout.blocks_per_chunk, layout.chunk_bytes) == (2, 2, 2 * 2 << 16)
     assert layout.isa, "on a CPU the instruction set decides how pages are packed"
 
@@ -130,22 +130,24 @@ def test_layouts_that_pdx_does_not_move_are_refused(
     folder: Path, groups: list[Any], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(LayoutError, match=words):
-        layout_of(*configs(folder, groups, **changes), 256)
+        layout_of(*configs(folder, groups, **changes), 256, model="m")
 
 
 def test_cache_formats_that_are_stored_alike_are_different_layouts(folder: Path) -> None:
-    auto, fp8 = (layout_of(*configs(folder, [group()], cache_dtype=dtype), 256) for dtype in ("auto", "bfloat16"))
+    auto, fp8 = (
+        layout_of(*configs(folder, [group()], cache_dtype=dtype), 256, model="m") for dtype in ("auto", "bfloat16")
+    )
     assert auto.fingerprint() != fp8.fingerprint()
 
 
 def test_chunks_that_are_no_multiple_of_blocks_are_refused(folder: Path) -> None:
     with pytest.raises(LayoutError, match="chunk_tokens 100 is not a multiple"):
-        layout_of(*configs(folder, [group()]), 100)
+        layout_of(*configs(folder, [group()]), 100, model="m")
 
 
 def test_block_hashes_that_can_be_made_to_collide_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="'xxhash' can be made to collide"):
-        layout_of(*configs(folder, [group()], hashing="xxhash"), 256)
+        layout_of(*configs(folder, [group()], hashing="xxhash"), 256, model="m")
 
 
 # ---- the connector's configuration ----------------------------------------------------------
