@@ -19,9 +19,7 @@ class Timing:
     median_s: float
     best_s: float
     worst_s: float
-    ratio: (
-        float  # median over the rounds of (reference's time / own time): above 1 is faster than the reference
-    )
+    ratio: float  # median over the rounds of (reference's time / own time): above 1 is faster than the reference
 
     def rate(self, amount: float) -> float:
         """`amount` per second at the median."""
