@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cases import MODEL
+from cases import MODEL, completion, text
 from engine_process import Server, free_port, wait_until
 from http_client import post
 
@@ -62,6 +63,14 @@ class Pair:
             server.wait_ready()
         wait_until(self.is_attached, 30, "both engines are attached")
         wait_until(self.proxy.is_healthy, 10, "the proxy serves")
+        prompts = itertools.count(5000)
+        wait_until(lambda: self.hands_over(text(next(prompts), 300)), 30, "prompts are handed over")
+
+    def hands_over(self, prompt: str) -> bool:
+        """Whether the decoder computes next to nothing of this prompt, by its own account."""
+        before = self.decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+        self.post(*completion(prompt, max_tokens=2))
+        return self.decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute") - before <= 2
 
     def status(self) -> NodeStatus:
         with pdx.connect(self.node_address, timeout_s=10) as node:

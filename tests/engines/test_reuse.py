@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,21 @@ class Host:
     def workers(self) -> int:
         return sum(process.kind == "worker" for process in self.status().attached)
 
+    def sealed(self) -> int:
+        return self.status().chunks.get("sealed", 0)
+
+    def wait_saving(self, server: Server) -> None:
+        """Until the engine puts what it computes into the store: all of its processes are attached then."""
+        server.wait_ready()
+        prompts = itertools.count(4000)
+
+        def saves() -> bool:
+            before = self.sealed()
+            post(server.url, *completion(text(next(prompts), 300), max_tokens=1))
+            return self.sealed() > before
+
+        wait_until(saves, 30, f"{server.log.name} saves")
+
     def close(self) -> None:
         for server in self.servers:
             server.stop()
@@ -88,22 +104,25 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
     """One node serves a TP=2 engine, then another model and another block size; only equals hit."""
     body = CASES["length-1000"]
     sharded = host.serve("tp2", model, "--tensor-parallel-size", "2", cores="0|1")
-    sharded.wait_ready()
-    wait_until(lambda: host.workers() == 2, 20, "both ranks are attached to the node that the engine has started")
-    assert [essence(post(sharded.url, *body)) for _ in range(2)] == [essence(expected["length-1000"])] * 2
+    host.wait_saving(sharded)
+    assert host.workers() == 2, "both ranks are attached to the node that the engine has started"
+    before = host.sealed()
+    assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
+    wait_until(lambda: host.sealed() == before + 2 * 3, 5, "three chunks of two shards each")
+    assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
     assert hit_tokens(sharded) == 768
-    assert host.status().chunks == {"sealed": 2 * 3}  # three chunks of two shards each
     sharded.stop()
     wait_until(lambda: host.workers() == 0, 10, "its processes are given back")
 
     other = host.serve("other-model", make_tiny(workplace / "other", seed=1), cores="0")
     smaller = host.serve("smaller-blocks", model, "--block-size", "64", cores="1")
     for server in (other, smaller):
-        server.wait_ready()
-    wait_until(lambda: host.workers() == 2, 20, "both engines are attached")
+        host.wait_saving(server)
+    before = host.sealed()
     stranger = post(other.url, *body)
     assert essence(post(smaller.url, *body)) == essence(expected["length-1000"])
     assert hit_tokens(other) == hit_tokens(smaller) == 0
+    wait_until(lambda: host.sealed() == before + 2 * 3, 5, "each has chunks of its own")
     assert essence(stranger) != essence(expected["length-1000"])
     assert essence(post(other.url, *body)) == essence(stranger)
     assert hit_tokens(other) == 768
@@ -113,11 +132,13 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
 
 def test_salt_keeps_tenants_apart(host: Host, model: Path) -> None:
     engine = host.serve("salt", model)
-    engine.wait_ready()
-    wait_until(lambda: host.workers() == 1, 20, "the engine is attached")
+    host.wait_saving(engine)
+    computed = computed_prompt_tokens(engine)
     prompt = text(3000, 600)
+    before = host.sealed()
     first = essence(post(engine.url, *completion(prompt, cache_salt="one")))
-    for salt, hits in (("two", 0), ("one", 512), ("two", 1024)):
+    for salt, hits, sealed in (("two", 0, 2), ("one", 512, 4), ("two", 1024, 4)):
+        wait_until(lambda sealed=sealed: host.sealed() == before + sealed, 5, "what was computed is saved")
         assert essence(post(engine.url, *completion(prompt, cache_salt=salt))) == first
         assert hit_tokens(engine) == hits
-    assert computed_prompt_tokens(engine) == 4 * 600 - 1024
+    assert computed_prompt_tokens(engine) - computed == 4 * 600 - 1024
