@@ -30,16 +30,21 @@ from bench.engines import (
 )
 from bench.pages import shared_memory
 from bench.report import Figure, at_least, at_most, plain, publish
+from pdx.memory import populate_in_background
 from pdx.timeline import Event
 
 TOKENS = 4000
 BLOCK_TOKENS = 128
 REQUESTS = 13
-WARMUPS = 2
-COPIES = 5  # between two requests
+WARMUPS = 4  # all of the arena and of the decoder's KV cache is in use after these
+COPIES = 5  # between two requests, of memory that has just been in use
+TARGETS = 4  # prompts that the decoder's KV cache holds: each block of it lies idle for so many requests
 CALM_S = 1.5  # engines poll for a second after their last step, and would share the core with the copy
 ALLOWED = 1.3
 EXTRA_MS = 15.0
+# As much as the warm-ups use once, so that no measured request is the first to touch a page.
+ARENA = "1GiB"
+KV_GIB = "1"
 SPANS = (
     Event.PREFILL_END,
     Event.PREFILL_ANSWERED,
@@ -52,26 +57,30 @@ SPANS = (
 
 
 class Memcpy:
-    """One copy of the KV of a prompt, as fast as this machine does it."""
+    """One copy of the KV of a prompt, as fast as this machine does it, to the kind of memory that engines have."""
 
     def __init__(self, nbytes: int, core: int) -> None:
         self._source = shared_memory(nbytes).fill_(1).numpy()
-        self._target = torch.full((nbytes,), 2, dtype=torch.uint8).numpy()
+        self._targets = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(TARGETS)]
+        for target in self._targets:
+            populate_in_background(target.data_ptr(), nbytes, target).join()
+            target.fill_(2)
         self._core = core
 
-    def times_ms(self) -> list[float]:
-        """A few copies on the decoder's core."""
+    def times_ms(self) -> tuple[float, list[float]]:
+        """On the decoder's core: a copy to the target that has lain idle longest, then more to the same one."""
+        self._targets.append(self._targets.pop(0))
         time.sleep(CALM_S)
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {self._core})
         try:
-            return [self._once_ms() for _ in range(COPIES)]
+            return self._once_ms(), [self._once_ms() for _ in range(COPIES)]
         finally:
             os.sched_setaffinity(0, cores)
 
     def _once_ms(self) -> float:
         start_at = time.perf_counter()
-        numpy.copyto(self._target, self._source)
+        numpy.copyto(self._targets[-1].numpy(), self._source)
         return (time.perf_counter() - start_at) * 1e3
 
 
@@ -88,7 +97,7 @@ def timeline(url: str, transfer: str) -> dict[str, Any]:
     return found
 
 
-def row(found: dict[str, Any], copies_ms: list[float]) -> dict[str, float]:
+def row(found: dict[str, Any], idle_copy_ms: float, copies_ms: list[float]) -> dict[str, float]:
     """One request's figures."""
     parts = found["breakdown"]
     expected = -(-TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS * KV_BYTES
@@ -103,6 +112,7 @@ def row(found: dict[str, Any], copies_ms: list[float]) -> dict[str, float]:
         "load_ms": parts["load_ms"],
         "hidden_share": parts["hidden_share"],
         "memcpy_ms": memcpy_ms,
+        "idle_copy_ms": idle_copy_ms,
         "excess_ms": parts["handoff_ms"] - ALLOWED * memcpy_ms,
         "load_ratio": parts["load_ms"] / memcpy_ms,
         **spans,
@@ -116,18 +126,16 @@ def measure() -> list[dict[str, float]]:
     url = f"http://127.0.0.1:{port}"
     memcpy = Memcpy(TOKENS * KV_BYTES, core=max(os.sched_getaffinity(0)))
     with bench_folder() as (model, processes):
-        command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port), "--arena", "2GiB"]
-        logs = ["--logs", str(model.parent / "logs")]
-        start(processes, "up", [*command, *logs, "--", *FLAGS, "--max-model-len", "6000"], url)
-        before_ms = memcpy.times_ms()
+        command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port)]
+        options = ["--arena", ARENA, "--logs", str(model.parent / "logs"), "--", *FLAGS, "--max-model-len", "6000"]
+        start(processes, "up", [*command, *options], url, {"VLLM_CPU_KVCACHE_SPACE": KV_GIB})
         for number in range(-WARMUPS, REQUESTS):
             found = timeline(url, complete(url, prompt(TOKENS, number), max_tokens=4))
-            after_ms = memcpy.times_ms()
+            copies = memcpy.times_ms()
             if number >= 0:
-                rows.append(row(found, before_ms + after_ms))
+                rows.append(row(found, *copies))
                 last = rows[-1]
                 say(f"  handoff {last['handoff_ms']:.1f} ms, memcpy {last['memcpy_ms']:.1f} ms")
-            before_ms = after_ms
     return rows
 
 
@@ -135,9 +143,11 @@ def main() -> None:
     rows = measure()
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     bound = ALLOWED * medians["memcpy_ms"] + EXTRA_MS
-    worst = max(row["handoff_ms"] for row in rows)
+    worst, worst_copy = (max(row[name] for row in rows) for name in ("handoff_ms", "idle_copy_ms"))
+    idle_note = f"for {TARGETS} requests, as the decoder's blocks do; worst {worst_copy:.1f}"
     figures: list[Figure] = [
         plain("one memcpy of the same bytes (the reference)", medians["memcpy_ms"], "ms", f"{TOKENS * KV_BYTES:,} B"),
+        plain("the same to memory that lay idle", medians["idle_copy_ms"], "ms", idle_note),
         at_most("handoff", medians["handoff_ms"], "ms", round(bound, 1), f"1.3 memcpy + 15 ms; worst {worst:.1f}"),
         at_most("handoff - 1.3 memcpy", medians["excess_ms"], "ms", EXTRA_MS, "median of the requests' differences"),
         at_least("share moved when prefill ended", medians["hidden_share"], "", 0.95),

@@ -1,0 +1,94 @@
+"""All benches, one after the other, and the measured part of docs/numbers.md from their results: `python -m bench.all`.
+
+About seven minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from bench.report import RESULTS, at_least, console, publish
+
+BENCHES = ("pages", "node", "handoff", "overhead")
+NUMBERS = RESULTS.parent.parent / "docs" / "numbers.md"
+BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
+PAGES_GOAL = 0.8
+
+
+def run(bench: str) -> str | None:
+    """Run one bench in a process of its own; its last line, None where it failed."""
+    console.rule(f"bench.{bench}")
+    command = [sys.executable, "-m", f"bench.{bench}"]
+    last = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=NUMBERS.parent.parent) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    return None if process.returncode else last
+
+
+def publish_pages(last: str) -> None:
+    """The slowest case of each operation, on one thread and on two."""
+    rows: list[dict[str, Any]] = json.loads(last)["rows"]
+    figures = []
+    for operation in ("gather", "scatter"):
+        for threads in (1, 2):
+            cases = [row for row in rows if row["operation"] == operation and row["threads"] == threads]
+            slowest = min(cases, key=lambda row: row["ratio"])
+            note = f"{slowest['page_kib']} KiB pages, {slowest['order']}: {slowest['gb_s']} GB/s"
+            name = (
+                f"{operation}, {threads} thread{'s' * (threads > 1)}, slowest of {len(cases)}: share of memcpy's rate"
+            )
+            figures.append(at_least(name, slowest["ratio"], "", PAGES_GOAL, note))
+    publish("pages", "gather and scatter of KV pages of 16 to 128 KiB", figures, {"rows": rows})
+
+
+def table(bench: str) -> str:
+    """One result as Markdown."""
+    result = json.loads((RESULTS / f"{bench}.json").read_text())
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [
+        f"### {result['title']}",
+        "",
+        f"`python -m bench.{bench}`, {machine['date']}, {machine['cpus']}-core {machine['cpu']}, no GPU, "
+        f"Python {machine['python']}, {versions}; load at the end {machine['load_at_end']}.",
+        "",
+        "| figure | measured | goal | met | note |",
+        "|---|---:|---|---|---|",
+    ]
+    for figure in result["figures"]:
+        met = {None: "", True: "yes", False: "**no**"}[figure["is_met"]]
+        measured = f"{figure['value']:,.3f} {figure['unit']}".strip()
+        lines.append(f"| {figure['name']} | {measured} | {figure['goal']} | {met} | {figure['note']} |")
+    return "\n".join([*lines, ""])
+
+
+def fill_numbers() -> None:
+    """Replace what stands between the marks."""
+    head, _, rest = NUMBERS.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    tables = "\n".join(table(bench) for bench in BENCHES if (RESULTS / f"{bench}.json").exists())
+    NUMBERS.write_text(f"{head}{BEGIN}\n{tables}\n{END}{tail}")
+
+
+def main() -> int:
+    failed = []
+    for bench in BENCHES:
+        last = run(bench)
+        if last is None:
+            failed.append(bench)
+        elif bench == "pages":
+            publish_pages(last)
+    fill_numbers()
+    for bench in failed:
+        console.print(f"bench.{bench} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
