@@ -4,14 +4,18 @@ PdxError
 ├── ConfigError           fix the configuration; retrying cannot help
 ├── LayoutError           this model or engine layout is not supported; run without PDX
 ├── ProtocolError         a peer sent something that is not our protocol; drop it, keep going
-└── NodeError             the node could not do what was asked
-    ├── NodeUnavailable   no node answers; reattach later, recompute meanwhile
-    ├── NodeRunning       another node already owns this socket; use that one
-    ├── ArenaTooSmall     the arena can never hold this; make it bigger
-    ├── ArenaFull         no room now; ask again later or go on without
-    ├── ChunkExists       somebody else fills or filled this chunk; look it up instead
-    ├── ChunkMissing      the chunk is not there (any more); recompute
-    └── StaleSlot         the slot is no longer what was promised; drop what was copied
+├── NodeError             the node could not do what was asked
+│   ├── NodeUnavailable   no node answers; reattach later, recompute meanwhile
+│   ├── NodeRunning       another node already owns this socket; use that one
+│   ├── ArenaTooSmall     the arena can never hold this; make it bigger
+│   ├── ArenaFull         no room now; ask again later or go on without
+│   ├── ChunkExists       somebody else fills or filled this chunk; look it up instead
+│   ├── ChunkMissing      the chunk is not there (any more); recompute
+│   └── StaleSlot         the slot is no longer what was promised; drop what was copied
+└── ProxyError            inside the proxy; clients see an OpenAI-style error
+    ├── LegFailed         an engine gave no usable answer; ask another, or the decoder alone
+    ├── NoEngine          nobody is there to decode; the client may come back
+    └── ClientGone        the client has left; stop working for it
 """
 
 from __future__ import annotations
@@ -63,3 +67,26 @@ class ChunkMissing(NodeError):
 
 class StaleSlot(NodeError):
     """The slot's generation or epoch changed: it belongs to somebody else now."""
+
+
+class ProxyError(PdxError):
+    """Something that the proxy deals with while it serves a request."""
+
+
+class LegFailed(ProxyError):
+    """An engine did not give a usable answer. If `unsent`, it cannot have begun to work on the request."""
+
+    def __init__(self, reason: str, engine: str, url: str, text: str = "", *, unsent: bool = False) -> None:
+        super().__init__(f"engine {engine}: {reason}{': ' if text else ''}{text}")
+        self.reason = reason
+        self.engine = engine
+        self.url = url
+        self.unsent = unsent
+
+
+class NoEngine(ProxyError):
+    """No engine is known that could decode."""
+
+
+class ClientGone(ProxyError):
+    """The client closed its connection; there is nobody left to work for."""

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from pdx.config import default_proxy
-from pdx.errors import ProtocolError
+from pdx.errors import LegFailed, ProtocolError
 from pdx.messages import NodeReport
 from pdx.proxy import fault
 from pdx.proxy.ceiling import Ceilings
@@ -25,7 +25,7 @@ from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.ledger import Ledger, Timeline
-from pdx.proxy.leg import LegFailed, Legs
+from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
 from pdx.proxy.relay import Relay

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pdx.proxy.leg import LegFailed, Legs
+from pdx.errors import LegFailed
+from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
 
 _ANSWER_S = 1.0

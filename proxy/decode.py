@@ -6,7 +6,7 @@ from pdx.errors import ProtocolError
 from pdx.proxy import sse
 from pdx.proxy.answer import FirstToken, PrefillAnswer, continued_event, merged_answer
 from pdx.proxy.exchange import Exchange, Outcome
-from pdx.proxy.leg import Answer, LegFailed, Reason
+from pdx.proxy.leg import Answer, Reason, failed
 from pdx.timeline import Event
 
 
@@ -37,7 +37,7 @@ class Continuation:
         if answer.status != 200:
             await self._take_refusal(exchange, answer)
         elif answer.is_stream != exchange.streams:
-            raise LegFailed(Reason.MALFORMED, answer.engine, f"unexpected {answer.content_type!r}")
+            raise failed(Reason.MALFORMED, answer.engine, f"unexpected {answer.content_type!r}")
         elif answer.is_stream:
             await _relay_stream(exchange, answer, self)
         else:
@@ -46,7 +46,7 @@ class Continuation:
             try:
                 merged = merged_answer(self._prefill, self._first.text, raw)
             except ProtocolError as error:
-                raise LegFailed(Reason.MALFORMED, answer.engine, str(error)) from error
+                raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
             exchange.first_token(answer.engine, streams=False)
             exchange.reply.whole(200, merged)
 
@@ -57,9 +57,9 @@ class Continuation:
     async def _take_refusal(self, exchange: Exchange, answer: Answer) -> None:
         # A refusal may be about what this proxy made of the request: the client is not to be told that.
         if answer.status < 500:
-            raise LegFailed(Reason.STATUS_4XX, answer.engine, str(answer.status))
+            raise failed(Reason.STATUS_4XX, answer.engine, str(answer.status))
         if exchange.reply.started:
-            raise LegFailed(Reason.STATUS_5XX, answer.engine, str(answer.status))
+            raise failed(Reason.STATUS_5XX, answer.engine, str(answer.status))
         await _relay_whole(exchange, answer)
 
 
@@ -81,11 +81,11 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Cont
         try:
             events = splitter.feed(chunk)
         except ProtocolError as error:
-            raise LegFailed(Reason.MALFORMED, answer.engine, str(error)) from error
+            raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
         if events:
             exchange.first_token(answer.engine, streams=True)
             await exchange.reply.write(b"".join(map(shape.event, events)))
             last = events[-1]
     if sse.data(last) != b"[DONE]":
-        raise LegFailed(Reason.TRUNCATED, answer.engine)
+        raise failed(Reason.TRUNCATED, answer.engine)
     await exchange.reply.end()

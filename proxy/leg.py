@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import aiohttp
 
-from pdx.errors import PdxError
+from pdx.errors import LegFailed
 from pdx.proxy.roster import Engine
 
 
@@ -28,18 +28,10 @@ class Reason(StrEnum):
     STATUS_5XX = "status_5xx"
 
 
-class LegFailed(PdxError):
-    """An engine did not give a usable answer. If `unsent`, it cannot have begun to work on the request."""
-
-    def __init__(self, reason: Reason, engine: Engine, text: str = "") -> None:
-        super().__init__(f"engine {engine.name}: {reason}{': ' if text else ''}{text}")
-        self.reason = reason
-        self.engine = engine
-
-    @property
-    def unsent(self) -> bool:
-        """Another engine may be asked instead."""
-        return self.reason in (Reason.REFUSED, Reason.CONNECT_TIMEOUT)
+def failed(reason: Reason, engine: Engine, text: str = "") -> LegFailed:
+    """The error that says so. Where the engine was not even reached, another one may be asked instead."""
+    unsent = reason in (Reason.REFUSED, Reason.CONNECT_TIMEOUT)
+    return LegFailed(reason, engine.name, engine.url, text, unsent=unsent)
 
 
 class Answer:
@@ -71,7 +63,7 @@ class Answer:
             raise self._reset(error) from error
 
     def _reset(self, error: Exception) -> LegFailed:
-        return LegFailed(Reason.RESET, self.engine, type(error).__name__)
+        return failed(Reason.RESET, self.engine, type(error).__name__)
 
 
 class _Leg:
@@ -145,7 +137,7 @@ class Legs:
         except TimeoutError as error:
             if not leg.scope.expired():
                 raise
-            raise LegFailed(Reason.LOST if leg.lost else Reason.TIMEOUT, engine) from error
+            raise failed(Reason.LOST if leg.lost else Reason.TIMEOUT, engine) from error
         finally:
             legs.discard(leg)
             if not legs:
@@ -165,11 +157,11 @@ class Legs:
                 allow_redirects=False,
             )
         except aiohttp.ConnectionTimeoutError as error:
-            raise LegFailed(Reason.CONNECT_TIMEOUT, engine) from error
+            raise failed(Reason.CONNECT_TIMEOUT, engine) from error
         except aiohttp.ClientConnectorError as error:
-            raise LegFailed(Reason.REFUSED, engine, error.strerror or "") from error
+            raise failed(Reason.REFUSED, engine, error.strerror or "") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(Reason.RESET, engine, type(error).__name__) from error
+            raise failed(Reason.RESET, engine, type(error).__name__) from error
         try:
             yield Answer(engine, response)
         finally:

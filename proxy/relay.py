@@ -6,26 +6,21 @@ import asyncio
 import logging
 import time
 
-from pdx.errors import PdxError, ProtocolError
+from pdx.errors import ClientGone, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
 from pdx.proxy.ceiling import Ceilings
 from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
 from pdx.proxy.exchange import Exchange, Outcome
-from pdx.proxy.leg import LegFailed, Legs, Reason
+from pdx.proxy.leg import Legs, Reason, failed
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode
-from pdx.proxy.reply import ClientGone
 from pdx.proxy.roster import Engine, Roster
 from pdx.timeline import Event
 
 log = logging.getLogger(__name__)
 
 _FAILOVER_S = 2.5  # no further engine is tried after; with the connect timeout, a client hears within 5 s
-
-
-class NoEngine(PdxError):
-    """No engine is known that could decode."""
 
 
 class Relay:
@@ -65,7 +60,7 @@ class Relay:
             return Outcome.UNAVAILABLE
         except LegFailed as failure:
             log.warning("transfer %s failed: %s", exchange.transfer, failure)
-            self._ceilings.forget(failure.engine.url)
+            self._ceilings.forget(failure.url)
             self._cancel(exchange, "decode_failed")
             status = 503 if failure.unsent else 502
             await exchange.reply.fail(status, f"the decode engine failed ({failure.reason})")
@@ -91,7 +86,7 @@ class Relay:
                 log.warning("transfer %s: prefill failed, one engine serves alone: %s", exchange.transfer, failure)
             await self._fall_back(exchange, f"prefill_{failure.reason}")
             if refused and exchange.outcome is Outcome.OK:  # refused by both, it is the client's fault and no news
-                log.warning("transfer %s: refused by %s only", exchange.transfer, failure.engine.name)
+                log.warning("transfer %s: refused by %s only", exchange.transfer, failure.engine)
             return None
         finally:
             if ceiling is not None:
@@ -108,11 +103,11 @@ class Relay:
         async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
         if found.status != 200:
-            raise LegFailed(Reason.STATUS_5XX if found.status >= 500 else Reason.STATUS_4XX, engine, str(found.status))
+            raise failed(Reason.STATUS_5XX if found.status >= 500 else Reason.STATUS_4XX, engine, str(found.status))
         try:
             prefill = answer.decode_prefill(raw)
         except ProtocolError as error:
-            raise LegFailed(Reason.MALFORMED, engine, str(error)) from error
+            raise failed(Reason.MALFORMED, engine, str(error)) from error
         exchange.timeline.prompt_tokens = prefill.usage.prompt_tokens
         exchange.mark(Event.PREFILL_ANSWERED, engine)
         return prefill, raw
@@ -230,9 +225,9 @@ class Relay:
         ]
 
     def _blame(self, failure: LegFailed) -> None:
-        self._ceilings.forget(failure.engine.url)
+        self._ceilings.forget(failure.url)
         if failure.unsent:
-            self._roster.suspect(failure.engine.url)
+            self._roster.suspect(failure.url)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.announced:

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from pdx.errors import PdxError
+from pdx.errors import ClientGone
 from pdx.proxy import fault, sse
-
-
-class ClientGone(PdxError):
-    """The client closed its connection; there is nobody left to work for."""
 
 
 class Reply:
