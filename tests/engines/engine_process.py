@@ -30,7 +30,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> 
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {timeout_s} s")
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 class Server:

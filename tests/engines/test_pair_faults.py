@@ -26,8 +26,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 LONG = "length-3000"  # eight steps of prefill
 
 
-def is_filling(pair: Pair) -> bool:
-    return pair.status().chunks.get("filling", 0) > 0
+def wait_prefilling(pair: Pair) -> None:
+    """Until a prefill is in the middle of its work; through one connection, because it lasts for a moment only."""
+    with pdx.connect(pair.node_address) as node:
+        wait_until(lambda: node.status().chunks.get("filling"), 20, "prefill is under way")
 
 
 # ---- bad input ------------------------------------------------------------------------------
@@ -89,8 +91,8 @@ def test_several_requests_under_one_transfer_id(pair: Pair) -> None:
 
 
 def test_client_gone_while_prefill_computes(pair: Pair) -> None:
-    connection = open_request(pair.proxy.url, *completion(text(2100, 3000)))
-    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    connection = open_request(pair.proxy.url, *completion(text(2100, 3900)))
+    wait_prefilling(pair)
     connection.close()
     pair.wait_at_rest()
 
@@ -162,9 +164,9 @@ def test_64_at_once_with_room_for_one_chunk(pair: Pair) -> None:
 
 def test_a_stopped_engine_damages_nobody_when_it_goes_on(pair: Pair) -> None:
     """A worker stopped in the middle of gathering, for longer than its reservation lasts, while others take room."""
-    body = completion(text(2300, 3000))
+    body = completion(text(2300, 3900))
     answer = ThreadPoolExecutor(1).submit(pair.post, *body)
-    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    wait_prefilling(pair)
     (worker,) = [process.pid for process in pair.status().attached if process.kind == "worker" and is_of(pair, process)]
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -202,9 +204,9 @@ def take_all_room(node: pdx.Node) -> list[tuple[Any, bytes]]:
 
 
 def test_node_killed_while_prefill_computes(pair: Pair) -> None:
-    body = completion(text(2400, 3000))
+    body = completion(text(2400, 3900))
     answer = ThreadPoolExecutor(1).submit(pair.post, *body)
-    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    wait_prefilling(pair)
     pid = pair.status().pid
     os.kill(pid, signal.SIGKILL)
     assert answer.result(60)["http_status"] == 200
@@ -223,9 +225,9 @@ def is_back(pair: Pair, old: int) -> bool:
 
 
 def test_prefiller_killed_while_it_computes(pair: Pair) -> None:
-    body = completion(text(2500, 3000))
+    body = completion(text(2500, 3900))
     answer = ThreadPoolExecutor(1).submit(pair.post, *body)
-    wait_until(lambda: is_filling(pair), 20, "prefill is under way")
+    wait_prefilling(pair)
     pair.prefill.kill()
     killed = time.monotonic()
     wait_until(lambda: pair.is_at_rest(), 5, "what it held is given back")
