@@ -79,7 +79,7 @@ class Host:
             server.stop()
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if "pdx.node" in command and self.address in command[-1]:
+            if "pdx.node" in command and any(self.address in part for part in command):
                 process.terminate()
                 process.wait(10)
 
