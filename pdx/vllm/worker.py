@@ -6,7 +6,6 @@ copy is done when the hook returns. Loads are scattered by the load thread; torc
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -199,8 +198,7 @@ class WorkerHalf:
         self._loader.close()
         self._targets = []
         self._rows = None
-        with contextlib.suppress(RuntimeError):
-            self._link.close()
+        self._link.close()
 
     @property
     def is_attached(self) -> bool:
