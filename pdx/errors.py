@@ -12,6 +12,15 @@ PdxError
 │   ├── ChunkExists       somebody else fills or filled this chunk; look it up instead
 │   ├── ChunkMissing      the chunk is not there (any more); recompute
 │   └── StaleSlot         the slot is no longer what was promised; drop what was copied
+├── ChannelError          bytes did not get from one node to another
+│   ├── ChannelUnavailable   this scheme cannot work here, or not to that peer; use another
+│   ├── ChannelBroken     the peer or the way to it is gone; connect again
+│   ├── WriteRefused      the receiver has not granted (any more) what was to be written
+│   └── TransferAborted   it was asked to stop
+├── PeerError             another node cannot be worked with
+│   ├── PeerUnknown       no roster names it; add it, or use its right name
+│   ├── PeerRefused       one side turned the other down; the text says why
+│   └── PeerLost          it was there and does not answer any more; connect again later
 └── ProxyError            inside the proxy; clients see an OpenAI-style error
     ├── LegFailed         an engine gave no usable answer; ask another, or the decoder alone
     ├── NoEngine          nobody is there to decode; the client may come back
@@ -67,6 +76,42 @@ class ChunkMissing(NodeError):
 
 class StaleSlot(NodeError):
     """The slot's generation or epoch changed: it belongs to somebody else now."""
+
+
+class ChannelError(PdxError):
+    """A write from one node's memory to another's failed."""
+
+
+class ChannelUnavailable(ChannelError):
+    """The scheme's library or device is missing, or it cannot reach that peer."""
+
+
+class ChannelBroken(ChannelError):
+    """The peer, or the connection to it, is gone."""
+
+
+class WriteRefused(ChannelError):
+    """The receiver did not take a write: it was not inside granted slots."""
+
+
+class TransferAborted(ChannelError):
+    """The write was aborted before all of it was sent."""
+
+
+class PeerError(PdxError):
+    """Another node cannot be worked with."""
+
+
+class PeerUnknown(PeerError):
+    """No node of that name is in the roster."""
+
+
+class PeerRefused(PeerError):
+    """The handshake between two nodes failed."""
+
+
+class PeerLost(PeerError):
+    """A connected node fell silent."""
 
 
 class ProxyError(PdxError):

@@ -1,0 +1,50 @@
+"""Channels by name. Ours are listed here; anybody else's come by an entry point of the group `pdx.channels`.
+
+    [project.entry-points."pdx.channels"]
+    myscheme = "mypackage.mymodule:MyRegion"
+
+A backend is imported when it is first asked for, never before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+
+from pdx.channel import Region
+from pdx.errors import ChannelUnavailable, ConfigError
+
+GROUP = "pdx.channels"
+_OURS = {
+    "shm": "pdx.transports.shm:ShmRegion",
+    "tcp": "pdx.transports.tcp:TcpRegion",
+    "nixl": "pdx.transports.nixl:NixlRegion",
+    "ucx": "pdx.transports.ucx:UcxRegion",
+    "inproc": "pdx.transports.inproc:InprocRegion",
+}
+INSIDE_ONE_PROCESS = frozenset({"inproc"})  # never between nodes
+
+
+def schemes() -> list[str]:
+    """All names, ours first."""
+    found = {point.name for point in entry_points(group=GROUP)}
+    return [*_OURS, *sorted(found - _OURS.keys())]
+
+
+def find(scheme: str) -> type[Region]:
+    """The class behind a name.
+
+    :raises ConfigError: nobody provides it.
+    :raises ChannelUnavailable: its module does not import, or has no such class.
+    """
+    target = _OURS.get(scheme)
+    if target is None:
+        target = next((point.value for point in entry_points(group=GROUP) if point.name == scheme), None)
+    if target is None:
+        raise ConfigError(f"no channel is named {scheme!r}; there are {', '.join(schemes())}")
+    module, _, name = target.partition(":")
+    try:
+        region: type[Region] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ChannelUnavailable(f"channel {scheme}: {target} cannot be had: {error}") from error
+    return region
