@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pdx.channel import SchemeName
 from pdx.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -84,6 +85,19 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     address: str
     arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
+    name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
+    listen: str = ""  # where peers connect: ipc or tcp; empty: a socket beside `address`, for peers on this host
+    roster: str = ""  # file that names the peers, with their addresses and public keys
+    keys: str = ""  # this node's secret key file, made by `pdx keygen`; needed beyond this host
+    channels: Annotated[list[SchemeName], Meta(max_length=32)] = []  # to use, the first that works; empty: the fastest
+    digests: Literal["wire", "always", "never"] = "wire"  # which slices are checked: those that leave the host's memory
+    grant_s: PositiveSeconds = 5.0  # a push waits this long for room at its receiver
+    push_s: PositiveSeconds = 60.0  # a push that is not over by then is dropped
+    fetch_s: PositiveSeconds = 5.0  # a lookup waits this long for what a peer is asked for
+    peer_timeout_s: PositiveSeconds = 5.0  # a peer that was silent for so long is lost
+    group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are sent together until a write has so much
+    window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # written to a peer and not acknowledged
+    peer_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the arena that one peer may be writing at a time
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted

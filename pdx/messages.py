@@ -33,8 +33,10 @@ Bytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # CLOCK_MONOTONIC of the sender's host, nanoseconds
 Handle = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
 ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
+Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
 LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 
 
@@ -67,6 +69,7 @@ class Hello(Message, frozen=True):
     shard: Shard = 0
     role: Literal["prefill", "decode", "both"] = "both"
     url: Name = ""  # where the engine serves HTTP, told to the proxy
+    layout: Layout = b""  # what its chunks mean
 
 
 class Bye(Message, frozen=True):
@@ -81,12 +84,16 @@ class Ping(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """How long is the leading run of sealed chunks? Leases that run for `lease_s` (0: no lease)."""
+    """How long is the leading run of sealed chunks? Leases that run for `lease_s` (0: no lease).
+
+    `source`: a peer that is asked for what is missing here; meanwhile the answer is `waiting`.
+    """
 
     keys: Keys
     shards: ShardCount = 1
     lease_s: Seconds = 0.0
     transfer: TransferId | None = None
+    source: Name = ""
 
 
 class Reserve(Message, frozen=True):
@@ -94,6 +101,7 @@ class Reserve(Message, frozen=True):
 
     `tail`: the last key is a prompt's tail of `tail_nbytes`, never kept for reuse.
     `partial`: grant the leading chunks that fit instead of all or nothing.
+    `push_to`: a peer that gets all of `keys`, those that are here already and those that are granted, as they fill.
     """
 
     keys: Keys
@@ -103,6 +111,15 @@ class Reserve(Message, frozen=True):
     tail_nbytes: Bytes = 0
     partial: bool = False
     transfer: TransferId | None = None
+    push_to: Name = ""
+
+
+class Push(Message, frozen=True):
+    """Send these sealed chunks to a peer; fields as in `Reserve`. `Done.count` says how many are here to be sent."""
+
+    keys: Keys
+    peer: Name
+    shards: ShardCount = 1
 
 
 class Fill(Message, frozen=True):
@@ -233,6 +250,21 @@ class AttachedStatus(msgspec.Struct, frozen=True):
     silent_s: float
 
 
+class PeerStatus(msgspec.Struct, frozen=True):
+    """One peer: the link from here to there, and what goes over it."""
+
+    name: str
+    address: str
+    state: str  # of the link by which this node writes to it
+    channel: str  # scheme in use, empty: none yet
+    rates: dict[str, float]  # measured by the probe, GB/s by scheme
+    pushes: int  # to it, under way
+    landing: int  # from it, under way
+    sent_bytes: int
+    landed_bytes: int
+    why: str  # it is not ready
+
+
 class NodeStatus(Message, frozen=True):
     """Everything `pdx node --status` shows."""
 
@@ -249,9 +281,27 @@ class NodeStatus(Message, frozen=True):
     transfers: int
     attached: list[AttachedStatus]
     counters: dict[str, int]
+    listen: str = ""
+    peers: list[PeerStatus] = []
 
 
-Ask = Hello | Bye | Ping | Lookup | Reserve | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status
+Ask = (
+    Hello
+    | Bye
+    | Ping
+    | Lookup
+    | Reserve
+    | Push
+    | Fill
+    | Abort
+    | Release
+    | Renew
+    | Pin
+    | Delete
+    | Cancel
+    | Mark
+    | Status
+)
 Answer = Welcome | Found | Reserved | Done | Refused | NodeStatus
 
 
@@ -294,7 +344,11 @@ class MarkReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NodeReport(Message, frozen=True):
-    """Node to proxy, every second and at once when engines come or go: registration and heartbeat in one."""
+    """Node to proxy, every second and at once when engines come or go: registration and heartbeat in one.
+
+    `listen` is where peers reach the node, `public_key` its CURVE key (Z85), both empty where it has none. `host` is
+    equal exactly on one running kernel; `sent_ns` is the node's clock, so that the proxy can compare marks of hosts.
+    """
 
     version: Count
     node: Name
@@ -303,27 +357,50 @@ class NodeReport(Message, frozen=True):
     free_bytes: Bytes
     engines: Annotated[list[EngineReport], Meta(max_length=1024)]
     marks: Annotated[list[MarkReport], Meta(max_length=4096)]
+    listen: Name = ""
+    public_key: PublicKey = ""
+    host: Annotated[str, Meta(max_length=64)] = ""
+    sent_ns: Stamp = 0
+
+
+class PeerEntry(msgspec.Struct, array_like=True, frozen=True):
+    """One node as the proxy knows it."""
+
+    name: Name
+    address: Name
+    public_key: PublicKey = ""
+
+
+class PeerList(Message, frozen=True):
+    """Proxy to nodes, whenever it changes: the nodes that report to it. Believed only as far as a node's own roster
+    file allows; without one, for addresses on this host."""
+
+    peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
 
 
 ToProxy = NodeReport
-FromProxy = Cancel
+FromProxy = Cancel | PeerList
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_node = msgspec.msgpack.Decoder(ToNode)
 _from_node = msgspec.msgpack.Decoder(FromNode)
 _to_proxy = msgspec.msgpack.Decoder(ToProxy)
-_from_proxy = msgspec.msgpack.Decoder(FromProxy)
+_from_proxy: msgspec.msgpack.Decoder[Cancel | PeerList] = msgspec.msgpack.Decoder(FromProxy)
 
 
-def encode(message: ToNode | FromNode | NodeReport | Cancel) -> bytes:
+def encode(message: ToNode | FromNode | NodeReport | Cancel | PeerList) -> bytes:
     """One frame."""
     return _encoder.encode(message)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes, limit: int = MAX_FRAME_BYTES) -> _T:
+    """One frame by its decoder.
+
+    :raises ProtocolError: too long, or not what the decoder's type says.
+    """
+    if len(frame) > limit:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {limit}")
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -332,19 +409,19 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
 
 def decode_to_node(frame: bytes) -> ToNode:
     """:raises ProtocolError: not a `ToNode` within bounds."""
-    return _decode(_to_node, frame)
+    return decode_frame(_to_node, frame)
 
 
 def decode_from_node(frame: bytes) -> FromNode:
     """:raises ProtocolError: not a `FromNode` within bounds."""
-    return _decode(_from_node, frame)
+    return decode_frame(_from_node, frame)
 
 
 def decode_to_proxy(frame: bytes) -> NodeReport:
     """:raises ProtocolError: not a `NodeReport` within bounds."""
-    return _decode(_to_proxy, frame)
+    return decode_frame(_to_proxy, frame)
 
 
-def decode_from_proxy(frame: bytes) -> Cancel:
-    """:raises ProtocolError: not a `Cancel` within bounds."""
-    return _decode(_from_proxy, frame)
+def decode_from_proxy(frame: bytes) -> Cancel | PeerList:
+    """:raises ProtocolError: not a `Cancel` or `PeerList` within bounds."""
+    return decode_frame(_from_proxy, frame)

@@ -25,6 +25,7 @@ from pdx.memory import Arena
 from pdx.messages import (
     MAX_FRAME_BYTES,
     Answer,
+    Cancel,
     FromNode,
     Hello,
     Refused,
@@ -207,7 +208,9 @@ class Daemon:
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"{len(frames)} frames instead of one")
-                self.service.cancel(decode_from_proxy(frames[0]).transfer)
+                message = decode_from_proxy(frames[0])
+                if isinstance(message, Cancel):
+                    self.service.cancel(message.transfer)
             except ProtocolError as error:
                 self._drop(error)
 

@@ -10,6 +10,8 @@ from msgspec import Meta
 from pdx.errors import ProtocolError
 from pdx.messages import TransferId
 
+NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
+
 
 class TransferParams(msgspec.Struct, frozen=True):
     """A request's part in a transfer. Names that PDX does not know are left to whoever put them there.
@@ -21,6 +23,8 @@ class TransferParams(msgspec.Struct, frozen=True):
     do_remote_decode: bool = False  # this engine prefills for another
     do_remote_prefill: bool = False  # another engine has prefilled for this one
     transfer_id: TransferId | None = None
+    decode_node: NodeName = ""  # of a prefill leg: the node that its chunks are pushed to
+    prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
     prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg
 
 
