@@ -1,5 +1,6 @@
 # Everything sets itself up: the first `make demo` or `make test` needs Python 3.11+, git, make and some minutes.
-# PYTHON=... chooses the interpreter, TORCH_INDEX=... where to find a CPU build of torch, ARGS=... what pytest gets.
+# PYTHON=... chooses the interpreter, TORCH_INDEX=... where to find a CPU build of torch, ARGS=... what pytest gets,
+# PAIR=... the channel of the demo's two nodes (tcp, nixl, ucx, shm or auto).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,8 +18,8 @@ $(READY): pyproject.toml .ci/setup
 	@.ci/setup $(VENV)
 	@touch $@
 
-demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM
-	@$(BIN)/python bench/demo.py
+demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM (PAIR=tcp: two nodes)
+	@$(BIN)/python bench/demo.py $(if $(PAIR),--pair "$(PAIR)")
 
 test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
 	$(BIN)/pytest $(ARGS)

@@ -1,65 +1,51 @@
 """Prefill on one vLLM engine, decode on another, through PDX; every token compared with vLLM alone.
 
 One command, one machine, no GPU needed, everything of it under .demo/. The last line is a JSON summary. Exit status
-1: a token differs, or the decoder computed a prompt itself.
+1: a token differs, or the decoder computed a prompt itself. With --pair CHANNEL each engine has a node of its own, and
+the nodes are joined by that channel; then another channel, or none, is a failure, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import plain
 import server
 import workload
+from outcome import AUTO, Row, Wire, complaints, summary, table
 from rich.console import Console
-from rich.table import Table
 from workload import Request
 
 from pdx.cli import placement
+from pdx.cli.doctor import try_channel
+from pdx.cli.node import check_channels
 from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_health
 from pdx.client import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
+from pdx.messages import NodeStatus, PeerStatus
 from pdx.testing import tiny_llama
 
 FOLDER = Path(__file__).resolve().parent.parent / ".demo"
 FLAGS = ("--served-model-name", workload.MODEL, "--dtype", "float32", "--max-model-len", "6000", "--enforce-eager")
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
 SHARED_GPU = ("--gpu-memory-utilization", "0.3")  # where there is a GPU, two engines may have to share it
-KV_BYTES = 64 << 10  # of one token of this model
-BLOCK_TOKENS = 128  # of vLLM on CPUs; the largest of all devices
+TRIAL_BYTES, TRIAL_S = 4 << 20, 30.0  # one transfer before everything else, so that a missing library is said at once
 SETTLE_S = 5.0  # nodes report moments every second
 COMPUTED = re.compile(rb'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} (\S+)$', re.MULTILINE)
 PROMPTS = re.compile(rb"^vllm:prompt_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-
-
-@dataclass(slots=True)
-class Row:
-    """One request's outcome."""
-
-    request: Request
-    is_same: bool
-    prompt_tokens: int
-    recomputed: float  # by the decoder; a mean for requests sent together
-    timeline: dict[str, Any] = field(default_factory=dict)
-
-    def part(self, name: str) -> float | None:
-        """One number of the timeline's breakdown."""
-        value: float | None = self.timeline["breakdown"][name]
-        return value
 
 
 def say(line: str) -> None:
@@ -77,10 +63,22 @@ def make_model() -> Path:
     return folder
 
 
-def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str]) -> None:
+def check_pair(pair: str) -> None:
+    """:raises Failed: that channel does not work on this machine; the text says what would help."""
+    if pair == AUTO:
+        return
+    check_channels([pair])
+    trial = try_channel(pair, TRIAL_BYTES, TRIAL_S)
+    if trial.state != "ok":
+        raise server.Failed(f"channel {pair} does not work here: {trial.why}\n{trial.fix}".strip())
+
+
+def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str], pair: str | None) -> None:
     """Run `pdx up` and wait until it is ready."""
     logs = FOLDER / "logs"
     command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port), "--arena", "2GiB"]
+    if pair is not None:
+        command += ["--channel", pair]
     up = processes.start(
         "pdx-up",
         [*command, "--logs", str(logs), "--", *flags],
@@ -92,11 +90,30 @@ def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str]
 class Pair:
     """The running prefill and decode engine behind their proxy."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, pair: str | None) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        with connect(f"ipc://{runtime_folder()}/up-{port}/node.sock") as node:
-            attached = node.status().attached
+        self._folder = runtime_folder() / f"up-{port}"
+        self._pair = pair
+        attached = self._status("decode" if pair else "node").attached
         self._decoder = next(one.url for one in attached if one.role == "decode" and one.url)
+
+    def wire(self) -> Wire | None:
+        """What went over it; None where there is one node."""
+        if self._pair is None:
+            return None
+        there, here = self._peer("prefill", "decode"), self._peer("decode", "prefill")
+        return Wire(there.channel, there.sent_bytes, here.landed_bytes, there.landed_bytes, there.rates)
+
+    def _status(self, node: str) -> NodeStatus:
+        with connect(f"ipc://{self._folder}/{node}.sock") as attached:
+            return attached.status()
+
+    def _peer(self, node: str, peer: str) -> PeerStatus:
+        """What `node` says of its `peer`."""
+        for status in self._status(node).peers:
+            if status.name == peer:
+                return status
+        raise server.Failed(f"node {node} knows nothing of {peer}")
 
     def run(self, requests: Sequence[Request], reference: plain.Reference) -> list[Row]:
         """Send `requests` together, and see what the decoder computed for them."""
@@ -121,7 +138,9 @@ class Pair:
 
         def is_complete() -> bool:
             timeline.update(json.loads(server.get(f"{self.url}/pdx/requests/{transfer}")))
-            return timeline["breakdown"]["handoff_ms"] is not None and timeline["breakdown"]["moved_bytes"] > 0
+            parts = timeline["breakdown"]
+            has_moved = parts["moved_bytes"] > 0 and (self._pair is None or parts["pushed_bytes"] > 0)
+            return parts["handoff_ms"] is not None and has_moved
 
         self._until(is_complete)
         return timeline
@@ -144,69 +163,47 @@ def run_all(pair: Pair, reference: plain.Reference) -> list[Row]:
     return rows
 
 
-def show(rows: Sequence[Row]) -> None:
-    """The table."""
-    table = Table(title="through PDX: prefill on one engine, decode on another", title_justify="left")
-    names = ("prompt\ntokens", "reused\ntokens", "pushed\ntokens", "pushed\nMB", "moved when\nprefill ended")
-    times = ("prefill\nms", "handoff\nms", "first decode\nms", "recomputed\nby decoder", "same\nanswer")
-    table.add_column("request")
-    for name in names + times:
-        table.add_column(name, justify="right")
-    for row in rows:
-        reused = int(row.part("reused_tokens") or 0)
-        table.add_row(
-            row.request.name,
-            f"{row.prompt_tokens:,}",
-            f"{reused:,}",
-            f"{min(row.prompt_tokens - reused, int(row.part('moved_bytes') or 0) // KV_BYTES):,}",
-            _number((row.part("moved_bytes") or 0) / 1e6),
-            _number(row.part("hidden_share"), "{:.0%}"),
-            *(_number(row.part(name)) for name in ("prefill_ms", "handoff_ms", "first_decode_ms")),
-            _number(row.recomputed),
-            "yes" if row.is_same else "NO",
-        )
-    console.print(table)
-
-
-def _number(value: float | None, form: str = "{:,.1f}") -> str:
-    return "-" if value is None else form.format(value)
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The last line."""
-    moved = sum(row.part("moved_bytes") or 0 for row in rows)
-    hidden = sum((row.part("hidden_share") or 0) * (row.part("moved_bytes") or 0) for row in rows)
-    handoffs = [value for row in rows if (value := row.part("handoff_ms")) is not None]
-    return {
-        "identical": all(row.is_same for row in rows),
-        "requests": len(rows),
-        "reused_tokens": int(sum(row.part("reused_tokens") or 0 for row in rows)),
-        "moved_mb": round(moved / 1e6, 1),
-        "hidden_share": round(hidden / moved, 3) if moved else None,
-        "handoff_ms_p50": round(statistics.median(handoffs), 1) if handoffs else None,
-    }
-
-
-def complaints(rows: Sequence[Row], changes: Sequence[int | None]) -> list[str]:
-    """What must not be."""
-    found = [f"{row.request.name}: the answer differs from plain vLLM's" for row in rows if not row.is_same]
-    found += [
-        f"{row.request.name}: the decoder computed {row.recomputed:.0f} prompt tokens itself"
-        for row in rows
-        if row.recomputed > BLOCK_TOKENS + 1
-    ]
-    if None in changes:
-        found.append("the model does not depend on its whole prompt, so the same answers prove nothing")
-    return found
-
-
 def main() -> int:
     """The whole demo; its exit status."""
+    pair = arguments().pair or None
     FOLDER.mkdir(exist_ok=True)
     os.environ.update({name: os.environ.get(name, value) for name, value in ENGINE_ENV.items()})
+    if pair is not None:
+        say(f"trying channel {pair} between two processes")
+        check_pair(pair)
     model = make_model()
-    say("asking plain vLLM, without PDX, for the answers to compare with")
     flags = [*FLAGS, *(SHARED_GPU if placement.gpus() else ())]
+    reference, changes = plain_answers(model, flags)
+    nodes = "a node" if pair is None else f"two nodes joined by {pair}"
+    say(f"starting PDX: {nodes}, a prefill engine, a decode engine and the proxy (up to a minute)")
+    with Processes(FOLDER / "logs") as processes:
+        port = server.free_port()
+        start_pdx(processes, model, port, flags, pair)
+        say("PDX is ready and answers")
+        engines = Pair(port, pair)
+        rows = run_all(engines, reference)
+        wire = engines.wire()
+        say("stopping")
+    console.print(table(rows, wire))
+    wrong = complaints(rows, changes, pair, wire)
+    for line in wrong:
+        say(line)
+    print(json.dumps(summary(rows, wire)))
+    return 1 if wrong else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--pair", default="", metavar="CHANNEL", help=f"two nodes and this channel; {AUTO}: the fastest"
+    )
+    return parser.parse_args()
+
+
+def plain_answers(model: Path, flags: Sequence[str]) -> tuple[plain.Reference, list[int | None]]:
+    """What to compare with, and which of its tokens one changed token of each cold prompt changes."""
+    say("asking plain vLLM, without PDX, for the answers to compare with")
     reference = plain.reference(FOLDER, model, flags, say)
     if reference.is_kept:
         say("  they are kept from an earlier run of the same model, vLLM and requests; `make clean` forgets them")
@@ -214,19 +211,7 @@ def main() -> int:
     for request, change in zip(workload.cold(), changes, strict=True):
         effect = "changes nothing!" if change is None else f"changes the answer from its token {change + 1} on"
         say(f"  {request.name}: another token at position {workload.CHANGED_AT} {effect}")
-    say("starting PDX: a node, a prefill engine, a decode engine and the proxy (up to a minute)")
-    with Processes(FOLDER / "logs") as processes:
-        port = server.free_port()
-        start_pdx(processes, model, port, flags)
-        say("PDX is ready and answers")
-        rows = run_all(Pair(port), reference)
-        say("stopping")
-    show(rows)
-    wrong = complaints(rows, changes)
-    for line in wrong:
-        say(line)
-    print(json.dumps(summary(rows)))
-    return 1 if wrong else 0
+    return reference, changes
 
 
 def _on_signal(number: int, frame: object) -> NoReturn:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -33,6 +34,7 @@ from pdx.messages import (
     Lookup,
     NodeStatus,
     Pin,
+    Push,
     Release,
     Renew,
     Reserve,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     import torch
 
 _A = TypeVar("_A", bound=Answer)
+_ASK_AGAIN_S = 0.002
 
 
 def connect(address: str | None = None, timeout_s: float = 5.0) -> Node:
@@ -76,28 +79,44 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node {self._connection!r}>"
 
-    def reserve(self, name: str, nbytes: int, *, parts: int = 1) -> WritableChunk:
+    def reserve(self, name: str, nbytes: int, *, parts: int = 1, push_to: str = "") -> WritableChunk:
         """Room for a new chunk of `nbytes`, which may be filled in `parts` equal parts.
+
+        `push_to`: the name of another node that gets it, part by part as they are filled.
 
         :raises ChunkExists: somebody fills or filled a chunk of that name.
         :raises ArenaFull: no room now. :raises ArenaTooSmall: never.
         """
-        answer = self._call(Reserve([named_key(name)], nbytes, layers=parts), Reserved)
+        answer = self._call(Reserve([named_key(name)], nbytes, layers=parts, push_to=push_to), Reserved)
         if answer.full:
             raise ArenaFull(f"no room for {nbytes} bytes now: the rest is leased, pinned or being filled")
         if not answer.granted:
             raise ChunkExists(f"a chunk named {name!r} is there or being filled; delete it first")
         return WritableChunk(self, name, answer.slots[0], parts)
 
-    def get(self, name: str, *, lease_s: float = 60.0) -> ReadableChunk:
-        """The sealed chunk of that name, kept for `lease_s` or until released.
+    def get(self, name: str, *, lease_s: float = 60.0, wait_s: float = 0.0, source: str = "") -> ReadableChunk:
+        """The sealed chunk of that name, kept for `lease_s` or until released; waits up to `wait_s` for it.
 
-        :raises ChunkMissing: there is none.
+        `source`: the name of another node that is asked for it if it is not here.
+
+        :raises ChunkMissing: there is none, or it did not come in time.
         """
-        answer = self._call(Lookup([named_key(name)], lease_s=lease_s), Found)
-        if not answer.hits:
-            raise ChunkMissing(f"no sealed chunk is named {name!r}")
-        return ReadableChunk(self, name, answer.slots[0], answer.lease)
+        lookup = Lookup([named_key(name)], lease_s=lease_s, source=source)
+        deadline = time.monotonic() + wait_s
+        while True:
+            answer = self._call(lookup, Found)
+            if answer.hits:
+                return ReadableChunk(self, name, answer.slots[0], answer.lease)
+            if time.monotonic() >= deadline:
+                raise ChunkMissing(f"no sealed chunk is named {name!r}{f' within {wait_s} s' if wait_s else ''}")
+            time.sleep(_ASK_AGAIN_S)
+
+    def push(self, *names: str, to: str) -> None:
+        """Send these sealed chunks to another node, which keeps them under the same names; does not wait.
+
+        :raises ChunkMissing: one is not here; nothing is sent. :raises NodeError: no roster names that node.
+        """
+        self._call(Push([named_key(name) for name in names], to), Done)
 
     def lookup(self, names: Sequence[str]) -> int:
         """How many of the leading names are there, sealed."""

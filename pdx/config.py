@@ -6,8 +6,10 @@ node, the environment variable PDX_NODE does, else the host's default socket.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import socket
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -102,6 +104,19 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
     exit_when_idle_s: float = 0.0  # 0: never
+
+
+def node_name(config: NodeConfig) -> str:
+    """What the node is called by its peers and its proxy."""
+    if config.name:
+        return config.name
+    digest = hashlib.blake2b(config.address.encode(), digest_size=4).hexdigest()
+    return f"{socket.gethostname()[:200]}-{digest}"
+
+
+def listen_address(config: NodeConfig) -> str:
+    """Where the node's peers connect."""
+    return config.listen or f"{config.address}.peers"
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

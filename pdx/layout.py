@@ -16,6 +16,15 @@ from pdx.errors import LayoutError
 PAGE_ALIGNMENT = 16
 
 
+def slice_span(nbytes: int, total: int, first: int, count: int) -> tuple[int, int]:
+    """Where slices [first, first + count) of a chunk of `nbytes` in `total` slices lie: (start, bytes).
+
+    Slices of an engine's chunks are equal; a user's chunk of the Python API need not divide evenly.
+    """
+    start = nbytes * first // total
+    return start, nbytes * (first + count) // total - start
+
+
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One shard's KV: `num_layers` layers of pages of `page_bytes`, each page `block_tokens` tokens.
 

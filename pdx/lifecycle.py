@@ -4,12 +4,14 @@
                          │                 │
                        abort             delete (while leased)
                          ▼                 ▼
-                    QUARANTINED         RETIRED
-                  (a writer may          (a reader
+                    QUARANTINED ────────► RETIRED
+                  (a writer may  delete  (a reader
                    still write)          still reads)
                          │                 │
                       let_go            unleased
                          └──────► FREE ◄───┘
+
+A slot that is pushed to a peer is read while it is filled: when its writer lets go meanwhile, it is retired.
 
 A slot in FILLING, QUARANTINED or RETIRED is never given to anybody else (docs/architecture.md, invariant 3).
 """
@@ -36,7 +38,7 @@ class Step(StrEnum):
     SEAL = "seal"
     ABORT = "abort"  # its reservation ends unsealed, the writer has not let go yet
     LET_GO = "let_go"  # the writer says it will not write any more, or is known dead
-    DELETE = "delete"  # while leased
+    DELETE = "delete"  # nobody may find or write it any more, while somebody reads it
     UNLEASED = "unleased"  # the last lease ended
     EVICT = "evict"  # not leased, not pinned
 
@@ -46,7 +48,9 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.FILLING, Step.SEAL): State.SEALED,
     (State.FILLING, Step.ABORT): State.QUARANTINED,
     (State.FILLING, Step.LET_GO): State.FREE,
+    (State.FILLING, Step.DELETE): State.RETIRED,
     (State.QUARANTINED, Step.LET_GO): State.FREE,
+    (State.QUARANTINED, Step.DELETE): State.RETIRED,
     (State.SEALED, Step.DELETE): State.RETIRED,
     (State.SEALED, Step.EVICT): State.FREE,
     (State.RETIRED, Step.UNLEASED): State.FREE,

@@ -33,7 +33,7 @@ from pdx.messages import (
 )
 
 MAX_SCHEMES = 32
-DIGEST_BYTES = 8  # xxh3 of 64 bits, little-endian
+DIGEST_BYTES = 8  # xxh3 of 64 bits, as `pdx.digest` writes it
 
 Schemes = Annotated[list[SchemeName], Meta(max_length=MAX_SCHEMES)]
 HostId = Annotated[str, Meta(max_length=64)]  # equal exactly on one running kernel
@@ -74,6 +74,12 @@ class PeerPing(Message, frozen=True):
     """Heartbeat, both ways, each `report_s`."""
 
     at_ns: Stamp = 0
+
+
+class Chosen(Message, frozen=True):
+    """The dialling node will use this scheme and no other of those it was invited to; before its first offer."""
+
+    scheme: SchemeName
 
 
 class PeerBye(Message, frozen=True):
@@ -146,7 +152,9 @@ class Coming(Message, frozen=True):
     pushing: bool = False
 
 
-PeerBody = PeerHello | PeerWelcome | Refused | PeerPing | PeerBye | Offer | Granted | Stop | LetGo | Want | Coming
+PeerBody = (
+    PeerHello | PeerWelcome | Refused | Chosen | PeerPing | PeerBye | Offer | Granted | Stop | LetGo | Want | Coming
+)
 
 
 class PeerFrame(msgspec.Struct, array_like=True, frozen=True):

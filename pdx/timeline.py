@@ -1,6 +1,7 @@
 """The moments of one transfer, by name, and what is computed from them. No clock and no I/O here.
 
-All times are CLOCK_MONOTONIC nanoseconds of one host, so moments of different processes compare.
+All times are CLOCK_MONOTONIC nanoseconds of one host, so moments of different processes compare; the proxy converts
+those of other hosts (see `pdx.proxy.clocks` for the error).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ class Event(StrEnum):
     PREFILL_SENT = "prefill_sent"  # proxy: the prefill leg starts
     ADMITTED = "admitted"  # prefill scheduler: slots granted; tokens = tokens reused from the store
     PREFILL_END = "prefill_end"  # prefill worker: last step's forward done; nbytes = gathered by then
+    ACROSS = "across"  # prefill's node, at prefill end: nbytes = what the decode's node had acknowledged by then
     SEALED = "sealed"  # prefill worker: everything gathered and sealed; nbytes = gathered in all
+    PUSHED = "pushed"  # prefill's node: the decode's node has acknowledged everything; nbytes = sent in all
+    LANDED = "landed"  # decode's node: everything of the transfer is sealed there; nbytes = received in all
     PREFILL_ANSWERED = "prefill_answered"  # proxy: the prefill leg has answered
     DECODE_SENT = "decode_sent"  # proxy: the decode leg starts
     FIRST_TOKEN = "first_token"  # proxy: the first token is on its way to the client
@@ -46,8 +50,10 @@ class Breakdown(msgspec.Struct, frozen=True):
     handoff_ms: float | None  # prefill end -> the decode engine may run
     load_ms: float | None
     first_decode_ms: float | None  # may run -> first byte of the decode leg
-    moved_bytes: int
-    hidden_share: float | None  # bytes in the arena when prefill ended / bytes in all
+    push_ms: float | None  # prefill end -> everything is on the decode's node; None: no wire between the two
+    moved_bytes: int  # gathered by the prefill engine
+    pushed_bytes: int  # sent from node to node
+    hidden_share: float | None  # bytes where decode finds them when prefill ended / bytes in all that had to get there
     reused_tokens: int
 
 
@@ -66,13 +72,21 @@ def breakdown(moments: list[Moment]) -> Breakdown:
             return None
         return (last[end].at_ns - last[start].at_ns) / 1e6
 
-    moved = nbytes.get(Event.SEALED, 0)
+    arrived = Event.LANDED if Event.LANDED in last else Event.PUSHED
     return Breakdown(
         prefill_ms=span_ms(Event.PREFILL_SENT, Event.PREFILL_END),
         handoff_ms=span_ms(Event.PREFILL_END, Event.RUNNABLE),
         load_ms=span_ms(Event.LOAD_START, Event.LOAD_END),
         first_decode_ms=span_ms(Event.RUNNABLE, Event.DECODE_FIRST),
-        moved_bytes=moved,
-        hidden_share=nbytes.get(Event.PREFILL_END, 0) / moved if moved else None,
+        push_ms=span_ms(Event.PREFILL_END, arrived),
+        moved_bytes=nbytes.get(Event.SEALED, 0),
+        pushed_bytes=nbytes.get(Event.PUSHED if Event.PUSHED in last else Event.LANDED, 0),
+        hidden_share=_hidden_share(nbytes),
         reused_tokens=last[Event.ADMITTED].tokens if Event.ADMITTED in last else 0,
     )
+
+
+def _hidden_share(nbytes: dict[str, int]) -> float | None:
+    """Of what was pushed, or (without a push) of what was gathered; None where that is nothing."""
+    done, total = (Event.ACROSS, Event.PUSHED) if Event.PUSHED in nbytes else (Event.PREFILL_END, Event.SEALED)
+    return nbytes.get(done, 0) / nbytes[total] if nbytes.get(total) else None

@@ -18,9 +18,11 @@ from aiohttp import web
 
 from pdx.config import default_proxy
 from pdx.errors import LegFailed, ProtocolError
-from pdx.messages import NodeReport
+from pdx.host import host_id
+from pdx.messages import NodeReport, PeerEntry
 from pdx.proxy import fault
 from pdx.proxy.ceiling import Ceilings
+from pdx.proxy.clocks import Clocks
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.exchange import Exchange, Outcome
@@ -54,6 +56,8 @@ class Proxy:
             clock=time.monotonic,
         )
         self._ledger = Ledger(keep=config.kept_timelines)
+        self._clocks = Clocks(host_id())
+        self._told_peers: dict[tuple[str, int], PeerEntry] = {}
         self._metrics = Metrics(engines=self._roster.engines, in_flight=self._in_flight)
         self._control = Control(
             config.control or default_proxy(),
@@ -122,11 +126,20 @@ class Proxy:
         while True:
             await asyncio.sleep(self._config.heartbeat_timeout_s / 6)
             self._lose(self._roster.expire(), "its node fell silent")
+            self._tell_peers()
 
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
-        self._ledger.merge(report.marks)
+        self._ledger.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
         self._lose(self._roster.report(report), f"node {report.node} says so")
+        self._tell_peers()
+
+    def _tell_peers(self) -> None:
+        """Nodes find each other by this: they hear of every change, and a node's new life is one."""
+        peers = self._roster.peers()
+        if peers != self._told_peers:
+            self._told_peers = peers
+            self._control.send_peers(list(peers.values()))
 
     def _lose(self, urls: frozenset[str], why: str) -> None:
         for url in urls:

@@ -29,8 +29,8 @@ def encode(body: Body) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
-def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str) -> Body:
-    """The prefill leg: the client's prompt, one token, and where its KV is to go."""
+def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_node: str = "") -> Body:
+    """The prefill leg: the client's prompt, one token, and where its KV is to go (empty: it stays on its node)."""
     leg = dict(body)
     leg["stream"] = False
     leg["max_tokens"] = 1
@@ -48,6 +48,8 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str) -> Body
         if route is Route.COMPLETIONS:
             leg.pop("response_format", None)
     leg["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": transfer}
+    if decode_node:
+        leg["kv_transfer_params"]["decode_node"] = decode_node
     return leg
 
 
@@ -67,6 +69,11 @@ def continuation_body(body: Body, *, prompt: list[int], first: int, transfer: st
 def sampled_body(body: Body, *, prompt_tokens: int, transfer: str) -> Body:
     """The decode leg of `sampled`: the client's own request, with its prompt's KV on the way."""
     return {**body, "kv_transfer_params": _arriving(transfer, prompt_tokens)}
+
+
+def located(leg: Body, prefill_node: str) -> Body:
+    """A decode leg for an engine of another node than `prefill_node`, where what does not arrive can be asked for."""
+    return {**leg, "kv_transfer_params": {**leg["kv_transfer_params"], "prefill_node": prefill_node}}
 
 
 def _arriving(transfer: str, prompt_tokens: int) -> Body:

@@ -17,7 +17,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     port: Annotated[int, Meta(ge=0, le=65_535)] = 8000  # 0: any free port
     prefill: tuple[str, ...] = ()  # base URLs of engines that prefill
     decode: tuple[str, ...] = ()  # base URLs of engines that decode; one URL may be in both
-    control: str = ""  # where nodes report; empty: PDX_PROXY, else this host's default socket
+    control: str = ""  # where nodes report, ipc or tcp; empty: PDX_PROXY, else this host's default socket
+    keys: str = ""  # this proxy's secret key file, made by `pdx keygen`; needed for nodes beyond this host
+    roster: str = ""  # file that names the nodes and their public keys; goes with `keys`
     forward: bool = True  # send a completion's first token to the client before the decode leg starts
     connect_timeout_s: PositiveSeconds = 2.0
     read_timeout_s: PositiveSeconds = 600.0  # one leg, from its first byte sent to its last byte received

@@ -8,10 +8,12 @@ from enum import StrEnum
 from typing import Any
 
 from pdx.proxy.ledger import Timeline
+from pdx.proxy.leg import Booking
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Route, token_limit
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Engine
+from pdx.proxy.router import Pair
 from pdx.timeline import Event, Moment
 
 
@@ -48,7 +50,8 @@ class Exchange:
         self.timeline = timeline
         self.outcome = Outcome.OK
         self.announced = False  # engines have been told of the transfer
-        self.prefilled_by = ""  # URL
+        self.planned: Pair | None = None  # the engines for its two legs
+        self.booking: Booking | None = None  # of the decode leg, until that starts
         self._metrics = metrics
         self._seen: set[Event] = set()
         self._received_ns = time.monotonic_ns()

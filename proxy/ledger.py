@@ -59,15 +59,18 @@ class Ledger:
         while len(self._timelines) > self._keep:
             self._timelines.popitem(last=False)
 
-    def merge(self, marks: Iterable[MarkReport]) -> None:
-        """Add what nodes saw. Marks of transfers that are not (or no longer) known are dropped."""
+    def merge(self, marks: Iterable[MarkReport], offset_ns: int = 0) -> None:
+        """Add what nodes saw; `offset_ns` turns their clock into this process's (see `pdx.proxy.clocks`).
+
+        Marks of transfers that are not (or no longer) known are dropped.
+        """
         for mark in marks:
             timeline = self._timelines.get(mark.transfer)
             if timeline is not None:
                 timeline.add(
                     Moment(
                         event=mark.event,
-                        at_ns=mark.at_ns,
+                        at_ns=mark.at_ns + offset_ns,
                         engine=mark.engine,
                         nbytes=mark.nbytes,
                         tokens=mark.tokens,

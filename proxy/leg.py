@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -72,14 +73,38 @@ class _Leg:
         self.lost = False
 
 
+class Booking:
+    """A leg that is planned: it counts as load until it starts or is known not to. Ends with its context."""
+
+    def __init__(self, booked: Counter[str], url: str) -> None:
+        self._booked = booked
+        self._url = url
+        booked[url] += 1
+
+    def end(self) -> None:
+        """The leg starts now, or never will. Idempotent."""
+        if self._url:
+            self._booked[self._url] -= 1
+            if not self._booked[self._url]:
+                del self._booked[self._url]
+            self._url = ""
+
+    def __enter__(self) -> Booking:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
 class Legs:
-    """All legs under way, by engine."""
+    """All legs under way, by engine, and those that are planned."""
 
     def __init__(self, session: aiohttp.ClientSession, *, connect_timeout_s: float, read_timeout_s: float) -> None:
         self._session = session
         self._read_timeout_s = read_timeout_s
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s)
         self._open: dict[str, set[_Leg]] = {}
+        self._booked: Counter[str] = Counter()
         self._last_used: dict[str, int] = {}
         self._turns = itertools.count(1)
 
@@ -87,8 +112,17 @@ class Legs:
         """How many legs the engine has now."""
         return len(self._open.get(url, ()))
 
+    def load(self, url: str) -> int:
+        """How many it has, and how many more are planned for it."""
+        return self.in_flight(url) + self._booked[url]
+
+    def book(self, engine: Engine) -> Booking:
+        """Count a leg that will start later."""
+        self._last_used[engine.url] = next(self._turns)
+        return Booking(self._booked, engine.url)
+
     def last_used(self, url: str) -> int:
-        """Grows with every leg."""
+        """Grows with every leg and every booking."""
         return self._last_used.get(url, 0)
 
     def fail(self, urls: Iterable[str]) -> None:

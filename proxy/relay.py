@@ -16,6 +16,7 @@ from pdx.proxy.leg import Legs, Reason, failed
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode
 from pdx.proxy.roster import Engine, Roster
+from pdx.proxy.router import Pair
 from pdx.timeline import Event
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Relay:
         self._ceilings = ceilings
         self._control = control
         self._metrics = metrics
-        self._warned_no_prefiller = False
+        self._warned_no_pair = False
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
@@ -72,12 +73,17 @@ class Relay:
     async def _run(self, exchange: Exchange) -> None:
         if exchange.mode is Mode.ALONE:
             return await self._alone(exchange)
-        prefiller = self._prefiller()
-        if prefiller is None:
+        pair = self._pair()
+        if pair is None:
             return await self._fall_back(exchange, "no_prefiller")
-        ceiling = asyncio.create_task(self._ceiling(exchange)) if exchange.mode is Mode.FORWARD else None
+        exchange.planned = pair
+        with self._legs.book(pair.decoder) as exchange.booking:
+            return await self._split(exchange, pair)
+
+    async def _split(self, exchange: Exchange, pair: Pair) -> None:
+        ceiling = asyncio.create_task(self._ceiling(exchange, pair)) if exchange.mode is Mode.FORWARD else None
         try:
-            prefill, raw = await self._prefill(exchange, prefiller)
+            prefill, raw = await self._prefill(exchange, pair)
             limit = await ceiling if ceiling is not None else None
         except LegFailed as failure:
             self._blame(failure)
@@ -92,14 +98,16 @@ class Relay:
             if ceiling is not None:
                 ceiling.cancel()
         if exchange.mode is Mode.FORWARD:
-            return await self._forward(exchange, prefiller, prefill, raw, limit)
+            return await self._forward(exchange, pair.prefiller, prefill, raw, limit)
         return await self._sample(exchange, prefill)
 
-    async def _prefill(self, exchange: Exchange, engine: Engine) -> tuple[answer.PrefillAnswer, bytes]:
-        leg = body.prefill_body(exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer)
+    async def _prefill(self, exchange: Exchange, pair: Pair) -> tuple[answer.PrefillAnswer, bytes]:
+        engine = pair.prefiller
+        leg = body.prefill_body(
+            exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer, decode_node=pair.wire
+        )
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.announced = True
-        exchange.prefilled_by = engine.url
         async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
         if found.status != 200:
@@ -167,19 +175,21 @@ class Relay:
         await self._alone(exchange)
 
     async def _decode(self, exchange: Exchange, leg: Body, shape: AsItIs | Continuation) -> None:
-        """Give the leg to a decoder; to another one if it cannot be reached."""
-        payload = body.encode(leg)
+        """Give the leg to the planned decoder; to another one if it cannot be reached."""
+        if exchange.booking is not None:
+            exchange.booking.end()
         tried: set[str] = set()
         failure: LegFailed | None = None
         give_up_at = time.monotonic() + _FAILOVER_S
         while failure is None or time.monotonic() < give_up_at:
-            engine = router.decoder(self._candidates(), prefilled_by=exchange.prefilled_by, tried=tried)
+            engine = router.decoder(self._candidates(), planned=exchange.planned, tried=tried)
             if engine is None:
                 break
             if failure is not None:
                 log.warning("transfer %s: %s, trying %s", exchange.transfer, failure, engine.name)
                 self._metrics.failovers.labels(failure.reason).inc()
             exchange.mark(Event.DECODE_SENT, engine)
+            payload = body.encode(self._located(exchange, leg, engine))
             try:
                 async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:
                     return await shape.take(exchange, found)
@@ -191,33 +201,31 @@ class Relay:
                 tried.add(engine.url)
         raise failure or NoEngine("no engine is known")
 
-    def _prefiller(self) -> Engine | None:
-        """The engine to prefill; None: a second leg would gain nothing."""
-        candidates = self._candidates()
-        engine = router.prefiller(candidates)
-        if engine is not None:
-            decoder = router.decoder(candidates, prefilled_by=engine.url)
-            if decoder is not None and decoder.url == engine.url and not engine.decodes:
-                engine = None  # it is the decoder of last resort
-        if engine is not None:
-            self._warned_no_prefiller = False
-        elif not self._warned_no_prefiller:
-            self._warned_no_prefiller = True
-            log.warning("no engine can prefill beside a decoder; every request is served by one engine alone")
-        return engine
+    def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
+        """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""
+        prefill_node = exchange.planned.prefiller.node if exchange.planned is not None else ""
+        if exchange.mode is Mode.ALONE or not prefill_node or prefill_node == engine.node:
+            return leg
+        return body.located(leg, prefill_node)
 
-    async def _ceiling(self, exchange: Exchange) -> int | None:
-        decoder = router.decoder(self._candidates())
-        if decoder is None:
-            return None
+    def _pair(self) -> Pair | None:
+        """The engines of the two legs; None: a second leg would gain nothing."""
+        pair = router.pair(self._candidates())
+        if pair is None and not self._warned_no_pair:
+            log.warning("no engine can prefill beside a decoder; every request is served by one engine alone")
+        self._warned_no_pair = pair is None
+        return pair
+
+    async def _ceiling(self, exchange: Exchange, pair: Pair) -> int | None:
         model = exchange.body.get("model")
-        return await self._ceilings.of(decoder, model if isinstance(model, str) else None, headers=exchange.headers)
+        known = model if isinstance(model, str) else None
+        return await self._ceilings.of(pair.decoder, known, headers=exchange.headers)
 
     def _candidates(self) -> list[router.Candidate]:
         return [
             router.Candidate(
                 engine=engine,
-                in_flight=self._legs.in_flight(engine.url),
+                in_flight=self._legs.load(engine.url),
                 last_used=self._legs.last_used(engine.url),
                 suspect=self._roster.is_suspect(engine.url),
             )

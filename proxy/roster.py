@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdx.errors import ConfigError
-from pdx.messages import EngineReport, NodeReport
+from pdx.messages import EngineReport, NodeReport, PeerEntry
 
 MAX_NODES = 1024
 
@@ -32,6 +32,7 @@ class Engine(msgspec.Struct, frozen=True):
 class _Node(msgspec.Struct):
     seen_at: float
     engines: dict[str, EngineReport]  # by URL
+    peer: PeerEntry  # without an address: it takes no peers
 
 
 def base_url(text: str) -> str:
@@ -82,7 +83,11 @@ class Roster:
         if key not in self._nodes and len(self._nodes) >= MAX_NODES:
             return frozenset()
         before = self._nodes[key].engines if key in self._nodes else {}
-        self._nodes[key] = _Node(seen_at=self._clock(), engines=_routable(report.engines))
+        self._nodes[key] = _Node(
+            seen_at=self._clock(),
+            engines=_routable(report.engines),
+            peer=PeerEntry(report.node, report.listen, report.public_key),
+        )
         return frozenset(before.keys() - self._reported().keys())
 
     def expire(self) -> frozenset[str]:
@@ -105,6 +110,11 @@ class Roster:
         """How many nodes are to be believed in now."""
         oldest = self._clock() - self._heartbeat_timeout_s
         return sum(node.seen_at >= oldest for node in self._nodes.values())
+
+    def peers(self) -> dict[tuple[str, int], PeerEntry]:
+        """The nodes that others can reach, by name and epoch; of each name, the epoch first heard of last."""
+        latest = {name: epoch for name, epoch in self._nodes}
+        return {key: node.peer for key in latest.items() if (node := self._nodes[key]).peer.address}
 
     def suspect(self, url: str) -> None:
         """The engine refused a connection: avoid it for a moment."""

@@ -1,4 +1,9 @@
-"""Which engine gets a leg: the one with the fewest outstanding requests. Pure."""
+"""Which engines get a request's two legs. Pure.
+
+Load comes first: the prefill engine is one with the fewest outstanding requests, and so is the decode engine among
+those fit to decode. Among pairs of equal load, one on a single node is taken before one with a wire between them; what
+is equal even then takes turns. An engine whose node is not known counts as beyond a wire.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +13,116 @@ import msgspec
 
 from pdx.proxy.roster import Engine
 
+_Rank = tuple[bool, bool, bool, int, int]
+
 
 class Candidate(msgspec.Struct, frozen=True):
     """An engine and what this proxy knows about its load."""
 
     engine: Engine
-    in_flight: int = 0  # legs of this proxy
+    in_flight: int = 0  # legs of this proxy, those that are planned included
     last_used: int = 0  # grows with every leg; breaks ties, so that idle engines take turns
     suspect: bool = False
 
-    def load(self) -> tuple[int, int, int]:
+    def load(self) -> tuple[int, int]:
         """Less is better."""
-        return (self.in_flight, self.engine.running, self.last_used)
+        return (self.in_flight, self.engine.running)
 
 
-def prefiller(candidates: Sequence[Candidate]) -> Engine | None:
-    """The engine to prefill; None: there is none that would not hurt.
+class Pair(msgspec.Struct, frozen=True):
+    """The engines of the two legs, chosen before the first one starts."""
+
+    prefiller: Engine
+    decoder: Engine
+
+    @property
+    def wire(self) -> str:
+        """The decoder's node, where the KV has to travel from one known node to another; else empty."""
+        here, there = self.prefiller.node, self.decoder.node
+        return there if here and there and here != there else ""
+
+
+def pair(candidates: Sequence[Candidate]) -> Pair | None:
+    """The engines for a request in two legs; None: a second leg would gain nothing. Linear in the candidates.
 
     The only decoder is left alone: sending it the same prompt twice gains nothing. Where the command line names
     one engine for both roles, that is what the user wants.
     """
+    able = _prefillers(candidates)
+    if not able:
+        return None
+    least = min(each.load() for each in able)
+    nearest = _Nearest(candidates)
+    chosen = [(first, nearest.to(first)) for first in able if first.load() == least]
+    # An engine that only prefills is not sent the same prompt again as the decoder of last resort.
+    pairs = [(first, last) for first, last in chosen if last.engine.url != first.engine.url or first.engine.decodes]
+    if not pairs:
+        return None
+    first, last = min(pairs, key=lambda found: (_pair_rank(*found), found[0].last_used, found[1].last_used))
+    return Pair(first.engine, last.engine)
+
+
+def decoder(
+    candidates: Sequence[Candidate], *, planned: Pair | None = None, tried: Collection[str] = ()
+) -> Engine | None:
+    """The engine to decode, not among the `tried` ones; None: nobody is left.
+
+    The planned one, as long as it is there and well: the KV is on its way to it. Roles are per request, so an engine
+    that only prefills is asked when no healthy decoder is left, and before a decoder that just refused a connection.
+    At equal load, one on a node that has the KV is taken before others.
+    """
+    able = [each for each in candidates if each.engine.url not in tried]
+    chosen = planned.decoder.url if planned is not None else ""
+    prefilled_by = planned.prefiller.url if planned is not None else ""
+    near = {planned.prefiller.node, planned.decoder.node} - {""} if planned is not None else set()
+
+    def rank(each: Candidate) -> tuple[bool, bool, _Rank, bool, int]:
+        return (
+            each.suspect,
+            each.engine.url != chosen,
+            _decoder_rank(each, prefilled_by),
+            each.engine.node not in near,
+            each.last_used,
+        )
+
+    return min(able, key=rank).engine if able else None
+
+
+class _Nearest:
+    """The decoders that can be the best one for some prefill engine.
+
+    For a given prefill engine that is the best one of all or the best one of its node. Of each kind two are kept,
+    because the best one may be the prefill engine itself.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._anywhere: list[Candidate] = []
+        self._by_node: dict[str, list[Candidate]] = {}
+        for each in sorted(candidates, key=lambda each: (_decoder_rank(each, ""), each.last_used)):
+            for kept in (self._anywhere, self._by_node.setdefault(each.engine.node, [])):
+                if len(kept) < 2:
+                    kept.append(each)
+
+    def to(self, prefiller: Candidate) -> Candidate:
+        """The best decoder for `prefiller`."""
+
+        def rank(each: Candidate) -> tuple[_Rank, bool, int]:
+            return (*_pair_rank(prefiller, each), each.last_used)
+
+        return min([*self._anywhere, *self._by_node.get(prefiller.engine.node, [])], key=rank)
+
+
+def _prefillers(candidates: Sequence[Candidate]) -> list[Candidate]:
     decoders = [each for each in candidates if each.engine.decodes and not each.suspect]
     only = decoders[0].engine.url if len(decoders) == 1 else ""
     able = [each for each in candidates if each.engine.prefills and not each.suspect]
-    free = [each for each in able if each.engine.url != only] or [each for each in able if each.engine.named]
-    return min(free, key=Candidate.load).engine if free else None
+    return [each for each in able if each.engine.url != only] or [each for each in able if each.engine.named]
 
 
-def decoder(candidates: Sequence[Candidate], *, prefilled_by: str = "", tried: Collection[str] = ()) -> Engine | None:
-    """The engine to decode, not among the `tried` ones; None: nobody is left.
+def _decoder_rank(each: Candidate, prefilled_by: str) -> _Rank:
+    return (each.suspect, not each.engine.decodes, each.engine.url == prefilled_by, *each.load())
 
-    Roles are per request, so an engine that only prefills is asked when no healthy decoder is left, and
-    before a decoder that just refused a connection.
-    """
-    able = [each for each in candidates if each.engine.url not in tried]
 
-    def rank(each: Candidate) -> tuple[bool, bool, bool, tuple[int, int, int]]:
-        return (each.suspect, not each.engine.decodes, each.engine.url == prefilled_by, each.load())
-
-    return min(able, key=rank).engine if able else None
+def _pair_rank(first: Candidate, last: Candidate) -> tuple[_Rank, bool]:
+    same_node = bool(first.engine.node) and first.engine.node == last.engine.node
+    return (_decoder_rank(last, first.engine.url), not same_node)

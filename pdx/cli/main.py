@@ -13,6 +13,8 @@ COMMANDS = {
     "serve": "pdx.cli.serve:serve",
     "node": "pdx.cli.node:node",
     "proxy": "pdx.cli.proxy:proxy",
+    "keygen": "pdx.cli.keygen:keygen",
+    "doctor": "pdx.cli.doctor:doctor",
 }
 
 

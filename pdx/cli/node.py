@@ -5,16 +5,37 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 
 import click
 
 from pdx.config import NodeConfig, default_node, default_proxy, parse, parse_bytes
+from pdx.errors import ConfigError
+from pdx.registry import INSIDE_ONE_PROCESS, schemes
 
 
 @click.command()
 @click.option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
 @click.option("--arena", default="4GiB", show_default=True, help="Shared memory for chunks.")
 @click.option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
+@click.option("--name", default="", help="What peers and the proxy call it. [default: made from host and address]")
+@click.option("--listen", default="", metavar="ADDRESS", help="Where peers connect. [default: a socket on this host]")
+@click.option("--roster", default="", metavar="FILE", help="Names the peers, their addresses and public keys.")
+@click.option("--keys", default="", metavar="FILE", help="Secret key made by pdx keygen; needed beyond this host.")
+@click.option(
+    "--channel",
+    "channels",
+    multiple=True,
+    metavar="SCHEME",
+    help="Use this channel to peers; repeated: the first that works. [default: the fastest; pdx doctor lists them]",
+)
+@click.option(
+    "--digests",
+    default="wire",
+    show_default=True,
+    type=click.Choice(["wire", "always", "never"]),
+    help="Check what arrives from peers: what came over a wire, everything, or nothing.",
+)
 @click.option("--exit-when-idle", type=float, default=0.0, metavar="SECONDS", help="End when nobody is attached.")
 @click.option("--status", is_flag=True, help="Show the state of the running node and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --status: one JSON object.")
@@ -23,6 +44,12 @@ def node(
     address: str | None,
     arena: str,
     proxy: str | None,
+    name: str,
+    listen: str,
+    roster: str,
+    keys: str,
+    channels: tuple[str, ...],
+    digests: str,
     exit_when_idle: float,
     status: bool,
     as_json: bool,
@@ -37,14 +64,29 @@ def node(
         return
     from pdx.node.daemon import run
 
+    check_channels(channels)
     settings = {
         "address": address,
         "arena_bytes": parse_bytes(arena),
         "proxy": default_proxy() if proxy is None else proxy,
+        "name": name,
+        "listen": listen,
+        "roster": roster,
+        "keys": keys,
+        "channels": list(channels),
+        "digests": digests,
         "exit_when_idle_s": exit_when_idle,
     }
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run(parse(NodeConfig, settings))
+
+
+def check_channels(channels: Sequence[str]) -> None:
+    """:raises ConfigError: a channel that nobody provides, or that never leads to another node."""
+    known = [scheme for scheme in schemes() if scheme not in INSIDE_ONE_PROCESS]
+    for channel in channels:
+        if channel not in known:
+            raise ConfigError(f"no channel between nodes is named {channel!r}; there are {', '.join(known)}")
 
 
 def _show(address: str, *, as_json: bool, watch: bool) -> None:

@@ -14,8 +14,13 @@ import click
 @click.option("--prefill", multiple=True, metavar="URL", help="An engine that prefills; may be repeated.")
 @click.option("--decode", multiple=True, metavar="URL", help="An engine that decodes; may be repeated.")
 @click.option(
-    "--control", default="", metavar="ADDRESS", help="Where nodes report (default: PDX_PROXY, else ipc://...)."
+    "--control",
+    default="",
+    metavar="ADDRESS",
+    help="Where nodes report: ipc:///path or tcp://IP:PORT (default: PDX_PROXY, else ipc://...).",
 )
+@click.option("--keys", default="", metavar="FILE", help="Secret key of `pdx keygen`, for nodes on other hosts.")
+@click.option("--roster", default="", metavar="FILE", help="TOML file that names the nodes and their public keys.")
 @click.option(
     "--forward/--no-forward",
     default=True,
@@ -36,6 +41,8 @@ def proxy(
     prefill: tuple[str, ...],
     decode: tuple[str, ...],
     control: str,
+    keys: str,
+    roster: str,
     forward: bool,
     read_timeout: float,
     max_body: str,
@@ -57,6 +64,8 @@ def proxy(
                 "prefill": prefill,
                 "decode": decode,
                 "control": control,
+                "keys": keys,
+                "roster": roster,
                 "forward": forward,
                 "read_timeout_s": read_timeout,
                 "max_body_bytes": parse_bytes(max_body),

@@ -18,11 +18,13 @@ def view(status: NodeStatus, address: str) -> RenderableType:
     share = used / status.arena_bytes if status.arena_bytes else 0.0
     head = Text.assemble(
         ("node ", "bold"),
-        f"{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
+        f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
+        f"peers connect to {status.listen}\n" if status.listen else "",
         f"arena {size(status.arena_bytes)}, used {size(used)} ({share:.0%}); "
         f"{status.leases} leases, {status.pins} pins, {status.transfers} transfers under way",
     )
-    return Group(head, _attached(status), _chunks(status), _counters(status))
+    peers = [_peers(status)] if status.peers else []
+    return Group(head, _attached(status), *peers, _chunks(status), _counters(status))
 
 
 def as_object(status: NodeStatus) -> bytes:
@@ -44,6 +46,26 @@ def _attached(status: NodeStatus) -> Table:
             str(one.pid),
             str(one.running),
             f"{one.silent_s:.1f} s",
+        )
+    return table
+
+
+def _peers(status: NodeStatus) -> Table:
+    table = Table(title="peers", title_justify="left")
+    for column in ("peer", "link", "channel", "GB/s", "pushes", "landing", "sent", "landed", "why"):
+        is_number = column in ("pushes", "landing", "sent", "landed")
+        table.add_column(column, justify="right" if is_number else "left")
+    for peer in sorted(status.peers, key=lambda p: p.name):
+        table.add_row(
+            Text(peer.name),
+            peer.state,
+            peer.channel,
+            " ".join(f"{scheme} {rate:.2f}" for scheme, rate in sorted(peer.rates.items())),
+            str(peer.pushes),
+            str(peer.landing),
+            size(peer.sent_bytes),
+            size(peer.landed_bytes),
+            Text(peer.why),
         )
     return table
 

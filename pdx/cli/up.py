@@ -1,4 +1,4 @@
-"""`pdx up`: a node, engines and a proxy on this host with one command, and nothing left when it ends."""
+"""`pdx up`: nodes, engines and a proxy on this host with one command, and nothing left when it ends."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from pdx.cli import placement
+from pdx.cli.node import check_channels
 from pdx.cli.processes import Processes, State
 from pdx.cli.progress import Progress
 from pdx.cli.ready import answers_at, answers_health
@@ -41,18 +42,31 @@ class Engine(msgspec.Struct, frozen=True):
         return f"http://127.0.0.1:{self.port}"
 
 
+class Node(msgspec.Struct, frozen=True):
+    """One node of the plan, for the engines of these roles."""
+
+    name: str
+    address: str
+    roles: Sequence[str] = ("prefill", "decode")
+    is_own: bool = True  # start it, else attach to the one that is there
+    options: Sequence[str] = ()
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start. `own_node`: start one at `node`, else attach to the one that is there."""
+    """What to start."""
 
     model: str
     engines: list[Engine]
     host: str
     port: int
-    arena: str
-    node: str
-    own_node: bool
-    control: str  # where the node and the proxy meet
+    arena: str  # of each node
+    nodes: list[Node]
+    control: str  # where nodes and the proxy meet
     flags: Sequence[str]
+
+    def node_of(self, engine: Engine) -> str:
+        """The address of the node that `engine` attaches to."""
+        return next(node.address for node in self.nodes if engine.role in node.roles)
 
 
 @click.command()
@@ -63,6 +77,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65_535), help="The proxy's port.")
 @click.option("--arena", default="4GiB", show_default=True, help="Shared memory for chunks.")
 @click.option("--node", help="Use the node at this address. [default: start one for this command alone]")
+@click.option(
+    "--channel",
+    metavar="SCHEME",
+    help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
+)
 @click.option("--logs", type=click.Path(path_type=Path), default="pdx-logs", show_default=True, help="Folder for logs.")
 @click.option("--wait", default=900.0, show_default=True, metavar="SECONDS", help="Give up starting after this long.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -74,15 +93,21 @@ def up(
     port: int,
     arena: str,
     node: str | None,
+    channel: str | None,
     logs: Path,
     wait: float,
     flags: tuple[str, ...],
 ) -> None:
     """Start a node, engines and a proxy for MODEL; Ctrl-C ends them all.
 
+    With --channel there are two nodes with an arena each, and prompts travel between them over that channel.
+
     Flags after -- go to every vLLM engine: pdx up MODEL -- --max-model-len 8192
     """
     parse_bytes(arena)
+    if node and channel:
+        raise ConfigError("--channel starts two nodes of its own, --node uses one that is there; choose one of them")
+    check_channels([channel] if channel and channel != "auto" else [])
     if not _is_free(host, port):
         raise ConfigError(f"port {port} on {host} is in use; choose another with --port")
     with _private_sockets(port) as folder:
@@ -92,8 +117,7 @@ def up(
             host=host,
             port=port,
             arena=arena,
-            node=node or f"ipc://{folder}/node.sock",
-            own_node=node is None,
+            nodes=[Node("node", node, is_own=False)] if node else _nodes(folder, channel),
             control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
             flags=flags,
         )
@@ -104,7 +128,7 @@ def _run(plan: Plan, logs: Path, wait_s: float) -> int:
     """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1)."""
     with _signals() as signals, Processes(logs) as processes, Progress(processes) as progress:
         deadline = time.monotonic() + wait_s
-        waiting = [_start_node, _start_engines, _start_proxy]
+        waiting = [_start_nodes, _start_engines, _start_proxy]
         is_up = False
         while not signals:
             if _died(processes, progress):
@@ -138,10 +162,11 @@ def _died(processes: Processes, progress: Progress) -> bool:
     return bool(dead)
 
 
-def _start_node(plan: Plan, processes: Processes) -> None:
-    if plan.own_node:
-        options = ["--address", plan.node, "--arena", plan.arena, "--proxy", plan.control]
-        processes.start("node", [*PDX, "node", *options], is_ready=answers_at(plan.node))
+def _start_nodes(plan: Plan, processes: Processes) -> None:
+    for node in plan.nodes:
+        if node.is_own:
+            options = ["--address", node.address, "--arena", plan.arena, "--proxy", plan.control, *node.options]
+            processes.start(node.name, [*PDX, "node", *options], is_ready=answers_at(node.address))
 
 
 def _start_engines(plan: Plan, processes: Processes) -> None:
@@ -151,7 +176,7 @@ def _start_engines(plan: Plan, processes: Processes) -> None:
             plan.model,
             [*plan.flags, "--host", "127.0.0.1", "--port", str(engine.port)],
             role=engine.role,
-            node=plan.node,
+            node=plan.node_of(engine),
             arena=plan.arena,
             proxy=plan.control,
             start_node=False,  # the node is a process of this command, which ends when the node does
@@ -165,6 +190,17 @@ def _start_proxy(plan: Plan, processes: Processes) -> None:
         options += [f"--{engine.role}", engine.url]
     host = "127.0.0.1" if plan.host in ANY_HOST else plan.host
     processes.start("proxy", [*PDX, "proxy", *options], is_ready=answers_health(f"http://{host}:{plan.port}"))
+
+
+def _nodes(folder: Path, channel: str | None) -> list[Node]:
+    """One for all engines, or one for each role; the proxy tells them of each other."""
+    if channel is None:
+        return [Node("node", f"ipc://{folder}/node.sock")]
+    options = [] if channel == "auto" else ["--channel", channel]
+    return [
+        Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=["--name", role, *options])
+        for role in ("prefill", "decode")
+    ]
 
 
 def _engines(prefill: int, decode: int) -> list[Engine]:

@@ -19,9 +19,10 @@ from types import FrameType, TracebackType
 
 import zmq
 
-from pdx.config import NodeConfig, private_folder, socket_path
+from pdx.address import check_address, data_host, needs_ipv6
+from pdx.config import NodeConfig, listen_address, private_folder, socket_path
 from pdx.errors import NodeError, NodeRunning, ProtocolError
-from pdx.memory import Arena
+from pdx.memory import Arena, round_up
 from pdx.messages import (
     MAX_FRAME_BYTES,
     Answer,
@@ -34,7 +35,7 @@ from pdx.messages import (
     decode_to_node,
     encode,
 )
-from pdx.node.service import Service
+from pdx.node.service import PROBE_BYTES, Service
 
 log = logging.getLogger("pdx.node")
 
@@ -69,7 +70,7 @@ class Daemon:
     def __init__(self, config: NodeConfig) -> None:
         path = socket_path(config.address)
         if config.proxy:
-            socket_path(config.proxy)
+            check_address(config.proxy, bool(config.keys))
         private_folder(path.parent)
         self._config = config
         epoch = secrets.randbits(62)
@@ -81,16 +82,20 @@ class Daemon:
             undo.callback(path.unlink, missing_ok=True)
             self._context = undo.enter_context(zmq.Context())
             self._router = undo.enter_context(self._bind())
+            self._poller = zmq.Poller()
+            self._poller.register(self._router, zmq.POLLIN)
+            self.service = Service(config, arena, epoch)
+            undo.callback(self.service.detach_all)
+            self._peers = self.service.peers
+            undo.callback(self._peers.close)
+            self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
+            listen = listen_address(config)
+            self._peers.open(self._context, listen, data_host(listen), self._watch, self._poller.unregister)
             self._proxy = self._connect_proxy()
             if self._proxy is not None:
                 undo.enter_context(self._proxy)
-            self.service = Service(config, arena, epoch)
-            undo.callback(self.service.detach_all)
+                self._poller.register(self._proxy, zmq.POLLIN)
             self._undo = undo.pop_all()
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        if self._proxy is not None:
-            self._poller.register(self._proxy, zmq.POLLIN)
         self._next_tick = time.monotonic()
         self._next_report = time.monotonic()
         self._last_busy = time.monotonic()
@@ -106,6 +111,9 @@ class Daemon:
             os.umask(mask)
         return router
 
+    def _watch(self, socket: zmq.Socket[bytes]) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+
     def _connect_proxy(self) -> zmq.Socket[bytes] | None:
         if not self._config.proxy:
             return None
@@ -113,6 +121,9 @@ class Daemon:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.SNDHWM, 64)
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._peers.links.secure_proxy(dealer)
+        if needs_ipv6(self._config.proxy):
+            dealer.setsockopt(zmq.IPV6, 1)
         dealer.connect(self._config.proxy)
         return dealer
 
@@ -123,8 +134,11 @@ class Daemon:
                 self._serve_burst()
             elif source is self._proxy:
                 self._serve_proxy()
-            else:
-                self._bury(int(source))
+            elif source == self._peers.mailbox.fd:
+                self._peers.mailbox.deliver()
+            elif not self._peers.links.serve(source) and isinstance(source, int):
+                self._bury(source)
+        self._peers.turn()
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -211,6 +225,8 @@ class Daemon:
                 message = decode_from_proxy(frames[0])
                 if isinstance(message, Cancel):
                     self.service.cancel(message.transfer)
+                else:
+                    self._peers.told(message.peers)
             except ProtocolError as error:
                 self._drop(error)
 
@@ -260,4 +276,4 @@ def _fresh_arena(config: NodeConfig, epoch: int) -> Arena:
     prefix = "pdx-" + hashlib.blake2b(config.address.encode(), digest_size=8).hexdigest()
     for stale in SHM.glob(f"{prefix}-*.arena"):
         stale.unlink(missing_ok=True)
-    return Arena.create(SHM / f"{prefix}-{epoch:016x}.arena", config.arena_bytes)
+    return Arena.create(SHM / f"{prefix}-{epoch:016x}.arena", round_up(config.arena_bytes) + PROBE_BYTES)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdx.config import NodeConfig
-from pdx.errors import ChunkMissing, ProtocolError
+from pdx.config import NodeConfig, node_name
+from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError, ProtocolError
+from pdx.host import host_id
 from pdx.lifecycle import State
-from pdx.memory import GRANULE_BYTES, Arena
+from pdx.memory import GRANULE_BYTES, Arena, round_up
 from pdx.messages import (
     MAX_SLOTS,
     VERSION,
@@ -34,18 +36,26 @@ from pdx.messages import (
     NodeStatus,
     Pin,
     Ping,
+    Push,
     Release,
     Renew,
     Reserve,
     Reserved,
+    Slot,
     Status,
     Welcome,
 )
+from pdx.node.peers import Peers
 from pdx.node.sessions import Session, Sessions
 from pdx.node.transfers import Transfers
+from pdx.store.chunk import Chunk
 from pdx.store.store import Claim, Store
+from pdx.timeline import Event
+
+log = logging.getLogger("pdx.node")
 
 MAX_TRANSFER_S = 600.0
+PROBE_BYTES = 1 << 20  # behind the chunks in the arena: peers write there to measure their channels
 MAX_MARKS = 4096
 
 
@@ -60,17 +70,32 @@ class Service:
         self._epoch = epoch
         self._clock = clock
         self._started = clock()
-        self.store = Store(arena, clock)
+        self.name = node_name(config)
+        self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes))
         self.sessions = Sessions()
         self.transfers = Transfers()
         self.counters: Counter[str] = Counter()
         self.marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
+        self.peers = Peers(
+            config,
+            name=self.name,
+            epoch=epoch,
+            arena=arena,
+            probe=Slot(self.store.total_bytes, arena.nbytes - self.store.total_bytes, 0),
+            store=self.store,
+            transfers=self.transfers,
+            counters=self.counters,
+            layouts=lambda: [session.hello.layout for session in self.sessions],
+            mark=self._mark_own,
+            clock=clock,
+        )
         self.news = True  # engines came or went since the last report
         self._handlers: dict[type[Ask], Callable[[Session, Any], Answer]] = {
             Bye: self._bye,
             Ping: self._ping,
             Lookup: self._lookup,
             Reserve: self._reserve,
+            Push: self._push,
             Fill: self._fill,
             Abort: self._abort,
             Release: self._release,
@@ -96,9 +121,13 @@ class Service:
     def end(self, session: Session) -> None:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
-        lost = self.store.end_session(session.number)
-        self.transfers.aborted(lost, self._clock())
+        self._lost(self.store.end_session(session.number))
         self.news = True
+
+    def _lost(self, chunks: Sequence[Chunk]) -> None:
+        """These chunks will not be whole: who waits for them stops waiting."""
+        self.transfers.aborted(chunks, self._clock())
+        self.peers.changed(chunks)
 
     def detach_all(self) -> None:
         """The node ends: stop watching the processes."""
@@ -117,10 +146,10 @@ class Service:
 
     def tick(self) -> None:
         """Deadlines; call it a few times a second."""
-        now = self._clock()
-        self.transfers.aborted(self.store.expire(), now)
-        for name in self.transfers.expire(now):
+        self._lost(self.store.expire())
+        for name in self.transfers.expire(self._clock()):
             self.store.drop_tails(name)
+        self.peers.tick()
 
     # ---- one method per message -------------------------------------------------------------
 
@@ -137,7 +166,7 @@ class Service:
         _check_slots(ask)
         hits = self.store.find(ask.keys, ask.shards)
         chunks = [chunk for shards in hits for chunk in shards]
-        waiting = ask.transfer is not None and len(hits) < len(ask.keys) and self._may_come(ask, len(hits))
+        waiting = len(hits) < len(ask.keys) and self._may_come(ask, len(hits))
         if not waiting:
             self.counters["lookups"] += 1
             self.counters["looked_up_chunks"] += len(ask.keys)
@@ -150,10 +179,21 @@ class Service:
         return Found(len(hits), [chunk.slot for chunk in chunks], lease, waiting)
 
     def _may_come(self, ask: Lookup, hits: int) -> bool:
-        assert ask.transfer is not None
-        if self.transfers.is_given_up(ask.transfer):
+        if ask.transfer is not None:
+            if self.transfers.is_given_up(ask.transfer):
+                return False
+            if self.transfers.is_under_way(ask.transfer) or self.store.is_filling(ask.keys[hits], ask.shards):
+                return True
+        try:
+            return self.peers.may_come(ask, hits)
+        except (PeerError, ConfigError) as error:
+            self._degraded("fetch_impossible", error)
             return False
-        return self.transfers.is_under_way(ask.transfer) or self.store.is_filling(ask.keys[hits], ask.shards)
+
+    def _degraded(self, reason: str, error: Exception) -> None:
+        self.counters[reason] += 1
+        if self.counters[reason] == 1:  # a wrong name would come with every request
+            log.warning("%s (further ones are counted as %s)", error, reason)
 
     def _reserve(self, session: Session, ask: Reserve) -> Answer:
         _check_slots(ask)
@@ -174,7 +214,21 @@ class Service:
         granted, slots, full = self.store.reserve(claim)
         if ask.transfer is not None and not full:
             self.transfers.open(ask.transfer, [slot.offset for slot in slots], now + MAX_TRANSFER_S)
+        if ask.push_to and (ask.partial or not full):
+            try:
+                self.peers.push(ask.push_to, ask.keys, ask.shards, ask.transfer, session.hello.layout)
+            except (PeerError, ConfigError) as error:
+                self._degraded("push_impossible", error)
         return Reserved(granted, slots, full)
+
+    def _push(self, session: Session, ask: Push) -> Answer:
+        found = self.store.find(ask.keys, ask.shards)
+        if len(found) < len(ask.keys):
+            raise ChunkMissing(f"{len(ask.keys) - len(found)} of {len(ask.keys)} chunks are not there")
+        try:
+            return Done(self.peers.push(ask.peer, ask.keys, ask.shards, None, session.hello.layout))
+        except (PeerError, ConfigError) as error:
+            raise NodeError(str(error)) from error
 
     def _writers(self, session: Session, shards: int) -> Sequence[Session]:
         if session.hello.kind == "client":
@@ -192,15 +246,16 @@ class Service:
         if ask.seal:
             self.store.seal(chunks)
             self.transfers.sealed(chunks, self._clock())
+        self.peers.changed(chunks)
         return Done(count)
 
     def _abort(self, session: Session, ask: Abort) -> Answer:
         chunks = self.store.unfinished(ask.slots)
         owned = [chunk for chunk in chunks if chunk.owner == session.number]
         mine = owned if ask.unused else [chunk for chunk in chunks if chunk.writer == session.number]
-        self.transfers.aborted([*mine, *owned], self._clock())
         self.store.abort(owned)
         self.store.let_go(mine)
+        self._lost([*mine, *owned])
         return Done(len({chunk.slot.offset for chunk in [*mine, *owned]}))
 
     def _release(self, session: Session, ask: Release) -> Answer:
@@ -228,6 +283,7 @@ class Service:
         news = self.transfers.give_up(transfer, self._clock())
         if news:
             self.counters["transfers_given_up"] += 1
+            self.peers.cancel(transfer)
             self.store.abort(self.store.unsealed(transfer))
             self.store.drop_tails(transfer)
         return news
@@ -235,7 +291,13 @@ class Service:
     def _mark(self, session: Session, ask: Mark) -> Answer:
         self.marks.append(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, session.hello.engine))
         self.news = True
+        if ask.event == Event.PREFILL_END:
+            self.peers.prefill_ended(ask.transfer, ask.at_ns)
         return Done()
+
+    def _mark_own(self, transfer: str, event: Event, nbytes: int, at_ns: int) -> None:
+        self.marks.append(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
+        self.news = True
 
     def _status(self, session: Session, ask: Status) -> Answer:
         return self.status()
@@ -247,11 +309,11 @@ class Service:
         now = self._clock()
         chunks, nbytes, pins = self.store.census()
         return NodeStatus(
-            name=self._config.address,
+            name=self.name,
             epoch=self._epoch,
             pid=os.getpid(),
             uptime_s=now - self._started,
-            arena_bytes=self._arena.nbytes,
+            arena_bytes=self.store.total_bytes,
             free_bytes=self.store.free_bytes,
             chunks=chunks,
             chunk_bytes=nbytes,
@@ -260,6 +322,8 @@ class Service:
             transfers=len(self.transfers),
             attached=[self._attached(session, now) for session in self.sessions],
             counters={**self.counters, **self.store.counters},
+            listen=self.peers.links.address,
+            peers=self.peers.statuses(),
         )
 
     def _attached(self, session: Session, now: float) -> AttachedStatus:
@@ -288,12 +352,16 @@ class Service:
         self.news = False
         return NodeReport(
             VERSION,
-            self._config.address,
+            self.name,
             self._epoch,
-            self._arena.nbytes,
+            self.store.total_bytes,
             self.store.free_bytes,
             engines,
             marks,
+            listen=self.peers.links.address,
+            public_key=self.peers.links.public_key,
+            host=host_id(),
+            sent_ns=time.monotonic_ns(),
         )
 
 

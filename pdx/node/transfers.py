@@ -25,11 +25,18 @@ class Progress(StrEnum):
 
 
 class Transfer(msgspec.Struct):
-    """One transfer: the slots that are not sealed yet, by offset."""
+    """One transfer: the slots that are not sealed yet, by offset, and the peers' offers that are not over."""
 
     pending: set[int]
     progress: Progress
     deadline: float
+    offers: int = 0
+
+    def settle(self, now: float) -> None:
+        """It is complete as soon as nothing more is expected."""
+        if not self.pending and not self.offers and self.progress is Progress.UNDER_WAY:
+            self.progress = Progress.SEALED
+            self.deadline = now + KEPT_S
 
 
 class Transfers:
@@ -49,8 +56,24 @@ class Transfers:
         if transfer.progress is Progress.GIVEN_UP:
             return
         transfer.pending.update(offsets)
-        transfer.progress = Progress.UNDER_WAY if transfer.pending else Progress.SEALED
+        is_complete = not transfer.pending and not transfer.offers
+        transfer.progress = Progress.SEALED if is_complete else Progress.UNDER_WAY
         transfer.deadline = max(transfer.deadline, deadline)
+
+    def expect(self, name: str, deadline: float) -> None:
+        """A peer offers chunks of it: whether there is room for them or not, whoever asks for it waits."""
+        self.open(name, (), deadline)
+        transfer = self._transfers[name]
+        if transfer.progress is not Progress.GIVEN_UP:
+            transfer.offers += 1
+            transfer.progress = Progress.UNDER_WAY
+
+    def arrived(self, name: str, now: float) -> None:
+        """What the peer offered is here, as far as it was granted."""
+        transfer = self._transfers.get(name)
+        if transfer is not None and transfer.offers:
+            transfer.offers -= 1
+            transfer.settle(now)
 
     def is_under_way(self, name: str) -> bool:
         """Whether more of it may come."""
@@ -69,9 +92,7 @@ class Transfers:
             if transfer is None:
                 continue
             transfer.pending.discard(chunk.slot.offset)
-            if not transfer.pending and transfer.progress is Progress.UNDER_WAY:
-                transfer.progress = Progress.SEALED
-                transfer.deadline = now + KEPT_S
+            transfer.settle(now)
 
     def aborted(self, chunks: Iterable[Chunk], now: float) -> None:
         """These chunks will not come: what is sealed of their transfers is all there will be."""

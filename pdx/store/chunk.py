@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdx.layout import slice_span
 from pdx.lifecycle import State, Step, advance
 from pdx.messages import Slot
 
@@ -53,6 +54,10 @@ class Chunk:
     def is_complete(self) -> bool:
         """Whether all slices are filled."""
         return self.filled == (1 << self.layers) - 1
+
+    def span(self, first_layer: int, layers: int) -> tuple[int, int]:
+        """Where slices [first_layer, first_layer + layers) lie in the slot: (start, bytes)."""
+        return slice_span(self.slot.nbytes, self.layers, first_layer, layers)
 
     @property
     def is_evictable(self) -> bool:

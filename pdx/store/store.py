@@ -53,10 +53,12 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 class Store:
     """Index, allocator, leases and eviction over one arena."""
 
-    def __init__(self, arena: Arena, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, arena: Arena, clock: Callable[[], float] = time.monotonic, *, nbytes: int | None = None) -> None:
+        """`nbytes`: how much of the arena, from its beginning, is for chunks; all of it by default."""
         self._arena = arena
         self._clock = clock
-        self._allocator = Allocator(arena.nbytes)
+        self.total_bytes = nbytes or arena.nbytes
+        self._allocator = Allocator(self.total_bytes)
         self._shards: list[dict[bytes, Chunk]] = [{}]  # per shard: key -> FILLING or SEALED chunk
         self._slots: dict[int, Chunk] = {}  # offset -> chunk in any state but FREE
         self._shelf = Shelf()
@@ -79,6 +81,11 @@ class Store:
                 break
             hits.append(chunks)
         return hits
+
+    def known(self, key: bytes, shards: int) -> list[Chunk] | None:
+        """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
+        chunks = [chunk for index in self._indexes(shards) if (chunk := index.get(key))]
+        return chunks if len(chunks) == shards else None
 
     def is_filling(self, key: bytes, shards: int) -> bool:
         """Whether every shard of `key` is there or on its way, and at least one is on its way."""
@@ -106,9 +113,19 @@ class Store:
         """
         lease = self._lease_of(number, session)
         del self._leases[number]
-        for chunk in reversed(lease.chunks):  # the end of the prompt becomes the older one
+        self.unhold(lease.chunks)
+
+    def hold(self, chunks: Iterable[Chunk]) -> None:
+        """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a push reads it."""
+        for chunk in chunks:
+            self._shelf.take(chunk)
+            chunk.leases += 1
+
+    def unhold(self, chunks: Sequence[Chunk]) -> None:
+        """One reader of each of these is done."""
+        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
             chunk.leases -= 1
-            if chunk.leases:
+            if chunk.leases or chunk.state in (State.FILLING, State.QUARANTINED):
                 continue
             if chunk.state is State.RETIRED:
                 self._free([chunk], Step.UNLEASED)
@@ -146,8 +163,8 @@ class Store:
         sizes = [round_up(claim.size(index)) * shards for index in wanted]
         total = sum(sizes)
         least = max(sizes, default=0) if claim.partial else total
-        if least > self._arena.nbytes:
-            raise ArenaTooSmall(f"{least} bytes do not fit into an arena of {self._arena.nbytes} bytes")
+        if least > self.total_bytes:
+            raise ArenaTooSmall(f"{least} bytes do not fit into an arena of {self.total_bytes} bytes")
         room = self._allocator.free_bytes + self._shelf.nbytes
         if total > room and not claim.partial:
             self.counters["reserve_full"] += 1
@@ -191,11 +208,12 @@ class Store:
                 raise ProtocolError(f"{chunk!r} sealed with slices missing")
         for chunk in reversed(once):
             if chunk.state is State.QUARANTINED:  # aborted while the writer finished it: it lets go by sealing
-                self._free([chunk], Step.LET_GO)
+                self._let_go(chunk)
                 continue
             chunk.step(Step.SEAL)
             self._writing[chunk.writer].pop(chunk.slot.offset)
-            self._shelf.put(chunk)
+            if chunk.is_evictable:
+                self._shelf.put(chunk)
             self.counters["sealed"] += 1
         for chunk in once:
             if chunk.before not in once:
@@ -221,7 +239,16 @@ class Store:
         for chunk in chunks:
             if chunk.state in (State.FILLING, State.QUARANTINED):
                 self.counters["aborted"] += chunk.state is State.FILLING
-                self._free([chunk], Step.LET_GO)
+                self._let_go(chunk)
+
+    def _let_go(self, chunk: Chunk) -> None:
+        if not chunk.leases:
+            self._free([chunk], Step.LET_GO)
+            return
+        if self._shards[chunk.shard].get(chunk.key) is chunk:
+            del self._shards[chunk.shard][chunk.key]
+        self._writing[chunk.writer].pop(chunk.slot.offset, None)
+        chunk.step(Step.DELETE)  # a push still reads it; the last reader frees it
 
     def at(self, slot: Slot) -> Chunk:
         """The chunk in this slot.

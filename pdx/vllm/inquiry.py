@@ -120,13 +120,18 @@ class Inquiry:
             return True
         if tracked.lookup_seq is None:
             waits_for = tracked.transfer if tracked.is_decode else None
-            tracked.lookup_seq = connection.ask(Lookup(keys, self._layout.num_shards, self._config.lease_s, waits_for))
+            shards, lease_s = self._layout.num_shards, self._config.lease_s
+            tracked.lookup_seq = connection.ask(Lookup(keys, shards, lease_s, waits_for, tracked.source))
         answer = self._collect(connection, tracked.lookup_seq, Found)
         if answer is None:
             return self._is_too_late(tracked, now, "lookup")
         tracked.lookup_seq = None
+        if answer.waiting and tracked.source and not tracked.is_decode:
+            self._wait_for_source(tracked, connection, now)
+            return False
         if answer.waiting and self._may_wait_for_transfer(tracked, connection, now):
             return False
+        tracked.asks_source = False  # it has had its turn
         if not answer.waiting:
             self._take_hits(tracked, answer, has_tail=has_tail and answer.hits == len(keys))
         if tracked.is_decode:
@@ -161,6 +166,18 @@ class Inquiry:
         connection.count("transfer_late")
         return False
 
+    def _wait_for_source(self, tracked: TrackedRequest, connection: Connection, now: float) -> None:
+        """A prefill waits for chunks that a peer sends back. The node ends that by its own deadline (`fetch_s`); should
+        it not, the next question is about this node alone, and its answer has a lease on what is here."""
+        if tracked.source_until is None:
+            tracked.source_until = now + self._config.transfer_wait_s
+        tracked.ask_until = now + self._config.lookup_s
+        if now < tracked.source_until:
+            return
+        log.warning("request %s goes on without chunks of %s", tracked.request.request_id, tracked.source)
+        connection.count("source_late")
+        tracked.asks_source = False
+
     def _take_hits(self, tracked: TrackedRequest, answer: Found, *, has_tail: bool) -> None:
         shards = self._layout.num_shards
         tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, answer.hits * shards, shards)]
@@ -179,7 +196,7 @@ class Inquiry:
             if not keys and not tail:
                 tracked.reserved = True
                 return True
-            tracked.reserve_seq = connection.ask(self._room_for(tracked, keys, tail))
+            tracked.reserve_seq = connection.ask(self._room_for(tracked, keys, tail, push_to=tracked.push_to))
         try:
             answer = self._collect(connection, tracked.reserve_seq, Reserved)
         except ArenaTooSmall:
@@ -197,8 +214,13 @@ class Inquiry:
             self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.hit_tokens)
         return True
 
-    def _room_for(self, tracked: TrackedRequest, keys: list[bytes], tail: tuple[bytes, int] | None) -> Reserve:
-        """A prefill leg wants all or nothing as long as it may wait; everybody else takes what there is."""
+    def _room_for(
+        self, tracked: TrackedRequest, keys: list[bytes], tail: tuple[bytes, int] | None, *, push_to: str = ""
+    ) -> Reserve:
+        """A prefill leg wants all or nothing as long as it may wait; everybody else takes what there is.
+
+        What is pushed are all keys, so this is asked even where all of them are here.
+        """
         return Reserve(
             [*keys, tail[0]] if tail else keys,
             self._layout.chunk_bytes,
@@ -207,6 +229,7 @@ class Inquiry:
             self._layout.num_blocks_bytes(tail[1]) if tail else 0,
             partial=tracked.takes_part,
             transfer=tracked.transfer if tracked.is_prefill else None,
+            push_to=push_to,
         )
 
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection, now: float) -> bool:

@@ -42,6 +42,8 @@ class TrackedRequest:
         self.ask_until = 0.0
         self.room_until: float | None = None
         self.transfer_until: float | None = None
+        self.source_until: float | None = None
+        self.asks_source = True  # until the node has said what came of it
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
         # what it said
         self.decided = False
@@ -76,6 +78,18 @@ class TrackedRequest:
     def transfer(self) -> str | None:
         """The transfer it is part of."""
         return self.params.transfer_id if self.params is not None else None
+
+    @property
+    def source(self) -> str:
+        """The peer that may have what is missing here; empty: nobody is asked."""
+        if self.params is None or not self.asks_source:
+            return ""
+        return self.params.decode_node if self.is_prefill else self.params.prefill_node
+
+    @property
+    def push_to(self) -> str:
+        """The peer that decodes what this request prefills; empty: this node itself."""
+        return self.params.decode_node if self.params is not None and self.is_prefill else ""
 
     def chunk_keys(self, num_chunks: int) -> list[bytes]:
         """Keys of its leading full chunks; their blocks must be full of known tokens."""
@@ -158,4 +172,5 @@ class TrackedRequest:
         self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
         self.grants.clear()
         self.decided = self.reserved = False
+        self.asks_source = True
         self.epoch = 0

@@ -36,7 +36,15 @@ class SchedulerHalf:
         self._loads: list[LoadPlan] = []
         self._aborts: list[list[Slot]] = []
         self._finished_loading: dict[str, tuple[int, int]] = {}  # finished while loading: (epoch, lease)
-        hello = Hello(VERSION, os.getpid(), "scheduler", engine=engine, role=config.role, url=config.url)
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "scheduler",
+            engine=engine,
+            role=config.role,
+            url=config.url,
+            layout=layout.fingerprint(),
+        )
         self._link = NodeLink(config, hello, starter=True)
 
     # ---- new requests -----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,11 +12,13 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
-from pdx.cli.status import duration, size
+from pdx.cli.status import as_object, duration, size, view
 from pdx.client import connect
 from pdx.errors import NodeUnavailable
+from pdx.messages import NodeStatus, PeerStatus
 
 
 def pdx(*arguments: str):
@@ -48,6 +51,51 @@ def test_status_as_tables(node):
     assert result.exit_code == 0, result.output
     assert node.address in result.output
     assert "sealed" in result.output
+
+
+def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    peer = PeerStatus(
+        name="beta",
+        address="tcp://10.0.0.2:7700",
+        state="ready",
+        channel="nixl",
+        rates={"tcp": 1.5, "nixl": 2.25},
+        pushes=3,
+        landing=4,
+        sent_bytes=5 << 20,
+        landed_bytes=6 << 30,
+        why="it [was] silent",
+    )
+    status = NodeStatus("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 0, 0, [], {}, "tcp://10.0.0.1:7700", [peer])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(view(status, "ipc:///run/node.sock"))
+    shown = console.export_text()
+    assert "node alpha, ipc:///run/node.sock" in shown
+    assert "peers connect to tcp://10.0.0.1:7700" in shown
+    (row,) = [line for line in shown.splitlines() if "beta" in line]
+    for words in ("ready", "nixl 2.25 tcp 1.50", " 3 ", " 4 ", "5.0 MiB", "6.0 GiB", "it [was] silent"):
+        assert words in row
+    assert json.loads(as_object(status))["peers"][0]["channel"] == "nixl"
+
+
+def test_options_become_the_nodes_settings(monkeypatch, place):
+    configs = []
+    monkeypatch.setattr("pdx.node.daemon.run", configs.append)
+    options = ["--name", "alpha", "--listen", "tcp://127.0.0.1:0", "--roster", "r.toml", "--keys", "alpha.key_secret"]
+    options += ["--channel", "nixl", "--channel", "tcp", "--digests", "always"]
+    result = pdx("node", "--address", f"ipc://{place}/node.sock", "--proxy", "", *options)
+    assert result.exit_code == 0, result.output
+    (config,) = configs
+    assert (config.name, config.listen, config.roster) == ("alpha", "tcp://127.0.0.1:0", "r.toml")
+    assert (config.keys, config.channels, config.digests) == ("alpha.key_secret", ["nixl", "tcp"], "always")
+
+
+@pytest.mark.parametrize("channel", ["pigeon", "inproc", "../etc"])
+def test_a_channel_that_cannot_be_is_one_line_and_status_1(place, channel):
+    result = pdx("node", "--channel", channel, "--address", f"ipc://{place}/node.sock")
+    assert result.exit_code == 1
+    assert f"no channel between nodes is named '{channel}'; there are shm, tcp" in result.output
 
 
 def test_no_node_is_one_line_and_status_1(place, monkeypatch):

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from pdx.cli import guard
 from pdx.cli.up import up
+from pdx.client import connect
 from pdx.errors import ConfigError
 
 STANDIN = Path(__file__).parent / "standin"
@@ -130,6 +131,40 @@ def test_engines_get_roles_ports_cores_and_the_flags(start_up):
         assert argv[argv.index("--max-model-len") + 1] == "99"
     if len(os.sched_getaffinity(0)) > 1:
         assert set(prefill["bind"].split(",")).isdisjoint(decode["bind"].split(","))
+
+
+def test_two_nodes_joined_by_a_channel(start_up):
+    """Each role has a node of its own, and both nodes use the channel that was asked for."""
+    running = start_up("--channel", "tcp").wait_ready()
+    folder = running.place / "pdx" / f"up-{running.port}"
+    for role in ("prefill", "decode"):
+        argv = running.facts(f"{role}-0")["argv"]
+        settings = json.loads(argv[argv.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+        assert settings["node"] == f"ipc://{folder}/{role}.sock"
+        with connect(settings["node"]) as node:
+            assert node.status().name == role
+        command = Path(f"/proc/{node_pid(running, role)}/cmdline").read_text().split("\0")
+        assert command[command.index("--channel") + 1] == "tcp"
+    assert node_pid(running, "prefill") != node_pid(running, "decode")
+
+
+def node_pid(running: Up, role: str) -> int:
+    with connect(f"ipc://{running.place}/pdx/up-{running.port}/{role}.sock") as node:
+        return node.status().pid
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--channel", "pigeon"], "no channel between nodes is named 'pigeon'"),
+        (["--channel", "inproc"], "no channel between nodes is named 'inproc'"),
+        (["--channel", "tcp", "--node", "ipc:///tmp/x.sock"], "choose one of them"),
+    ],
+)
+def test_a_channel_that_cannot_be_is_said_before_anything_starts(flags, words):
+    result = CliRunner().invoke(up, ["some/model", *flags])
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
 
 
 def test_an_engine_that_dies_ends_everything_and_leaves_its_last_words(start_up):

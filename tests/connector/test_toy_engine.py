@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from node_harness import NodeProcess, wait_until
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
 import pdx
+from pdx.connection import Connection
+from pdx.messages import Hello, Lookup, Reserve
 
 MAX_CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES
 
@@ -209,6 +211,38 @@ def test_decoder_waits_for_a_transfer_that_is_under_way(engines: Callable[..., T
     second.check_cache(decode, len(prompt))
     for engine, done in ((first, request), (second, decode)):
         engine.finish(done)
+    wait_until(lambda: at_rest(engines), what="at rest")
+
+
+def test_peers_are_named_on_the_wire_and_unknown_ones_change_nothing(
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both legs of a handoff on one node, whose roster has none of the names in the requests."""
+    asked: list[Any] = []
+
+    class Recording(Connection):
+        def ask(self, body: Any) -> int:
+            asked.append(body)
+            return super().ask(body)
+
+    monkeypatch.setattr("pdx.vllm.link.Connection", Recording)
+    first, second = engines(), engines()
+    hellos = [body for body in asked if isinstance(body, Hello)]
+    # Workers do not know the model, so their word on the layout would be another one.
+    assert {body.kind: body.layout for body in hellos} == {"scheduler": layout().fingerprint(), "worker": b""}
+    prompt = tokens(18, 2 * CHUNK + 5)
+    transfer = {"transfer_id": "q" * 20}
+    request = Request("p", prompt, {"do_remote_decode": True, "decode_node": "nobody", **transfer})
+    first.admit(request)
+    first.step((request, len(prompt)))
+    first.finish(request)
+    decode = Request("d", prompt, {"do_remote_prefill": True, "prefill_node": "nobody either", **transfer})
+    assert second.admit(decode) == set()
+    assert decode.num_computed == len(prompt)
+    second.check_cache(decode, len(prompt))
+    second.finish(decode)
+    assert {body.push_to for body in asked if isinstance(body, Reserve) and body.transfer} == {"nobody"}
+    assert {body.source for body in asked if isinstance(body, Lookup)} == {"nobody", "nobody either"}
     wait_until(lambda: at_rest(engines), what="at rest")
 
 

@@ -184,7 +184,18 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
 )
 claims = st.dictionaries(
-    st.sampled_from(["do_remote_prefill", "do_remote_decode", "transfer_id", "prefill_tokens", "other"]), anything
+    st.sampled_from(
+        [
+            "do_remote_prefill",
+            "do_remote_decode",
+            "transfer_id",
+            "prefill_tokens",
+            "decode_node",
+            "prefill_node",
+            "other",
+        ]
+    ),
+    anything,
 )
 
 
@@ -197,6 +208,7 @@ def test_params_are_taken_or_refused_and_nothing_else(params: Any) -> None:
     if parsed is not None:
         assert parsed.do_remote_decode is not parsed.do_remote_prefill
         assert len(parsed.transfer_id or "") >= 16
+        assert max(len(parsed.decode_node), len(parsed.prefill_node)) <= 256
 
 
 # ---- tails ----------------------------------------------------------------------------------

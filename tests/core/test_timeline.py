@@ -41,11 +41,33 @@ def test_with_several_shards_the_last_one_counts_and_bytes_add_up():
     assert result.hidden_share == 0.5
 
 
+def test_between_two_nodes_what_counts_is_what_is_across():
+    moments = [
+        Moment(Event.PREFILL_END, 100 * MS, nbytes=128),
+        Moment(Event.ACROSS, 100 * MS, nbytes=90),
+        Moment(Event.SEALED, 101 * MS, nbytes=128),
+        Moment(Event.PUSHED, 104 * MS, nbytes=100),  # the other node had the rest
+        Moment(Event.LANDED, 105 * MS, nbytes=100),
+    ]
+    result = breakdown(moments)
+    assert result.push_ms == 5.0
+    assert (result.moved_bytes, result.pushed_bytes, result.hidden_share) == (128, 100, 0.9)
+    unseen = breakdown([each for each in moments if each.event != Event.LANDED])
+    assert (unseen.push_ms, unseen.pushed_bytes) == (4.0, 100)
+    fetched = breakdown([each for each in moments if each.event not in (Event.ACROSS, Event.PUSHED)])
+    assert (fetched.push_ms, fetched.pushed_bytes, fetched.hidden_share) == (5.0, 100, 1.0)
+
+
+def test_a_push_of_nothing_hides_nothing():
+    moments = [Moment(Event.PREFILL_END, 1), Moment(Event.ACROSS, 1), Moment(Event.PUSHED, 2)]
+    assert breakdown(moments).hidden_share is None
+
+
 def test_a_moment_that_was_not_seen_makes_no_number_up():
     assert breakdown([]) == breakdown([Moment(Event.PREFILL_END, 5)])
     empty = breakdown([])
     assert (empty.prefill_ms, empty.handoff_ms, empty.load_ms, empty.hidden_share) == (None,) * 4
-    assert (empty.moved_bytes, empty.reused_tokens) == (0, 0)
+    assert (empty.moved_bytes, empty.pushed_bytes, empty.reused_tokens, empty.push_ms) == (0, 0, 0, None)
 
 
 def test_an_event_nobody_knows_is_carried_and_changes_nothing():

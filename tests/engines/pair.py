@@ -1,9 +1,10 @@
-"""A node, a prefiller, a decoder and a proxy, as real processes."""
+"""A prefiller, a decoder, a proxy and one or two nodes, as real processes."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine_process import Server, free_port, wait_until
 from http_client import post
 
 import pdx
+from pdx.cli.serve import engine_command
 from pdx.config import NodeConfig
 from pdx.messages import NodeStatus
 from pdx.node.start import start
@@ -28,35 +30,75 @@ ARENA_BYTES = 256 << 20
 
 
 class Pair:
-    """A node, a prefiller, a decoder and a proxy."""
+    """A prefiller, a decoder and a proxy; around one node, or (with a channel) each engine with a node of its own."""
 
-    def __init__(self, workplace: Path, model: Path) -> None:
+    def __init__(self, workplace: Path, model: Path, channel: str | None = None) -> None:
         self.workplace = workplace
         self.model = model
-        self.node_address = f"ipc://{workplace}/node.sock"
+        self.is_wired = channel is not None
         self.control = f"ipc://{workplace}/proxy.sock"
-        # Short deadlines, so that tests can outlast them.
-        self.node_config = NodeConfig(
-            address=self.node_address,
-            arena_bytes=ARENA_BYTES,
-            proxy=self.control,
-            report_s=0.2,
-            max_lease_s=3.0,
-            reserve_s=3.0,
-        )
-        self.node = start(self.node_config)
+        self.configs = {role: self.config(role, channel) for role in ("prefill", "decode")}
+        self.node_address = self.configs["prefill"].address
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}  # by address
+        for role in self.configs:
+            self.start_node(role)
         port = free_port()
         command = [sys.executable, "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", self.control]
         self.proxy = Server(command, port, workplace / "proxy.log")
         self.prefill = self.serve("prefill", core=0)
         self.decode = self.serve("decode", core=1)
 
+    def config(self, role: str, channel: str | None) -> NodeConfig:
+        """Short deadlines, so that tests can outlast them."""
+        name = role if channel else "node"
+        return NodeConfig(
+            address=f"ipc://{self.workplace}/{name}.sock",
+            arena_bytes=ARENA_BYTES,
+            proxy=self.control,
+            name=name if channel else "",
+            channels=[channel] if channel else [],
+            peer_timeout_s=2.0,
+            report_s=0.2,
+            max_lease_s=3.0,
+            reserve_s=3.0,
+        )
+
+    def start_node(self, role: str) -> None:
+        """Start the node of this role's engine where none runs."""
+        config = self.configs[role]
+        node = self.nodes.get(config.address)
+        if node is None or node.poll() is not None:
+            self.nodes[config.address] = start(config)
+
+    def kill_node(self, role: str) -> None:
+        """SIGKILL, and wait until it is gone."""
+        node = self.nodes[self.configs[role].address]
+        node.kill()
+        node.wait(10)
+
+    def join_by(self, channel: str) -> None:
+        """Replace both nodes by such that use this channel; their memory is empty, the engines attach again."""
+        for role in self.configs:
+            self.nodes[self.configs[role].address].terminate()
+            self.nodes[self.configs[role].address].wait(10)
+            self.configs[role] = self.config(role, channel)
+            self.start_node(role)
+        self.wait_ready()
+
     def serve(self, role: str, core: int) -> Server:
         port = free_port()
-        options = ["--node", self.node_address, "--arena", str(ARENA_BYTES), "--proxy", self.control]
-        command = [sys.executable, "-m", "pdx.cli.main", "serve", role, str(self.model), *options]
+        flags = ["--port", str(port), *ENGINE_FLAGS]
+        command = engine_command(
+            str(self.model),
+            flags,
+            role=role,
+            node=self.configs[role].address,
+            arena=str(ARENA_BYTES),
+            proxy=self.control,
+            start_node=not self.is_wired,  # it could not know the channel
+        )
         env = {**ENGINE_ENV, "VLLM_CPU_OMP_THREADS_BIND": str(core)}
-        return Server([*command, "--port", str(port), *ENGINE_FLAGS], port, self.workplace / f"{role}.log", env)
+        return Server(command, port, self.workplace / f"{role}.log", env)
 
     def wait_ready(self) -> None:
         for server in (self.prefill, self.decode):
@@ -72,19 +114,22 @@ class Pair:
         self.post(*completion(prompt, max_tokens=2))
         return self.decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute") - before <= 2
 
-    def status(self) -> NodeStatus:
-        with pdx.connect(self.node_address, timeout_s=10) as node:
+    def status(self, role: str = "prefill") -> NodeStatus:
+        """The status of this role's node."""
+        with pdx.connect(self.configs[role].address, timeout_s=10) as node:
             return node.status()
 
+    def statuses(self) -> list[NodeStatus]:
+        """The status of each node."""
+        return [self.status(role) for role in (self.configs if self.is_wired else ["prefill"])]
+
     def is_attached(self) -> bool:
-        kinds = sorted(process.kind for process in self.status().attached if process.kind != "client")
-        return kinds == ["scheduler", "scheduler", "worker", "worker"]
+        kinds = [process.kind for status in self.statuses() for process in status.attached if process.kind != "client"]
+        return sorted(kinds) == ["scheduler", "scheduler", "worker", "worker"]
 
     def is_at_rest(self) -> bool:
-        """Nothing is being filled, leased, transferred or held back."""
-        status = self.status()
-        busy = {state: count for state, count in status.chunks.items() if state != "sealed"}
-        return not busy and not status.leases and not status.transfers
+        """Nothing is being filled, leased, transferred, pushed or held back."""
+        return all(map(_is_at_rest, self.statuses()))
 
     def wait_at_rest(self, timeout_s: float = 5.0) -> None:
         wait_until(self.is_at_rest, timeout_s, "the arena's counters are back at rest")
@@ -102,12 +147,19 @@ class Pair:
         for process in self.node_processes():
             process.terminate()
             process.wait(10)
-        self.node.wait(10)
+        for node in self.nodes.values():
+            node.wait(10)
 
     def node_processes(self) -> list[Any]:
         return [
             process
             for process in psutil.process_iter(["cmdline"])
             if "pdx.node" in (process.info["cmdline"] or [])
-            and self.node_address in json.dumps(process.info["cmdline"])
+            and any(config.address in json.dumps(process.info["cmdline"]) for config in self.configs.values())
         ]
+
+
+def _is_at_rest(status: NodeStatus) -> bool:
+    busy = {state: count for state, count in status.chunks.items() if state != "sealed"}
+    flowing = [peer for peer in status.peers if peer.pushes or peer.landing]
+    return not busy and not flowing and not status.leases and not status.transfers

@@ -94,6 +94,7 @@ class StandIn:
         self.closed = asyncio.Event()  # a request was abandoned by whoever sent it
         self.progress = asyncio.Event()  # a stream has sent something
         self.fault = None
+        self.released = asyncio.Event()  # what ends the fault "hold"
         self.details = False  # --enable-prompt-tokens-details
         self.model_len = MODEL_LEN
         self.raw_prefill = None
@@ -137,6 +138,8 @@ class StandIn:
     async def answer(self, request, body):
         if self.fault == "hang":
             await asyncio.Event().wait()
+        if self.fault == "hold":
+            await self.released.wait()
         if self.fault == "reset":
             request.transport.abort()
             await asyncio.Event().wait()

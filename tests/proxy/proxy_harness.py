@@ -45,8 +45,10 @@ class Node:
         self.socket.connect(address)
         self.address, self.name, self.epoch = address, name, epoch
 
-    async def report(self, *engines, marks=(), version=messages.VERSION):
-        listed = [EngineReport(engine=name, role=role, url=url, running=0) for name, role, url in engines]
+    async def report(self, *engines, marks=(), version=messages.VERSION, **fields):
+        listed = [
+            EngineReport(engine=name, role=role, url=url, running=sum(running)) for name, role, url, *running in engines
+        ]
         report = NodeReport(
             version=version,
             node=self.name,
@@ -55,12 +57,23 @@ class Node:
             free_bytes=1,
             engines=listed,
             marks=list(marks),
+            **fields,
         )
         await self.socket.send(messages.encode(report))
 
     async def cancelled(self):
         """The transfer named by the next Cancel."""
-        return messages.decode_from_proxy(await within(self.socket.recv())).transfer
+        return (await self._next(messages.Cancel)).transfer
+
+    async def peers(self):
+        """The names and addresses in the next PeerList."""
+        return {peer.name: peer.address for peer in (await self._next(messages.PeerList)).peers}
+
+    async def _next(self, kind):
+        while True:
+            message = messages.decode_from_proxy(await within(self.socket.recv()))
+            if isinstance(message, kind):
+                return message
 
     def close(self):
         self.socket.close(linger=0)
@@ -74,9 +87,9 @@ class Cluster:
         self.url, self.client, self.node, self._others = url, client, node, []
         self.prefills, self.decodes = prefills, decodes
 
-    def other_node(self):
+    def other_node(self, name=""):
         """A second node of the same proxy."""
-        self._others.append(Node(self.node.address, f"other{len(self._others)}"))
+        self._others.append(Node(self.node.address, name or f"other{len(self._others)}"))
         return self._others[-1]
 
     def close(self):

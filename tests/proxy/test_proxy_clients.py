@@ -125,15 +125,19 @@ def test_nonsense_is_refused(raw, kind):
 
 
 def test_transfer_parameters_of_clients_go_nowhere(caplog):
+    """CVE-2026-116176: addresses in clients' transfer parameters were dialled. Not even names of nodes pass here."""
+
     async def main():
         async with cluster() as made:
             mine = {"do_remote_prefill": True, "transfer_id": "mine", "remote_host": "10.0.0.1"}
+            mine |= {"decode_node": "tcp://mine:1", "prefill_node": "tcp://mine:2"}
             for extra in ({}, {"n": 2}, {"logprobs": 1}):
                 body = {**BODY, **extra, "kv_transfer_params": mine, "vllm_xargs": {"kv_transfer_params": "mine"}}
                 await made.post(COMPLETIONS, body)
             await made.post(CHAT, {**TALK, "kv_transfer_params": mine})
             assert made.prefill.seen
-            assert "mine" not in json.dumps(made.prefill.bodies + made.decode.bodies)
+            seen = json.dumps(made.prefill.bodies + made.decode.bodies)
+            assert not any(word in seen for word in ("mine", "decode_node", "prefill_node"))
             assert await made.metric("pdx_proxy_stripped_total") == 4
         assert sum("transfer parameters" in record.message for record in caplog.records) == 1
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdx.proxy.body import continuation_body, encode, prefill_body, sampled_body
+from pdx.proxy.body import continuation_body, encode, located, prefill_body, sampled_body
 from pdx.proxy.plan import Mode, Route, classify, strip_control, token_limit
 
 TRANSFER = "t" * 32
@@ -205,6 +205,16 @@ def test_prefill_leg():
         "continue_final_message": True,
         "kv_transfer_params": {"do_remote_decode": True, "transfer_id": TRANSFER},
     }
+
+
+def test_legs_name_the_other_legs_node_only_if_told():
+    leg = prefill_body(Route.COMPLETIONS, SIMPLE, mode=Mode.FORWARD, transfer=TRANSFER, decode_node="two")
+    assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
+    decode = sampled_body(SIMPLE, prompt_tokens=3, transfer=TRANSFER)
+    before = json.dumps(decode)
+    found = located(decode, "one")
+    assert found["kv_transfer_params"] == {**decode["kv_transfer_params"], "prefill_node": "one"}
+    assert json.dumps(decode) == before, "the leg may go to another engine, too"
 
 
 def test_json_comes_out_as_it_came_in():

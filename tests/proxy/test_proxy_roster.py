@@ -1,16 +1,14 @@
-"""Which engines are believed in, which one is chosen, and which timelines are kept."""
+"""Which engines and nodes are believed in, and which timelines are kept."""
 
+import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdx.errors import ConfigError
-from pdx.messages import VERSION, EngineReport, MarkReport, NodeReport
+from pdx.messages import VERSION, EngineReport, MarkReport, NodeReport, PeerEntry
 from pdx.proxy import ledger as ledger_module
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.plan import Mode, Route
-from pdx.proxy.roster import MAX_NODES, Engine, Roster, base_url
-from pdx.proxy.router import Candidate, decoder, prefiller
+from pdx.proxy.roster import MAX_NODES, Roster, base_url
 
 
 class Clock:
@@ -116,56 +114,21 @@ def test_nodes_are_bounded():
     assert found.nodes() == MAX_NODES
 
 
-def engine(url, prefills=False, decodes=False, named=False, running=0):
-    return Engine(url=url, name=url, prefills=prefills, decodes=decodes, named=named, running=running)
-
-
-P, Q = engine("p", prefills=True), engine("q", prefills=True)
-D, E = engine("d", decodes=True), engine("e", decodes=True)
-BOTH = engine("both", prefills=True, decodes=True)
-
-
-def test_least_outstanding():
-    assert prefiller([Candidate(P, 2), Candidate(Q, 1), Candidate(D)]) == Q
-    assert prefiller([Candidate(P, last_used=2), Candidate(Q, last_used=1)]) == Q
-    assert prefiller([Candidate(P, suspect=True), Candidate(Q, 5)]) == Q
-    assert prefiller([Candidate(P, suspect=True), Candidate(D)]) is None
-    assert decoder([Candidate(D, 2), Candidate(E, 1), Candidate(P)]) == E
-    assert decoder([Candidate(D), Candidate(engine("f", decodes=True, running=1))]) == D
-
-
-def test_decoders_of_last_resort():
-    assert decoder([Candidate(D), Candidate(P)], tried=["d"]) == P
-    assert decoder([Candidate(D, suspect=True), Candidate(P)]) == P
-    assert decoder([Candidate(D, suspect=True), Candidate(P, suspect=True)]) == D
-    assert decoder([Candidate(D)], tried=["d"]) is None
-    assert decoder([]) is None
-
-
-def test_engines_with_both_roles():
-    assert prefiller([Candidate(BOTH)]) is None  # twice the same work
-    named = engine("both", prefills=True, decodes=True, named=True)
-    assert prefiller([Candidate(named)]) == named
-    assert prefiller([Candidate(BOTH), Candidate(P, 9)]) == P  # the only decoder is left alone
-    assert prefiller([Candidate(BOTH), Candidate(D)]) == BOTH
-    assert decoder([Candidate(BOTH), Candidate(D, 9)], prefilled_by="both") == D
-
-
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 3), st.booleans()), max_size=6))
-def test_choices_are_always_able(flags):
-    candidates = [
-        Candidate(engine(str(index), prefills=p, decodes=d), in_flight=load, suspect=suspect)
-        for index, (p, d, load, suspect) in enumerate(flags)
-    ]
-    chosen = prefiller(candidates)
-    assert chosen is None or chosen.prefills
-    last = decoder(candidates, prefilled_by=chosen.url if chosen else "")
-    assert (last is None) == (not candidates)
-    healthy = [each for each in candidates if each.engine.decodes and not each.suspect]
-    if healthy:
-        assert last.decodes
-        if chosen is not None:
-            assert last.url != chosen.url
+def test_peers_are_the_nodes_that_listen_each_with_its_latest_life():
+    clock = Clock()
+    found = roster(clock)
+    found.report(report(A))
+    assert found.peers() == {}
+    listening = msgspec.structs.replace(report(A, node="a", epoch=1), listen="tcp://10.0.0.1:1", public_key="k" * 40)
+    found.report(listening)
+    assert found.peers() == {("a", 1): PeerEntry("a", "tcp://10.0.0.1:1", "k" * 40)}
+    clock.now += 1
+    found.report(msgspec.structs.replace(listening, epoch=2, listen="tcp://10.0.0.1:2"))
+    found.report(listening)  # the last word of a life that is over changes nothing
+    assert found.peers() == {("a", 2): PeerEntry("a", "tcp://10.0.0.1:2", "k" * 40)}
+    clock.now += 3.1
+    found.expire()
+    assert found.peers() == {}
 
 
 def timeline(transfer):
@@ -189,3 +152,11 @@ def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
     kept.merge([mark("two", at) for at in range(100)])
     assert len(kept.find("two")["moments"]) == 3
     assert kept.find("one") is None
+
+
+def test_ledger_keeps_moments_of_other_hosts_by_this_hosts_clock():
+    kept = Ledger(keep=2)
+    kept.open(timeline("one"))
+    kept.merge([mark("one", 100)], -150)
+    kept.merge([mark("one", 100)])
+    assert [moment.at_ns for moment in kept.find("one")["moments"]] == [-50, 100]

@@ -1,0 +1,166 @@
+"""`pdx doctor`: which channels work on this machine, how fast, why others do not, and what would change that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdx.cli.loopback import Rate, Trial, memcpy
+from pdx.cli.machine import SHM, Fact, facts
+from pdx.cli.node import check_channels
+from pdx.registry import INSIDE_ONE_PROCESS, schemes
+
+REGION_BYTES = 64 << 20
+SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more
+_STATES = {
+    "ok": Text("works", style="green"),
+    "unavailable": Text("not here", style="yellow"),
+    "broken": Text("broken", style="bold red"),
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One channel by its name."""
+
+    scheme: str
+    trial: Trial
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Everything that `pdx doctor` says. `is_well`: each channel works that is asked for, or seems to be available."""
+
+    is_well: bool
+    channels: list[Finding]
+    memcpy: Rate
+    machine: list[Fact]
+
+
+@click.command()
+@click.option(
+    "--channel", "channels", multiple=True, metavar="NAME", help="Only this one, which must work; repeatable."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--timeout", default=30.0, show_default=True, metavar="SECONDS", help="Give up on a channel after this.")
+def doctor(channels: tuple[str, ...], as_json: bool, timeout: float) -> None:
+    """Try every channel between nodes on this machine, with a real transfer between two processes.
+
+    Exit status 1: a channel that was named with --channel does not work, one that is there is broken, or none works.
+    """
+    report = examine(channels, timeout, Console(stderr=True, quiet=as_json or not sys.stderr.isatty()))
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    else:
+        Console().print(view(report))
+    sys.exit(0 if report.is_well else 1)
+
+
+def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Report:
+    """Try `channels`, or all; one after the other, so that their rates are worth something.
+
+    :raises ConfigError: nobody provides a channel of that name.
+    """
+    known = [scheme for scheme in schemes() if scheme not in INSIDE_ONE_PROCESS]
+    check_channels(channels)
+    nbytes = _region_bytes()
+    found = []
+    with console.status("") as status:
+        for scheme in channels or known:
+            status.update(f"trying {scheme}")
+            found.append(Finding(scheme, try_channel(scheme, nbytes, timeout_s)))
+        status.update("looking at the machine")
+        reference = memcpy(nbytes)
+        machine = facts(_ucx_transports(timeout_s), os.environ)
+    bad = ("broken", "unavailable") if channels else ("broken",)
+    is_well = any(each.trial.state == "ok" for each in found) and all(each.trial.state not in bad for each in found)
+    return Report(is_well, found, reference, machine)
+
+
+def try_channel(scheme: str, nbytes: int, timeout_s: float) -> Trial:
+    """What becomes of a channel in processes of their own, which do not outlive this call."""
+    folder = Path(tempfile.mkdtemp(prefix="pdx-doctor-", dir=SHM))
+    try:
+        command = ["measure", scheme, str(folder), str(nbytes)]
+        with (folder / "errors").open("w+b") as errors:
+            out, status = _run(command, timeout_s, errors.fileno())
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        if status is None:
+            return Trial("broken", f"no end of the transfer within {timeout_s:g} s. {last}".strip(), "raise --timeout?")
+        if status:
+            return Trial("broken", f"the process that tried it ended with status {status}: {last}")
+        return msgspec.json.decode(out, type=Trial)
+    finally:
+        shutil.rmtree(folder)
+
+
+def view(report: Report) -> RenderableType:
+    """Two tables: the channels, and the machine."""
+    channels = Table(title="channels", title_justify="left")
+    for column in ("channel", "state"):
+        channels.add_column(column, no_wrap=True)
+    for column in ("best\nGB/s", "median\nGB/s"):
+        channels.add_column(column, justify="right", no_wrap=True)
+    channels.add_column("what is wrong, and what would help", overflow="fold")
+    for each in report.channels:
+        channels.add_row(
+            Text(each.scheme), _STATES[each.trial.state], *_rate(each.trial.rate), Text(_advice(each.trial))
+        )
+    channels.add_section()
+    channels.add_row("memcpy", "", *_rate(report.memcpy), "one thread, no channel: to compare with")
+    machine = Table(title="machine", title_justify="left", show_header=False)
+    for fact in report.machine:
+        style = "" if fact.is_ok else "yellow"
+        machine.add_row(fact.name, Text(fact.found, style=style) + Text(f"\n{fact.fix}" if fact.fix else ""))
+    return Group(channels, machine)
+
+
+def _rate(rate: Rate | None) -> tuple[str, str]:
+    return ("", "") if rate is None else (f"{rate.best_gb_s:.2f}", f"{rate.median_gb_s:.2f}")
+
+
+def _advice(trial: Trial) -> str:
+    return "\n".join(part for part in (trial.why, trial.fix) if part)
+
+
+def _region_bytes() -> int:
+    stats = os.statvfs(SHM)
+    return REGION_BYTES if stats.f_bavail * stats.f_frsize > 4 * REGION_BYTES else SMALL_REGION_BYTES
+
+
+def _ucx_transports(timeout_s: float) -> list[str]:
+    out, status = _run(["ucx"], timeout_s, subprocess.DEVNULL)
+    return [] if status else msgspec.json.decode(out, type=list[str])
+
+
+def _run(arguments: Sequence[str], timeout_s: float, errors: int) -> tuple[bytes, int | None]:
+    """What a `pdx.cli.loopback` program says, and its status, None if it was ended at the deadline."""
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "pdx.cli.loopback", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        start_new_session=True,
+    )
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        has_ended = bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # its own children, too; not reaped yet, so the id is still its
+        out, _ = child.communicate()
+    return out, child.returncode if has_ended else None

@@ -1,0 +1,41 @@
+"""`pdx keygen`: a CURVE key pair for a node or the proxy, needed where they talk beyond one host."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from pdx.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--folder",
+    default="keys",
+    show_default=True,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to put NAME.key_secret and NAME.key; made with mode 0700.",
+)
+@click.option("--force", is_flag=True, help="Replace keys of that name.")
+def keygen(name: str, folder: Path, force: bool) -> None:
+    """Make a key pair for the node NAME, or for the proxy if NAME is "proxy".
+
+    NAME.key_secret stays on that host (`--keys`). The lines printed go into the roster file (`--roster`) of all
+    others, with the address put in.
+    """
+    from pdx.keyring import KeyPair
+
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"{name!r} is not a name for a key: letters, digits, '.', '_' and '-', at most 64")
+    keys = KeyPair.make()
+    secret, public = keys.save(folder, name, force=force)
+    click.echo(f"# {secret} (keep it secret) and {public} are written. For the roster file of everybody:", err=True)
+    click.echo("[proxy]" if name == "proxy" else f'[nodes."{name}"]')
+    click.echo('address = "tcp://IP:PORT"')
+    click.echo(f'key = "{keys.public}"')

@@ -1,0 +1,215 @@
+"""A real transfer through one channel, between two processes of this host; and what memcpy does, to compare with.
+
+    python -m pdx.cli.loopback measure SCHEME FOLDER BYTES    prints one `Trial` as JSON
+    python -m pdx.cli.loopback receive SCHEME FOLDER BYTES    the other side, which `measure` starts
+    python -m pdx.cli.loopback ucx                            prints what UCX can use here as JSON
+
+Programs of their own because libraries of channels may hang or crash; whoever starts one ends it at a deadline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import secrets
+import select
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+
+from pdx.channel import TOKEN_BYTES, Channel, Memory, Piece, Region, RemoteRegion
+from pdx.errors import ChannelBroken, PdxError
+from pdx.registry import find
+
+PIECE_BYTES = 1 << 20
+PIECES = 4  # in one write
+ROUNDS = 5
+POLL_S = 50e-6
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """What several rounds gave, in 10^9 bytes per second."""
+
+    best_gb_s: float
+    median_gb_s: float
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What became of one channel: it works, cannot work here, or should work and does not."""
+
+    state: Literal["ok", "unavailable", "broken"]
+    why: str = ""
+    fix: str = ""
+    provider: str = ""  # its class; empty where that cannot be loaded
+    rate: Rate | None = None
+
+
+def rate(nbytes: int, one_round: Callable[[], None]) -> Rate:
+    """`ROUNDS` rounds that move `nbytes` each, after one that does not count."""
+    one_round()
+    rates = []
+    for _ in range(ROUNDS):
+        started_at = time.perf_counter()
+        one_round()
+        rates.append(nbytes / (time.perf_counter() - started_at) / 1e9)
+    return Rate(round(max(rates), 3), round(statistics.median(rates), 3))
+
+
+def memcpy(nbytes: int) -> Rate:
+    """One thread copies `nbytes` from one place in this process to another, in the pieces that channels get."""
+    source, target = (Memory(memoryview(mmap.mmap(-1, nbytes))) for _ in range(2))
+
+    def copy() -> None:
+        for offset in range(0, nbytes, PIECE_BYTES):
+            ctypes.memmove(target.address + offset, source.address + offset, min(PIECE_BYTES, nbytes - offset))
+
+    return rate(nbytes, copy)
+
+
+def measure(scheme: str, folder: Path, nbytes: int) -> Trial:
+    """Try a channel: register memory, connect to another process, write all of it some times, compare the bytes."""
+    try:
+        kind = find(scheme)
+    except PdxError as error:
+        return Trial("broken", str(error), "reinstall or remove the package that provides it")
+    provider = f"{kind.__module__}:{kind.__qualname__}"
+    try:
+        available = kind.availability()
+        if not available.is_ok:
+            return Trial("unavailable", available.why, available.fix, provider)
+        return Trial("ok", provider=provider, rate=_transfer(scheme, kind, folder, nbytes))
+    except Exception as error:  # noqa: BLE001 - root of this program; a third party's backend may raise anything
+        return Trial("broken", f"{type(error).__name__}: {error}", provider=provider)
+
+
+def receive(kind: type[Region], folder: Path, nbytes: int, out: IO[bytes]) -> None:
+    """Invite one peer to write to all of a file; say how many notifications came whenever a line comes in."""
+    memory = _memory(folder / "receiver", nbytes)
+    region = kind.register(memory)
+    listener = region.listen()
+    token = secrets.token_bytes(TOKEN_BYTES)
+    remote = listener.invite(token)
+    listener.grant(token, 0, nbytes)
+    _say(out, msgspec.msgpack.encode(remote).hex())
+    count = 0
+    while True:
+        count += len(listener.take())
+        if select.select([sys.stdin], [], [], 0.001)[0]:
+            if not sys.stdin.readline():
+                break
+            _say(out, str(count))
+    region.close()
+
+
+def ucx_transports() -> list[str]:
+    """Transports of UCX and their devices on this host, as the library itself finds them; empty without UCXX."""
+    try:
+        from ucxx._lib.libucxx import UCXContext
+    except ImportError:
+        return []
+    return sorted(set(re.findall(r"^#\s+resource .* (\S+/\S+)$", UCXContext({}).info, re.MULTILINE)))
+
+
+def _transfer(scheme: str, kind: type[Region], folder: Path, nbytes: int) -> Rate:
+    source = _memory(folder / "sender", nbytes)
+    source.view[:] = os.urandom(nbytes)
+    bell = threading.Event()
+    region = kind.register(source, wake=bell.set)
+    command = [sys.executable, "-P", "-m", "pdx.cli.loopback", "receive", scheme, str(folder), str(nbytes)]
+    receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        line = _ask(receiver)
+        remote = msgspec.msgpack.decode(bytes.fromhex(line), type=RemoteRegion)
+        channel = region.connect(remote)
+        result = rate(nbytes, lambda: _write_all(channel, nbytes, None if kind.is_polled else bell))
+        _check(receiver, source, folder / "receiver", nbytes)
+        return result
+    finally:
+        region.close()
+        assert receiver.stdin is not None
+        receiver.stdin.close()
+        receiver.wait()
+
+
+def _write_all(channel: Channel, nbytes: int, bell: threading.Event | None) -> None:
+    transfers = []
+    for start in range(0, nbytes, PIECES * PIECE_BYTES):
+        offsets = range(start, min(start + PIECES * PIECE_BYTES, nbytes), PIECE_BYTES)
+        pieces = [Piece(offset, offset, min(PIECE_BYTES, nbytes - offset)) for offset in offsets]
+        transfers.append(channel.write(pieces, b"loopback"))
+    for transfer in transfers:
+        while not transfer.poll():
+            if bell is None:
+                time.sleep(POLL_S)
+            else:
+                bell.wait()
+                bell.clear()
+        if transfer.error is not None:
+            raise transfer.error
+
+
+def _check(receiver: subprocess.Popen[bytes], source: Memory, path: Path, nbytes: int) -> None:
+    """:raises ChannelBroken: bytes differ, or a notification is missing or came twice."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) as landed:
+        if landed[:] != source.view:
+            raise ChannelBroken("the transfers ended without an error, but other bytes arrived")
+    expected = (ROUNDS + 1) * -(-nbytes // (PIECES * PIECE_BYTES))
+    count = -1
+    while count < expected:  # whoever started this program has a deadline
+        count = int(_ask(receiver, "count"))
+    if count > expected:
+        raise ChannelBroken(f"{expected} writes gave {count} notifications")
+
+
+def _ask(receiver: subprocess.Popen[bytes], line: str = "") -> str:
+    assert receiver.stdin is not None
+    assert receiver.stdout is not None
+    if line:
+        receiver.stdin.write(f"{line}\n".encode())
+        receiver.stdin.flush()
+    answer = receiver.stdout.readline().decode()
+    if not answer:
+        raise ChannelBroken(f"the receiving process ended with status {receiver.wait()}")
+    return answer.strip()
+
+
+def _memory(path: Path, nbytes: int) -> Memory:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        return Memory(memoryview(mmap.mmap(fd, nbytes)), path)
+    finally:
+        os.close(fd)
+
+
+def _say(out: IO[bytes], line: str) -> None:
+    out.write(f"{line}\n".encode())
+    out.flush()
+
+
+def main() -> None:
+    """See above. What libraries print goes to standard error, so that standard output holds answers only."""
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)
+        verb, *arguments = sys.argv[1:]
+        if verb == "ucx":
+            _say(out, msgspec.json.encode(ucx_transports()).decode())
+            return
+        scheme, folder, nbytes = arguments
+        if verb == "measure":
+            _say(out, msgspec.json.encode(measure(scheme, Path(folder), int(nbytes))).decode())
+        else:
+            receive(find(scheme), Path(folder), int(nbytes), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What channels need of a machine: shared memory, memory that may be locked, RDMA devices, UCX's transports.
+
+Facts of this host and what would make them better. It looks at files only; nothing is opened or loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdx.cli.status import size
+
+SHM = Path("/dev/shm")
+DEFAULT_ARENA_BYTES = 4 << 30
+_CAP_IPC_LOCK = 14
+_RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gdaki")
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """One thing about the machine; `fix` says what would make it better, if that could matter."""
+
+    name: str
+    found: str
+    is_ok: bool = True
+    fix: str = ""
+
+
+def facts(ucx: Sequence[str], environ: Mapping[str, str]) -> list[Fact]:
+    """Everything; `ucx` holds UCX's transports as "transport/device"."""
+    devices = rdma_devices(Path("/sys/class/infiniband"))
+    return [
+        shared_memory(),
+        memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _may_lock(), has_rdma=bool(devices)),
+        rdma(devices, _verbs()),
+        ucx_transports(ucx, environ, has_rdma=bool(devices)),
+    ]
+
+
+def shared_memory() -> Fact:
+    """Room for arenas."""
+    stats = os.statvfs(SHM)
+    total, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+    found = f"{size(total)}, {size(free)} of it free"
+    if free >= DEFAULT_ARENA_BYTES:
+        return Fact("/dev/shm", found)
+    fix = f"mount -o remount,size=… {SHM}, docker run --shm-size=…, or a smaller --arena"
+    return Fact("/dev/shm", f"{found}; the default arena has {size(DEFAULT_ARENA_BYTES)}", False, fix)
+
+
+def memlock(limit: int, may_lock: bool, *, has_rdma: bool) -> Fact:
+    """RLIMIT_MEMLOCK in bytes: RDMA devices lock the whole arena in memory."""
+    if may_lock or limit == resource.RLIM_INFINITY:
+        return Fact("memlock", "unlimited" if limit == resource.RLIM_INFINITY else f"{size(limit)}, not enforced")
+    fix = "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, docker: --ulimit memlock=-1)"
+    if has_rdma:
+        return Fact("memlock", f"{size(limit)}, less than the arena that RDMA has to lock", False, fix)
+    return Fact("memlock", f"{size(limit)}; only RDMA would need more")
+
+
+def rdma_devices(folder: Path) -> dict[str, list[str]]:
+    """The states of each RDMA device's ports, such as ACTIVE."""
+    if not folder.is_dir():
+        return {}
+    return {
+        device.name: [port.read_text().rpartition(":")[2].strip() for port in sorted(device.glob("ports/*/state"))]
+        for device in sorted(folder.iterdir())
+    }
+
+
+def rdma(devices: Mapping[str, Sequence[str]], verbs: Mapping[str, bool]) -> Fact:
+    """Whether RDMA can be used; `verbs`: for each device file, may this process open it?"""
+    if not devices:
+        return Fact("RDMA", "no device; nixl and ucx reach other hosts over TCP")
+    found = ", ".join(f"{name} ({', '.join(states) or 'no port'})" for name, states in devices.items())
+    if not any("ACTIVE" in states for states in devices.values()):
+        return Fact("RDMA", found, False, "no port is active: check cables, and the subnet manager or `ip link`")
+    if not any(verbs.values()):
+        names = ", ".join(verbs) or "/dev/infiniband/uverbs*"
+        fix = "give this user access (docker: --device /dev/infiniband --cap-add IPC_LOCK)"
+        return Fact("RDMA", f"{found}, but {names} cannot be opened", False, fix)
+    return Fact("RDMA", found)
+
+
+def ucx_transports(ucx: Sequence[str], environ: Mapping[str, str], *, has_rdma: bool) -> Fact:
+    """What UCX will choose from, and the variables that limit it."""
+    chosen = " ".join(f"{name}={environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in environ)
+    if not ucx:
+        return Fact("UCX", f"its Python library is not here {chosen}".rstrip())
+    found = f"{' '.join(ucx)} {chosen and f'({chosen})'}".rstrip()
+    if has_rdma and not any(each.startswith(_RDMA_TRANSPORTS) for each in ucx):
+        return Fact("UCX", found, False, "there is RDMA, but UCX does not use it: check UCX_TLS and libibverbs")
+    return Fact("UCX", found)
+
+
+def _may_lock() -> bool:
+    """Whether this process may lock any amount (CAP_IPC_LOCK)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
+
+
+def _verbs() -> dict[str, bool]:
+    files = sorted(Path("/dev/infiniband").glob("uverbs*"))
+    return {str(file): os.access(file, os.R_OK | os.W_OK) for file in files}

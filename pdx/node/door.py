@@ -1,0 +1,152 @@
+"""The socket that peers dial: bound at one address, this user's alone or behind CURVE keys. It never blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from pdx.address import needs_ipv6
+from pdx.config import private_folder, socket_path
+from pdx.errors import ConfigError, NodeRunning, ProtocolError
+from pdx.gate import Gate, user_of
+from pdx.keyring import KeyPair, secure_server
+from pdx.messages import MAX_FRAME_BYTES
+
+HIGH_WATER = 1024  # messages a peer may leave unread
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """One frame that came in; `key` is what its sender was let in with, empty without CURVE."""
+
+    route: bytes
+    frame: bytes
+    key: str
+
+
+class Door:
+    """A bound ROUTER and, with keys, the gate before it. Open from construction to `close`.
+
+    The context is its own: when it has ended, ZMQ has really let go of a Unix socket's path, and the lock may go, too.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        own: KeyPair | None,
+        admits: Callable[[str], bool],
+        timeout_s: float,
+        counters: Counter[str],
+    ) -> None:
+        """`admits`: whether a public key may come in; asked only if there are keys.
+
+        :raises ConfigError: the address cannot be had.
+        :raises NodeRunning: another node owns it.
+        """
+        self._has_keys = own is not None
+        with contextlib.ExitStack() as undo:
+            if listen.startswith("ipc://"):
+                path = socket_path(listen)
+                private_folder(path.parent)
+                undo.callback(os.close, _own_path(path))
+                undo.callback(path.unlink, missing_ok=True)
+            context = undo.enter_context(zmq.Context())
+            self._gate = Gate(context, admits=admits, counters=counters) if own is not None else None
+            if self._gate is not None:
+                undo.callback(self._gate.close)
+            self._router = undo.enter_context(context.socket(zmq.ROUTER))
+            limit(self._router, timeout_s)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, or does not read
+            if own is not None:
+                secure_server(self._router, own)
+            self._bind(listen)
+            self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            self._undo = undo.pop_all()
+
+    def __repr__(self) -> str:
+        return f"<Door at {self.address}{', behind keys' if self._has_keys else ''}>"
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Those to be polled, while it is open."""
+        gate = [self._gate.socket] if self._gate is not None else []
+        return [socket for socket in (self._router, *gate) if not socket.closed]
+
+    def answer_gate(self, socket: object) -> bool:
+        """Let in, or not, who waits at the gate; False: this is not the gate's socket."""
+        if self._gate is None or socket is not self._gate.socket:
+            return False
+        self._gate.serve()
+        return True
+
+    def receive(self) -> Arrival | None:
+        """What came next, None if nothing did.
+
+        :raises ProtocolError: it is not one frame.
+        """
+        try:
+            route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        if len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames instead of one")
+        return Arrival(route.bytes, frames[0].bytes, user_of(frames[0]) if self._has_keys else "")
+
+    def post(self, route: bytes, frame: bytes) -> str:
+        """Send without waiting; what was wrong, empty if nothing."""
+        try:
+            self._router.send_multipart([route, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            return "it does not read what it is sent"
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return "its connection is gone"
+        return ""
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Stop listening; blocks up to `linger_ms` until what was posted has left. Idempotent."""
+        if not self._router.closed:
+            self._router.setsockopt(zmq.LINGER, linger_ms)
+        self._undo.close()
+
+    def _bind(self, listen: str) -> None:
+        if needs_ipv6(listen):
+            self._router.setsockopt(zmq.IPV6, 1)
+        mask = os.umask(0o177)
+        try:
+            self._router.bind(listen)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
+        finally:
+            os.umask(mask)
+
+
+def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:
+    """Bounds of every socket between nodes: what waits unread, how long a message and a handshake may be."""
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, HIGH_WATER),
+        (zmq.RCVHWM, HIGH_WATER),
+        (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+        (zmq.HANDSHAKE_IVL, max(1, round(timeout_s * 1000))),
+    ):
+        socket.setsockopt(option, value)
+
+
+def _own_path(path: Path) -> int:
+    """Take the lock of a socket, which ZMQ would take away from its owner; returns its file descriptor."""
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise NodeRunning(f"another node already listens at {path}; give this one another --listen") from error
+    return fd

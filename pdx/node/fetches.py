@@ -1,0 +1,119 @@
+"""What this node has asked peers for: a fetch is a push that its receiver starts. No sockets here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from enum import StrEnum
+
+import msgspec
+
+from pdx.handshake import LinkState
+from pdx.messages import Lookup
+from pdx.node.links import Link
+from pdx.peer_messages import Coming, Want
+
+KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
+
+
+class FetchState(StrEnum):
+    """How far a fetch is."""
+
+    ASKING = "asking"  # the link may still be dialling
+    COMING = "coming"
+    OVER = "over"
+
+
+class Fetch(msgspec.Struct):
+    """One question to one peer, named by the last key asked for: the hash chain makes it name all before it."""
+
+    number: int
+    want: Want
+    state: FetchState
+    deadline: float
+    is_sent: bool = False
+
+
+class Fetches:
+    """All questions to all peers. Owned by the control loop; the clock is a parameter."""
+
+    def __init__(self, dial: Callable[[str], Link], fetch_s: float) -> None:
+        self._dial = dial
+        self._fetch_s = fetch_s
+        self._numbers = itertools.count(1)
+        self._fetches: dict[tuple[str, bytes], Fetch] = {}
+
+    def __len__(self) -> int:
+        return sum(fetch.state is not FetchState.OVER for fetch in self._fetches.values())
+
+    def is_waiting(self, ask: Lookup, hits: int, now: float) -> bool:
+        """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
+
+        :raises PeerUnknown, ConfigError: it cannot be asked.
+        """
+        place = (ask.source, ask.keys[-1])
+        fetch = self._fetches.get(place)
+        if fetch is None:
+            link = self._dial(ask.source)
+            want = Want(next(self._numbers), list(ask.keys[hits:]), ask.shards, ask.transfer)
+            fetch = self._fetches[place] = Fetch(want.want, want, FetchState.ASKING, now + self._fetch_s)
+            self._send(fetch, link)
+        return fetch.state is not FetchState.OVER and now < fetch.deadline
+
+    def link_ready(self, link: Link) -> None:
+        """Ask what waited for the link."""
+        for (name, _), fetch in self._fetches.items():
+            if name == link.name:
+                self._send(fetch, link)
+
+    def _send(self, fetch: Fetch, link: Link) -> None:
+        if link.state is LinkState.READY and not fetch.is_sent:
+            fetch.is_sent = True
+            link.send(fetch.want)
+
+    def coming(self, link: Link, answer: Coming, now: float) -> None:
+        """The peer's answer."""
+        fetch = self._find(link.name, answer.want)
+        if fetch is None or fetch.state is not FetchState.ASKING:
+            return
+        if answer.chunks or answer.pushing:
+            fetch.state = FetchState.COMING
+        else:
+            self._end(fetch, now)
+
+    def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
+        """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
+        for (source, _), fetch in self._fetches.items():
+            is_its = fetch.number == number or (transfer is not None and fetch.want.transfer == transfer)
+            if source == name and is_its:
+                self._end(fetch, now)
+
+    def lost(self, name: str, now: float) -> None:
+        """The peer is gone."""
+        for (source, _), fetch in self._fetches.items():
+            if source == name:
+                self._end(fetch, now)
+
+    def tick(self, now: float) -> int:
+        """Forget what is long over; returns how many questions ended by their deadline."""
+        late = 0
+        for place, fetch in list(self._fetches.items()):
+            if fetch.deadline > now:
+                continue
+            if fetch.state is FetchState.OVER:
+                del self._fetches[place]
+            else:
+                late += 1
+                self._end(fetch, now)
+        return late
+
+    def _end(self, fetch: Fetch, now: float) -> None:
+        if fetch.state is not FetchState.OVER:
+            fetch.state = FetchState.OVER
+            fetch.deadline = now + KEPT_S
+
+    def _find(self, name: str, number: int) -> Fetch | None:
+        for (source, _), fetch in self._fetches.items():
+            if source == name and fetch.number == number:
+                return fetch
+        return None

@@ -1,0 +1,343 @@
+"""The pushes from peers to this node: room for them, what has landed, and when their slots may be given away again.
+
+Offers wait in one queue for room, first come, first served: all of an offer or, when its time is over or it can never
+fit, its leading part. So requests that compete for little room get it one after the other, and none holds a part while
+it waits for the rest. No sockets, no threads here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from pdx.channel import Listener
+from pdx.errors import ArenaTooSmall, ProtocolError
+from pdx.lifecycle import State
+from pdx.messages import MAX_SLOTS, Slot
+from pdx.node.lander import Room, Verdict
+from pdx.node.transfers import Transfers
+from pdx.peer_messages import Granted, LetGo, Offer, Slices, Stop
+from pdx.push import RECEIVER, ReceiverState, ReceiverStep
+from pdx.store.chunk import Chunk
+from pdx.store.store import Claim, Store
+
+log = logging.getLogger("pdx.node")
+
+MAX_QUEUED = 4096  # offers of all peers together
+LANDING_S = 5.0  # a notification comes no later than this after its sender says that all is written
+
+
+class Session(Protocol):
+    """A peer that pushes to this node (`pdx.node.links.PeerSession`)."""
+
+    number: int
+    name: str
+    token: bytes
+
+    def send(self, body: Granted | Stop) -> None:
+        """A message over its link."""
+
+
+class Landing:
+    """One push that lands here. `chunks` are those granted to it, by offset."""
+
+    def __init__(self, session: Session, scheme: str, offer: Offer, now: float) -> None:
+        self.session = session
+        self.scheme = scheme
+        self.offer = offer
+        self.state = ReceiverState.QUEUED
+        self.deadline = now + offer.wait_s  # of waiting for room; then, of landing
+        self.chunks: dict[int, Chunk] = {}
+        self.landed_bytes = 0
+        self.is_let_go = False  # its writer writes nothing more, or is dead; what it wrote may still be on its way in
+
+    def __repr__(self) -> str:
+        return f"<Landing {self.offer.push} of {self.session.name} {self.state} {len(self.chunks)} chunks>"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What it is found by."""
+        return self.session.number, self.offer.push
+
+    def step(self, step: ReceiverStep) -> None:
+        """Move on; see `pdx.push`."""
+        self.state = RECEIVER[self.state, step]
+
+
+class Incoming:
+    """All pushes to this node. Owned by the control loop; the clock is a parameter.
+
+    A peer's chunks are written by the store session `-session.number`, which no attached process ever has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        transfers: Transfers,
+        *,
+        listeners: Mapping[str, Listener],
+        checks_writes: Callable[[str], bool],
+        arena_bytes: int,
+        peer_share: float,
+        push_s: float,
+        counters: Counter[str],
+        on_sealed: Callable[[Landing, list[Chunk]], None],
+        on_over: Callable[[Landing], None],
+    ) -> None:
+        self.rooms: dict[int, Room] = {}  # by offset; landers read it
+        self._store = store
+        self._transfers = transfers
+        self._listeners = listeners
+        self._checks_writes = checks_writes
+        self._peer_bytes = int(arena_bytes * peer_share)
+        self._push_s = push_s
+        self._counters = counters
+        self._on_sealed = on_sealed
+        self._on_over = on_over
+        self._landings: dict[tuple[int, int], Landing] = {}
+        self._queue: list[Landing] = []
+        self._bytes_of: Counter[int] = Counter()  # granted and not over, by session
+        self._session_of: dict[bytes, int] = {}  # token -> session number
+
+    def __len__(self) -> int:
+        return len(self._landings)
+
+    def all(self) -> list[Landing]:
+        """All pushes to this node, those that are being closed included."""
+        return list(self._landings.values())
+
+    def of(self, session: Session) -> list[Landing]:
+        """The pushes of a session."""
+        return [landing for landing in self._landings.values() if landing.session is session]
+
+    @property
+    def writable(self) -> set[str]:
+        """Schemes by which something may land now."""
+        return {landing.scheme for landing in self._landings.values() if landing.chunks}
+
+    # ---- offers and room --------------------------------------------------------------------
+
+    def offered(self, session: Session, scheme: str, offer: Offer, now: float) -> None:
+        """A peer offers chunks: they get room now, or wait for it.
+
+        :raises ProtocolError: the offer makes no sense.
+        """
+        landing = Landing(session, scheme, offer, now)
+        if landing.place in self._landings:
+            raise ProtocolError(f"{session.name} offers push {offer.push} twice")
+        if not offer.keys or len(offer.keys) * offer.shards > MAX_SLOTS or len(set(offer.keys)) != len(offer.keys):
+            raise ProtocolError(f"{session.name} offers {len(offer.keys)} keys of {offer.shards} shards")
+        if len(self._queue) >= MAX_QUEUED:
+            raise ProtocolError(f"{len(self._queue)} offers wait for room already")
+        self._landings[landing.place] = landing
+        self._session_of[session.token] = session.number
+        self._counters["offers"] += 1
+        if offer.transfer is not None:
+            if self._transfers.is_given_up(offer.transfer):
+                self._stop(landing, "the transfer was given up", now)
+                return
+            self._transfers.expect(offer.transfer, now + self._push_s)
+        self._queue.append(landing)
+        self.pump(now)
+
+    def pump(self, now: float) -> None:
+        """Give room to the offers that wait, in their order; a peer at its share does not keep others waiting."""
+        is_full = False
+        for landing in list(self._queue):
+            is_late = landing.deadline <= now
+            if not is_late and (is_full or not self._has_share(landing)):
+                continue
+            if self._grant(landing, now, partial=is_late):
+                self._queue.remove(landing)
+            else:
+                is_full = True
+
+    def _has_share(self, landing: Landing) -> bool:
+        held = self._bytes_of[landing.session.number]
+        offer = landing.offer
+        return not held or held + offer.nbytes * offer.shards * len(offer.keys) <= self._peer_bytes
+
+    def _grant(self, landing: Landing, now: float, *, partial: bool) -> bool:
+        """Room for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
+        offer, session = landing.offer, landing.session
+        share = self._peer_bytes - self._bytes_of[session.number]
+        keys = list(offer.keys)
+        if not self._has_share(landing):
+            keys = keys[: max(0, share // (offer.nbytes * offer.shards))]
+        has_tail = bool(offer.tail_nbytes) and len(keys) == len(offer.keys)
+        claim = Claim(
+            keys=keys,
+            nbytes=offer.nbytes,
+            layers=offer.layers,
+            owner=-session.number,
+            writers=[-session.number] * offer.shards,
+            tail_nbytes=offer.tail_nbytes if has_tail else 0,
+            partial=partial,
+            transfer=offer.transfer,
+        )
+        try:
+            granted, slots, full = self._store.reserve(claim) if keys else ([], [], True)
+        except ArenaTooSmall:
+            if not partial:
+                return self._grant(landing, now, partial=True)  # waiting does not help
+            granted, slots, full = [], [], True
+        if full and not partial:
+            return False
+        if full:
+            self._counters["granted_in_part"] += 1
+            log.warning("no room for %d of %d chunks from %s", len(keys) - len(granted), len(keys), session.name)
+        self._open(landing, granted, slots, now)
+        return True
+
+    def _open(self, landing: Landing, granted: list[int], slots: list[Slot], now: float) -> None:
+        offer, session = landing.offer, landing.session
+        listener = self._listeners[landing.scheme]
+        for slot in slots:
+            landing.chunks[slot.offset] = self._store.at(slot)
+            self.rooms[slot.offset] = Room(session.token, slot.generation, slot.nbytes, offer.layers)
+            listener.grant(session.token, slot.offset, slot.nbytes)
+            self._bytes_of[session.number] += slot.nbytes
+        landing.step(ReceiverStep.GRANT)
+        landing.deadline = now + self._push_s
+        if offer.transfer is not None:
+            self._transfers.open(offer.transfer, [slot.offset for slot in slots], landing.deadline)
+        session.send(Granted(offer.push, granted, slots))
+
+    # ---- landing ----------------------------------------------------------------------------
+
+    def landed(self, scheme: str, verdict: Verdict, now: float) -> None:
+        """A lander has seen slices of a push."""
+        landing = self._landings.get((self._session_of.get(verdict.token, 0), verdict.push))
+        if landing is None or landing.state is not ReceiverState.LANDING or landing.scheme != scheme:
+            return  # given up meanwhile
+        if verdict.bad:
+            self._counters["digest_mismatches"] += len(verdict.bad)
+            log.warning("%d slices from %s are not what was sent: dropped", len(verdict.bad), landing.session.name)
+            self._stop(landing, "a digest does not match", now)
+            return
+        landing.landed_bytes += verdict.nbytes
+        self._counters["landed_bytes"] += verdict.nbytes
+        whole = [chunk for slices in verdict.good if (chunk := self._fill(landing, slices)) is not None]
+        sealed = list(dict.fromkeys(whole))
+        if sealed:
+            self._store.seal(sealed)
+            self._release(landing, sealed)
+            self._transfers.sealed(sealed, now)
+            self._on_sealed(landing, sealed)
+        if landing.is_let_go and not landing.chunks:
+            self._end(landing, ReceiverStep.LET_GO, now)
+
+    def _fill(self, landing: Landing, slices: Slices) -> Chunk | None:
+        """Note what was filled; the chunk, if it is whole now."""
+        chunk = landing.chunks.get(slices.offset)
+        if chunk is None or chunk.slot.generation != slices.generation or chunk.state is not State.FILLING:
+            return None
+        self._store.fill([chunk.slot], slices.first_layer, slices.layers, -landing.session.number)
+        return chunk if chunk.is_complete else None
+
+    # ---- ending -----------------------------------------------------------------------------
+
+    def let_go(self, session: Session, message: LetGo, now: float) -> None:
+        """The peer writes nothing more of this push."""
+        landing = self._landings.get((session.number, message.push))
+        if landing is None:
+            return
+        if not landing.chunks:
+            self._end(landing, ReceiverStep.LET_GO, now)
+            return
+        landing.is_let_go = True
+        if landing.state is ReceiverState.CLOSING:
+            self._fence(landing, now)
+        elif message.complete:
+            landing.deadline = now + LANDING_S  # all is written; the last of it is still being checked
+        else:
+            landing.step(ReceiverStep.STOP)
+            self._abort(landing, now)
+            self._fence(landing, now)
+
+    def cancel(self, transfer: str, now: float) -> None:
+        """The transfer was given up: nobody here wants its chunks any more."""
+        for landing in [each for each in self._landings.values() if each.offer.transfer == transfer]:
+            if landing.state is not ReceiverState.CLOSING:
+                self._stop(landing, "", now)
+
+    def session_over(self, session: Session, now: float, *, is_dead: bool) -> None:
+        """The peer has said bye or is known dead (`is_dead`), or is silent: then it may still write."""
+        for landing in self.of(session):
+            if landing in self._queue:
+                self._queue.remove(landing)
+            landing.is_let_go |= is_dead
+            if landing.state is not ReceiverState.CLOSING:
+                landing.step(ReceiverStep.LOST)
+                self._abort(landing, now)
+            if landing.state is ReceiverState.CLOSING:
+                self._fence(landing, now)
+            else:
+                self._forget(landing, now)
+        self._session_of.pop(session.token, None)  # whatever is still being checked lands nowhere
+
+    def tick(self, now: float) -> None:
+        """Deadlines, and fences around what was given up."""
+        for landing in list(self._landings.values()):
+            if landing.state is ReceiverState.CLOSING:
+                self._fence(landing, now)
+            elif landing.state is ReceiverState.LANDING and landing.deadline <= now:
+                self._counters["landings_late"] += 1
+                log.warning("%r is given up: it was not over in time", landing)
+                self._stop(landing, "not over in time", now)
+        self.pump(now)
+
+    def _stop(self, landing: Landing, text: str, now: float) -> None:
+        if landing in self._queue:
+            self._queue.remove(landing)
+        landing.step(ReceiverStep.STOP)
+        landing.session.send(Stop(landing.offer.push, text))
+        self._abort(landing, now)
+        self._fence(landing, now)
+
+    def _abort(self, landing: Landing, now: float) -> None:
+        """Its chunks will not be whole; their room stays in quarantine."""
+        unsealed = [chunk for chunk in landing.chunks.values() if chunk.state is State.FILLING]
+        self._store.abort(unsealed)
+        if landing.offer.transfer is not None:
+            self._transfers.give_up(landing.offer.transfer, now)
+
+    def _fence(self, landing: Landing, now: float) -> None:
+        """End it, if nothing lands any more: the channel says so, or its writer does where the channel cannot."""
+        listener = self._listeners[landing.scheme]
+        token = landing.session.token
+        spans = [(chunk.slot.offset, chunk.slot.nbytes) for chunk in landing.chunks.values()]
+        is_quiet = all([listener.revoke(token, offset, nbytes) for offset, nbytes in spans])
+        if is_quiet or (landing.is_let_go and not self._checks_writes(landing.scheme)):
+            self._end(landing, ReceiverStep.FENCED, now)
+
+    def _end(self, landing: Landing, step: ReceiverStep, now: float) -> None:
+        if landing in self._queue:
+            self._queue.remove(landing)
+        landing.step(step)
+        self._forget(landing, now)
+
+    def _forget(self, landing: Landing, now: float) -> None:
+        left = list(landing.chunks.values())
+        if left and landing.offer.transfer is not None:
+            self._transfers.give_up(landing.offer.transfer, now)
+        elif landing.offer.transfer is not None:
+            self._transfers.arrived(landing.offer.transfer, now)
+        self._release(landing, left)
+        self._store.let_go(left)
+        del self._landings[landing.place]
+        self._on_over(landing)
+
+    def _release(self, landing: Landing, chunks: Iterable[Chunk]) -> None:
+        """These are sealed, or nobody writes them any more."""
+        listener = self._listeners[landing.scheme]
+        for chunk in list(chunks):
+            slot = chunk.slot
+            listener.revoke(landing.session.token, slot.offset, slot.nbytes)
+            landing.chunks.pop(slot.offset, None)
+            self.rooms.pop(slot.offset, None)
+            self._bytes_of[landing.session.number] -= slot.nbytes
+        if not self._bytes_of[landing.session.number]:
+            del self._bytes_of[landing.session.number]

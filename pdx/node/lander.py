@@ -1,0 +1,138 @@
+"""One thread per listener that takes notifications and checks digests, while the bytes are still in a cache."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from pdx.channel import Listener, Notification
+from pdx.digest import digests
+from pdx.errors import ProtocolError
+from pdx.layout import slice_span
+from pdx.node.mailbox import Mailbox
+from pdx.node.regions import Wake
+from pdx.peer_messages import DIGEST_BYTES, Landed, Slices, decode_landed
+
+log = logging.getLogger("pdx.node")
+
+POLL_S = 0.0002  # between looks at listeners that cannot wake us, while something is expected
+IDLE_S = 0.05
+
+
+class Room(msgspec.Struct, frozen=True):
+    """A slot that a peer may write to, as the lander must know it."""
+
+    token: bytes
+    generation: int
+    nbytes: int
+    layers: int
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Slices that landed whole, and those whose bytes are not what was sent."""
+
+    token: bytes
+    push: int
+    good: list[Slices]
+    bad: list[Slices]
+    nbytes: int
+
+
+class Lander:
+    """`rooms` (by offset) belongs to the control loop and is only read here; so is `is_expecting`."""
+
+    def __init__(
+        self,
+        scheme: str,
+        *,
+        listener: Listener,
+        memory: memoryview,
+        rooms: Mapping[int, Room],
+        wake: Wake,
+        is_polled: bool,
+        needs_digests: bool,
+        mailbox: Mailbox,
+        on_landed: Callable[[str, Verdict], None],
+        on_malformed: Callable[[str, bytes, str], None],
+    ) -> None:
+        self.scheme = scheme
+        self.is_expecting = False
+        self._listener = listener
+        self._memory = memory
+        self._rooms = rooms
+        self._wake = wake
+        self._is_polled = is_polled
+        self._needs_digests = needs_digests
+        self._mailbox = mailbox
+        self._on_landed = on_landed
+        self._on_malformed = on_malformed
+        self._event = threading.Event()
+        self._closing = False
+        wake.add(self._event)
+        self._thread = threading.Thread(target=self._run, name=f"pdx-land-{scheme}"[:15], daemon=True)
+        self._thread.start()
+
+    def expect(self, expecting: bool) -> None:
+        """Whether somebody may write now; only matters for channels that must be polled."""
+        if expecting and not self.is_expecting:
+            self._event.set()
+        self.is_expecting = expecting
+
+    def close(self) -> None:
+        """Stop, and wait until it has stopped. Idempotent."""
+        self._closing = True
+        self._event.set()
+        self._thread.join()
+        self._wake.remove(self._event)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._event.clear()
+            for notification in self._listener.take():
+                self._take(notification)
+            poll_s = POLL_S if self.is_expecting else IDLE_S
+            self._event.wait(poll_s if self._is_polled else 1.0)
+
+    def _take(self, notification: Notification) -> None:
+        token = notification.token
+        try:
+            landed = decode_landed(notification.payload)
+        except ProtocolError as error:
+            text = str(error)
+            self._mailbox.post(lambda: self._on_malformed(self.scheme, token, text))
+            return
+        if landed.push:
+            verdict = self._check(token, landed)
+            self._mailbox.post(lambda: self._on_landed(self.scheme, verdict))
+
+    def _check(self, token: bytes, landed: Landed) -> Verdict:
+        good: list[Slices] = []
+        bad: list[Slices] = []
+        nbytes = 0
+        for slices in landed.slices:
+            room = self._rooms.get(slices.offset)
+            if room is None or room.token != token or room.generation != slices.generation:
+                continue  # given up meanwhile, or never this peer's: nobody waits for it
+            if slices.first_layer + slices.layers > room.layers:
+                bad.append(slices)
+                continue
+            if self._is_whole(slices, room):
+                nbytes += slice_span(room.nbytes, room.layers, slices.first_layer, slices.layers)[1]
+                good.append(slices)
+            else:
+                bad.append(slices)
+        return Verdict(token, landed.push, good, bad, nbytes)
+
+    def _is_whole(self, slices: Slices, room: Room) -> bool:
+        if not slices.digests and not self._needs_digests:
+            return True
+        if len(slices.digests) != slices.layers * DIGEST_BYTES:
+            return False
+        spans = []
+        for layer in range(slices.first_layer, slices.first_layer + slices.layers):
+            start, size = slice_span(room.nbytes, room.layers, layer, 1)
+            spans.append((slices.offset + start, size))
+        return digests(self._memory, spans) == slices.digests

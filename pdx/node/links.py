@@ -1,0 +1,283 @@
+"""All links of a node: those it dialled (`Link`) and, through `Reception`, the peers that dialled it (`PeerSession`).
+
+One ROUTER that peers dial, one DEALER per peer that is dialled; with keys, all of them CURVE. Who may come in and who
+may be dialled is the roster's word; what is said once a link stands is the handler's business. One thread, the control
+loop's; nothing blocks, and `close` waits a fraction of a second at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from pdx.address import check_listen, needs_ipv6
+from pdx.errors import ConfigError, PeerRefused, PeerUnknown, ProtocolError
+from pdx.handshake import LinkState, LinkStep, check_welcome
+from pdx.keyring import KeyPair, secure_client
+from pdx.messages import PeerEntry, Refused
+from pdx.node.door import Door, limit
+from pdx.node.link import Link, LinkHandler, PeerSession
+from pdx.node.lives import Lives
+from pdx.node.reception import Reception
+from pdx.peer_messages import Coming, Granted, PeerBody, PeerBye, PeerPing, PeerWelcome, Stop
+from pdx.roster import Roster
+
+__all__ = ["Link", "LinkHandler", "Links", "PeerSession"]
+
+log = logging.getLogger(__name__)
+
+_BURST = 256  # messages taken before other work gets its turn
+_RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a peer that is dialled
+
+
+class Links:
+    """See the module. The sockets are open from construction to `close`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        handler: LinkHandler,
+        *,
+        listen: str,
+        keys: str,
+        roster: str,
+        timeout_s: float,
+        ping_s: float,
+        watch: Callable[[zmq.Socket[bytes]], None],
+        unwatch: Callable[[zmq.Socket[bytes]], None],
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`context` is for the sockets that dial. `watch` and `unwatch` add and remove a socket of the poller that
+        decides when to call `serve`.
+
+        :raises ConfigError: an address, the keys or the roster are wrong, or the address cannot be had.
+        :raises NodeRunning: another node owns the address.
+        """
+        check_listen(listen, has_keys=bool(keys and roster))
+        self._own = KeyPair.load(keys) if keys else None
+        self._roster = Roster(roster, has_keys=self._own is not None)
+        self._context, self._handler, self._counters = context, handler, counters
+        self._timeout_s, self._ping_s = timeout_s, ping_s
+        self._watch, self._unwatch = watch, unwatch
+        self._clock = clock
+        self._ticked_at = clock()
+        self._now = 0.0  # seconds in which this node listened; others' silence is measured by it
+        self._links: dict[str, Link] = {}
+        self._by_socket: dict[zmq.Socket[bytes], Link] = {}
+        self._lives = Lives()
+        self._door = Door(
+            listen,
+            own=self._own,
+            admits=lambda key: self._roster.name_of(key) is not None,
+            timeout_s=timeout_s,
+            counters=counters,
+        )
+        self._reception = Reception(
+            self._door,
+            handler,
+            roster=self._roster,
+            has_keys=self._own is not None,
+            lives=self._lives,
+            on_life=self._begin_life,
+            counters=counters,
+        )
+        for socket in self._door.sockets:
+            watch(socket)
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this node, as bound."""
+        return self._door.address
+
+    @property
+    def public_key(self) -> str:
+        """This node's, empty without CURVE."""
+        return self._own.public if self._own is not None else ""
+
+    @property
+    def links(self) -> list[Link]:
+        """All peers ever dialled."""
+        return list(self._links.values())
+
+    @property
+    def sessions(self) -> list[PeerSession]:
+        """All peers that dialled and are not over."""
+        return self._reception.sessions
+
+    def link(self, name: str) -> Link | None:
+        """The link to a peer, if it was ever dialled."""
+        return self._links.get(name)
+
+    def dial(self, name: str) -> Link:
+        """The link to that peer; if it is closed, it is dialled now, and `link_ready` or `link_lost` will follow.
+
+        :raises PeerUnknown: the roster does not name it, or it is this node itself.
+        :raises ConfigError: it has a key and this node has none, or the other way round.
+        """
+        link = self._links.get(name)
+        if link is not None and link.state is not LinkState.CLOSED:
+            return link
+        own = self._handler.identity()
+        if name == own.name:
+            raise PeerUnknown(f"{name!r} is this node itself")
+        entry = self._roster.entry(name)
+        socket = self._connected(entry)
+        if link is None:
+            link = self._links[name] = Link(name, watch=self._watch, unwatch=self._forget_socket)
+        self._by_socket[socket] = link
+        link.dial(socket, entry, own, self._now)
+        return link
+
+    def told(self, entries: list[PeerEntry]) -> None:
+        """What the proxy says of the nodes there are; believed as far as `pdx.roster` says."""
+        self._roster.believe(entries)
+
+    def secure_proxy(self, socket: zmq.Socket[bytes]) -> None:
+        """Before a socket connects to the proxy: CURVE, if this node has keys.
+
+        :raises ConfigError: it has keys, and the roster does not say the proxy's.
+        """
+        proxy = self._roster.proxy
+        secure_client(socket, own=self._own, server_key=proxy.key if proxy is not None else "")
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def serve(self, socket: object) -> bool:
+        """Take what is waiting on a socket that can be read; False: it is none of ours."""
+        if not isinstance(socket, zmq.Socket):
+            return False
+        if socket.closed or self._door.answer_gate(socket):
+            return True  # closed: by what was handled in this very turn
+        if socket in self._door.sockets:
+            self._reception.serve(self._now)
+            return True
+        link = self._by_socket.get(socket)
+        if link is None:
+            return False
+        self._serve_link(link)
+        return True
+
+    def tick(self) -> None:
+        """A few times a second: signs of life, silences, and whether the roster changed."""
+        now = self._clock()
+        # A node that was stopped, or starved, heard nobody; that is not the others' silence.
+        self._now += min(max(now - self._ticked_at, 0.0), self._timeout_s / 4)
+        self._ticked_at = now
+        if self._roster.refresh():
+            self._reception.obey_roster()
+            for link in self.links:
+                if link.state is not LinkState.CLOSED and not self._is_named(link):
+                    self._lose(link, LinkStep.LOST, "the roster has changed")
+        for link in self.links:
+            if link.state is not LinkState.CLOSED:
+                self._tick_link(link)
+        self._reception.tick(self._now, ping_s=self._ping_s, timeout_s=self._timeout_s)
+
+    def close(self) -> None:
+        """Say bye to all and close the sockets. From before that nothing may be written to a peer any more.
+
+        The handler is not called. Idempotent.
+        """
+        for link in self.links:
+            link.leave()
+        for socket in self._door.sockets:
+            self._unwatch(socket)
+        self._reception.close()
+
+    # ---- links ------------------------------------------------------------------------------
+
+    def _serve_link(self, link: Link) -> None:
+        for _ in range(_BURST):
+            try:
+                body = link.read()
+                if body is None:
+                    return
+                link.heard_at = self._now
+                self._hear(link, body)
+            except ProtocolError as error:
+                self._counters["dropped_messages"] += 1
+                log.warning("dropped a message of %r: %s", link, error)
+
+    def _hear(self, link: Link, body: PeerBody) -> None:
+        match body:
+            case PeerPing():
+                pass
+            case Refused(text=text):
+                step = LinkStep.TURNED_DOWN if link.state is LinkState.DIALING else LinkStep.LOST
+                self._lose(link, step, f"it says: {text}")
+            case PeerBye():
+                self._lose(link, LinkStep.LOST, "it said bye")
+            case PeerWelcome() if link.state is LinkState.DIALING:
+                self._hear_welcome(link, body)
+            case Granted() | Stop() | Coming() if link.state is LinkState.READY:
+                self._handler.link_message(link, body)
+            case _:
+                raise ProtocolError(f"a {type(body).__name__} to a node whose link is {link.state}")
+
+    def _hear_welcome(self, link: Link, welcome: PeerWelcome) -> None:
+        try:
+            schemes = check_welcome(self._handler.identity(), link.name, welcome)
+            if self._lives.is_over(link.name, welcome.epoch):
+                raise PeerRefused(f"this life of {link.name!r} (epoch {welcome.epoch}) has ended")
+        except PeerRefused as error:
+            self._counters["peers_refused"] += 1
+            self._lose(link, LinkStep.TURNED_DOWN, str(error), is_told=True)
+            return
+        self._begin_life(link.name, welcome.epoch)
+        link.welcomed(welcome)
+        self._handler.link_ready(link, welcome, schemes)
+
+    def _begin_life(self, name: str, epoch: int) -> None:
+        """`name` was heard in this life; what belongs to another one is over."""
+        self._lives.begin(name, epoch)
+        self._reception.end_other_life(name, epoch)
+        link = self._links.get(name)
+        if link is not None and link.state is LinkState.READY and link.epoch != epoch:
+            self._lose(link, LinkStep.LOST, f"it was started anew (epoch {epoch})")
+
+    def _tick_link(self, link: Link) -> None:
+        if self._now - link.pinged_at >= self._ping_s:
+            link.ping(self._now)
+        if link.fault:
+            self._lose(link, LinkStep.LOST, link.fault)
+        elif self._now - link.heard_at > self._timeout_s:
+            hint = ""
+            if link.state is LinkState.DIALING:
+                keys = ", and does its roster have this node's key" if self._own is not None else ""
+                hint = f"; does {link.name!r} run there{keys}?"
+            self._lose(link, LinkStep.LOST, f"nothing heard from {link.address} for {self._timeout_s:g} s{hint}")
+
+    def _lose(self, link: Link, step: LinkStep, why: str, *, is_told: bool = False) -> None:
+        was_ready = link.state is LinkState.READY
+        link.close(step, why, is_told=is_told)
+        log.warning("the link to peer %r %s: %s", link.name, "is lost" if was_ready else "did not come about", why)
+        self._handler.link_lost(link, step, why)
+
+    def _is_named(self, link: Link) -> bool:
+        try:
+            entry = self._roster.entry(link.name)
+        except PeerUnknown:
+            return False
+        return (entry.address, entry.public_key) == (link.address, link.server_key)
+
+    def _connected(self, entry: PeerEntry) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            limit(socket, self._timeout_s)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
+            socket.setsockopt(zmq.IPV6, int(needs_ipv6(entry.address)))
+            secure_client(socket, own=self._own, server_key=entry.public_key)
+            socket.connect(entry.address)
+        except (ConfigError, zmq.ZMQError) as error:
+            socket.close()
+            raise ConfigError(f"peer {entry.name!r} at {entry.address!r}: {error}") from error
+        return socket
+
+    def _forget_socket(self, socket: zmq.Socket[bytes]) -> None:
+        del self._by_socket[socket]
+        self._unwatch(socket)

@@ -1,0 +1,244 @@
+"""One thread per peer that writes to it: chooses the channel, makes digests, submits writes, watches them end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
+from pdx.digest import digests
+from pdx.errors import ChannelBroken, ChannelError, TransferAborted
+from pdx.messages import Slot
+from pdx.node.mailbox import Mailbox
+from pdx.node.regions import Wake
+from pdx.peer_messages import Landed, Slices, encode_landed
+
+log = logging.getLogger("pdx.node")
+
+CONNECT_S = 5.0
+PROBE_S = 2.0  # a scheme that is slower than that with a few megabytes is not worth waiting for
+PROBE_WRITES = 4
+POLL_S = 0.0002  # between looks at channels that cannot wake us
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One write of one push: `pieces` carry `slices`, whose local spans are `spans`; `tag` is the caller's own."""
+
+    push: int
+    pieces: Sequence[Piece]
+    slices: Sequence[Slices]
+    spans: Sequence[Sequence[tuple[int, int]]]
+    nbytes: int
+    tag: object = None
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where a sender may write: the peer's regions by scheme, in the order to try or to measure them."""
+
+    remotes: Mapping[str, RemoteRegion]
+    order: Sequence[str]
+    measure: bool  # use the fastest instead of the first
+    probe: Slot | None  # the peer's, to be written to for measuring
+    probe_from: int = 0  # offset of as many local bytes
+
+
+class Sender:
+    """All methods belong to the control loop's thread; results come through the mailbox, on that thread, too."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        memory: memoryview,
+        regions: Mapping[str, Region],
+        wakes: Mapping[str, Wake],
+        route: Route,
+        always_digest: bool,
+        never_digest: bool,
+        mailbox: Mailbox,
+        on_chosen: Callable[[str, dict[str, float]], None],
+        on_done: Callable[[Job, ChannelError | None], None],
+        on_broken: Callable[[str], None],
+        on_ended: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self._memory = memory
+        self._regions = regions
+        self._wakes = wakes
+        self._route = route
+        self._always_digest = always_digest
+        self._never_digest = never_digest
+        self._mailbox = mailbox
+        self._on_chosen = on_chosen
+        self._on_done = on_done
+        self._on_broken = on_broken
+        self._on_ended = on_ended
+        self._jobs: deque[Job] = deque()
+        self._event = threading.Event()
+        self._closing = False
+        self._aborted: set[int] = set()  # pushes
+        self._thread = threading.Thread(target=self._run, name=f"pdx-push-{name}"[:15], daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Write it, in the order of submission; `on_done` will be called once."""
+        self._jobs.append(job)
+        self._event.set()
+
+    def abort(self, push: int) -> None:
+        """End the jobs of a push as soon as possible; each still gets its `on_done`."""
+        self._aborted.add(push)
+        self._event.set()
+
+    def forget(self, push: int) -> None:
+        """No job of this push is left."""
+        self._aborted.discard(push)
+
+    def close(self) -> None:
+        """End all jobs and the thread, without waiting for it. Idempotent."""
+        self._closing = True
+        self._event.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread after `close`."""
+        self._thread.join(timeout_s)
+
+    # ---- on its own thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        under_way: list[tuple[Job, Transfer]] = []
+        channel: Channel | None = None
+        try:
+            scheme, channel = self._choose()
+            if not self._closing:
+                self._serve(scheme, channel, under_way)
+        except ChannelError as error:
+            self._broken(str(error))
+        except Exception as error:  # the thread's root; a third party's channel, too
+            log.exception("writing to %s failed", self.name)
+            self._broken(f"{type(error).__name__}: {error}")
+        finally:
+            self._end(channel, under_way)
+
+    def _broken(self, why: str) -> None:
+        self._mailbox.post(lambda: self._on_broken(why))
+
+    def _end(self, channel: Channel | None, under_way: list[tuple[Job, Transfer]]) -> None:
+        """Whatever was asked for is answered, and no local byte is read any more."""
+        if channel is not None:
+            channel.close()
+        for job, transfer in under_way:
+            # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
+            error = transfer.error if transfer.poll() else ChannelBroken("closed")
+            self._done(job, error or None)
+        while self._jobs:
+            self._done(self._jobs.popleft(), ChannelBroken("closed"))
+        for wake in self._wakes.values():
+            wake.remove(self._event)
+        self._mailbox.post(self._on_ended)
+
+    def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
+        region = self._regions[scheme]
+        wants_digests = not self._never_digest and (self._always_digest or region.crosses_wire)
+        while True:
+            self._event.clear()
+            if self._closing:
+                return
+            while self._jobs and not self._closing:
+                job = self._jobs.popleft()
+                if job.push in self._aborted:
+                    self._done(job, TransferAborted("the push was given up"))
+                    continue
+                notify = self._notification(job, digested=wants_digests)
+                under_way.append((job, channel.write(job.pieces, notify)))
+                self._collect(under_way)
+            self._collect(under_way)
+            self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
+
+    def _collect(self, under_way: list[tuple[Job, Transfer]]) -> None:
+        left = []
+        for job, transfer in under_way:
+            if transfer.poll():
+                self._done(job, transfer.error)
+                continue
+            if job.push in self._aborted:
+                transfer.abort()
+            left.append((job, transfer))
+        under_way[:] = left
+
+    def _done(self, job: Job, error: ChannelError | None) -> None:
+        self._mailbox.post(lambda: self._on_done(job, error))
+
+    def _notification(self, job: Job, *, digested: bool) -> bytes:
+        slices = job.slices
+        if digested:
+            slices = [
+                msgspec.structs.replace(one, digests=digests(self._memory, spans))
+                for one, spans in zip(job.slices, job.spans, strict=True)
+            ]
+        return encode_landed(Landed(job.push, list(slices)))
+
+    # ---- choosing ---------------------------------------------------------------------------
+
+    def _choose(self) -> tuple[str, Channel]:
+        """The channel to use: the first that connects, or the fastest of those that do.
+
+        :raises ChannelBroken: none connects; the text says why, scheme by scheme.
+        """
+        connected: dict[str, Channel] = {}
+        rates: dict[str, float] = {}
+        why: list[str] = []
+        for scheme in self._route.order:
+            if self._closing:
+                break
+            try:
+                connected[scheme] = self._connect(scheme)
+                if self._route.measure and self._route.probe is not None and len(self._route.order) > 1:
+                    rates[scheme] = self._rate(scheme, connected[scheme], self._route.probe)
+            except ChannelError as error:
+                why.append(f"{scheme}: {error}")
+                log.warning("no channel %s to %s: %s", scheme, self.name, error)
+                failed = connected.pop(scheme, None)
+                if failed is not None:
+                    failed.close()
+                continue
+            if not self._route.measure:
+                break
+        if not connected:
+            raise ChannelBroken(f"no channel to {self.name}: {'; '.join(why) or 'none in common'}")
+        best = max(connected, key=lambda scheme: rates.get(scheme, 0.0))
+        for scheme, channel in connected.items():
+            if scheme != best:
+                channel.close()
+                self._wakes[scheme].remove(self._event)
+        self._mailbox.post(lambda: self._on_chosen(best, rates))
+        return best, connected[best]
+
+    def _connect(self, scheme: str) -> Channel:
+        self._wakes[scheme].add(self._event)
+        return self._regions[scheme].connect(self._route.remotes[scheme], timeout_s=CONNECT_S)
+
+    def _rate(self, scheme: str, channel: Channel, probe: Slot) -> float:
+        """GB/s of the best of a few writes to the peer's probe slot, one after the other."""
+        notify = encode_landed(Landed(0, []))
+        deadline = time.monotonic() + PROBE_S
+        best = 0.0
+        for _ in range(PROBE_WRITES):
+            nbytes = min(probe.nbytes, len(self._memory) - self._route.probe_from)
+            start = time.perf_counter()
+            transfer = channel.write([Piece(self._route.probe_from, probe.offset, nbytes)], notify)
+            while not transfer.poll():
+                if time.monotonic() > deadline or self._closing:
+                    transfer.abort()
+                    raise ChannelBroken(f"took longer than {PROBE_S} s to write {nbytes} bytes")
+                self._event.wait(POLL_S)
+                self._event.clear()
+            if transfer.error is not None:
+                raise transfer.error
+            best = max(best, nbytes / (time.perf_counter() - start) / 1e9)
+        return best

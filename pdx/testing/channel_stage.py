@@ -1,0 +1,246 @@
+"""What tests of a channel act on: regions in this process, regions in processes of their own, and waiting for both."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from pdx.channel import TOKEN_BYTES, Channel, Memory, Notification, Piece, Region, RemoteRegion, Transfer
+
+MIB = 1 << 20
+DEADLINE_S = 30.0
+
+
+def noise(nbytes: int, seed: int) -> bytes:
+    """Bytes that do not repeat, the same ones for the same seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """Poll until `condition()` is true and return what it returned; fail when the deadline is over."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.002)
+    return result
+
+
+class Side:
+    """One region over a file of its own in /dev/shm, filled with noise."""
+
+    def __init__(self, region: type[Region], nbytes: int, wake: Callable[[], None], *, seed: int) -> None:
+        self.path = Path("/dev/shm") / f"pdx-side-{os.getpid()}-{secrets.token_hex(4)}"
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, nbytes)
+            self.view = memoryview(mmap.mmap(fd, nbytes))
+            self.view[:] = noise(nbytes, seed)
+            self.region = region.register(Memory(self.view, self.path), wake=wake)
+        except BaseException:
+            self.path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        self.seen: list[Notification] = []
+
+    def __repr__(self) -> str:
+        return f"<Side {self.path.name} {self.view.nbytes >> 10} KiB>"
+
+    def session(self, *spans: tuple[int, int]) -> tuple[bytes, RemoteRegion]:
+        """A fresh session that may write to these (offset, nbytes): its token, and what its peer needs."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        remote = self.region.listen().invite(token)
+        for offset, nbytes in spans:
+            self.region.listen().grant(token, offset, nbytes)
+        return token, remote
+
+    def take(self) -> list[Notification]:
+        """All notifications so far, oldest first."""
+        self.seen += self.region.listen().take()
+        return self.seen
+
+    def payloads(self) -> list[bytes]:
+        """What they say."""
+        return [each.payload for each in self.take()]
+
+    def close(self) -> None:
+        """Close the region and remove the file. Idempotent."""
+        self.region.close()
+        self.path.unlink(missing_ok=True)
+
+
+def landed(before: bytes, source: bytes | memoryview, pieces: Iterable[Piece]) -> bytes:
+    """What memory that held `before` must hold when these pieces of `source` have landed, and nothing else has."""
+    after = bytearray(before)
+    for piece in pieces:
+        after[piece.remote : piece.remote + piece.nbytes] = source[piece.local : piece.local + piece.nbytes]
+    return bytes(after)
+
+
+class Peer:
+    """A region in a process of its own that does what it is told (see `channel_peer`)."""
+
+    def __init__(self, region: type[Region], nbytes: int, *, seed: int) -> None:
+        target = f"{region.__module__}:{region.__qualname__}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pdx.testing.channel_peer", target, str(nbytes), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self._path = Path(self.result())
+
+    def send(self, verb: str, *arguments: Any) -> None:
+        """Tell it to do something; it may be stopped."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([verb, *arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def result(self) -> Any:
+        """What became of the oldest `send`: a value, or {"error": the class's name, "text": …}."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the peer process died ({self._process.wait(10)})"
+        return json.loads(line)
+
+    def do(self, verb: str, *arguments: Any) -> Any:
+        """Tell it and wait for the result."""
+        self.send(verb, *arguments)
+        return self.result()
+
+    def session(self, *spans: tuple[int, int]) -> tuple[bytes, RemoteRegion]:
+        """See `Side.session`."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        detail = self.do("invite", token.hex())
+        for offset, nbytes in spans:
+            self.do("grant", token.hex(), offset, nbytes)
+        return token, msgspec.msgpack.decode(bytes.fromhex(detail), type=RemoteRegion)
+
+    def connect(self, remote: RemoteRegion, timeout_s: float = 5.0) -> Any:
+        """Connect to this region: the channel's number, or the error."""
+        return self.do("connect", msgspec.msgpack.encode(remote).hex(), timeout_s)
+
+    def write(self, channel: int, pieces: Iterable[Piece], notify: bytes = b"") -> Any:
+        """Start a write: the transfer's number."""
+        return self.do("write", channel, [[piece.local, piece.remote, piece.nbytes] for piece in pieces], notify.hex())
+
+    def bytes(self, offset: int, nbytes: int) -> bytes:
+        """Its memory, read by way of its file; it may be stopped or dead."""
+        with open(self._path, "rb", buffering=0) as file:
+            file.seek(offset)
+            return file.read(nbytes)
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it is stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the peer is stopped")
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait(10)
+
+    def close(self) -> None:
+        """End it, whatever state it is in. Idempotent."""
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait(10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._path.unlink(missing_ok=True)
+
+
+class Stage:
+    """The sides and peers of one test; leaving it closes them. One bell rings for all regions of this process."""
+
+    def __init__(self, region: type[Region], *, first_seed: int = 1) -> None:
+        self._region = region
+        self._bell = threading.Event()
+        self._seeds = itertools.count(first_seed)
+        self._open: list[Side | Peer] = []
+
+    def side(self, nbytes: int = 8 * MIB) -> Side:
+        """A region in this process."""
+        side = Side(self._region, nbytes, self._bell.set, seed=next(self._seeds))
+        self._open.append(side)
+        return side
+
+    def peer(self, nbytes: int = 8 * MIB) -> Peer:
+        """A region in a process of its own."""
+        peer = Peer(self._region, nbytes, seed=next(self._seeds))
+        self._open.append(peer)
+        return peer
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+        """Wait for the bell, or every millisecond where a backend is polled, until `condition()` is true."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._bell.clear()
+            if result := condition():
+                return result
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise AssertionError(f"not within {timeout_s} s: {what}")
+            if not self._bell.wait(0.001 if self._region.is_polled else left) and not self._region.is_polled:
+                assert not condition(), f"`wake` was not called: {what}"
+
+    def finish(self, transfers: Iterable[Transfer], timeout_s: float = DEADLINE_S) -> list[str]:
+        """Wait until all are over: the name of each one's error, "" if it has none."""
+        waiting = list(transfers)
+        self.until(lambda: all(transfer.poll() for transfer in waiting), f"{len(waiting)} transfers are over", timeout_s)
+        return [type(transfer.error).__name__ if transfer.error else "" for transfer in waiting]
+
+    def written(self, channel: Channel, pieces: list[Piece], notify: bytes = b"") -> str:
+        """Write and wait: the name of the error, "" if there is none."""
+        return self.finish([channel.write(pieces, notify)])[0]
+
+    def notified(self, side: Side, count: int) -> list[bytes]:
+        """Wait for that many notifications since the side was made, and return all their payloads."""
+        payloads: list[bytes] = self.until(
+            lambda: found if len(found := side.payloads()) >= count else None, f"{count} notifications"
+        )
+        return payloads
+
+    def close(self) -> None:
+        """Close all sides and peers."""
+        while self._open:
+            self._open.pop().close()
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

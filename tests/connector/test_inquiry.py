@@ -1,0 +1,222 @@
+"""What the scheduler half asks about peers, against a scripted node: who is asked, and how long it waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from toy_engine import CHUNK, Request, hasher, layout
+
+from pdx.config import ConnectorConfig
+from pdx.messages import Answer, Ask, Found, Lookup, Renew, Reserve, Reserved, Slot
+from pdx.vllm.inquiry import Inquiry
+from pdx.vllm.params import parse_params
+from pdx.vllm.request import TrackedRequest
+
+TRANSFER = "t" * 20
+PREFILL = {"do_remote_decode": True, "transfer_id": TRANSFER}
+DECODE = {"do_remote_prefill": True, "transfer_id": TRANSFER}
+
+
+class ScriptedNode:
+    """A connection whose node answers what the script says, at once."""
+
+    def __init__(self, script: Callable[[Ask], Answer], epoch: int = 1) -> None:
+        self.script = script
+        self.epoch = epoch
+        self.asked: list[Any] = []
+        self.told: list[Any] = []
+        self.counted: Counter[str] = Counter()
+
+    def ask(self, body: Ask) -> int:
+        self.asked.append(body)
+        return len(self.asked)
+
+    def collect(self, seq: int, timeout_s: float) -> Answer:
+        return self.script(self.asked[seq - 1])
+
+    def tell(self, body: Ask) -> None:
+        self.told.append(body)
+
+    def count(self, reason: str) -> None:
+        self.counted[reason] += 1
+
+    def all_of(self, kind: type) -> list[Any]:
+        return [body for body in self.asked if isinstance(body, kind)]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Asking:
+    """One request and the inquiry about it."""
+
+    def __init__(self, num_tokens: int, params: dict[str, Any] | None, **settings: Any) -> None:
+        self.clock = Clock()
+        self.request = Request("r", list(range(num_tokens)), params)
+        self.tracked = TrackedRequest(self.request, layout(), parse_params(params))
+        config = ConnectorConfig(node="ipc:///nowhere", chunk_tokens=CHUNK, **settings)
+        self.inquiry = Inquiry(config, layout(), hasher, self.clock)
+
+    def advance(self, node: Any) -> bool:
+        self.inquiry.new_step()
+        return self.inquiry.advance(self.tracked, node)
+
+
+def slots(count: int) -> list[Slot]:
+    return [Slot(4096 * number, 4096, 2) for number in range(count)]
+
+
+def answers(hits: int, *, waiting: bool = False) -> Callable[[Ask], Answer]:
+    """Finds the first `hits` chunks, here and now; grants everything else that is to be reserved."""
+
+    def script(ask: Ask) -> Answer:
+        if isinstance(ask, Lookup):
+            return Found(hits, slots(hits), 0 if waiting else 7, waiting)
+        assert isinstance(ask, Reserve)
+        granted = list(range(hits, len(ask.keys)))
+        return Reserved(granted, slots(len(granted)))
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("params", "source", "push_to"),
+    [
+        (None, "", ""),
+        (PREFILL, "", ""),
+        ({**PREFILL, "decode_node": "two"}, "two", "two"),
+        ({**PREFILL, "decode_node": "two", "prefill_node": "three"}, "two", "two"),
+        (DECODE, "", ""),
+        ({**DECODE, "prefill_node": "one"}, "one", ""),
+        ({**DECODE, "prefill_node": "one", "decode_node": "three"}, "one", ""),
+        ({"decode_node": "two", "prefill_node": "one"}, "", ""),
+    ],
+)
+def test_who_is_asked_and_who_is_pushed_to(params: dict[str, Any] | None, source: str, push_to: str) -> None:
+    asking, node = Asking(2 * CHUNK + 5, params), ScriptedNode(answers(1))
+    assert asking.advance(node)
+    assert [body.source for body in node.all_of(Lookup)] == [source]
+    assert [body.push_to for body in node.all_of(Reserve)] == [push_to]
+
+
+@pytest.mark.parametrize("tail", [0, 5])
+def test_a_prompt_that_is_all_here_is_pushed_all_the_same(tail: int) -> None:
+    """Nothing is granted, or only the tail; the peer is still to get every key."""
+    asking, node = Asking(2 * CHUNK + tail, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(2))
+    assert asking.advance(node)
+    (reserve,) = node.all_of(Reserve)
+    assert (len(reserve.keys), reserve.push_to, reserve.transfer) == (2 + bool(tail), "two", TRANSFER)
+    assert bool(reserve.tail_nbytes) == bool(tail)
+
+
+def test_a_prompt_without_a_full_chunk_asks_no_peer_but_is_pushed() -> None:
+    asking, node = Asking(CHUNK - 1, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(0))
+    assert asking.advance(node)
+    assert not node.all_of(Lookup)
+    assert [(len(body.keys), body.push_to) for body in node.all_of(Reserve)] == [(1, "two")]
+
+
+def test_a_decoder_asks_the_peer_for_the_tail_too() -> None:
+    asking = Asking(2 * CHUNK + 5, {**DECODE, "prefill_node": "one", "prefill_tokens": 2 * CHUNK + 5})
+    node = ScriptedNode(answers(3))
+    assert asking.advance(node)
+    (lookup,) = node.all_of(Lookup)
+    assert (len(lookup.keys), lookup.source, lookup.transfer) == (3, "one", TRANSFER)
+    assert asking.tracked.hit_tokens == 2 * CHUNK + 5
+
+
+def test_a_prefill_waits_for_the_peers_chunks_and_takes_them() -> None:
+    asking, node = Asking(3 * CHUNK, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(1, waiting=True))
+    for _ in range(20):
+        assert not asking.advance(node)
+        asking.clock.now += 0.9  # each answer is a sign of life: lookup_s is about silence
+    assert len(node.all_of(Lookup)) == 20
+    assert not node.all_of(Reserve), "room for chunks that may still come would be in vain"
+    node.script = answers(3)
+    assert asking.advance(node)
+    assert asking.tracked.hit_tokens == 3 * CHUNK
+    assert not node.counted
+
+
+def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.LogCaptureFixture) -> None:
+    """Should the node not end the waiting, the connector does, and asks again for what is here: leased this time."""
+    asking = Asking(3 * CHUNK, {**PREFILL, "decode_node": "two"}, transfer_wait_s=10.0)
+
+    def script(ask: Ask) -> Answer:
+        return answers(1, waiting=isinstance(ask, Lookup) and bool(ask.source))(ask)
+
+    node = ScriptedNode(script)
+    assert not asking.advance(node)
+    asking.clock.now += 9.9
+    assert not asking.advance(node)
+    asking.clock.now += 0.2
+    assert not asking.advance(node)
+    assert asking.advance(node)
+    assert (asking.tracked.hit_tokens, asking.tracked.lease) == (CHUNK, 7)
+    assert [body.source for body in node.all_of(Lookup)] == ["two", "two", "two", ""]
+    assert node.counted == {"source_late": 1}
+    assert "goes on without chunks of two" in caplog.text
+    asking.clock.now += 1000
+    assert asking.advance(node)
+    assert isinstance(node.told[-1], Renew)
+
+
+def test_a_node_that_says_wait_to_a_question_about_no_peer_is_not_waited_for_ever() -> None:
+    asking, node = Asking(CHUNK, None, transfer_wait_s=10.0), ScriptedNode(answers(0, waiting=True))
+    assert not asking.advance(node)
+    asking.clock.now += 10.1
+    assert asking.advance(node)
+
+
+def test_a_decoders_wait_for_its_transfer_has_its_deadline_with_a_peer_too() -> None:
+    asking = Asking(CHUNK, {**DECODE, "prefill_node": "one"}, transfer_wait_s=10.0)
+    node = ScriptedNode(answers(0, waiting=True))
+    assert not asking.advance(node)
+    asking.clock.now += 10.1
+    assert asking.advance(node)
+    assert node.counted == {"transfer_late": 1}
+
+
+def test_the_peer_is_asked_once() -> None:
+    """While a prefill waits for room, or after its preemption, it looks up again: on this node alone."""
+    asking = Asking(3 * CHUNK, {**PREFILL, "decode_node": "two"})
+    room = False
+
+    def script(ask: Ask) -> Answer:
+        return answers(0)(ask) if isinstance(ask, Lookup) or room else Reserved([], [], full=True)
+
+    node = ScriptedNode(script)
+    assert not asking.advance(node)
+    assert not asking.advance(node)
+    room = True
+    assert asking.advance(node)
+    asking.inquiry.restart(asking.tracked)
+    assert asking.advance(node)
+    assert [body.source for body in node.all_of(Lookup)] == ["two", "", "", ""]
+    assert [body.push_to for body in node.all_of(Reserve)] == ["two"] * 3, "the push is part of the reservation"
+
+
+def test_the_next_node_is_asked_everything_anew() -> None:
+    asking = Asking(3 * CHUNK, {**PREFILL, "decode_node": "two"})
+    full = ScriptedNode(lambda ask: Reserved([], [], full=True) if isinstance(ask, Reserve) else answers(0)(ask))
+    assert not asking.advance(full)
+    following = ScriptedNode(answers(0), epoch=2)
+    assert asking.advance(following)
+    assert [body.source for body in following.all_of(Lookup)] == ["two"]
+    assert [body.push_to for body in following.all_of(Reserve)] == ["two"]
+
+
+def test_generated_chunks_are_not_pushed() -> None:
+    """The push is the prompt's; what is generated goes nowhere by itself."""
+    asking, node = Asking(CHUNK, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(0))
+    assert asking.advance(node)
+    asking.request.all_token_ids += range(CHUNK)
+    asking.inquiry.reserve_decoded(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
+    assert [(len(body.keys), body.push_to) for body in node.all_of(Reserve)] == [(1, "two"), (1, "")]

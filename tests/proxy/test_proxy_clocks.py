@@ -1,0 +1,65 @@
+"""Moments of other hosts, by this host's clock."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.messages import VERSION, NodeReport
+from pdx.proxy.clocks import WINDOW_NS, Clocks
+from pdx.proxy.roster import MAX_NODES
+
+MS, S = 10**6, 10**9
+
+
+def report(sent_ns, host="there", node="n", epoch=1):
+    return NodeReport(VERSION, node, epoch, 0, 0, [], [], host=host, sent_ns=sent_ns)
+
+
+def test_a_node_on_this_host_needs_no_conversion():
+    clocks = Clocks("here")
+    assert clocks.offset_ns(report(5, host="here"), 1000) == 0
+    assert clocks.offset_ns(report(5, host=""), 1000) == 0  # it does not say
+
+
+@given(
+    offset_ns=st.integers(-(10**15), 10**15),
+    delays_ns=st.lists(st.integers(0, 50 * MS), min_size=1, max_size=25),
+)
+def test_the_error_is_at_most_the_fastest_reports_time_under_way(offset_ns, delays_ns):
+    clocks = Clocks("here")
+    start_ns = 10**15
+    for count, delay_ns in enumerate(delays_ns, start=1):
+        sent_ns = start_ns + count * S
+        found = clocks.offset_ns(report(sent_ns), sent_ns + offset_ns + delay_ns)
+        assert found == offset_ns + min(delays_ns[:count])
+
+
+def test_lives_and_nodes_have_clocks_of_their_own():
+    clocks = Clocks("here")
+    assert clocks.offset_ns(report(1000), 5000) == 4000
+    assert clocks.offset_ns(report(1000, epoch=2), 9000) == 8000
+    assert clocks.offset_ns(report(1000, node="m"), 7000) == 6000
+    assert clocks.offset_ns(report(2000), 9000) == 4000
+
+
+def test_drift_does_not_add_up():
+    """A clock that gains 100 ppm for a day: the error stays what two windows make of it."""
+    clocks = Clocks("here")
+    for second in range(0, 86_400, 1):
+        true_ns = second * S
+        theirs_ns = second * (S - 100_000)
+        error_ns = clocks.offset_ns(report(theirs_ns), true_ns + MS) - (true_ns - theirs_ns)
+        assert -(2 * WINDOW_NS + 2 * S) // 10_000 <= error_ns - MS <= 0
+
+
+def test_what_was_seen_long_ago_is_forgotten():
+    clocks = Clocks("here")
+    clocks.offset_ns(report(0), 1000)
+    assert clocks.offset_ns(report(10 * WINDOW_NS), 10 * WINDOW_NS + 9000) == 9000
+
+
+def test_nodes_are_bounded_and_the_silent_go_first():
+    clocks = Clocks("here")
+    for number in range(MAX_NODES + 10):
+        clocks.offset_ns(report(0, node=f"n{number}"), 1000)
+        assert clocks.offset_ns(report(0, node="always"), 1000 + number) == 1000
+    assert clocks.offset_ns(report(0, node="n0"), 9000) == 9000, "it was forgotten"

@@ -1,0 +1,166 @@
+"""Engines on several nodes: which legs are told of which node, what nodes hear of each other, whose clock counts."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+from proxy_harness import FORWARDED, HALF, cluster, run, until, within
+
+from pdx.host import host_id
+from pdx.messages import MarkReport
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+TALK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
+PATIENT = {"heartbeat_timeout_s": 60.0}  # nodes report once in these tests
+REQUESTS = {
+    "forward": (COMPLETIONS, BODY),
+    "sampled": (COMPLETIONS, {**BODY, "prompt": HALF}),
+    "chat": (CHAT, TALK),
+}
+
+
+async def place(made, prefill, *decodes):
+    """Have the node `prefill` report the prefill engine, and others one decode engine each: a name, or (name, load)."""
+    reports = [(prefill, "prefill", made.prefill.url, 0)]
+    for spot, engine in zip(decodes, made.decodes, strict=True):
+        name, running = spot if isinstance(spot, tuple) else (spot, 0)
+        reports.append((name, "decode", engine.url, running))
+    names = {name for name, *_ in reports if name}
+    for name in names:
+        engines = [(f"{role} on {name}", role, url, running) for node, role, url, running in reports if node == name]
+        await made.other_node(name).report(*engines)
+    await made.metric_reaches(1 + len(names), "pdx_proxy_reports_total")
+
+
+def nodes_named(engine):
+    """What the engine's last request was told of nodes."""
+    params = engine.bodies[-1]["kv_transfer_params"]
+    return {name: value for name, value in params.items() if name.endswith("_node")}
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "told_prefill", "told_decode"),
+    [
+        ("one", "one", {}, {}),
+        ("one", "two", {"decode_node": "two"}, {"prefill_node": "one"}),
+        ("", "two", {}, {}),
+        ("one", "", {}, {"prefill_node": "one"}),
+        ("", "", {}, {}),
+    ],
+)
+def test_each_leg_is_told_of_the_other_ones_node(request_kind, prefill, decode, told_prefill, told_decode):
+    """Only if it is known and another one. The engines are named on the command line; nodes report them by URL."""
+    path, body = REQUESTS[request_kind]
+
+    async def main():
+        async with cluster(**PATIENT) as made:
+            await place(made, prefill, decode)
+            assert (await made.post(path, body))[0] == 200
+            assert nodes_named(made.prefill) == told_prefill
+            assert nodes_named(made.decode) == told_decode
+
+    run(main)
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+@pytest.mark.parametrize(
+    ("planned", "other", "told"),
+    [
+        ("two", ("three", 1), {"prefill_node": "one"}),
+        ("one", "two", {"prefill_node": "one"}),
+        ("two", ("two", 1), {"prefill_node": "one"}),
+        ("two", ("one", 1), {}),
+        ("two", "", {"prefill_node": "one"}),
+    ],
+)
+def test_another_decoder_is_told_where_the_kv_is(request_kind, planned, other, told):
+    """The planned decoder is gone when its turn comes: whoever serves can ask the prefill engine's node."""
+    path, body = REQUESTS[request_kind]
+
+    async def main():
+        async with cluster(decodes=2, **PATIENT) as made:
+            await place(made, "one", planned, other)
+            if other == "":  # equal load, no known node: its turn comes second
+                await made.post(COMPLETIONS, {**BODY, "n": 2})
+                assert (len(made.decodes[0].seen), len(made.decodes[1].seen)) == (1, 0)
+                await made.post(COMPLETIONS, {**BODY, "n": 2})
+            made.prefill.fault = "hold"
+            request = asyncio.create_task(made.post(path, body))
+            await within(made.prefill.arrived.wait())
+            assert nodes_named(made.prefill) == ({"decode_node": planned} if planned != "one" else {})
+            await made.decodes[0].stop()
+            made.prefill.released.set()
+            status, headers, _ = await within(request)
+            assert (status, headers["x-pdx-mode"] != "alone") == (200, True)
+            assert nodes_named(made.decodes[1]) == told
+
+    run(main)
+
+
+def test_a_plan_is_load_until_its_leg_starts():
+    """A burst of requests, all of them still in prefill, is spread over the decoders all the same."""
+
+    async def main():
+        async with cluster(decodes=3, **PATIENT) as made:
+            await place(made, "one", "two", "three", "four")
+            made.prefill.fault = "hold"
+            requests = [asyncio.create_task(made.post(CHAT, TALK)) for _ in range(9)]
+            await until(lambda: len(made.prefill.seen) == 9)
+            planned = [body["kv_transfer_params"]["decode_node"] for body in made.prefill.bodies]
+            assert {name: planned.count(name) for name in planned} == {"two": 3, "three": 3, "four": 3}
+            requests[0].cancel()  # a client leaves: its plan is load no more
+            made.prefill.fault = None
+            await within(made.prefill.closed.wait())
+            await made.post(CHAT, TALK)
+            assert made.prefill.bodies[-1]["kv_transfer_params"]["decode_node"] == planned[0]
+            made.prefill.released.set()
+            await within(asyncio.gather(*requests[1:]))
+            assert sorted(len(engine.seen) for engine in made.decodes) == [3, 3, 3]
+            for engine in made.decodes:
+                assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
+
+    run(main)
+
+
+def test_nodes_hear_of_each_other():
+    async def main():
+        async with cluster(heartbeat_timeout_s=0.6) as made:
+            one, two = made.other_node("one"), made.other_node("two")
+            await one.report(listen="ipc:///1")
+            assert await one.peers() == {"one": "ipc:///1"}
+            await two.report(listen="ipc:///2", public_key="k" * 40)
+            both = {"one": "ipc:///1", "two": "ipc:///2"}
+            assert await one.peers() == await two.peers() == both
+            late = made.other_node("listens nowhere")
+            await late.report()
+            assert await late.peers() == both
+            one.epoch += 1  # restarted, at another address
+            await one.report(listen="ipc:///3")
+            assert await two.peers() == {**both, "one": "ipc:///3"}
+            while await two.peers() != {"two": "ipc:///2"}:  # one falls silent
+                await two.report(listen="ipc:///2", public_key="k" * 40)
+
+    run(main)
+
+
+def test_moments_of_another_host_are_told_by_this_hosts_clock():
+    async def main():
+        async with cluster() as made:
+            _, headers, _ = await made.post(COMPLETIONS, BODY)
+            transfer = headers["x-pdx-transfer-id"]
+            mark = MarkReport(transfer=transfer, event="pushed", at_ns=10**6, nbytes=5, tokens=0, engine="far")
+            near = msgspec.structs.replace(mark, event="landed", engine="near")
+            far_ns = 10**9  # what the other host's clock shows when it reports
+            before_ns = time.monotonic_ns()
+            await made.other_node("far").report(marks=[mark], host="another host", sent_ns=far_ns)
+            await made.other_node("near").report(marks=[near], host=host_id(), sent_ns=far_ns)
+            await made.metric_reaches(3, "pdx_proxy_reports_total")
+            after_ns = time.monotonic_ns()
+            at_ns = {each["event"]: each["at_ns"] for each in (await made.timeline(transfer))["moments"]}
+            assert before_ns <= at_ns["pushed"] + far_ns - 10**6 <= after_ns
+            assert at_ns["landed"] == 10**6
+
+    run(main)

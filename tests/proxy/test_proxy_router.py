@@ -1,0 +1,150 @@
+"""Which engines get a request's two legs: load first, then one node rather than two, then turns."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.proxy.roster import Engine
+from pdx.proxy.router import Candidate, Pair, decoder, pair
+
+
+def engine(url, prefills=False, decodes=False, named=False, running=0, node=""):
+    return Engine(url=url, name=url, prefills=prefills, decodes=decodes, named=named, running=running, node=node)
+
+
+P, Q = engine("p", prefills=True), engine("q", prefills=True)
+D, E = engine("d", decodes=True), engine("e", decodes=True)
+BOTH = engine("both", prefills=True, decodes=True)
+P1, P2 = engine("p1", prefills=True, node="one"), engine("p2", prefills=True, node="two")
+D1, D2 = engine("d1", decodes=True, node="one"), engine("d2", decodes=True, node="two")
+
+
+def chosen(*candidates):
+    found = pair(candidates)
+    return found and (found.prefiller.url, found.decoder.url)
+
+
+def test_least_outstanding():
+    assert chosen(Candidate(P, 2), Candidate(Q, 1), Candidate(D)) == ("q", "d")
+    assert chosen(Candidate(P, last_used=2), Candidate(Q, last_used=1), Candidate(D)) == ("q", "d")
+    assert chosen(Candidate(P, suspect=True), Candidate(Q, 5), Candidate(D)) == ("q", "d")
+    assert chosen(Candidate(P), Candidate(D, 2), Candidate(E, 1)) == ("p", "e")
+    assert chosen(Candidate(P, suspect=True), Candidate(D)) is None
+    assert chosen() is None
+    assert decoder([Candidate(D, 2), Candidate(E, 1), Candidate(P)]) == E
+    assert decoder([Candidate(D), Candidate(engine("f", decodes=True, running=1))]) == D
+
+
+def test_decoders_of_last_resort():
+    assert decoder([Candidate(D), Candidate(P)], tried=["d"]) == P
+    assert decoder([Candidate(D, suspect=True), Candidate(P)]) == P
+    assert decoder([Candidate(D, suspect=True), Candidate(P, suspect=True)]) == D
+    assert decoder([Candidate(D)], tried=["d"]) is None
+    assert decoder([]) is None
+    assert chosen(Candidate(P)) is None  # the same prompt twice
+    assert chosen(Candidate(P), Candidate(D, suspect=True)) is None
+    assert chosen(Candidate(P), Candidate(Q, 1)) == ("p", "q")
+
+
+def test_engines_with_both_roles():
+    assert chosen(Candidate(BOTH)) is None  # twice the same work
+    named = engine("both", prefills=True, decodes=True, named=True)
+    assert chosen(Candidate(named)) == ("both", "both")
+    assert chosen(Candidate(BOTH), Candidate(P, 9)) == ("p", "both")  # the only decoder is left alone
+    assert chosen(Candidate(BOTH), Candidate(D, 9)) == ("both", "d")
+
+
+def test_at_equal_load_a_pair_on_one_node():
+    idle = [Candidate(P1, last_used=1), Candidate(D1, last_used=9), Candidate(D2, last_used=2)]
+    assert chosen(*idle) == ("p1", "d1")
+    assert chosen(*idle, Candidate(P2, last_used=3)) == ("p1", "d1")  # of two such pairs, the one whose turn it is
+    assert chosen(Candidate(P1, last_used=8), Candidate(D1), Candidate(D2), Candidate(P2)) == ("p2", "d2")
+    assert chosen(Candidate(P1), Candidate(P2, last_used=5), Candidate(D2)) == ("p2", "d2")
+
+
+def test_load_goes_before_the_wire():
+    assert chosen(Candidate(P1), Candidate(D1, 1), Candidate(D2)) == ("p1", "d2")
+    assert chosen(Candidate(P1, 1), Candidate(D1), Candidate(P2)) == ("p2", "d1")
+    assert chosen(Candidate(P1), Candidate(D1, suspect=True), Candidate(D2, 5)) == ("p1", "d2")
+
+
+def test_unknown_nodes_are_not_taken_for_one_node():
+    assert chosen(Candidate(P), Candidate(P1, last_used=5), Candidate(D), Candidate(D1, last_used=5)) == ("p1", "d1")
+    assert chosen(Candidate(P), Candidate(D, last_used=2), Candidate(D1)) == ("p", "d1")
+
+
+def test_the_wire_is_named_only_between_two_known_nodes():
+    assert Pair(P1, D2).wire == "two"
+    assert [Pair(*each).wire for each in [(P1, D1), (P, D1), (P1, D), (P, D)]] == [""] * 4
+
+
+def test_the_planned_decoder_serves_as_long_as_it_can():
+    planned = Pair(P1, D2)
+    rest = [Candidate(D1), Candidate(P1), Candidate(P2)]
+    assert decoder([*rest, Candidate(D2, 9, 9)], planned=planned) == D2
+    assert decoder([*rest, Candidate(D2, suspect=True)], planned=planned) == D1
+    assert decoder([*rest, Candidate(D2)], planned=planned, tried=["d2"]) == D1
+    assert decoder(rest, planned=planned) == D1
+
+
+def test_another_decoder_is_one_where_the_kv_is():
+    D3, E2 = engine("d3", decodes=True, node="three"), engine("e2", decodes=True, node="two")
+    planned = Pair(P1, D2)
+    assert decoder([Candidate(D3), Candidate(E2, last_used=5)], planned=planned) == E2
+    assert decoder([Candidate(D3), Candidate(D1, last_used=5)], planned=planned) == D1
+    assert decoder([Candidate(D3), Candidate(E2, 1)], planned=planned) == D3  # load first, here too
+    assert decoder([Candidate(D), Candidate(E, last_used=1)], planned=Pair(P, D), tried=["d"]) == E
+    assert decoder([Candidate(BOTH), Candidate(E, 9)], planned=Pair(BOTH, D)) == E
+
+
+candidates = st.lists(
+    st.tuples(
+        st.booleans(), st.booleans(), st.integers(0, 2), st.integers(0, 3), st.integers(0, 9).map(lambda n: not n),
+        st.sampled_from(["", "one", "two"]), st.booleans(),
+    ),
+    max_size=8,
+).map(
+    lambda rows: [
+        Candidate(engine(str(at), p, d, named, node=node), load, turn, suspect)
+        for at, (p, d, load, turn, suspect, node, named) in enumerate(rows)
+    ]
+)  # fmt: skip
+
+
+@given(candidates)
+def test_choices_are_always_able(found):
+    best = pair(found)
+    suspects = {each.engine.url for each in found if each.suspect}
+    decoders = [each for each in found if each.engine.decodes and not each.suspect]
+    last = decoder(found, planned=best)
+    assert (last is None) == (not found)
+    if best is not None:
+        assert best.prefiller.prefills
+        assert best.prefiller.url not in suspects
+        assert best.decoder.decodes or not decoders
+        assert best.decoder.url != best.prefiller.url or best.prefiller.named
+        assert last == best.decoder or best.decoder.url in suspects
+    if decoders:
+        assert decoder(found).decodes
+
+
+@given(candidates)
+def test_no_pair_is_better_than_the_chosen_one(found):
+    """Against trying all pairs: first the load of both, then the wire, then whose turn it is."""
+    able = [each for each in found if each.engine.prefills and not each.suspect]
+    decoders = [each.engine.url for each in found if each.engine.decodes and not each.suspect]
+    able = [each for each in able if [each.engine.url] != decoders] or [each for each in able if each.engine.named]
+
+    def rank(first, last):
+        own = last.engine.url == first.engine.url
+        wire = not first.engine.node or first.engine.node != last.engine.node
+        load = (last.suspect, not last.engine.decodes, own, last.load())
+        return (first.load(), load, wire, first.last_used, last.last_used)
+
+    every = [(rank(first, last), first.engine, last.engine) for first in able for last in found]
+    best = pair(found)
+    if best is None:
+        assert not every or min(each[0] for each in every)[1][2], "only itself is left to decode"
+    else:
+        by_url = {each.engine.url: each for each in found}
+        mine = rank(by_url[best.prefiller.url], by_url[best.decoder.url])
+        assert mine == min(each[0] for each in every)

@@ -1,0 +1,177 @@
+"""What a receiver of one-sided writes can know: what writers say, and whether their processes still exist. No I/O
+but reading /proc.
+
+Every message names the session by its secret and the writer's connection within it. A session is over when it was
+expelled and each connection that it ever had has said goodbye, or belonged to a process of this host that is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdx.channel import TOKEN_BYTES, Notification
+
+HELLO, WRITE, BYE = range(3)
+NAME_BYTES = 8
+MAX_CONNECTIONS = 4096  # that one session may have at a time
+
+_HEAD = struct.Struct(f"!{TOKEN_BYTES}sB{NAME_BYTES}s")
+
+
+class Process(msgspec.Struct, array_like=True, frozen=True):
+    """A process for all time: its kernel's boot, its namespace of process ids, its id and when it started."""
+
+    boot: Annotated[str, Meta(max_length=64)]
+    namespace: Annotated[str, Meta(max_length=64)]
+    pid: Annotated[int, Meta(ge=1, le=1 << 31)]
+    started: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known to exist no more; a zombie counts as existing."""
+        boot, namespace = _place()
+        return (self.boot, self.namespace) == (boot, namespace) and _started(self.pid) != self.started
+
+
+def this_process() -> bytes:
+    """What a HELLO carries."""
+    pid = os.getpid()
+    return msgspec.msgpack.encode(Process(*_place(), pid, _started(pid) or 0))
+
+
+def compose(token: bytes, kind: int, name: bytes, payload: bytes) -> bytes:
+    """A message."""
+    return _HEAD.pack(token, kind, name) + payload
+
+
+@dataclass(eq=False)
+class _Session:
+    granted: dict[int, int] = field(default_factory=dict)  # offset -> bytes
+    connections: dict[bytes, Process | None] = field(default_factory=dict)
+    is_open: bool = True
+    was_heard: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        if self.is_open or not self.was_heard:
+            return False  # one that was never heard of may be connecting now
+        return all(process is not None and process.is_gone for process in self.connections.values())
+
+
+class Ledger:
+    """The sessions of one listener, over a region of `nbytes`. Any thread may use it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._lock = threading.Lock()  # guards all below
+        self._sessions: dict[bytes, _Session] = {}
+        self._landed: list[Notification] = []
+        self.dropped = 0  # messages of nobody's, or that are none
+
+    def open(self, token: bytes) -> None:
+        """:raises ValueError: the token is no fresh one."""
+        with self._lock:
+            if len(token) != TOKEN_BYTES or token in self._sessions:
+                raise ValueError("a session needs a fresh token")
+            self._sessions[token] = _Session()
+
+    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
+        """See `Listener.grant`. Nothing is granted to a session that is over.
+
+        :raises ValueError: the span is not inside the region.
+        """
+        if offset < 0 or not 0 < nbytes <= self._nbytes - offset:
+            raise ValueError(f"[{offset}, {offset + nbytes}) is not inside a region of {self._nbytes} bytes")
+        with self._lock:
+            session = self._sessions.get(token)
+            if session is not None and session.is_open:
+                session.granted[offset] = nbytes
+
+    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
+        """See `Listener.revoke`."""
+        with self._lock:
+            session = self._sessions.get(token)
+            if session is None or session.granted.get(offset) != nbytes:
+                return True
+            if not session.is_over:
+                return False
+            del self._sessions[token]
+            return True
+
+    def expel(self, token: bytes) -> None:
+        """Nothing more is notified. Idempotent."""
+        with self._lock:
+            self._expel(token)
+
+    def expel_all(self) -> None:
+        """No session is open any more."""
+        with self._lock:
+            for token in list(self._sessions):
+                self._expel(token)
+
+    def hear(self, message: bytes) -> None:
+        """A message has come, from anybody."""
+        with self._lock:
+            if not self._heed(message):
+                self.dropped += 1
+
+    def take(self) -> list[Notification]:
+        """See `Listener.take`."""
+        with self._lock:
+            landed, self._landed = self._landed, []
+        return landed
+
+    def _expel(self, token: bytes) -> None:
+        session = self._sessions.get(token)
+        if session is not None:
+            session.is_open = False
+            if not session.granted or session.is_over:
+                del self._sessions[token]
+
+    def _heed(self, message: bytes) -> bool:
+        if len(message) < _HEAD.size:
+            return False
+        token, kind, name = _HEAD.unpack_from(message)
+        session = self._sessions.get(token)
+        if session is None:
+            return False
+        session.was_heard = True
+        if kind == BYE:
+            session.connections.pop(name, None)
+        elif kind == HELLO and len(session.connections) < MAX_CONNECTIONS:
+            session.connections[name] = _process(message[_HEAD.size :])
+        elif kind == WRITE and session.is_open:
+            self._landed.append(Notification(token, message[_HEAD.size :]))
+        else:
+            return False
+        return True
+
+
+def _process(encoded: bytes) -> Process | None:
+    try:
+        return msgspec.msgpack.decode(encoded, type=Process)
+    except msgspec.DecodeError:
+        return None  # then it is never known to be gone
+
+
+@functools.cache
+def _place() -> tuple[str, str]:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+
+
+def _started(pid: int) -> int | None:
+    """In clock ticks since boot; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,100 @@
+"""Connected stream sockets: whole buffers in and out, without copies, with the GIL released."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import TypeAlias
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+def fill(sock: socket.socket, view: Buffer, *, deadline: float | None = None) -> bool:
+    """Receive until `view` is full. False: the stream ended before its first byte.
+
+    :param deadline: in terms of `time.monotonic`; None waits for ever, which suits streams that may be idle for hours.
+    :raises ConnectionError: the stream ended in the middle.
+    :raises OSError: the stream broke, or the deadline is over (`TimeoutError`).
+    """
+    left = memoryview(view)
+    total = left.nbytes
+    while left.nbytes:
+        if deadline is None:
+            # One call takes the whole buffer: no wake-up of this thread, and no GIL, per segment.
+            got = sock.recv_into(left, 0, socket.MSG_WAITALL)
+        else:
+            sock.settimeout(max(deadline - time.monotonic(), 1e-6))
+            got = sock.recv_into(left)
+        if not got:
+            if left.nbytes < total:
+                raise ConnectionError(f"the stream ended {left.nbytes} bytes before the end of a frame")
+            return False
+        left = left[got:]
+    return True
+
+
+def fill_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
+    """Receive until all of `views` are full, many of them in one call.
+
+    :raises OSError: the stream ended or broke.
+    """
+    for start in range(0, len(views), IOV_MAX):
+        batch = list(views[start : start + IOV_MAX])
+        got = 0
+        if len(batch) > 1:
+            got = sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+            if not got:
+                raise ConnectionError("the stream ended in the middle of a write")
+        for view in batch:
+            done = min(got, view.nbytes)
+            got -= done
+            if done < view.nbytes and not fill(sock, view[done:]):
+                raise ConnectionError("the stream ended in the middle of a write")
+
+
+def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
+    """Send all of `buffers`, many of them in one call. Blocks until the kernel has taken them.
+
+    :raises OSError: the stream broke.
+    """
+    for start in range(0, len(buffers), IOV_MAX):
+        batch = buffers[start : start + IOV_MAX]
+        for buffer in _behind(batch, sock.sendmsg(batch)):
+            sock.sendall(buffer)
+
+
+def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int) -> Sequence[Buffer]:
+    """Send what the kernel takes at once, not much more than `limit` bytes; what is left of `buffers`. Never blocks.
+
+    :raises OSError: the stream broke.
+    """
+    batch: list[Buffer] = []
+    for buffer in buffers[:IOV_MAX]:
+        batch.append(memoryview(buffer)[:limit])
+        limit -= len(batch[-1])
+        if limit <= 0:
+            break
+    try:
+        return _behind(buffers, sock.sendmsg(batch, [], socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return buffers
+
+
+def _behind(buffers: Sequence[Buffer], nbytes: int) -> Sequence[Buffer]:
+    """What is left of `buffers` when their first `nbytes` are gone."""
+    for index, buffer in enumerate(buffers):
+        if nbytes < len(buffer):
+            return [memoryview(buffer)[nbytes:], *buffers[index + 1 :]]
+        nbytes -= len(buffer)
+    return []
+
+
+def shut(sock: socket.socket) -> None:
+    """End both directions: a thread that is blocked in it comes back. The descriptor stays. Idempotent."""
+    with contextlib.suppress(OSError):  # the other side was faster
+        sock.shutdown(socket.SHUT_RDWR)

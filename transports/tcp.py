@@ -1,0 +1,191 @@
+"""TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy.
+
+A channel is a group of streams; large writes are cut into parts that travel over all of them. Nothing here is
+encrypted: the session's token, which came over the authenticated control link, opens a stream and is in every frame, but
+whoever can read the network can read it. Streams may be idle for ever; see `_prepare` for how dead peers are noticed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from pdx.channel import Availability, Memory, Piece, Region, RemoteRegion
+from pdx.errors import ChannelBroken, ChannelUnavailable
+from pdx.transports.inbound import Group, StreamListener
+from pdx.transports.outbound import StreamChannel, open_streams
+from pdx.transports.streams import Buffer, fill, fill_all
+
+STREAMS = 2
+KEEPALIVE_IDLE_S = 15
+KEEPALIVE_INTERVAL_S = 5
+KEEPALIVE_PROBES = 3
+UNANSWERED_S = 30
+_BACKLOG = 64
+_SCRATCH_BYTES = 256 << 10
+
+
+class Address(msgspec.Struct, array_like=True, frozen=True):
+    """Where a listener is: a numeric address, never a name, so that nothing a peer says is looked up."""
+
+    host: Annotated[str, Meta(min_length=2, max_length=64)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class TcpChannel(StreamChannel):
+    """Sends straight from a region's memory."""
+
+    def __init__(self, memory: Memory, remote: RemoteRegion, wake: Callable[[], None]) -> None:
+        super().__init__(memory.nbytes, remote, wake)
+        self._memory = memory
+
+    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
+        view = self._memory.view
+        return [view[piece.local : piece.local + piece.nbytes] for piece in pieces]
+
+
+class TcpListener(StreamListener):
+    """Receives straight into a region's memory."""
+
+    scheme = "tcp"
+
+    def _detail(self) -> bytes:
+        host, port = self._server.getsockname()[:2]
+        return msgspec.msgpack.encode(Address(host, port))
+
+    def _vet(self, stream: socket.socket) -> None:
+        _prepare(stream)
+
+    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool, deadline: float) -> None:
+        """Nothing belongs to the greeting."""
+
+    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece]) -> None:
+        view = self._memory.view
+        fill_all(stream, [view[piece.remote : piece.remote + piece.nbytes] for piece in pieces])
+
+    def _drop(self, stream: socket.socket, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
+        while nbytes:
+            part = scratch[: min(nbytes, _SCRATCH_BYTES)]
+            if not fill(stream, part):
+                raise ConnectionError("the stream ended in the middle of a refused write")
+            nbytes -= part.nbytes
+
+
+class TcpRegion(Region):
+    """Any memory; nothing is registered anywhere."""
+
+    scheme: ClassVar[str] = "tcp"
+    streams: ClassVar[int] = STREAMS
+
+    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+        self._memory = memory
+        self._host = host
+        self._wake = wake
+        self._lock = threading.Lock()  # guards all below
+        self._listener: TcpListener | None = None
+        self._channels: list[TcpChannel] = []
+        self._is_open = True
+
+    def __repr__(self) -> str:
+        return f"<TcpRegion {self._memory} {self._listener} {len(self._channels)} channels>"
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Everywhere."""
+        return Availability(is_ok=True)
+
+    @classmethod
+    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> TcpRegion:
+        """See `Region.register`; there is nothing to do."""
+        return cls(memory, host, wake)
+
+    def listen(self) -> TcpListener:
+        """See `Region.listen`. On `host` and no other address, at a port that is free."""
+        with self._lock:
+            if self._listener is None:
+                if not self._is_open:
+                    raise ChannelUnavailable("the region is closed")
+                self._listener = TcpListener(self._memory, self._wake, _bind(self._host))
+                self._listener.start()
+            return self._listener
+
+    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> TcpChannel:
+        """See `Region.connect`."""
+        family, address = _target(remote)
+
+        def connected(left_s: float) -> socket.socket:
+            stream = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                _prepare(stream)
+                stream.settimeout(left_s)
+                stream.connect(address)
+            except BaseException:
+                stream.close()
+                raise
+            return stream
+
+        streams = open_streams(connected, remote.token, self.streams, timeout_s)
+        channel = TcpChannel(self._memory, remote, self._wake)
+        channel.start(streams)
+        with self._lock:
+            self._channels = [each for each in self._channels if not each.is_closed] + [channel]
+            is_open = self._is_open
+        if not is_open:
+            channel.close()
+            raise ChannelBroken("the region is closed")
+        return channel
+
+    def close(self) -> None:
+        """See `Region.close`."""
+        with self._lock:
+            self._is_open = False
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _prepare(stream: socket.socket) -> None:
+    """Options of both ends of a stream."""
+    # Heads and acknowledgements are small and urgent.
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # An idle stream has no deadline, so the kernel asks now and then whether the other host still is there; that also
+    # keeps firewalls and address translators from forgetting an idle stream.
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    # With bytes on their way there are no probes: retransmission alone would take a quarter of an hour to give up.
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_S * 1000)
+
+
+def _bind(host: str) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
+            raise ChannelUnavailable(f"{host} is no address to be reached at; name one of this host's")
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ChannelUnavailable(f"cannot listen on {host}: {error}") from error
+
+
+def _target(remote: RemoteRegion) -> tuple[socket.AddressFamily, tuple[str | int, ...]]:
+    """Where to connect, from what a peer has told."""
+    if remote.scheme != TcpRegion.scheme:
+        raise ChannelUnavailable(f"a region of scheme {remote.scheme!r} cannot be reached over tcp")
+    try:
+        address = msgspec.msgpack.decode(remote.detail, type=Address)
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except (msgspec.DecodeError, ValueError, RecursionError, OSError) as error:
+        raise ChannelUnavailable(f"not an address of a tcp listener: {error}") from error
+    family, _, _, _, target = found[0]
+    return family, target

@@ -1,0 +1,281 @@
+"""The border to UCXX: one UCX worker and the one thread that uses it.
+
+All calls into UCX are made by that thread, which sleeps in epoll between them; others hand it work with `run` and
+`call`. UCXX's own progress thread is not used: something must look at what has completed in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from pdx.channel import Availability
+from pdx.errors import ChannelBroken, ChannelUnavailable
+
+_FIX = "pip install 'pdx-transport[ucx]'"
+_CALL_S = 10.0  # a bound for what the thread does at once; it does not wait for peers
+_ROUNDS = 64  # of progress before completions are looked at
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@functools.cache
+def load() -> Any:
+    """`ucxx._lib.libucxx`. Importing ucxx sets variables of the environment, which would change NIXL's UCX: taken back.
+
+    :raises ImportError: it is not installed, or does not work here.
+    """
+    before = dict(os.environ)
+    try:
+        return importlib.import_module("ucxx._lib.libucxx")
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+
+
+def availability() -> Availability:
+    """Whether UCXX imports."""
+    try:
+        load()
+    except (ImportError, OSError) as error:
+        return Availability(False, f"UCXX does not import: {error}", _FIX)
+    return Availability(True)
+
+
+class Batch:
+    """Requests to UCX that belong together. `then` is called by the engine's thread with whether all succeeded."""
+
+    def __init__(self, requests: list[Any], keep: object, then: Callable[[bool], None]) -> None:
+        self._requests = requests
+        self._keep = keep  # memory that UCX uses
+        self._then = then
+        self._is_good = True
+
+    def advance(self, errors: type[Exception]) -> bool:
+        """Whether all are over."""
+        while self._requests:
+            request = self._requests[-1]  # the last one is usually the last to complete
+            if not request.completed:
+                return False
+            try:
+                request.check_error()
+            except errors:
+                self._is_good = False
+            self._requests.pop()
+        self._then(self._is_good)
+        return True
+
+
+class Endpoint:
+    """The way to one other worker. Only the engine's thread uses it."""
+
+    def __init__(self, engine: UcxEngine, native: Any) -> None:
+        self._engine = engine
+        self._native = native
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither closed nor lost."""
+        return self._native is not None
+
+    def send(self, views: Iterable[memoryview | bytes], tag: int, then: Callable[[bool], None]) -> None:
+        """Send each as a message of its own; they must not change until `then`."""
+        self._batch(self._native.tag_send if self._native else None, list(views), tag, then)
+
+    def receive(self, views: Iterable[memoryview | bytearray], tag: int, then: Callable[[bool], None]) -> None:
+        """Receive as many messages, in the order in which they were sent."""
+        self._batch(self._native.tag_recv if self._native else None, list(views), tag, then)
+
+    def _batch(self, verb: Any, views: list[Any], tag: int, then: Callable[[bool], None]) -> None:
+        if verb is None:
+            then(False)
+            return
+        library = self._engine.library
+        requests: list[Any] = []
+        try:
+            for view in views:
+                requests.append(verb(self._engine.array(view), library.UCXXTag(tag)))  # noqa: PERF401
+        except library.UCXError:
+            then_failed = then
+            self._engine.watch(Batch(requests, views, lambda _: then_failed(False)))
+            return
+        self._engine.watch(Batch(requests, views, then))
+
+    def close(self) -> None:
+        """By force: what is under way ends with an error, soon. Idempotent."""
+        if self._native is not None:
+            native, self._native = self._native, None
+            native.remove_close_callback()
+            native.close_blocking()
+
+
+class UcxEngine:
+    """A worker and its thread. `receive` is called by the thread with each message that came under `control_tag`."""
+
+    def __init__(self, settings: dict[str, str], control_tag: int, max_bytes: int, receive: Callable[[bytes], None]) -> None:
+        """Variables of the environment (UCX_…) have precedence over `settings`.
+
+        :raises ChannelUnavailable: UCX cannot be started so.
+        """
+        self.library = library = load()
+        self.array = importlib.import_module("ucxx._lib.arr").Array
+        self._control = library.UCXXTag(control_tag), library.UCXXTagMask(control_tag)
+        self._max_bytes = max_bytes
+        self._receive = receive
+        config = {key: value for key, value in settings.items() if f"UCX_{key}" not in os.environ}
+        try:
+            features = (library.Feature.TAG, library.Feature.WAKEUP)
+            self._context: Any = library.UCXContext(config, feature_flags=features)
+            self._worker: Any = library.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+            self.address: bytes = self._worker.address.tobytes()
+        except library.UCXError as error:
+            raise ChannelUnavailable(f"UCX cannot be started with {config}: {error}") from error
+        self._work: deque[Callable[[], None]] = deque()  # appended to by any thread
+        self._lost: deque[Callable[[], None]] = deque()  # appended to by UCX's callbacks, which may take no lock
+        self._batches: list[Batch] = []
+        self._is_open = True
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell_lock = threading.Lock()  # guards _bell against being closed
+        self._thread = threading.Thread(target=self._main, name="pdx-ucx", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Have the thread do this soon."""
+        self._work.append(work)
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def call(self, work: Callable[[], _T]) -> _T:
+        """Have the thread do this now; its result or error.
+
+        :raises ChannelBroken: the engine is closed.
+        """
+        if threading.current_thread() is self._thread:
+            return work()
+        done = threading.Event()
+        results: list[_T] = []
+        errors: list[Exception] = []
+
+        def do() -> None:
+            try:
+                results.append(work())
+            except Exception as error:  # noqa: BLE001 - raised where the call is
+                errors.append(error)
+            done.set()
+
+        self.run(do)
+        deadline = time.monotonic() + _CALL_S
+        while not done.wait(0.05):
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise ChannelBroken("the region is closed")
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def connect(self, address: bytes, lost: Callable[[], None]) -> Endpoint:
+        """An endpoint for another worker; `lost` is called by the thread when that one is gone. Thread only.
+
+        :raises ChannelBroken: UCX cannot make it.
+        """
+        try:
+            remote = self.library.UCXAddress.create_from_buffer(address)
+            native = self.library.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+        except self.library.UCXError as error:
+            raise ChannelBroken(f"UCX cannot connect: {error}") from error
+        native.set_close_callback(self._lost.append, cb_args=(lost,))
+        return Endpoint(self, native)
+
+    def watch(self, batch: Batch) -> None:
+        """Look after it until it is over. Thread only."""
+        if not batch.advance(self.library.UCXError):
+            self._batches.append(batch)
+
+    def discard(self, tag: int, mask: int) -> None:
+        """Throw away what has come under such tags and nobody has received. Thread only."""
+        while found := self._worker.tag_probe(self.library.UCXXTag(tag), self.library.UCXXTagMask(mask), remove=True):
+            self._take(found, bytearray(1), lambda _: None)
+
+    def close(self) -> None:
+        """End the thread and the worker. All endpoints are closed. Idempotent."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return
+        self.run(self._stop)
+        self._thread.join()
+        with self._bell_lock:
+            os.close(self._bell)
+            self._bell = -1
+        self._batches.clear()
+        self._worker = None
+        self._context = None
+
+    def _stop(self) -> None:
+        self._is_open = False
+
+    def settle(self, timeout_s: float) -> bool:
+        """Make progress until no request is under way; whether that was reached. Thread only."""
+        deadline = time.monotonic() + timeout_s
+        while self._batches and time.monotonic() < deadline:
+            self._worker.progress_once()
+            self._advance()
+        return not self._batches
+
+    def _main(self) -> None:
+        poll = select.poll()
+        poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
+        while self._is_open:
+            while self._turn():
+                pass
+            if not self._work and self._worker.arm():
+                poll.poll()
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+
+    def _turn(self) -> bool:
+        is_busy = False
+        for _ in range(_ROUNDS):
+            if not self._worker.progress_once():
+                break
+            is_busy = True
+        for waiting in (self._lost, self._work):
+            while waiting:
+                is_busy = True
+                self._do(waiting.popleft())
+        while found := self._worker.tag_probe(*self._control, remove=True):
+            is_busy = True
+            self._read(found)
+        return self._advance() or is_busy
+
+    def _advance(self) -> bool:
+        if not self._batches:
+            return False
+        batches, self._batches = self._batches, []
+        left = [batch for batch in batches if not batch.advance(self.library.UCXError)]
+        self._batches[:0] = left
+        return len(left) < len(batches)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # noqa: BLE001 - the root of the thread; the other channels go on
+            _log.exception("a UCX channel failed")
+
+    def _read(self, found: Any) -> None:
+        buffer = bytearray(min(found.length, self._max_bytes) or 1)  # a longer one is truncated, which is an error
+        self._take(found, buffer, lambda is_good: self._do(lambda: self._receive(bytes(buffer))) if is_good else None)
+
+    def _take(self, found: Any, buffer: bytearray, then: Callable[[bool], None]) -> None:
+        request = self._worker.tag_recv_with_handle(self.array(buffer), found)
+        self.watch(Batch([request], buffer, then))

@@ -1,0 +1,99 @@
+"""What UCX channels say besides payload: typed, bounded, without I/O.
+
+    writer → reader   Greet, then per write: Put, and each run of its pieces as a message of its own under the write's tag
+    reader → writer   Welcome, then per write: Done
+    either            End
+
+A channel's id is drawn by its writer and known to both ends alone; whoever sends it is that channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, Token
+from pdx.errors import ProtocolError
+
+CONTROL_TAG = 1 << 63  # of all messages here; tags of payload have this bit clear
+LANE_MASK = 0x7FFF_FFFF << 32
+MAX_LANE = 0x7FFF_FFFF
+WINDOW = 256  # writes of one channel that have begun and are not done
+MAX_ADDRESS_BYTES = 8 << 10
+MAX_MESSAGE_BYTES = MAX_NOTIFY_BYTES + MAX_PIECES * 28 + 128
+
+OK, REFUSED, FAILED = range(3)
+
+ChannelId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class Greet(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """A writer shows the token; `address` is its worker's, for answers."""
+
+    token: Token
+    channel: ChannelId
+    address: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADDRESS_BYTES)]
+
+
+class Welcome(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """Tags of the channel's payload begin with `lane`, which the reader gives to nobody else."""
+
+    channel: ChannelId
+    lane: Annotated[int, Meta(ge=0, le=MAX_LANE)]
+
+
+class Put(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """A write."""
+
+    channel: ChannelId
+    number: Number
+    pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_PIECES)]
+    notify: Annotated[bytes, Meta(max_length=MAX_NOTIFY_BYTES)]
+
+
+class Done(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """What became of a write: OK, REFUSED or FAILED."""
+
+    channel: ChannelId
+    number: Number
+    status: Annotated[int, Meta(ge=OK, le=FAILED)]
+
+
+class End(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """The channel is closed by whoever sends this."""
+
+    channel: ChannelId
+
+
+Message = Greet | Welcome | Put | Done | End
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """:raises ProtocolError: it is none of these, or out of bounds."""
+    try:
+        message: Message = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of a UCX channel: {error}") from error
+    return message
+
+
+def payload_tag(lane: int, number: int) -> int:
+    """Of all runs of one write, in their order."""
+    return lane << 32 | number
+
+
+def runs(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces with neighbours joined that are neighbours on both sides. Writer and reader come to the same runs."""
+    joined = [pieces[0]]
+    for piece in pieces[1:]:
+        last = joined[-1]
+        if piece.local - last.local == piece.remote - last.remote == last.nbytes:
+            joined[-1] = Piece(last.local, last.remote, last.nbytes + piece.nbytes)
+        else:
+            joined.append(piece)
+    return joined
