@@ -90,4 +90,6 @@ def _endpoint(address: str) -> tuple[IPv4Address | IPv6Address | str, int]:
 
 
 def _wildcard(address: str) -> ConfigError:
-    return ConfigError(f"{address!r} means all interfaces, which is never listened on or dialled; name one IP address")
+    return ConfigError(
+        f"{address!r} means all interfaces, which is never listened on or dialled; name one IP address, or ipc:///path"
+    )

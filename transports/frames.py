@@ -3,9 +3,9 @@
     writer → reader   Greeting, then for each part of a write: head with a short body in it, or head, body; payload
     reader → writer   Answer, then for each write that is over: Ack
 
-Every frame carries the session's token. All sizes are bounded here, before anything is allocated for them. A large write
-travels in parts, over several streams; all its parts carry the same body, so any of them may be the first to arrive,
-and the whole write is checked before a byte of it lands.
+Every frame carries the session's token. All sizes are bounded here, before anything is allocated for them. A large
+write travels in parts, over several streams; all its parts carry the same body, so any of them may be the first to
+arrive, and the whole write is checked before a byte of it lands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdx.errors import ProtocolError
 
 VERSION = 1
 MAX_STREAMS = 16  # of one channel
-MIN_PART_BYTES = 1 << 20  # a write is cut into parts no smaller than this
+MIN_PART_BYTES = 256 << 10  # no write is cut into parts smaller than this
 
 _MAGIC = b"PDX" + bytes([VERSION])
 _LENGTH = struct.Struct("!4sI")
@@ -60,8 +60,8 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Part `part` of `parts` of the write `number`. A body of at most INLINE_BYTES is in the head, a longer one follows;
-    behind it comes the part's payload."""
+    """Part `part` of `parts` of the write `number`. A body of at most INLINE_BYTES is in the head, a longer one behind
+    it; then comes the part's payload."""
 
     token: bytes
     number: int
@@ -164,9 +164,9 @@ def unpack_ack(packed: bytes | bytearray | memoryview) -> Ack:
     return Ack(token, number, status)
 
 
-def parts_of(nbytes: int, streams: int) -> int:
-    """Into how many parts a write of `nbytes` is cut."""
-    return max(1, min(streams, nbytes // MIN_PART_BYTES))
+def parts_of(nbytes: int, streams: int, part_bytes: int = MIN_PART_BYTES) -> int:
+    """Into how many parts of at least `part_bytes` a write of `nbytes` is cut."""
+    return max(1, min(streams, nbytes // part_bytes))
 
 
 def cut(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:

@@ -11,7 +11,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
+from typing import ClassVar
 
 from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write
 from pdx.errors import (
@@ -25,6 +27,7 @@ from pdx.errors import (
 from pdx.transports.arrivals import WINDOW
 from pdx.transports.frames import (
     ACK_BYTES,
+    MIN_PART_BYTES,
     OK,
     REFUSED,
     UNREACHABLE,
@@ -87,6 +90,8 @@ class StreamChannel(Channel):
     the last one out declares the open transfers broken: only then nothing reads their local bytes any more.
     """
 
+    part_bytes: ClassVar[int] = MIN_PART_BYTES
+
     def __init__(self, local_nbytes: int, remote: RemoteRegion, wake: Callable[[], None]) -> None:
         self._local_nbytes = local_nbytes
         self._remote = remote
@@ -129,49 +134,50 @@ class StreamChannel(Channel):
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """See `Channel.write`. Large writes are cut into parts, which go over different streams."""
         check_write(pieces, notify, self._local_nbytes, self._remote.nbytes)
-        parts = parts_of(sum(piece.nbytes for piece in pieces), len(self._streams))
+        parts = parts_of(sum(piece.nbytes for piece in pieces), len(self._streams), self.part_bytes)
         transfer = StreamTransfer(self, pieces, pack_body(pieces, notify), parts)
         with self._room:
-            if self._broken is not None:
-                transfer.finish(self._broken)
-                at_once = None
+            if self._broken is None:
+                idle = self._place(transfer)
             else:
-                self._open[transfer] = None
-                at_once = self._idle_stream_for(transfer)
-                if at_once is None:
-                    self._queue(transfer)
-        if at_once is not None:
-            self._send_at_once(transfer, at_once)
+                transfer.finish(self._broken)
+                idle = {}
+        if idle:
+            self._send_at_once(transfer, idle)
         elif transfer.poll():
             self._wake()
         return transfer
 
-    def _idle_stream_for(self, transfer: StreamTransfer) -> int | None:
-        """The stream on which the calling thread itself may begin to send it: that spares a thread's wake-up."""
-        stream = self._next_stream
-        if transfer.parts > 1 or self._waiting[stream] or not self._has_room():
-            return None
-        self._number(transfer)
-        self._waiting[stream] = 1
-        self._running += 1
-        self._next_stream = (stream + 1) % len(self._queues)
-        return stream
+    def _place(self, transfer: StreamTransfer) -> dict[int, int]:
+        """Queue its parts; those of idle streams are not queued but returned, stream by part.
 
-    def _queue(self, transfer: StreamTransfer) -> None:
+        They are for the calling thread to send: that spares the wake-up of another.
+        """
+        self._open[transfer] = None
+        is_next = self._has_room()
+        idle = {}
         for index in range(transfer.parts):
             stream = self._next_stream
-            self._waiting[stream] += 1
-            self._queues[stream].put(_Part(transfer, index))
             self._next_stream = (stream + 1) % len(self._queues)
-
-    def _send_at_once(self, transfer: StreamTransfer, stream: int) -> None:
-        """As much as its stream takes now and costs the caller little time; its thread sends the rest."""
-        try:
-            rest = send_some(self._streams[stream], self._frame(transfer, 0), _AT_ONCE_BYTES)
-            if rest:
-                self._queues[stream].put(_Part(transfer, 0, rest))
+            if is_next and not self._waiting[stream]:
+                idle[index] = stream
             else:
-                self._sent(transfer, stream)
+                self._queues[stream].put(_Part(transfer, index))
+            self._waiting[stream] += 1
+        if idle:
+            self._number(transfer)
+            self._running += 1
+        return idle
+
+    def _send_at_once(self, transfer: StreamTransfer, idle: dict[int, int]) -> None:
+        """As much as the streams take now and costs the caller little time; their threads send the rest."""
+        try:
+            for index, stream in idle.items():
+                rest = send_some(self._streams[stream], self._frame(transfer, index), _AT_ONCE_BYTES // len(idle))
+                if rest:
+                    self._queues[stream].put(_Part(transfer, index, rest))
+                else:
+                    self._sent(transfer, stream)
         except OSError as error:
             self._break(ChannelBroken(f"the connection broke: {error}"))
         finally:
@@ -368,7 +374,7 @@ def open_streams(
             for index in range(count):
                 stream = stack.enter_context(connect(max(deadline - time.monotonic(), 1e-6)))
                 greeting = Greeting(token, group, index, count)
-                greet(stream, greeting, deadline=deadline, hand_over=lambda s=stream, i=index: hand_over(s, i))
+                greet(stream, greeting, deadline=deadline, hand_over=partial(hand_over, stream, index))
                 streams.append(stream)
         except (OSError, ProtocolError) as error:
             raise ChannelBroken(f"cannot connect: {error}") from error

@@ -21,7 +21,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a listener over a region of `nbytes`. Any thread may use it; `wake` is called without the lock."""
+    """All sessions of a listener over a region of `nbytes`. For any thread; `wake` is called without the lock."""
 
     def __init__(self, nbytes: int, wake: Callable[[], None]) -> None:
         self._nbytes = nbytes

@@ -1,25 +1,25 @@
 """TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy.
 
 A channel is a group of streams; large writes are cut into parts that travel over all of them. Nothing here is
-encrypted: the session's token, which came over the authenticated control link, opens a stream and is in every frame, but
-whoever can read the network can read it. Streams may be idle for ever; see `_prepare` for how dead peers are noticed.
+encrypted: the session's token, which came over the authenticated control link, opens a stream and is in every frame,
+but whoever can read the network can read it. Streams may be idle for ever; `_prepare` says how dead peers are noticed.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import Availability, Memory, Piece, Region, RemoteRegion
-from pdx.errors import ChannelBroken, ChannelUnavailable
+from pdx.channel import Availability, Memory, Piece, RemoteRegion
+from pdx.errors import ChannelUnavailable
 from pdx.transports.inbound import Group, StreamListener
 from pdx.transports.outbound import StreamChannel, open_streams
+from pdx.transports.stream_region import StreamRegion
 from pdx.transports.streams import Buffer, fill, fill_all
 
 STREAMS = 2
@@ -40,6 +40,8 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 
 class TcpChannel(StreamChannel):
     """Sends straight from a region's memory."""
+
+    part_bytes = 1 << 20  # below that, a second pair of threads costs more than it brings
 
     def __init__(self, memory: Memory, remote: RemoteRegion, wake: Callable[[], None]) -> None:
         super().__init__(memory.nbytes, remote, wake)
@@ -78,23 +80,11 @@ class TcpListener(StreamListener):
             nbytes -= part.nbytes
 
 
-class TcpRegion(Region):
+class TcpRegion(StreamRegion):
     """Any memory; nothing is registered anywhere."""
 
     scheme: ClassVar[str] = "tcp"
     streams: ClassVar[int] = STREAMS
-
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
-        self._memory = memory
-        self._host = host
-        self._wake = wake
-        self._lock = threading.Lock()  # guards all below
-        self._listener: TcpListener | None = None
-        self._channels: list[TcpChannel] = []
-        self._is_open = True
-
-    def __repr__(self) -> str:
-        return f"<TcpRegion {self._memory} {self._listener} {len(self._channels)} channels>"
 
     @classmethod
     def availability(cls) -> Availability:
@@ -103,54 +93,30 @@ class TcpRegion(Region):
 
     @classmethod
     def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> TcpRegion:
-        """See `Region.register`; there is nothing to do."""
+        """See `Region.register`. It listens on `host` and no other address, at a port that is free."""
         return cls(memory, host, wake)
 
-    def listen(self) -> TcpListener:
-        """See `Region.listen`. On `host` and no other address, at a port that is free."""
-        with self._lock:
-            if self._listener is None:
-                if not self._is_open:
-                    raise ChannelUnavailable("the region is closed")
-                self._listener = TcpListener(self._memory, self._wake, _bind(self._host))
-                self._listener.start()
-            return self._listener
+    def _listening(self) -> TcpListener:
+        return TcpListener(self._memory, self._wake, _bind(self._host))
 
-    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> TcpChannel:
-        """See `Region.connect`."""
-        family, address = _target(remote)
+    def _connected(self, remote: RemoteRegion, timeout_s: float) -> TcpChannel:
+        family, address = _target(remote.detail)
 
-        def connected(left_s: float) -> socket.socket:
+        def connect(left_s: float) -> socket.socket:
             stream = socket.socket(family, socket.SOCK_STREAM)
             try:
                 _prepare(stream)
                 stream.settimeout(left_s)
                 stream.connect(address)
-            except BaseException:
+            except OSError:
                 stream.close()
                 raise
             return stream
 
-        streams = open_streams(connected, remote.token, self.streams, timeout_s)
+        streams = open_streams(connect, remote.token, self.streams, timeout_s)
         channel = TcpChannel(self._memory, remote, self._wake)
         channel.start(streams)
-        with self._lock:
-            self._channels = [each for each in self._channels if not each.is_closed] + [channel]
-            is_open = self._is_open
-        if not is_open:
-            channel.close()
-            raise ChannelBroken("the region is closed")
         return channel
-
-    def close(self) -> None:
-        """See `Region.close`."""
-        with self._lock:
-            self._is_open = False
-            channels, self._channels = self._channels, []
-        for channel in channels:
-            channel.close()
-        if self._listener is not None:
-            self._listener.close()
 
 
 def _prepare(stream: socket.socket) -> None:
@@ -178,12 +144,10 @@ def _bind(host: str) -> socket.socket:
         raise ChannelUnavailable(f"cannot listen on {host}: {error}") from error
 
 
-def _target(remote: RemoteRegion) -> tuple[socket.AddressFamily, tuple[str | int, ...]]:
+def _target(detail: bytes) -> tuple[socket.AddressFamily, Any]:
     """Where to connect, from what a peer has told."""
-    if remote.scheme != TcpRegion.scheme:
-        raise ChannelUnavailable(f"a region of scheme {remote.scheme!r} cannot be reached over tcp")
     try:
-        address = msgspec.msgpack.decode(remote.detail, type=Address)
+        address = msgspec.msgpack.decode(detail, type=Address)
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (msgspec.DecodeError, ValueError, RecursionError, OSError) as error:
         raise ChannelUnavailable(f"not an address of a tcp listener: {error}") from error

@@ -122,7 +122,9 @@ class Endpoint:
 class UcxEngine:
     """A worker and its thread. `receive` is called by the thread with each message that came under `control_tag`."""
 
-    def __init__(self, settings: dict[str, str], control_tag: int, max_bytes: int, receive: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, settings: dict[str, str], control_tag: int, max_bytes: int, receive: Callable[[bytes], None]
+    ) -> None:
         """Variables of the environment (UCX_…) have precedence over `settings`.
 
         :raises ChannelUnavailable: UCX cannot be started so.

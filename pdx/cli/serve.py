@@ -22,8 +22,16 @@ ANY_HOST = ("", "0.0.0.0", "::", "[::]")
 @click.option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
 @click.option("--arena", default="4GiB", show_default=True, help="Size of the arena if this engine starts the node.")
 @click.option("--proxy", help="The proxy, for a node that this engine starts. [default: $PDX_PROXY, else this user's]")
+@click.option(
+    "--start-node/--no-start-node",
+    default=True,
+    show_default=True,
+    help="Start a node, for this host alone, where none answers; not where nodes have keys, names or channels.",
+)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-def serve(role: str, model: str, node: str | None, arena: str, proxy: str | None, flags: tuple[str, ...]) -> None:
+def serve(
+    role: str, model: str, node: str | None, arena: str, proxy: str | None, start_node: bool, flags: tuple[str, ...]
+) -> None:
     """Serve MODEL with vLLM as a prefill engine, a decode engine, or both.
 
     All other flags go to vLLM unchanged, for example --port 8100 --max-model-len 8192. The role is only told to the
@@ -36,6 +44,7 @@ def serve(role: str, model: str, node: str | None, arena: str, proxy: str | None
         node=node or default_node(),
         arena=arena,
         proxy=default_proxy() if proxy is None else proxy,
+        start_node=start_node,
     )
     sys.stdout.flush()
     os.execvp(command[0], command)

@@ -92,7 +92,11 @@ class Endings:
         """From either end, with writes under way, twice."""
         writer, reader = stage.side(), stage.side()
         transfers = _flood(writer.region.connect(reader.session((0, 8 * MIB))[1]))
-        closes = {"writer": writer.region.close, "reader": reader.region.close, "listener": reader.region.listen().close}
+        closes = {
+            "writer": writer.region.close,
+            "reader": reader.region.close,
+            "listener": reader.region.listen().close,
+        }
         closes[who]()
         closes[who]()
         assert set(stage.finish(transfers)) <= {"", "ChannelBroken"}

@@ -115,7 +115,11 @@ class Grants:
         """Where the receiver cannot tell, at least nobody hears of such a write."""
         writer, reader = stage.side(), stage.side()
         token, remote = reader.session((0, MIB))
-        wrong = {"unknown": secrets.token_bytes(16), "expelled": token, "almost right": token[:-1] + bytes([token[-1] ^ 1])}
+        wrong = {
+            "unknown": secrets.token_bytes(16),
+            "expelled": token,
+            "almost right": token[:-1] + bytes([token[-1] ^ 1]),
+        }
         if kind == "expelled":
             reader.region.listen().expel(token)
         fake = type(remote)(remote.scheme, remote.nbytes, wrong[kind], remote.detail)

@@ -218,7 +218,9 @@ class Stage:
     def finish(self, transfers: Iterable[Transfer], timeout_s: float = DEADLINE_S) -> list[str]:
         """Wait until all are over: the name of each one's error, "" if it has none."""
         waiting = list(transfers)
-        self.until(lambda: all(transfer.poll() for transfer in waiting), f"{len(waiting)} transfers are over", timeout_s)
+        self.until(
+            lambda: all(transfer.poll() for transfer in waiting), f"{len(waiting)} transfers are over", timeout_s
+        )
         return [type(transfer.error).__name__ if transfer.error else "" for transfer in waiting]
 
     def written(self, channel: Channel, pieces: list[Piece], notify: bytes = b"") -> str:

@@ -97,7 +97,9 @@ class Writes:
             nonlocal checked
             for payload in reader.payloads()[checked:]:
                 end, size = ends[payload[0]], sizes[payload[0]]
-                assert reader.view[end - size : end] == writer.view[end - size : end], f"write {payload[0]} was not there"
+                assert reader.view[end - size : end] == writer.view[end - size : end], (
+                    f"write {payload[0]} was not there"
+                )
                 checked += 1
             return checked >= len(sizes)
 

@@ -68,6 +68,15 @@ def test_flags_reach_vllm_unchanged_and_in_order(monkeypatch):
     assert connector(argv)["kv_connector_extra_config"]["role"] == "decode"
 
 
+@pytest.mark.parametrize(("flags", "starts"), [([], True), (["--no-start-node"], False)])
+def test_who_starts_the_node(monkeypatch, flags, starts):
+    executed = []
+    monkeypatch.setattr(os, "execvp", lambda file, argv: executed.append(argv))
+    result = CliRunner().invoke(serve, ["decode", "some/model", "--node", "ipc:///n", *flags])
+    assert result.exit_code == 0, result.output
+    assert connector(executed[0])["kv_connector_extra_config"]["start_node"] is starts
+
+
 @pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config"])
 def test_a_connector_of_the_users_own_is_refused(flag):
     with pytest.raises(ConfigError, match="itself"):

@@ -21,9 +21,9 @@ DECODE = {"do_remote_prefill": True, "transfer_id": TRANSFER}
 
 
 class ScriptedNode:
-    """A connection whose node answers what the script says, at once."""
+    """A connection whose node answers what the script says, at once; None: it has not answered yet."""
 
-    def __init__(self, script: Callable[[Ask], Answer], epoch: int = 1) -> None:
+    def __init__(self, script: Callable[[Ask], Answer | None], epoch: int = 1) -> None:
         self.script = script
         self.epoch = epoch
         self.asked: list[Any] = []
@@ -34,7 +34,7 @@ class ScriptedNode:
         self.asked.append(body)
         return len(self.asked)
 
-    def collect(self, seq: int, timeout_s: float) -> Answer:
+    def collect(self, seq: int, timeout_s: float) -> Answer | None:
         return self.script(self.asked[seq - 1])
 
     def tell(self, body: Ask) -> None:
@@ -139,6 +139,8 @@ def test_a_prefill_waits_for_the_peers_chunks_and_takes_them() -> None:
         asking.clock.now += 0.9  # each answer is a sign of life: lookup_s is about silence
     assert len(node.all_of(Lookup)) == 20
     assert not node.all_of(Reserve), "room for chunks that may still come would be in vain"
+    node.script = lambda ask: None
+    assert not asking.advance(node)
     node.script = answers(3)
     assert asking.advance(node)
     assert asking.tracked.hit_tokens == 3 * CHUNK

@@ -16,7 +16,6 @@ from engine_process import Server, free_port, wait_until
 from http_client import post
 
 import pdx
-from pdx.cli.serve import engine_command
 from pdx.config import NodeConfig
 from pdx.messages import NodeStatus
 from pdx.node.start import start
@@ -87,18 +86,12 @@ class Pair:
 
     def serve(self, role: str, core: int) -> Server:
         port = free_port()
-        flags = ["--port", str(port), *ENGINE_FLAGS]
-        command = engine_command(
-            str(self.model),
-            flags,
-            role=role,
-            node=self.configs[role].address,
-            arena=str(ARENA_BYTES),
-            proxy=self.control,
-            start_node=not self.is_wired,  # it could not know the channel
-        )
+        options = ["--node", self.configs[role].address, "--arena", str(ARENA_BYTES), "--proxy", self.control]
+        if self.is_wired:
+            options.append("--no-start-node")  # an engine could not know its name and channel
+        command = [sys.executable, "-m", "pdx.cli.main", "serve", role, str(self.model), *options]
         env = {**ENGINE_ENV, "VLLM_CPU_OMP_THREADS_BIND": str(core)}
-        return Server(command, port, self.workplace / f"{role}.log", env)
+        return Server([*command, "--port", str(port), *ENGINE_FLAGS], port, self.workplace / f"{role}.log", env)
 
     def wait_ready(self) -> None:
         for server in (self.prefill, self.decode):

@@ -34,6 +34,12 @@ async def place(made, prefill, *decodes):
     await made.metric_reaches(1 + len(names), "pdx_proxy_reports_total")
 
 
+async def keep_reporting(node, **fields):
+    while True:
+        await node.report(**fields)
+        await asyncio.sleep(0.1)
+
+
 def nodes_named(engine):
     """What the engine's last request was told of nodes."""
     params = engine.bodies[-1]["kv_transfer_params"]
@@ -100,48 +106,94 @@ def test_another_decoder_is_told_where_the_kv_is(request_kind, planned, other, t
     run(main)
 
 
-def test_a_plan_is_load_until_its_leg_starts():
-    """A burst of requests, all of them still in prefill, is spread over the decoders all the same."""
+def test_a_plan_is_kept_although_load_has_changed():
+    async def main():
+        async with cluster(decodes=2, **PATIENT) as made:
+            await place(made, "one", "two", "three")
+            made.prefill.fault = "hold"
+            request = asyncio.create_task(made.post(CHAT, TALK))
+            await within(made.prefill.arrived.wait())
+            assert nodes_named(made.prefill) == {"decode_node": "two"}
+            await made.other_node("two").report(("d", "decode", made.decode.url, 9))
+            await made.metric_reaches(5, "pdx_proxy_reports_total")
+            made.prefill.released.set()
+            await within(request)
+            assert (len(made.decodes[0].seen), len(made.decodes[1].seen)) == (1, 0)
+
+    run(main)
+
+
+def test_a_plan_is_load():
+    """Requests that are all still in prefill are spread over the decoders; whoever leaves takes the plan along."""
 
     async def main():
         async with cluster(decodes=3, **PATIENT) as made:
             await place(made, "one", "two", "three", "four")
             made.prefill.fault = "hold"
-            requests = [asyncio.create_task(made.post(CHAT, TALK)) for _ in range(9)]
-            await until(lambda: len(made.prefill.seen) == 9)
-            planned = [body["kv_transfer_params"]["decode_node"] for body in made.prefill.bodies]
-            assert {name: planned.count(name) for name in planned} == {"two": 3, "three": 3, "four": 3}
-            requests[0].cancel()  # a client leaves: its plan is load no more
-            made.prefill.fault = None
-            await within(made.prefill.closed.wait())
-            await made.post(CHAT, TALK)
-            assert made.prefill.bodies[-1]["kv_transfer_params"]["decode_node"] == planned[0]
+            requests = {}
+
+            async def burst(*names):
+                for name in names:
+                    body = {**TALK, "messages": [{"role": "user", "content": name}]}
+                    requests[name] = asyncio.create_task(made.post(CHAT, body))
+                await until(lambda: len(made.prefill.seen) == len(requests))
+                bodies = {body["messages"][0]["content"]: body for body in made.prefill.bodies}
+                return {name: bodies[name]["kv_transfer_params"]["decode_node"] for name in names}
+
+            planned = await burst(*"abcdefghi")
+            assert sorted(planned.values()) == ["four"] * 3 + ["three"] * 3 + ["two"] * 3
+            left = {name for name, node in planned.items() if node == "four"}
+            for name in left:
+                requests[name].cancel()
+            await made.metric_reaches(3, "pdx_proxy_requests_total", outcome="client_gone")
+            assert set((await burst(*"xyz")).values()) == {"four"}
             made.prefill.released.set()
-            await within(asyncio.gather(*requests[1:]))
-            assert sorted(len(engine.seen) for engine in made.decodes) == [3, 3, 3]
-            for engine in made.decodes:
-                assert await made.metric("pdx_proxy_engine_in_flight", url=engine.url) == 0
+            await within(asyncio.gather(*(requests[name] for name in requests.keys() - left)))
+            assert [len(engine.seen) for engine in made.decodes] == [3, 3, 3]
+
+    run(main)
+
+
+def test_a_leg_that_has_started_is_no_plan_any_more():
+    """It would count twice: with one leg each, the decoder whose turn came first is next."""
+
+    async def main():
+        async with cluster(decodes=2, **PATIENT) as made:
+            first, second = made.decodes
+            first.fault = second.fault = "hang"
+            alone = {**BODY, "n": 2}
+            requests = []
+            for engine, body in ((first, TALK), (second, alone), (first, alone)):
+                seen = len(engine.seen)
+                path = CHAT if body is TALK else COMPLETIONS
+                requests.append(asyncio.create_task(made.post(path, body)))
+                await until(lambda engine=engine, seen=seen: len(engine.seen) > seen)
+            for request in requests:
+                request.cancel()
 
     run(main)
 
 
 def test_nodes_hear_of_each_other():
+    async def hears_of(node, **nodes):
+        while await node.peers() != nodes:  # it may first be told what was so before its own report
+            pass
+
     async def main():
         async with cluster(heartbeat_timeout_s=0.6) as made:
-            one, two = made.other_node("one"), made.other_node("two")
+            one, two, three = (made.other_node(name) for name in ("one", "two", "three"))
+            beat = asyncio.create_task(keep_reporting(two, listen="ipc:///2", public_key="k" * 40))
+            await hears_of(two, two="ipc:///2")
             await one.report(listen="ipc:///1")
-            assert await one.peers() == {"one": "ipc:///1"}
-            await two.report(listen="ipc:///2", public_key="k" * 40)
-            both = {"one": "ipc:///1", "two": "ipc:///2"}
-            assert await one.peers() == await two.peers() == both
-            late = made.other_node("listens nowhere")
-            await late.report()
-            assert await late.peers() == both
+            await hears_of(one, one="ipc:///1", two="ipc:///2")
+            await hears_of(two, one="ipc:///1", two="ipc:///2")
+            await three.report()  # it does not listen, but may want to reach the others
+            await hears_of(three, one="ipc:///1", two="ipc:///2")
             one.epoch += 1  # restarted, at another address
             await one.report(listen="ipc:///3")
-            assert await two.peers() == {**both, "one": "ipc:///3"}
-            while await two.peers() != {"two": "ipc:///2"}:  # one falls silent
-                await two.report(listen="ipc:///2", public_key="k" * 40)
+            await hears_of(two, one="ipc:///3", two="ipc:///2")
+            await hears_of(two, two="ipc:///2")  # one has fallen silent
+            beat.cancel()
 
     run(main)
 

@@ -1,0 +1,224 @@
+"""The peers that write to this node: what they are let into, what they offer, and what lands."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from pdx.config import NodeConfig
+from pdx.errors import ConfigError, PeerError, ProtocolError
+from pdx.handshake import SessionState, SessionStep
+from pdx.memory import Arena
+from pdx.messages import Slot
+from pdx.node.incoming import Incoming, Landing
+from pdx.node.lander import Lander, Verdict
+from pdx.node.links import PeerSession
+from pdx.node.mailbox import Mailbox
+from pdx.node.regions import Regions
+from pdx.node.transfers import Transfers
+from pdx.node.ways import Ways
+from pdx.peer_messages import Coming, Offer, Stop, Want
+from pdx.store.chunk import Chunk
+from pdx.store.store import Store
+from pdx.timeline import Event
+
+log = logging.getLogger("pdx.node")
+
+PUMP_S = 0.005  # offers that wait for room look for it again after so long
+
+
+class Guests:
+    """All peers that dialled this node. Owned by the control loop."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        name: str,
+        arena: Arena,
+        probe: Slot,
+        store: Store,
+        transfers: Transfers,
+        regions: Regions,
+        ways: Ways,
+        mailbox: Mailbox,
+        counters: Counter[str],
+        layouts: Callable[[], Sequence[bytes]],
+        mark: Callable[[str, Event, int, int], None],
+        on_push_over: Callable[[Landing], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._arena = arena
+        self._probe = probe
+        self._store = store
+        self._regions = regions
+        self._ways = ways
+        self._mailbox = mailbox
+        self._counters = counters
+        self._layouts = layouts
+        self._mark = mark
+        self._on_push_over = on_push_over
+        self._clock = clock
+        self._landers: dict[str, Lander] = {}
+        self._schemes: dict[int, str] = {}  # of the sessions that have chosen
+        self._next_pump = 0.0
+        self.landed_bytes: Counter[str] = Counter()  # by peer
+        self.incoming = Incoming(
+            store,
+            transfers,
+            listeners=regions.listeners,
+            checks_writes=lambda scheme: regions.regions[scheme].checks_writes,
+            arena_bytes=store.total_bytes,
+            peer_share=config.peer_share,
+            push_s=config.push_s,
+            counters=counters,
+            on_sealed=self._landing_sealed,
+            on_over=self._landing_over,
+        )
+
+    # ---- sessions ---------------------------------------------------------------------------
+
+    def hello(self, session: PeerSession, schemes: Sequence[str]) -> None:
+        """A peer was let in: open its regions, as soon as the arena is registered."""
+        now = self._clock()
+        for landing in self.incoming.all():
+            old = landing.session
+            if old.name == session.name and isinstance(old, PeerSession) and old.epoch != session.epoch:
+                self.incoming.session_over(old, now, is_dead=True)  # its process is gone, or it would have the name
+        self._regions.when_open(lambda: self._welcome(session, schemes))
+
+    def _welcome(self, session: PeerSession, schemes: Sequence[str]) -> None:
+        self.start_landers()
+        if session.state is SessionState.OVER:
+            return
+        regions = []
+        for scheme in schemes:
+            listener = self._regions.listeners.get(scheme)
+            if listener is not None:
+                regions.append(listener.invite(session.token))
+                listener.grant(session.token, self._probe.offset, self._probe.nbytes)
+        if not regions:
+            session.turn_down(f"none of {', '.join(schemes)} works at {self._name}; see `pdx doctor` there")
+            return
+        session.welcome(regions, self._probe)
+
+    def chose(self, session: PeerSession, chosen: str) -> None:
+        """The peer will write by this scheme alone: the others are closed to it.
+
+        :raises ProtocolError: it was not invited to that, or has chosen before.
+        """
+        if chosen not in self._regions.listeners or session.number in self._schemes:
+            raise ProtocolError(f"{session.name} chooses {chosen!r}")
+        self._schemes[session.number] = chosen
+        for scheme, listener in self._regions.listeners.items():
+            if scheme == chosen:
+                listener.revoke(session.token, self._probe.offset, self._probe.nbytes)
+            else:
+                listener.expel(session.token)
+
+    def over(self, session: PeerSession, step: SessionStep) -> None:
+        """The session is over; a peer that was only silent may still write until its channel is closed to it."""
+        for listener in self._regions.listeners.values():
+            listener.expel(session.token)
+        self._schemes.pop(session.number, None)
+        is_dead = step in (SessionStep.BYE, SessionStep.RESTARTED)
+        self._counters["peers_silent"] += not is_dead
+        self.incoming.session_over(session, self._clock(), is_dead=is_dead)
+
+    # ---- what they say ----------------------------------------------------------------------
+
+    def offered(self, session: PeerSession, offer: Offer) -> None:
+        """Chunks that it has or is filling.
+
+        :raises ProtocolError: the offer makes no sense, or comes before a channel was chosen.
+        """
+        scheme = self._schemes.get(session.number)
+        if scheme is None:
+            raise ProtocolError(f"{session.name} offers before it has chosen a channel")
+        layouts = {layout for layout in self._layouts() if layout}
+        if offer.layout and layouts and offer.layout not in layouts:
+            self._counters["layout_mismatches"] += 1
+            log.warning("%s offers chunks of another KV layout than any engine here has", session.name)
+            session.send(Stop(offer.push, f"no engine at {self._name} has the KV layout of these chunks"))
+            return
+        self.incoming.offered(session, scheme, offer, self._clock())
+
+    def wanted(self, session: PeerSession, want: Want) -> None:
+        """It asks for chunks: what is here is pushed to it."""
+        is_pushed = want.transfer is not None and self._ways.is_pushing(want.transfer, session.name)
+        hits = 0 if is_pushed else len(self._store.find(want.keys, want.shards))
+        session.send(Coming(want.want, hits, is_pushed))
+        if not hits:
+            return
+        try:
+            self._ways.push(
+                session.name,
+                want.keys[:hits],
+                want.shards,
+                transfer=want.transfer,
+                layout=b"",
+                want=want.want,
+            )
+        except (PeerError, ConfigError) as error:
+            log.warning("%s wants chunks and cannot be dialled: %s", session.name, error)
+            session.send(Coming(want.want, 0))
+            return
+        self._counters["wants_served"] += 1
+
+    # ---- what lands -------------------------------------------------------------------------
+
+    def start_landers(self) -> None:
+        """One thread per listener, as soon as there are listeners. Idempotent."""
+        for scheme, listener in self._regions.listeners.items():
+            if scheme not in self._landers:
+                region = self._regions.regions[scheme]
+                digests = self._config.digests
+                self._landers[scheme] = Lander(
+                    scheme,
+                    listener=listener,
+                    memory=self._arena.data,
+                    rooms=self.incoming.rooms,
+                    wake=self._regions.wakes[scheme],
+                    is_polled=region.is_polled,
+                    needs_digests=digests == "always" or (digests == "wire" and region.crosses_wire),
+                    mailbox=self._mailbox,
+                    on_landed=self._landed,
+                    on_malformed=self._malformed,
+                )
+
+    def _landed(self, scheme: str, verdict: Verdict) -> None:
+        self.incoming.landed(scheme, verdict, self._clock())
+
+    def _malformed(self, scheme: str, token: bytes, text: str) -> None:
+        self._counters["dropped_notifications"] += 1
+        log.warning("dropped a notification by %s: %s", scheme, text)
+
+    def _landing_sealed(self, landing: Landing, chunks: list[Chunk]) -> None:
+        self.landed_bytes[landing.session.name] += sum(chunk.slot.nbytes for chunk in chunks)
+
+    def _landing_over(self, landing: Landing) -> None:
+        self._on_push_over(landing)
+        if landing.offer.transfer is not None and landing.landed_bytes:
+            self._mark(landing.offer.transfer, Event.LANDED, landing.landed_bytes, time.monotonic_ns())
+
+    # ---- time and the end -------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """After each turn of the control loop."""
+        now = self._clock()
+        if now >= self._next_pump:
+            self._next_pump = now + PUMP_S
+            self.incoming.pump(now)
+        writable = self.incoming.writable
+        for scheme, lander in self._landers.items():
+            lander.expect(scheme in writable)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        for lander in self._landers.values():
+            lander.close()
+        self._landers.clear()

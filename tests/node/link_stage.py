@@ -1,0 +1,262 @@
+"""What tests of links share: nodes that are nothing but `Links`, one loop that drives them, and peers that say anything.
+
+Messages go over real sockets; the clock stands still unless a test moves it, so nothing here depends on how fast the
+machine is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from pdx.channel import RemoteRegion
+from pdx.handshake import Identity
+from pdx.keyring import KeyPair
+from pdx.messages import VERSION, PeerEntry
+from pdx.node.links import Links
+from pdx.peer_messages import PeerFrame, PeerHello, PeerPing, decode_peer, encode_peer
+
+TIMEOUT_S = 4.0
+PING_S = 1.0
+
+
+class Recorder:
+    """A node's core that writes down what it is told, and welcomes whoever comes unless it is told not to."""
+
+    def __init__(self, name: str, epoch: int, schemes: tuple[str, ...]) -> None:
+        self.me = Identity(name=name, epoch=epoch, host="host", pid=4242, schemes=schemes)
+        self.events: list[tuple[Any, ...]] = []
+        self.on_hello: Callable[[Any], None] = self.welcome
+        self.on_message: Callable[[Any, Any], None] = lambda end, body: None
+
+    def identity(self) -> Identity:
+        return self.me
+
+    def welcome(self, session: Any) -> None:
+        session.welcome([RemoteRegion(scheme, 4096, session.token, b"") for scheme in self.me.schemes], None)
+
+    def peer_hello(self, session: Any, schemes: list[str]) -> None:
+        self.events.append(("hello", session, schemes))
+        self.on_hello(session)
+
+    def session_message(self, session: Any, body: Any) -> None:
+        self.events.append(("told", session, body))
+        self.on_message(session, body)
+
+    def session_over(self, session: Any, step: Any) -> None:
+        self.events.append(("over", session, step))
+
+    def link_ready(self, link: Any, welcome: Any, schemes: list[str]) -> None:
+        self.events.append(("ready", link, welcome, schemes))
+
+    def link_message(self, link: Any, body: Any) -> None:
+        self.events.append(("heard", link, body))
+        self.on_message(link, body)
+
+    def link_lost(self, link: Any, step: Any, why: str) -> None:
+        self.events.append(("lost", link, step, why))
+
+    def saw(self, kind: str) -> list[tuple[Any, ...]]:
+        """All events of a kind, without their kind."""
+        return [event[1:] for event in self.events if event[0] == kind]
+
+
+class LinkNode:
+    """Links with a recorder."""
+
+    def __init__(self, stage: Stage, name: str, epoch: int, schemes: tuple[str, ...], **settings: Any) -> None:
+        self.name = name
+        self.stage = stage
+        self.core = Recorder(name, epoch, schemes)
+        self.counters: Counter[str] = Counter()
+        self.links = Links(
+            stage.context,
+            self.core,
+            **{"listen": f"ipc://{stage.place}/{name}.sock", "keys": "", "roster": "", **settings},
+            timeout_s=TIMEOUT_S,
+            ping_s=PING_S,
+            watch=lambda socket: stage.poller.register(socket, zmq.POLLIN),
+            unwatch=stage.poller.unregister,
+            counters=self.counters,
+            clock=lambda: stage.now,
+        )
+        self.entry = PeerEntry(name, self.links.address, self.links.public_key)
+        self.is_frozen = False  # does not get its turn: stopped, or starved
+
+    def close(self) -> None:
+        if self in self.stage.nodes:
+            self.stage.nodes.remove(self)
+        self.links.close()
+
+
+class Stage:
+    """Several nodes in one process, and the clock they share."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.now = 1000.0
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.poller = zmq.Poller()
+        self.nodes: list[LinkNode] = []
+        self.undo = contextlib.ExitStack()
+
+    def node(self, name: str, epoch: int = 1, schemes: tuple[str, ...] = ("tcp", "shm"), **settings: Any) -> LinkNode:
+        node = LinkNode(self, name, epoch, schemes, **settings)
+        self.nodes.append(node)
+        return node
+
+    def introduce(self, *nodes: LinkNode) -> None:
+        """The proxy tells all of them of all of them."""
+        for node in self.nodes:
+            node.links.told([other.entry for other in nodes])
+
+    def pair(self, **settings: Any) -> tuple[LinkNode, LinkNode]:
+        """Two nodes, where alpha has dialled beta and was welcomed."""
+        alpha, beta = self.node("alpha", 11, **settings), self.node("beta", 22, **settings)
+        self.introduce(alpha, beta)
+        alpha.links.dial("beta")
+        self.until(lambda: alpha.core.saw("ready"))
+        return alpha, beta
+
+    def turn(self) -> None:
+        """One turn of the loop; the clock stands still."""
+        ready = [socket for socket, _ in self.poller.poll(20)]
+        awake = [node for node in self.nodes if not node.is_frozen]
+        for node in awake:
+            for socket in ready:
+                node.links.serve(socket)
+        if not awake:
+            time.sleep(0.005)
+
+    def until(self, condition: Callable[[], Any], what: str = "") -> Any:
+        """Turn until it is true; fail after 20 s."""
+        deadline = time.monotonic() + 20.0
+        while not (result := condition()):
+            assert time.monotonic() < deadline, what or "it did not happen"
+            self.turn()
+        return result
+
+    def settle(self, node: LinkNode) -> None:
+        """Turn until all that was sent to `node` before has been handled: what a fresh peer says now comes behind.
+
+        Only for what one connection sent before on the same socket pair use `until`; this is for what must NOT come.
+        """
+        with Raw(self, node) as last:
+            last.send(PeerPing())
+            self.until(last.hear)
+
+    def pass_time(self, seconds: float, step: float = 0.5) -> None:
+        """Move the clock in small steps, with ticks and turns."""
+        for _ in range(round(seconds / step)):
+            self.now += step
+            for node in self.nodes:
+                if not node.is_frozen:
+                    node.links.tick()
+            self.turn()
+
+    def close(self) -> None:
+        for node in list(self.nodes):
+            node.close()
+        self.undo.close()
+        self.context.term()
+
+
+class Raw:
+    """A peer that says anything at all: it dials `node` and believes nothing."""
+
+    def __init__(self, stage: Stage, node: LinkNode, *, own: KeyPair | None = None, server_key: str = "") -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 2000)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        if own is not None:
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+        self.socket.connect(node.links.address)
+        self.seq = 0
+
+    def send(self, body: Any, *, seq: int | None = None) -> int:
+        self.seq = self.seq + 1 if seq is None else seq
+        self.socket.send(encode_peer(PeerFrame(self.seq, body)))
+        return self.seq
+
+    def hello(self, name: str = "raw", epoch: int = 5, **fields: Any) -> None:
+        known = {"version": VERSION, "host": "h", "pid": 7, "schemes": ["tcp"], **fields}
+        self.send(PeerHello(name=name, epoch=epoch, **known))
+
+    def hear(self) -> Any:
+        """The next message that is no ping, None if none is there."""
+        while self.socket.poll(0):
+            body = decode_peer(self.socket.recv()).body
+            if not isinstance(body, PeerPing):
+                return body
+        return None
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self.socket.close()
+            self.context.term()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class RawHost:
+    """A node that is dialled and says anything at all."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        address = f"ipc://{stage.place}/{name}.sock"
+        self.socket.bind(address)
+        self.entry = PeerEntry(name, address)
+        self.route = b""
+
+    def hear(self) -> Any:
+        """The next message that is no ping, None if none is there."""
+        while self.socket.poll(0):
+            self.route, frame = self.socket.recv_multipart()
+            body = decode_peer(frame).body
+            if not isinstance(body, PeerPing):
+                return body
+        return None
+
+    def send(self, body: Any, *, seq: int) -> None:
+        self.socket.send_multipart([self.route, encode_peer(PeerFrame(seq, body))])
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+    def __enter__(self) -> RawHost:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def key_files(place: Path, *names: str) -> dict[str, str]:
+    """Key pairs on disk; the secret files by name."""
+    return {name: str(KeyPair.make().save(place / "keys", name)[0]) for name in names}
+
+
+def write_roster(path: Path, entries: dict[str, tuple[str, str]], proxy: tuple[str, str] | None = None) -> str:
+    """A roster file of (address, key) by name."""
+    text = "".join(f'[nodes.{name}]\naddress = "{where}"\nkey = "{key}"\n' for name, (where, key) in entries.items())
+    if proxy is not None:
+        text += f'[proxy]\naddress = "{proxy[0]}"\nkey = "{proxy[1]}"\n'
+    path.write_text(text)
+    path.chmod(0o644)
+    return str(path)
