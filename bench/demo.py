@@ -125,7 +125,8 @@ class Pair:
         recomputed = (self._counters()[0] - computed) / len(requests)
         for request, answer in zip(requests, answers, strict=True):
             is_same = answer.text == reference[request] and len(answer.text) == workload.ANSWER_TOKENS
-            rows.append(Row(request, is_same, answer.prompt_tokens, recomputed, self._timeline(answer.transfer)))
+            timeline, is_wired = self._timeline(answer.transfer), self._pair is not None
+            rows.append(Row(request, is_same, answer.prompt_tokens, recomputed, is_wired, timeline))
         return rows
 
     def _counters(self) -> tuple[float, float]:

@@ -23,12 +23,13 @@ class Row:
     is_same: bool
     prompt_tokens: int
     recomputed: float  # by the decoder; a mean for requests sent together
+    is_wired: bool  # the two engines have nodes of their own
     timeline: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> int:
         """Moved from node to node; with one node, from the prefill engine into it."""
-        return int(self.part("pushed_bytes") or self.part("moved_bytes") or 0)
+        return int(self.part("pushed_bytes" if self.is_wired else "moved_bytes") or 0)
 
     def part(self, name: str) -> float | None:
         """One number of the timeline's breakdown."""

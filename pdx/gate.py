@@ -64,7 +64,8 @@ class Gate:
             self._deny(key.decode("ascii"), address)
         else:
             self._deny(mechanism.decode("ascii", "replace"), address)
-        return [version, request, b"400", b"not in the roster", b"", b""]
+        # 300: for now. After 400 ZMQ would never try again, though tomorrow the roster may have that key.
+        return [version, request, b"300", b"not in the roster", b"", b""]
 
     def _deny(self, what: str, address: bytes) -> None:
         self._counters["peers_denied"] += 1

@@ -63,6 +63,8 @@ class Proxy:
             config.control or default_proxy(),
             on_report=self._take_report,
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
+            keys=config.keys,
+            roster=config.roster,
         )
         self._legs: Legs | None = None
         self._relay: Relay | None = None

@@ -181,6 +181,7 @@ class Control:
         if report.version != messages.VERSION:
             self._on_drop("version")
             return
+        self._roster.refresh()
         if self._own_keys is not None and self._roster.name_of(user_of(frames[0])) != report.node:
             log.warning("a report of node %r came with a key that is not its own, and was dropped", report.node[:80])
             self._on_drop("not_its_name")

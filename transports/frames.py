@@ -22,7 +22,7 @@ from pdx.errors import ProtocolError
 
 VERSION = 1
 MAX_STREAMS = 16  # of one channel
-MIN_PART_BYTES = 256 << 10  # no write is cut into parts smaller than this
+MIN_PART_BYTES = 1 << 20  # a write is cut into parts no smaller than this: below, waking two threads costs more
 
 _MAGIC = b"PDX" + bytes([VERSION])
 _LENGTH = struct.Struct("!4sI")
@@ -132,7 +132,7 @@ def pack_part(head: Head, packed_body: bytes) -> list[bytes]:
     return [packed.ljust(HEAD_BYTES, b"\0"), packed_body]
 
 
-def unpack_part(packed: bytes | bytearray) -> Head:
+def unpack_head(packed: bytes | bytearray) -> Head:
     """:raises ProtocolError: it is none, or a number in it is out of bounds."""
     magic, token, number, part, parts, body_bytes = _HEAD.unpack_from(packed)
     _check_magic(magic)
@@ -164,9 +164,9 @@ def unpack_ack(packed: bytes | bytearray | memoryview) -> Ack:
     return Ack(token, number, status)
 
 
-def parts_of(nbytes: int, streams: int, part_bytes: int = MIN_PART_BYTES) -> int:
-    """Into how many parts of at least `part_bytes` a write of `nbytes` is cut."""
-    return max(1, min(streams, nbytes // part_bytes))
+def parts_of(nbytes: int, streams: int) -> int:
+    """Into how many parts a write of `nbytes` is cut."""
+    return max(1, min(streams, nbytes // MIN_PART_BYTES))
 
 
 def cut(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:

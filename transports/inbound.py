@@ -34,7 +34,7 @@ from pdx.transports.frames import (
     inline_body,
     pack_ack,
     unpack_greeting,
-    unpack_part,
+    unpack_head,
 )
 from pdx.transports.sessions import Session, Sessions
 from pdx.transports.streams import fill, send_all, shut
@@ -101,6 +101,11 @@ class StreamListener(Listener):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._streams)} streams of {len(self._groups)} channels>"
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not greeted yet."""
+        return self._strangers
 
     @abstractmethod
     def _detail(self) -> bytes:
@@ -280,7 +285,7 @@ class StreamListener(Listener):
     def _receive(self, stream: socket.socket, group: Group) -> None:
         head_bytes = bytearray(HEAD_BYTES)
         while fill(stream, head_bytes):
-            head = unpack_part(head_bytes)
+            head = unpack_head(head_bytes)
             if not hmac.compare_digest(head.token, group.session.token):
                 raise ProtocolError("a frame with another session's token")
             packed = inline_body(head, head_bytes)

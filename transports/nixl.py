@@ -12,241 +12,25 @@ UCX has no authentication: whoever reaches its port may write to this process (d
 
 from __future__ import annotations
 
-import functools
 import ipaddress
-import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import msgspec
-from msgspec import Meta
 
-from pdx.channel import (
-    MAX_DETAIL_BYTES,
-    Availability,
-    Channel,
-    Listener,
-    Memory,
-    Notification,
-    Offset,
-    Piece,
-    Region,
-    RemoteRegion,
-    Transfer,
-    check_write,
-)
-from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted
+from pdx.channel import Availability, Listener, Memory, Notification, Region, RemoteRegion
+from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
 from pdx.transports import nixl_agent
 from pdx.transports.nixl_agent import NixlAgent
-from pdx.transports.onesided import BYE, HELLO, WRITE, Ledger, compose, this_process
+from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
+from pdx.transports.onesided import Ledger
 from pdx.transports.sealed import seal, unseal
 
-_GREETING_POLL_S = 0.0003
+_LOOK_S = 0.0002  # how often the region looks after transfers while there are some
 _SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}  # of UCX: a dead process of this host is noticed after two of them
 _LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
-
-
-class NixlDetail(msgspec.Struct, array_like=True, frozen=True):
-    """What a writer needs: who the agent is, its metadata, and where its memory begins."""
-
-    agent: Annotated[str, Meta(pattern=r"^pdx-[0-9a-f]{32}\Z")]
-    metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_DETAIL_BYTES)]
-    address: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    nbytes: Offset
-
-
-class _Peer:
-    """Another agent as ours has loaded it: once, however many channels lead to it.
-
-    It stays loaded until it breaks: NIXL's way of unloading one that is well leaves UCX's connection behind.
-    """
-
-    def __init__(self, detail: NixlDetail) -> None:
-        self.name = detail.agent
-        self.address = detail.address
-        self.channels = 0  # guarded by the region's lock
-        self.is_broken = False
-
-
-class NixlTransfer(Transfer):
-    """A request to NIXL. It holds the handle until NIXL is done with it, also when nobody waits for it any more."""
-
-    def __init__(self, channel: NixlChannel, handle: int | None, message: bytes) -> None:
-        self._channel = channel
-        self._message = message
-        self._lock = threading.Lock()  # guards all below, and each use of the handle
-        self._handle = handle
-        self._is_over = False
-        self._is_aborted = False
-
-    @property
-    def is_free(self) -> bool:
-        """Whether NIXL is done with the local bytes."""
-        return self._handle is None
-
-    def poll(self) -> bool:
-        """See `Transfer.poll`. Polling is what sends the notification."""
-        if not self._is_over:
-            self.advance()
-        return self._is_over
-
-    def abort(self) -> None:
-        """NIXL has begun at once and cannot stop; when it is done, nobody is notified."""
-        self._is_aborted = True
-
-    def advance(self) -> None:
-        """Look whether NIXL is done."""
-        if not self._lock.acquire(blocking=False):
-            return  # another thread is looking
-        try:
-            if self._handle is None:
-                return
-            agent = self._channel.agent
-            error: ChannelError | None = None
-            try:
-                if not agent.is_done(self._handle):
-                    return
-                if self._is_aborted:
-                    error = TransferAborted("it was aborted when it was on its way")
-                elif not self._is_over:
-                    agent.notify(self._channel.peer.name, self._message)
-            except agent.errors as broken:
-                error = ChannelBroken(f"NIXL: {broken}")
-                self._channel.peer.is_broken = True
-            agent.release(self._handle)
-            self._handle = None
-            self._end(error)
-        finally:
-            self._lock.release()
-        self._channel.settle(self)
-
-    def give_up(self, error: ChannelError) -> None:
-        """It is over for whoever waits."""
-        with self._lock:
-            self._end(error)
-
-    def drop(self) -> None:
-        """The agent ends."""
-        with self._lock:
-            if self._handle is not None:
-                self._channel.agent.release(self._handle)
-                self._handle = None
-
-    def _end(self, error: ChannelError | None) -> None:
-        if not self._is_over:
-            self.error = error
-            self._is_over = True
-
-
-class NixlChannel(Channel):
-    """From our agent to one session of another one."""
-
-    def __init__(self, region: NixlRegion, peer: _Peer, remote: RemoteRegion) -> None:
-        self.agent = region.agent
-        self.peer = peer
-        self._region = region
-        self._remote = remote
-        self._name = secrets.token_bytes(8)  # the receiver tells the connections of one session apart by it
-        self._lock = threading.Lock()  # guards all below
-        self._transfers: set[NixlTransfer] = set()
-        self._is_open = True
-        self._has_ended = False
-
-    def __repr__(self) -> str:
-        return f"<NixlChannel to {self.peer.name} {len(self._transfers)} transfers>"
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether NIXL is done with all its transfers, as far as is known."""
-        for transfer in list(self._transfers):
-            transfer.advance()
-        return not self._transfers
-
-    def greet(self, timeout_s: float) -> None:
-        """Read a byte, which makes UCX connect, and say hello.
-
-        :raises ChannelBroken: it does not answer.
-        """
-        deadline = time.monotonic() + timeout_s
-        begin = functools.partial(self.agent.read_byte, self.peer.name, self.peer.address)
-        greeting = self._begin(begin, self._message(HELLO, this_process()))
-        while not greeting.poll():
-            if time.monotonic() > deadline:
-                raise ChannelBroken(f"{self.peer.name} does not answer within {timeout_s} s")
-            time.sleep(_GREETING_POLL_S)
-        if greeting.error is not None:
-            raise greeting.error
-
-    def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
-        """See `Channel.write`. Between processes of one host the copying is done here, at the speed of memory."""
-        source, target = self._region.memory, self.peer.address
-        check_write(pieces, notify, source.nbytes, self._remote.nbytes)
-        local = [(source.address + piece.local, piece.nbytes, 0) for piece in pieces]
-        remote = [(target + piece.remote, piece.nbytes, 0) for piece in pieces]
-        begin = functools.partial(self.agent.write, self.peer.name, local, remote)
-        transfer = self._begin(begin, self._message(WRITE, notify))
-        transfer.poll()
-        return transfer
-
-    def close(self) -> None:
-        """See `Channel.close`. What NIXL is writing it goes on to write, in silence: nobody is notified of it."""
-        with self._lock:
-            self._is_open = False
-            transfers = list(self._transfers)
-        for transfer in transfers:
-            transfer.give_up(ChannelBroken("the channel was closed"))
-        self._region.closing(self)
-        self.sweep()
-
-    def sweep(self) -> None:
-        """Look after transfers that nobody else looks after."""
-        for transfer in list(self._transfers):
-            transfer.advance()
-        self._end_if_idle()
-
-    def settle(self, transfer: NixlTransfer) -> None:
-        """NIXL is done with this one."""
-        with self._lock:
-            self._transfers.discard(transfer)
-        self._end_if_idle()
-
-    def drop(self) -> None:
-        """The agent ends."""
-        for transfer in list(self._transfers):
-            transfer.drop()
-        with self._lock:
-            self._transfers.clear()
-
-    def _begin(self, begin: Callable[[], int], message: bytes) -> NixlTransfer:
-        with self._lock:
-            error = None if self._is_open else ChannelBroken("the channel is closed")
-            if self._is_open and self.peer.is_broken:
-                error = ChannelBroken(f"{self.peer.name} is gone")
-            handle = None
-            if error is None:
-                try:
-                    handle = begin()
-                except self.agent.errors as broken:
-                    error = ChannelBroken(f"NIXL: {broken}")
-                    self.peer.is_broken = True
-            transfer = NixlTransfer(self, handle, message)
-            if error is None:
-                self._transfers.add(transfer)
-            else:
-                transfer.give_up(error)
-        return transfer
-
-    def _message(self, kind: int, payload: bytes) -> bytes:
-        return compose(self._remote.token, kind, self._name, payload)
-
-    def _end_if_idle(self) -> None:
-        with self._lock:
-            if self._is_open or self._transfers or self._has_ended:
-                return
-            self._has_ended = True
-        self._region.ended(self, self._message(BYE, b""))
 
 
 class NixlListener(Listener):
@@ -304,16 +88,21 @@ class NixlRegion(Region):
     is_polled: ClassVar[bool] = True
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
-    def __init__(self, memory: Memory, agent: NixlAgent) -> None:
+    def __init__(self, memory: Memory, agent: NixlAgent, wake: Callable[[], None]) -> None:
         self.memory = memory
         self.agent = agent
+        self.wake = wake
         self._listener = NixlListener(self)
         self._lock = threading.Lock()  # guards all below, and loading and unloading of agents
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, NixlPeer] = {}
         self._owed: dict[str, list[bytes]] = {}  # farewells that could not be said, by agent
         self._channels: set[NixlChannel] = set()
         self._closing: set[NixlChannel] = set()  # closed, with requests that NIXL is still at
         self._is_open = True
+        # NIXL tells nobody when a transfer is over, and sends notifications only when it is asked.
+        self._has_transfers = threading.Event()
+        self._lookout = threading.Thread(target=self._look, name="pdx-nixl", daemon=True)
+        self._lookout.start()
 
     def __repr__(self) -> str:
         return f"<NixlRegion {self.agent.name} {self.memory} {len(self._channels)} channels>"
@@ -327,7 +116,7 @@ class NixlRegion(Region):
     def register(
         cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None
     ) -> NixlRegion:
-        """See `Region.register`. `wake` is never called.
+        """See `Region.register`. `wake` is called for transfers, not for notifications.
 
         UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
         UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
@@ -337,7 +126,7 @@ class NixlRegion(Region):
             raise ChannelUnavailable(f"{found.why}; {found.fix}")
         is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
         settings = {**_SETTINGS, **(_LOOPBACK_SETTINGS if is_loopback else {}), **cls.settings}
-        return cls(memory, NixlAgent(memory, settings))
+        return cls(memory, NixlAgent(memory, settings), wake)
 
     def listen(self) -> NixlListener:
         """See `Region.listen`. The agent is listening since it was made."""
@@ -363,11 +152,13 @@ class NixlRegion(Region):
         return channel
 
     def messages(self) -> list[bytes]:
-        """What other agents have said since the last call; looks after closed channels, too."""
-        for channel in list(self._closing):
-            channel.sweep()
+        """What other agents have said since the last call."""
         with self._lock:
             return self.agent.take() if self._is_open else []
+
+    def look_after(self) -> None:
+        """A transfer is under way."""
+        self._has_transfers.set()
 
     def closing(self, channel: NixlChannel) -> None:
         """It is closed, but not yet ended."""
@@ -405,13 +196,25 @@ class NixlRegion(Region):
                 channel.drop()
             self._closing.clear()
             self._peers.clear()
-            self.agent.close()
+        self._has_transfers.set()
+        self._lookout.join()
+        self.agent.close()
 
-    def _join(self, detail: NixlDetail) -> _Peer:
+    def _look(self) -> None:
+        while self._is_open:
+            self._has_transfers.wait()
+            self._has_transfers.clear()
+            with self._lock:
+                channels = [*self._channels, *self._closing]
+            if sum(channel.sweep() for channel in channels):
+                self._has_transfers.set()
+                time.sleep(_LOOK_S)
+
+    def _join(self, detail: NixlDetail) -> NixlPeer:
         peer = self._peers.get(detail.agent)
         if peer is not None and peer.is_broken:
             # What was under way to it must end first: it uses keys that go with the peer.
-            if not all(channel.is_idle for channel in self._channels | self._closing if channel.peer is peer):
+            if any(channel.has_transfers for channel in self._channels | self._closing if channel.peer is peer):
                 raise ChannelBroken(f"writes to {peer.name} are still failing")
             self.agent.unload(peer.name)
             peer = None
@@ -420,14 +223,14 @@ class NixlRegion(Region):
         peer.channels += 1
         return peer
 
-    def _load(self, detail: NixlDetail) -> _Peer:
+    def _load(self, detail: NixlDetail) -> NixlPeer:
         if detail.agent == self.agent.name:
             raise ChannelUnavailable("NIXL does not write from an agent to itself")
         try:
             name = self.agent.load(detail.metadata)
         except self.agent.errors as error:
             raise ChannelBroken(f"NIXL cannot load {detail.agent}: {error}") from error
-        peer = _Peer(detail)
+        peer = NixlPeer(detail)
         if name != peer.name:
             raise ChannelBroken(f"the metadata of {peer.name} are those of {name!r}")
         self._peers[name] = peer

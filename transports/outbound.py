@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import ClassVar
 
 from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write
 from pdx.errors import (
@@ -27,7 +26,6 @@ from pdx.errors import (
 from pdx.transports.arrivals import WINDOW
 from pdx.transports.frames import (
     ACK_BYTES,
-    MIN_PART_BYTES,
     OK,
     REFUSED,
     UNREACHABLE,
@@ -90,8 +88,6 @@ class StreamChannel(Channel):
     the last one out declares the open transfers broken: only then nothing reads their local bytes any more.
     """
 
-    part_bytes: ClassVar[int] = MIN_PART_BYTES
-
     def __init__(self, local_nbytes: int, remote: RemoteRegion, wake: Callable[[], None]) -> None:
         self._local_nbytes = local_nbytes
         self._remote = remote
@@ -134,7 +130,7 @@ class StreamChannel(Channel):
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """See `Channel.write`. Large writes are cut into parts, which go over different streams."""
         check_write(pieces, notify, self._local_nbytes, self._remote.nbytes)
-        parts = parts_of(sum(piece.nbytes for piece in pieces), len(self._streams), self.part_bytes)
+        parts = parts_of(sum(piece.nbytes for piece in pieces), len(self._streams))
         transfer = StreamTransfer(self, pieces, pack_body(pieces, notify), parts)
         with self._room:
             if self._broken is None:

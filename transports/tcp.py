@@ -41,8 +41,6 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 class TcpChannel(StreamChannel):
     """Sends straight from a region's memory."""
 
-    part_bytes = 1 << 20  # below that, a second pair of threads costs more than it brings
-
     def __init__(self, memory: Memory, remote: RemoteRegion, wake: Callable[[], None]) -> None:
         super().__init__(memory.nbytes, remote, wake)
         self._memory = memory

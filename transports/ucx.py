@@ -15,7 +15,6 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +61,10 @@ from pdx.transports.ucx_messages import (
 
 # Of UCX. A dead process of this host is noticed after two keepalive intervals. With get_zcopy the reader's side moves
 # the bytes wherever the technology can, so nothing lands behind its back.
-_SETTINGS = {"KEEPALIVE_INTERVAL": "1s", "RNDV_THRESH": "8192", "RNDV_SCHEME": "get_zcopy"}
+_SETTINGS = {"KEEPALIVE_INTERVAL": "1s", "RNDV_THRESH": "8192"}
 _LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
+_DRAIN_S = 0.25  # for writes under way to end by themselves before a channel is closed by force
+_LOST_S = 2.5  # for UCX to notice that the reader has closed its endpoint
 _SETTLE_S = 3.0  # for UCX to let go of what a closed endpoint had under way
 _DEAD_LANES = 64  # of closed channels, whose late messages are still thrown away
 
@@ -100,7 +101,7 @@ class UcxTransfer(Transfer):
 
 
 class UcxChannel(Channel):
-    """To one session of another worker's region. All but `write`, `close` and `abort` belongs to the engine's thread."""
+    """To one session of another worker's region. All but `write`, `close` and `abort` is its thread's."""
 
     def __init__(self, region: UcxRegion, remote: RemoteRegion) -> None:
         self.id = secrets.token_bytes(16)
@@ -144,14 +145,11 @@ class UcxChannel(Channel):
         """See `Channel.close`."""
         self.lose("the channel was closed")
 
-    def lose(self, why: str) -> None:
-        """End it, from any thread."""
+    def lose(self, why: str, grace_s: float = 0.0) -> None:
+        """End it, from any thread. `grace_s`: there is a reason why UCX will soon find the peer gone."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
-        try:
-            self._region.engine.call(lambda: self._end(why if was_open else "the channel is closed"))
-        except ChannelBroken:
-            pass  # the region is closed, and everything with it
+        self._region.on_thread(lambda: self._end(why if was_open else "the channel is closed", grace_s))
 
     def abort(self, transfer: UcxTransfer) -> None:
         """Drop it if it has not begun."""
@@ -203,7 +201,7 @@ class UcxChannel(Channel):
         endpoint.send(views, payload_tag(self.lane, number), sent)
 
     def _finish(self, number: int, transfer: UcxTransfer) -> None:
-        if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None):
+        if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
             transfer.end(transfer.answer)
             self._region.wake()
             self._begin()
@@ -218,27 +216,34 @@ class UcxChannel(Channel):
         if self._endpoint is not None:
             self._endpoint.send([_encode(message)], CONTROL_TAG, lambda _: None)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, grace_s: float) -> None:
         endpoint = self._endpoint
         if endpoint is None:
             return
         self._say(End(self.id))
         self._endpoint = None
         self._region.channels.pop(self.id, None)
-        for transfer in self._under_way.values():
+        if grace_s:
+            endpoint.close(grace_s)
+        else:
+            self._settle(_DRAIN_S)
+            endpoint.close()
+        for number, transfer in list(self._under_way.items()):
             if not transfer.has_answer:
                 transfer.has_answer = True
                 transfer.answer = ChannelBroken(why)
-        endpoint.close()
+                self._finish(number, transfer)
         self._begin()
-        deadline = time.monotonic() + _SETTLE_S
-        while self._under_way and time.monotonic() < deadline:
-            self._region.engine.settle(0.01)
+        if not grace_s:
+            self._settle(_SETTLE_S)
         for transfer in self._under_way.values():
             transfer.end(transfer.answer)
         self._under_way.clear()
         self.answered.set()
         self._region.wake()
+
+    def _settle(self, timeout_s: float) -> None:
+        self._region.engine.settle(lambda: all(transfer.is_sent for transfer in self._under_way.values()), timeout_s)
 
 
 @dataclass(eq=False)
@@ -293,7 +298,7 @@ class UcxListener(Listener):
     def close(self) -> None:
         """See `Listener.close`. When it returns nothing lands any more."""
         self._sessions.expel_all()
-        self._region.close_on_thread(lambda: self._end_all(lambda _: True))
+        self._region.on_thread(lambda: self._end_all(lambda _: True))
 
     def greeted(self, message: Greet) -> None:
         """A writer shows a token. A stranger's address is not even parsed, so it gets no answer."""
@@ -340,9 +345,9 @@ class UcxListener(Listener):
         inbound = self._inbounds.pop(channel, None)
         if inbound is None or inbound.endpoint is None:
             return
-        endpoint, _ = inbound.endpoint, inbound.say(End(inbound.id))
-        inbound.endpoint = None
-        endpoint.close()
+        inbound.say(End(inbound.id))
+        endpoint, inbound.endpoint = inbound.endpoint, None
+        endpoint.close(_DRAIN_S)
         self._lanes.discard(inbound.lane)
         self._dead_lanes.append(inbound.lane)
         self._discard_late()
@@ -351,9 +356,7 @@ class UcxListener(Listener):
         ended = [inbound for inbound in self._inbounds.values() if chosen(inbound)]
         for inbound in ended:
             self.end(inbound.id)
-        deadline = time.monotonic() + _SETTLE_S
-        while any(inbound.landing for inbound in ended) and time.monotonic() < deadline:
-            self._region.engine.settle(0.01)
+        self._region.engine.settle(lambda: not any(inbound.landing for inbound in ended), _SETTLE_S)
 
     def _landed(self, inbound: _Inbound, message: Put, is_good: bool) -> None:
         entered = inbound.landing.pop(message.number)
@@ -421,16 +424,16 @@ class UcxRegion(Region):
             raise ChannelBroken(f"nobody answers within {timeout_s} s, or does not know the token")
         return channel
 
-    def close_on_thread(self, close: Callable[[], None]) -> None:
+    def on_thread(self, work: Callable[[], None]) -> None:
         """Have the engine's thread do this, unless it has ended and everything with it."""
         try:
-            self.engine.call(close)
+            self.engine.call(work)
         except ChannelBroken:
             return
 
     def close(self) -> None:
         """See `Region.close`."""
-        self.close_on_thread(self._close_channels)
+        self.on_thread(self._close_channels)
         self._listener.close()
         self.engine.close()
 
@@ -456,4 +459,4 @@ class UcxRegion(Region):
         elif isinstance(message, Done):
             channel.done(message.number, message.status)
         else:
-            channel.lose("the reader has closed it")
+            channel.lose("the reader has closed it", _LOST_S)

@@ -23,6 +23,9 @@ from pdx.errors import ChannelBroken, ChannelUnavailable
 
 _FIX = "pip install 'pdx-transport[ucx]'"
 _CALL_S = 10.0  # a bound for what the thread does at once; it does not wait for peers
+_POLL_MS = 50  # UCX is known to miss waking somebody now and then
+_CLOSING_POLL_MS = 1  # and it wakes nobody for what is left to do when an endpoint was closed
+_CLOSING_S = 0.2
 _ROUNDS = 64  # of progress before completions are looked at
 
 _log = logging.getLogger(__name__)
@@ -60,9 +63,12 @@ class Batch:
         self._keep = keep  # memory that UCX uses
         self._then = then
         self._is_good = True
+        self._is_over = False
 
     def advance(self, errors: type[Exception]) -> bool:
-        """Whether all are over."""
+        """Whether all are over. Looking again when they are is harmless."""
+        if self._is_over:
+            return True
         while self._requests:
             request = self._requests[-1]  # the last one is usually the last to complete
             if not request.completed:
@@ -72,6 +78,7 @@ class Batch:
             except errors:
                 self._is_good = False
             self._requests.pop()
+        self._is_over = True
         self._then(self._is_good)
         return True
 
@@ -82,41 +89,49 @@ class Endpoint:
     def __init__(self, engine: UcxEngine, native: Any) -> None:
         self._engine = engine
         self._native = native
+        self._pending = 0  # batches
 
     @property
-    def is_open(self) -> bool:
-        """Whether it was neither closed nor lost."""
-        return self._native is not None
+    def is_idle(self) -> bool:
+        """Whether it has nothing under way, or has lost its peer, which ends what was."""
+        return not self._pending or not self._native or not self._native.alive
 
     def send(self, views: Iterable[memoryview | bytes], tag: int, then: Callable[[bool], None]) -> None:
         """Send each as a message of its own; they must not change until `then`."""
-        self._batch(self._native.tag_send if self._native else None, list(views), tag, then)
+        self._batch("tag_send", list(views), tag, then)
 
     def receive(self, views: Iterable[memoryview | bytearray], tag: int, then: Callable[[bool], None]) -> None:
         """Receive as many messages, in the order in which they were sent."""
-        self._batch(self._native.tag_recv if self._native else None, list(views), tag, then)
+        self._batch("tag_recv", list(views), tag, then)
 
-    def _batch(self, verb: Any, views: list[Any], tag: int, then: Callable[[bool], None]) -> None:
-        if verb is None:
+    def _batch(self, verb: str, views: list[Any], tag: int, then: Callable[[bool], None]) -> None:
+        # A receive that is posted after UCX has lost the peer would never end: UCXX does not cancel it.
+        if self._native is None or not self._native.alive:
             then(False)
             return
-        library = self._engine.library
-        requests: list[Any] = []
-        try:
-            for view in views:
-                requests.append(verb(self._engine.array(view), library.UCXXTag(tag)))  # noqa: PERF401
-        except library.UCXError:
-            then_failed = then
-            self._engine.watch(Batch(requests, views, lambda _: then_failed(False)))
-            return
-        self._engine.watch(Batch(requests, views, then))
+        library, array = self._engine.library, self._engine.array
+        post, ucx_tag = getattr(self._native, verb), library.UCXXTag(tag)
+        self._pending += 1
 
-    def close(self) -> None:
-        """By force: what is under way ends with an error, soon. Idempotent."""
-        if self._native is not None:
+        def ended(is_good: bool) -> None:
+            self._pending -= 1
+            then(is_good)
+
+        self._engine.watch(Batch([post(array(view), ucx_tag) for view in views], views, ended))
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """By force, at the latest after `grace_s`: what is under way then ends with an error. Idempotent.
+
+        UCXX never frees requests that it had to cancel, nor the worker that they belong to. So where there is time, let
+        them end, or the peer be lost.
+        """
+        if grace_s and not self.is_idle:
+            self._engine.close_later(self, grace_s)
+        elif self._native is not None:
             native, self._native = self._native, None
             native.remove_close_callback()
             native.close_blocking()
+            self._engine.closed()
 
 
 class UcxEngine:
@@ -145,8 +160,10 @@ class UcxEngine:
             raise ChannelUnavailable(f"UCX cannot be started with {config}: {error}") from error
         self._work: deque[Callable[[], None]] = deque()  # appended to by any thread
         self._lost: deque[Callable[[], None]] = deque()  # appended to by UCX's callbacks, which may take no lock
-        self._batches: list[Batch] = []
+        self._batches: dict[Batch, None] = {}  # in order
         self._is_open = True
+        self._closing: dict[Endpoint, float] = {}  # until when each may live
+        self._closing_until = 0.0
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._bell_lock = threading.Lock()  # guards _bell against being closed
         self._thread = threading.Thread(target=self._main, name="pdx-ucx", daemon=True)
@@ -202,7 +219,16 @@ class UcxEngine:
     def watch(self, batch: Batch) -> None:
         """Look after it until it is over. Thread only."""
         if not batch.advance(self.library.UCXError):
-            self._batches.append(batch)
+            self._batches[batch] = None
+
+    def close_later(self, endpoint: Endpoint, grace_s: float) -> None:
+        """Close it when it is idle, or then. Thread only."""
+        self._closing[endpoint] = time.monotonic() + grace_s
+
+    def closed(self) -> None:
+        """An endpoint was. Thread only."""
+        self._worker.progress()  # cancels what lost endpoints had under way, unlike progress_once
+        self._closing_until = time.monotonic() + _CLOSING_S
 
     def discard(self, tag: int, mask: int) -> None:
         """Throw away what has come under such tags and nobody has received. Thread only."""
@@ -223,15 +249,24 @@ class UcxEngine:
         self._context = None
 
     def _stop(self) -> None:
+        for endpoint in list(self._closing):
+            endpoint.close()
+        self._closing.clear()
         self._is_open = False
 
-    def settle(self, timeout_s: float) -> bool:
-        """Make progress until no request is under way; whether that was reached. Thread only."""
+    def settle(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Make progress until `is_done()`, for a while. Messages are not looked at meanwhile. Thread only."""
         deadline = time.monotonic() + timeout_s
-        while self._batches and time.monotonic() < deadline:
-            self._worker.progress_once()
+        while not is_done() and time.monotonic() < deadline:
+            self._worker.progress()
             self._advance()
-        return not self._batches
+            self._close_due()
+
+    def _close_due(self) -> None:
+        for endpoint, end in list(self._closing.items()):
+            if endpoint.is_idle or time.monotonic() > end:
+                del self._closing[endpoint]
+                endpoint.close()
 
     def _main(self) -> None:
         poll = select.poll()
@@ -241,7 +276,8 @@ class UcxEngine:
             while self._turn():
                 pass
             if not self._work and self._worker.arm():
-                poll.poll()
+                is_closing = self._closing or time.monotonic() < self._closing_until
+                poll.poll(_CLOSING_POLL_MS if is_closing else _POLL_MS)
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
 
@@ -258,15 +294,16 @@ class UcxEngine:
         while found := self._worker.tag_probe(*self._control, remove=True):
             is_busy = True
             self._read(found)
+        self._close_due()
         return self._advance() or is_busy
 
     def _advance(self) -> bool:
-        if not self._batches:
-            return False
-        batches, self._batches = self._batches, []
-        left = [batch for batch in batches if not batch.advance(self.library.UCXError)]
-        self._batches[:0] = left
-        return len(left) < len(batches)
+        has_ended = False
+        for batch in list(self._batches):  # what a batch sets off may advance others, and add some
+            if batch.advance(self.library.UCXError):
+                has_ended = True
+                self._batches.pop(batch, None)
+        return has_ended
 
     def _do(self, work: Callable[[], None]) -> None:
         try:

@@ -1,6 +1,6 @@
 """What UCX channels say besides payload: typed, bounded, without I/O.
 
-    writer → reader   Greet, then per write: Put, and each run of its pieces as a message of its own under the write's tag
+    writer → reader   Greet, then per write: Put, and each run of its pieces under the write's tag
     reader → writer   Welcome, then per write: Done
     either            End
 

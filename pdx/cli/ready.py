@@ -6,6 +6,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
+import msgspec
+
 from pdx.client import connect
 from pdx.errors import NodeUnavailable
 
@@ -18,13 +20,31 @@ def answers_health(url: str) -> Callable[[], bool]:
     """Does an HTTP server at `url` say that it is healthy?"""
 
     def ask() -> bool:
-        try:
-            with _direct.open(f"{url}/health", timeout=ANSWER_S) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return _health(url) is not None
 
     return ask
+
+
+def knows_nodes(url: str, count: int) -> Callable[[], bool]:
+    """Is the proxy at `url` healthy, and have so many nodes reported to it? Before, it cannot name them to engines."""
+
+    def ask() -> bool:
+        body = _health(url)
+        return body is not None and msgspec.json.decode(body, type=_ProxyHealth).nodes >= count
+
+    return ask
+
+
+class _ProxyHealth(msgspec.Struct):
+    nodes: int
+
+
+def _health(url: str) -> bytes | None:
+    try:
+        with _direct.open(f"{url}/health", timeout=ANSWER_S) as answer:
+            return bytes(answer.read()) if answer.status == 200 else None
+    except (urllib.error.URLError, OSError):
+        return None
 
 
 def answers_at(address: str) -> Callable[[], bool]:

@@ -20,7 +20,7 @@ from pdx.cli import placement
 from pdx.cli.node import check_channels
 from pdx.cli.processes import Processes, State
 from pdx.cli.progress import Progress
-from pdx.cli.ready import answers_at, answers_health
+from pdx.cli.ready import answers_at, answers_health, knows_nodes
 from pdx.cli.serve import ANY_HOST, engine_command
 from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder
 from pdx.errors import ConfigError
@@ -189,7 +189,9 @@ def _start_proxy(plan: Plan, processes: Processes) -> None:
     for engine in plan.engines:
         options += [f"--{engine.role}", engine.url]
     host = "127.0.0.1" if plan.host in ANY_HOST else plan.host
-    processes.start("proxy", [*PDX, "proxy", *options], is_ready=answers_health(f"http://{host}:{plan.port}"))
+    reporting = sum(node.is_own for node in plan.nodes)
+    is_ready = knows_nodes(f"http://{host}:{plan.port}", reporting)
+    processes.start("proxy", [*PDX, "proxy", *options], is_ready=is_ready)
 
 
 def _nodes(folder: Path, channel: str | None) -> list[Node]:

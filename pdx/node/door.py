@@ -31,13 +31,11 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Door:
-    """A bound ROUTER and, with keys, the gate before it. Open from construction to `close`.
-
-    The context is its own: when it has ended, ZMQ has really let go of a Unix socket's path, and the lock may go, too.
-    """
+    """A bound ROUTER and, with keys, the gate before it: one to a context. Open from construction to `close`."""
 
     def __init__(
         self,
+        context: zmq.Context[zmq.Socket[bytes]],
         listen: str,
         *,
         own: KeyPair | None,
@@ -57,7 +55,6 @@ class Door:
                 private_folder(path.parent)
                 undo.callback(os.close, _own_path(path))
                 undo.callback(path.unlink, missing_ok=True)
-            context = undo.enter_context(zmq.Context())
             self._gate = Gate(context, admits=admits, counters=counters) if own is not None else None
             if self._gate is not None:
                 undo.callback(self._gate.close)
@@ -112,7 +109,7 @@ class Door:
         return ""
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Stop listening; blocks up to `linger_ms` until what was posted has left. Idempotent."""
+        """Stop listening; what was posted has `linger_ms` to leave, while the context ends. Idempotent."""
         if not self._router.closed:
             self._router.setsockopt(zmq.LINGER, linger_ms)
         self._undo.close()

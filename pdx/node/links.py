@@ -2,7 +2,7 @@
 
 One ROUTER that peers dial, one DEALER per peer that is dialled; with keys, all of them CURVE. Who may come in and who
 may be dialled is the roster's word; what is said once a link stands is the handler's business. One thread, the control
-loop's; nothing blocks, and `close` waits a fraction of a second at most.
+loop's, and nothing blocks; what was said last has FAREWELL_MS to leave while the context ends.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Links:
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`context` is for the sockets that dial. `watch` and `unwatch` add and remove a socket of the poller that
-        decides when to call `serve`.
+        """`context`: of this node alone, because the gate is for all CURVE servers in it. `watch` and `unwatch` add
+        and remove a socket of the poller that decides when to call `serve`.
 
         :raises ConfigError: an address, the keys or the roster are wrong, or the address cannot be had.
         :raises NodeRunning: another node owns the address.
@@ -71,6 +71,7 @@ class Links:
         self._by_socket: dict[zmq.Socket[bytes], Link] = {}
         self._lives = Lives()
         self._door = Door(
+            context,
             listen,
             own=self._own,
             admits=lambda key: self._roster.name_of(key) is not None,
@@ -137,12 +138,16 @@ class Links:
         """What the proxy says of the nodes there are; believed as far as `pdx.roster` says."""
         self._roster.believe(entries)
 
-    def secure_proxy(self, socket: zmq.Socket[bytes]) -> None:
-        """Before a socket connects to the proxy: CURVE, if this node has keys.
+    def secure_proxy(self, socket: zmq.Socket[bytes], address: str = "") -> None:
+        """Before a socket connects to the proxy at `address`: CURVE, if this node has keys.
+
+        A Unix socket that the roster does not name as the proxy's is this user's alone, and needs none.
 
         :raises ConfigError: it has keys, and the roster does not say the proxy's.
         """
         proxy = self._roster.proxy
+        if address.startswith("ipc://") and (proxy is None or proxy.address != address):
+            return
         secure_client(socket, own=self._own, server_key=proxy.key if proxy is not None else "")
 
     # ---- the loop ---------------------------------------------------------------------------

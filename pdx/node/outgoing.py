@@ -104,6 +104,7 @@ class Push:
         self.sent_bytes = 0
         self.acked_bytes = 0
         self.is_granted = False
+        self.is_given_up = False
         self.is_lost = False  # the link is gone: there is nobody to tell
 
     def __repr__(self) -> str:
@@ -181,7 +182,7 @@ class Outgoing:
         found: list[tuple[bytes, list[Chunk]]] = []
         for key in keys:
             chunks = self._store.known(key, shards)
-            if chunks is None:
+            if chunks is None or chunks[0].slot.nbytes < chunks[0].layers:  # a slice without a byte is no write
                 break
             found.append((key, chunks))
         for run in _alike(found):
@@ -229,7 +230,11 @@ class Outgoing:
             if push.state is SenderState.STREAMING:
                 raise ProtocolError(f"{name} answers the offer {granted.push} twice")
             return
-        self._take_grants(push, granted)
+        try:
+            push.items = _items(push, granted)
+        except ProtocolError:
+            self._give_up(push, SenderStep.CANCEL)  # the peer keeps room for it until it is told
+            raise
         push.step(SenderStep.GRANT)
         push.is_granted = True
         wanted = {id(item.chunk) for item in push.items}
@@ -239,21 +244,8 @@ class Outgoing:
             self._of_chunk[item.chunk.slot.offset].add(push.number)
         self._counters["offered_chunks"] += len(push.offer.keys) * push.offer.shards
         self._counters["granted_chunks"] += len(push.items)
+        self._give_up_if_dead(push)
         self.pump(name)
-
-    @staticmethod
-    def _take_grants(push: Push, granted: Granted) -> None:
-        shards, keys = push.offer.shards, len(push.offer.keys)
-        if len(granted.slots) != len(granted.granted) * shards or len(set(granted.granted)) != len(granted.granted):
-            raise ProtocolError(f"{len(granted.slots)} slots for {len(granted.granted)} chunks of {shards} shards")
-        for number, index in enumerate(granted.granted):
-            if index >= keys:
-                raise ProtocolError(f"chunk {index} of {keys} granted")
-            slots = granted.slots[number * shards : (number + 1) * shards]
-            for chunk, slot in zip(push.chunks[index * shards : (index + 1) * shards], slots, strict=True):
-                if slot.nbytes != chunk.slot.nbytes:
-                    raise ProtocolError(f"{slot} granted for a chunk of {chunk.slot.nbytes} bytes")
-                push.items.append(Item(chunk, slot))
 
     def stopped(self, name: str, number: int, text: str) -> None:
         """The peer does not want this push any more."""
@@ -280,9 +272,7 @@ class Outgoing:
         names = set()
         for number in numbers:
             push = self._pushes[number]
-            if push.state is SenderState.STREAMING and any(item.is_dead for item in push.items):
-                self._counters["pushes_without_source"] += 1
-                self._give_up(push, SenderStep.CANCEL)
+            self._give_up_if_dead(push)
             names.add(push.way.name)
         for name in names:
             self.pump(name)
@@ -334,8 +324,10 @@ class Outgoing:
         spans: list[list[tuple[int, int]]] = []
         taken: list[tuple[Item, int]] = []
         nbytes = count = 0
+        is_full = False
         for item, first, layers in self._ready(push):
             fitting = self._fitting(item, first, layers, MAX_WRITE_BYTES - nbytes, MAX_SLICES - count)
+            is_full |= fitting < layers
             if not fitting:
                 break
             start, size = item.chunk.span(first, fitting)
@@ -347,7 +339,7 @@ class Outgoing:
             taken.append((item, ((1 << fitting) - 1) << first))
             nbytes, count = nbytes + size, count + fitting
         is_last = not push.unfilled_bytes
-        if not pieces or (nbytes < self._group_bytes and not is_last):
+        if not pieces or (nbytes < self._group_bytes and not is_last and not is_full):
             return None
         for item, bits in taken:
             item.sent |= bits
@@ -379,19 +371,25 @@ class Outgoing:
             self._counters["sent_bytes"] += job.nbytes
             for item, bits in job.tag if isinstance(job.tag, list) else ():
                 item.acked |= bits
-        elif push.state is not SenderState.DRAINING:
+        elif not push.is_given_up:  # else it was aborted
             log.warning("%r failed: %s", push, error)
             self._counters["writes_failed"] += 1
-            self._give_up(push, SenderStep.CANCEL)
-        else:
-            self._drain(push)
-        if error is None and push.state is SenderState.DRAINING:
+            if push.state is SenderState.STREAMING:
+                self._give_up(push, SenderStep.CANCEL)
+        if push.state is SenderState.DRAINING:
             self._drain(push)
         self.pump(name)
 
     # ---- ending -----------------------------------------------------------------------------
 
+    def _give_up_if_dead(self, push: Push) -> None:
+        """Whoever filled a chunk of it has given up."""
+        if push.state is SenderState.STREAMING and any(item.is_dead for item in push.items):
+            self._counters["pushes_without_source"] += 1
+            self._give_up(push, SenderStep.CANCEL)
+
     def _give_up(self, push: Push, step: SenderStep) -> None:
+        push.is_given_up = True
         push.step(step)
         push.way.abort(push.number)
         self._drain(push)
@@ -412,6 +410,26 @@ class Outgoing:
                 del self._of_chunk[item.chunk.slot.offset]
         self._store.unhold(push.chunks)
         self._on_over(push, is_complete)
+
+
+def _items(push: Push, granted: Granted) -> list[Item]:
+    """What a grant stands for.
+
+    :raises ProtocolError: it is not an answer to the push's offer.
+    """
+    shards, keys = push.offer.shards, len(push.offer.keys)
+    if len(granted.slots) != len(granted.granted) * shards or len(set(granted.granted)) != len(granted.granted):
+        raise ProtocolError(f"{len(granted.slots)} slots for {len(granted.granted)} chunks of {shards} shards")
+    items = []
+    for number, index in enumerate(granted.granted):
+        if index >= keys:
+            raise ProtocolError(f"chunk {index} of {keys} granted")
+        slots = granted.slots[number * shards : (number + 1) * shards]
+        for chunk, slot in zip(push.chunks[index * shards : (index + 1) * shards], slots, strict=True):
+            if slot.nbytes != chunk.slot.nbytes:
+                raise ProtocolError(f"{slot} granted for a chunk of {chunk.slot.nbytes} bytes")
+            items.append(Item(chunk, slot))
+    return items
 
 
 def _alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:

@@ -102,7 +102,7 @@ class Reception:
             self._end(*previous, SessionStep.RESTARTED, f"it was started anew (epoch {epoch})")
 
     def close(self) -> None:
-        """Say bye to all and close the door; blocks for FAREWELL_MS at most. The handler is not called. Idempotent."""
+        """Say bye to all and close the door. The handler is not called. Idempotent."""
         for session in self._sessions.values():
             session.end(SessionStep.BYE, PeerBye())
         self._sessions.clear()

@@ -1,10 +1,9 @@
 """The wire format: round trips, the same bytes through an independent msgpack, and every bound refused.
 
-Strategies and bad values are derived from the message types themselves, so a new field is tested when it is added.
+Strategies and bad values come from the message types themselves (`wire_values`), so a new field is tested when added.
 """
 
 import contextlib
-import copy
 
 import msgpack
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
+from wire_values import assert_bounded, refuse_all, valid, within
 
 from pdx import messages
 from pdx.errors import ProtocolError
@@ -25,6 +25,7 @@ from pdx.messages import (
     Lookup,
     Mark,
     NodeReport,
+    PeerList,
     Slot,
     ToNode,
     decode_from_node,
@@ -39,45 +40,11 @@ DECODERS = {
     FromNode: decode_from_node,
     NodeReport: decode_to_proxy,
     Cancel: decode_from_proxy,
+    PeerList: decode_from_proxy,
 }
 BODIES = [*msgspec.inspect.type_info(messages.Ask).types, *msgspec.inspect.type_info(messages.Answer).types]
 UNBOUNDED = {"NodeStatus", "AttachedStatus"}  # only a node makes these, only its own user's tools read them
 TRANSFER = "0123456789abcdef"
-
-
-# ---- values within bounds, from the types --------------------------------------------------------
-
-
-def within(kind):
-    """A strategy of values that a msgspec type allows."""
-    match kind:
-        case inspect.IntType():
-            low = kind.ge if kind.ge is not None else -(1 << 63)
-            high = kind.le if kind.le is not None else (kind.lt - 1 if kind.lt is not None else (1 << 63) - 1)
-            return st.integers(low, high) | st.sampled_from([low, high])
-        case inspect.FloatType():
-            return st.floats(kind.ge, kind.le, allow_nan=False, allow_infinity=False)
-        case inspect.StrType(pattern=None):
-            return st.text(st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=20)
-        case inspect.StrType():
-            return st.from_regex(f"[0-9a-zA-Z_-]{{{kind.min_length},{kind.max_length}}}", fullmatch=True)
-        case inspect.BytesType():
-            return st.binary(min_size=kind.min_length or 0, max_size=kind.max_length or 20)
-        case inspect.BoolType():
-            return st.booleans()
-        case inspect.NoneType():
-            return st.none()
-        case inspect.LiteralType():
-            return st.sampled_from(kind.values)
-        case inspect.UnionType():
-            return st.one_of(*map(within, kind.types))
-        case inspect.ListType():
-            return st.lists(within(kind.item_type), max_size=4)
-        case inspect.DictType():
-            return st.dictionaries(within(kind.key_type), within(kind.value_type), max_size=3)
-        case inspect.StructType():
-            return st.builds(kind.cls, **{field.name: within(field.type) for field in kind.fields})
-    raise AssertionError(f"no strategy for {kind}")
 
 
 FRAMES = {kind: within(inspect.type_info(kind)) for kind in DECODERS}
@@ -108,104 +75,6 @@ def test_the_bytes_of_a_message_are_pinned():
 # ---- values out of bounds, from the types --------------------------------------------------------
 
 
-def beyond(kind):
-    """Wire values that a msgspec type must refuse."""
-    match kind:
-        case inspect.IntType():
-            low = kind.ge if kind.ge is not None else -(1 << 63)
-            high = kind.le if kind.le is not None else kind.lt - 1 if kind.lt is not None else None
-            yield from [low - 1] if low > -(1 << 63) else []
-            yield from [high + 1] if high is not None else []
-            yield from [-1, -(1 << 63)] if low >= 0 else []
-            yield from ["1", None, [], {}, 1.5, b"1"]
-            yield from [(1 << 64) - 1] if high is not None else []
-        case inspect.FloatType():
-            yield from ["1", None, float("nan"), float("inf"), float("-inf"), -1e-9, (kind.le or 0) * 1.01, 1 << 63]
-        case inspect.StrType():
-            yield from [1, None, [], b"\xff" * 20]
-            yield from ["x" * (kind.max_length + 1)] if kind.max_length is not None else []
-            yield from ["x" * (kind.min_length - 1)] if kind.min_length else []
-            if kind.pattern:
-                yield from ["x" * 20 + bad for bad in ("\n", " ", "/", "\0", ".", "é", "\n\n")]
-                yield "\n" + "x" * 20
-        case inspect.BytesType():
-            yield from [1, None, []]
-            yield from [b"k" * (kind.max_length + 1), b"k" * (kind.min_length - 1), b""]
-        case inspect.BoolType():
-            yield from [0, 1, "true", None, []]
-        case inspect.LiteralType():
-            yield from ["", "nobody", 0, None, []]
-        case inspect.ListType():
-            yield from [None, {}, "list", 1, [None], [[]], [[0]]]
-            item = {inspect.BytesType: b"k" * KEY_BYTES, inspect.IntType: 0}.get(type(kind.item_type), [0, 0, 0])
-            if kind.max_length is not None and kind.max_length <= MAX_KEYS:
-                yield [item] * (kind.max_length + 1)
-        case inspect.UnionType():
-            for member in kind.types:
-                if not isinstance(member, (inspect.NoneType, inspect.StructType)):
-                    yield from (bad for bad in beyond(member) if bad is not None)
-        case inspect.StructType():
-            yield from [None, 1, "x", {}, []]
-
-
-def valid(kind):
-    """One wire value that a type allows."""
-    match kind:
-        case inspect.IntType():
-            return max(1, kind.ge or 0)
-        case inspect.FloatType():
-            return 1.0
-        case inspect.StrType():
-            return TRANSFER
-        case inspect.BytesType():
-            return b"k" * KEY_BYTES
-        case inspect.BoolType():
-            return False
-        case inspect.LiteralType():
-            return kind.values[0]
-        case inspect.UnionType():
-            return valid(next(member for member in kind.types if not isinstance(member, inspect.NoneType)))
-        case inspect.ListType():
-            return [valid(kind.item_type)]
-        case inspect.DictType():
-            return {}
-        case inspect.StructType(array_like=False):
-            return {field.encode_name: valid(field.type) for field in kind.fields}
-        case inspect.StructType():
-            tag = [kind.tag] if kind.tag is not None else []
-            return tag + [valid(field.type) for field in kind.fields]
-    raise AssertionError(kind)
-
-
-def spoiled(kind, path=()):
-    """(path, bad value) for every field within a struct type, however deep."""
-    offset = kind.tag is not None
-    for index, field in enumerate(kind.fields):
-        here = (*path, index + offset)
-        for bad in beyond(field.type):
-            yield here, bad
-        inner = field.type
-        if isinstance(inner, inspect.ListType) and isinstance(inner.item_type, inspect.StructType):
-            yield from spoiled(inner.item_type, (*here, 0))
-        if isinstance(inner, inspect.StructType):
-            yield from spoiled(inner, here)
-
-
-def refuse_all(kind, envelope, decode):
-    assert decode(msgpack.packb(envelope(valid(kind))))  # the unspoiled message is fine
-    count = 0
-    for path, bad in spoiled(kind):
-        wire = copy.deepcopy(valid(kind))
-        parent = wire
-        for step in path[:-1]:
-            parent = parent[step]
-        parent[path[-1]] = bad
-        with pytest.raises(ProtocolError):
-            pytest.fail(f"accepted {bad!r:.60} at {path}: {decode(msgpack.packb(envelope(wire)))!r:.200}")
-        count += 1
-    return count
-
-
 @pytest.mark.parametrize("kind", BODIES[: len(inspect.type_info(messages.Ask).types)], ids=lambda kind: kind.tag)
 def test_a_node_refuses_every_value_out_of_bounds(kind):
     """CVE-2026-93838, CVE-2026-94626: one unbounded integer was enough to exhaust memory."""
@@ -219,7 +88,7 @@ def test_a_client_refuses_every_value_out_of_bounds(kind):
         refuse_all(kind, lambda body: [1, body], decode_from_node)
 
 
-@pytest.mark.parametrize("kind", [NodeReport, Cancel])
+@pytest.mark.parametrize("kind", [NodeReport, Cancel, PeerList])
 def test_node_and_proxy_refuse_every_value_out_of_bounds(kind):
     assert refuse_all(inspect.type_info(kind), lambda body: body, DECODERS[kind])
 
@@ -231,27 +100,8 @@ def test_an_envelope_with_an_impossible_number_is_refused(seq):
 
 
 def test_every_field_that_crosses_a_process_has_a_bound():
-    def check(kind, where):
-        match kind:
-            case inspect.IntType():
-                assert kind.ge is not None, where
-                assert kind.le is not None or kind.lt is not None, where
-            case inspect.StrType() | inspect.BytesType() | inspect.ListType():
-                assert kind.max_length is not None, where
-                if isinstance(kind, inspect.ListType):
-                    check(kind.item_type, where)
-            case inspect.FloatType():
-                assert kind.ge is not None, where
-                assert kind.le is not None, where
-            case inspect.StructType() if kind.cls.__name__ not in UNBOUNDED:
-                for field in kind.fields:
-                    check(field.type, f"{kind.cls.__name__}.{field.name}")
-            case inspect.UnionType():
-                for member in kind.types:
-                    check(member, where)
-
     for kind in DECODERS:
-        check(inspect.type_info(kind), kind.__name__)
+        assert_bounded(inspect.type_info(kind), kind.__name__, UNBOUNDED)
 
 
 # ---- frames that are no messages ------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from node_harness import MIB, arenas_of, attached, wait_until
 
 import pdx
+from pdx.config import listen_address
 from pdx.errors import NodeUnavailable, StaleSlot
 from pdx.messages import Fill, Ping
 
@@ -146,6 +147,7 @@ def test_a_call_to_a_dead_node_ends_at_its_deadline(start_node, address):
             client.status()
     arenas_of(address)[0].unlink()
     os.unlink(address.removeprefix("ipc://"))
+    os.unlink(listen_address(node.config).removeprefix("ipc://"))
 
 
 def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address):

@@ -1,4 +1,4 @@
-"""What tests of links share: nodes that are nothing but `Links`, one loop that drives them, and peers that say anything.
+"""What tests of links share: nodes that are nothing but `Links`, the loop that drives them, peers that say anything.
 
 Messages go over real sockets; the clock stands still unless a test moves it, so nothing here depends on how fast the
 machine is.
@@ -75,8 +75,10 @@ class LinkNode:
         self.stage = stage
         self.core = Recorder(name, epoch, schemes)
         self.counters: Counter[str] = Counter()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stage.undo.callback(self.context.destroy, 0)
         self.links = Links(
-            stage.context,
+            self.context,
             self.core,
             **{"listen": f"ipc://{stage.place}/{name}.sock", "keys": "", "roster": "", **settings},
             timeout_s=TIMEOUT_S,
@@ -93,6 +95,7 @@ class LinkNode:
         if self in self.stage.nodes:
             self.stage.nodes.remove(self)
         self.links.close()
+        self.context.term()
 
 
 class Stage:
@@ -101,7 +104,6 @@ class Stage:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.now = 1000.0
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.poller = zmq.Poller()
         self.nodes: list[LinkNode] = []
         self.undo = contextlib.ExitStack()
@@ -142,15 +144,6 @@ class Stage:
             self.turn()
         return result
 
-    def settle(self, node: LinkNode) -> None:
-        """Turn until all that was sent to `node` before has been handled: what a fresh peer says now comes behind.
-
-        Only for what one connection sent before on the same socket pair use `until`; this is for what must NOT come.
-        """
-        with Raw(self, node) as last:
-            last.send(PeerPing())
-            self.until(last.hear)
-
     def pass_time(self, seconds: float, step: float = 0.5) -> None:
         """Move the clock in small steps, with ticks and turns."""
         for _ in range(round(seconds / step)):
@@ -164,17 +157,26 @@ class Stage:
         for node in list(self.nodes):
             node.close()
         self.undo.close()
-        self.context.term()
 
 
 class Raw:
     """A peer that says anything at all: it dials `node` and believes nothing."""
 
-    def __init__(self, stage: Stage, node: LinkNode, *, own: KeyPair | None = None, server_key: str = "") -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        node: LinkNode,
+        *,
+        own: KeyPair | None = None,
+        server_key: str = "",
+        routing_id: bytes = b"",
+    ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 2000)
+        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, 1)
+        if routing_id:
+            self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
         if own is not None:
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
@@ -219,7 +221,8 @@ class RawHost:
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, 1)
-        address = f"ipc://{stage.place}/{name}.sock"
+        self.path = stage.place / f"{name}.sock"
+        address = f"ipc://{self.path}"
         self.socket.bind(address)
         self.entry = PeerEntry(name, address)
         self.route = b""
@@ -239,6 +242,7 @@ class RawHost:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+        self.path.unlink()
 
     def __enter__(self) -> RawHost:
         return self

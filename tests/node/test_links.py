@@ -342,8 +342,10 @@ def test_a_hello_that_outlived_its_connection_is_no_sign_of_life(stage, raw):
     monitor = beta.links._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     with Raw(stage, beta) as dead:
         dead.hello(name="alpha", epoch=1)
+        dead.socket.setsockopt(zmq.LINGER, 5000)
     assert monitor.poll(5000)
     beta.links._door._router.disable_monitor()
+    monitor.close()
     welcomed(stage, raw(beta), name="alpha", epoch=2)
     assert beta.counters["dropped_messages"] == 1
     assert [(session.epoch) for session, _ in beta.core.saw("hello")] == [2]

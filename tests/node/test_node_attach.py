@@ -9,10 +9,11 @@ import pytest
 from node_harness import MIB, Wire, wait_until
 
 import pdx
-from pdx.config import NodeConfig
+from pdx.config import NodeConfig, node_name
 from pdx.errors import NodeUnavailable
 from pdx.memory import GRANULE_BYTES
 from pdx.messages import VERSION, Bye, Done, Hello, Lookup, Ping, Refused, Reserve, Reserved, Status, Welcome
+from pdx.node.service import PROBE_BYTES
 
 KEY = b"k" * 16
 
@@ -33,7 +34,7 @@ def test_welcome_says_what_to_map(node, wire):
     assert isinstance(welcome, Welcome)
     assert welcome.pid == node.pid
     assert welcome.epoch > 0
-    assert (welcome.arena_bytes, welcome.granule_bytes) == (8 * MIB, GRANULE_BYTES)
+    assert (welcome.arena_bytes, welcome.granule_bytes) == (8 * MIB + PROBE_BYTES, GRANULE_BYTES)
     assert os.stat(welcome.arena_path).st_size == 8 * MIB + 8 * MIB // GRANULE_BYTES * 8
 
 
@@ -118,7 +119,7 @@ def test_the_status_shows_who_is_attached_and_what_is_held(node, attach):
     reserved = scheduler.ask(Reserve([KEY], 5000))
     assert isinstance(reserved, Reserved)
     status = scheduler.status()
-    assert (status.name, status.pid, status.arena_bytes) == (node.address, node.pid, 8 * MIB)
+    assert (status.name, status.pid, status.arena_bytes) == (node_name(node.config), node.pid, 8 * MIB)
     assert status.free_bytes == 8 * MIB - 2 * GRANULE_BYTES
     assert (status.chunks, status.chunk_bytes) == ({"filling": 1}, {"filling": 5000})
     assert (status.leases, status.pins, status.transfers) == (0, 0, 0)

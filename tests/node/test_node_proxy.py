@@ -7,6 +7,7 @@ import pytest
 import zmq
 from node_harness import wait_until
 
+from pdx.config import node_name
 from pdx.memory import GRANULE_BYTES
 from pdx.messages import (
     VERSION,
@@ -61,7 +62,7 @@ def node(start_node, proxy):
 
 def test_the_first_report_registers_the_node(node, proxy):
     report = proxy.report()
-    assert (report.version, report.node, report.engines, report.marks) == (VERSION, node.address, [], [])
+    assert (report.version, report.node, report.engines, report.marks) == (VERSION, node_name(node.config), [], [])
     assert report.epoch == node.status().epoch
     assert report.free_bytes == report.arena_bytes == 8 << 20
 

@@ -12,6 +12,8 @@ from proxy_harness import Node, cluster, run, until
 from pdx import messages
 from pdx.errors import ConfigError
 from pdx.messages import MarkReport
+from pdx.proxy.app import Proxy
+from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 
 TRANSFER = "x" * 32
@@ -130,6 +132,12 @@ def test_addresses_that_are_not_private(tmp_path):
             Control("tcp://0.0.0.0:1", on_report=print, on_drop=print)
 
     run(main)
+
+
+def test_the_proxy_takes_its_keys_from_its_configuration(tmp_path):
+    for settings in ({"keys": f"{tmp_path}/none.key_secret", "roster": f"{tmp_path}/none.toml"}, {}):
+        with pytest.raises(ConfigError, match=r"none\.key_secret" if settings else "keys"):
+            Proxy(ProxyConfig(control="tcp://10.0.0.1:7600", **settings))
 
 
 def test_marks_of_nodes_join_the_timeline():

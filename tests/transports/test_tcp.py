@@ -1,8 +1,447 @@
-"""TCP passes the suite, and stands what comes over an open port."""
+"""TCP passes the suite, and stands what comes over an open port: whatever a stream says, it ends that stream only."""
 
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdx.channel import MAX_PIECES, Memory, Piece, RemoteRegion
+from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
-from pdx.transports.tcp import TcpRegion
+from pdx.testing.channel_stage import MIB, Stage, wait_until
+from pdx.transports import inbound
+from pdx.transports.frames import (
+    ACK_BYTES,
+    HEAD_BYTES,
+    MAX_BODY_BYTES,
+    MIN_PART_BYTES,
+    OK,
+    REFUSED,
+    UNKNOWN,
+    Ack,
+    Greeting,
+    Head,
+    pack_ack,
+    pack_body,
+    pack_greeting,
+    pack_part,
+    unpack_ack,
+)
+from pdx.transports.tcp import Address, TcpRegion
 
 
 class TestTcp(ChannelConformance):
     region = TcpRegion
+
+
+class Target:
+    """A listener with one session that may write to the first half of its memory, attacked over raw sockets."""
+
+    def __init__(self, stage):
+        self.stage = stage
+        self.side = stage.side(4 * MIB)
+        self.token, self.remote = self.side.session((0, 2 * MIB))
+        self.listener = self.side.region.listen()
+        address = msgspec.msgpack.decode(self.remote.detail, type=Address)
+        self.address = (address.host, address.port)
+        self.before = self.digest()
+        self._good = stage.side(4 * MIB).region.connect(self.side.session((3 * MIB, MIB))[1])
+
+    def digest(self):
+        return hashlib.blake2b(self.side.view[: 3 * MIB]).digest()
+
+    def stream(self, *data):
+        sock = socket.create_connection(self.address, timeout=10.0)
+        for each in data:
+            sock.sendall(each)
+        return sock
+
+    def greeting(self, **changes):
+        fields = {"token": self.token, "group": secrets.token_bytes(16), "index": 0, "streams": 1}
+        return pack_greeting(Greeting(**{**fields, **changes}))
+
+    def greeted(self, *data, **changes):
+        """A stream with a right greeting."""
+        sock = self.stream(self.greeting(**changes))
+        assert self.answer(sock) == OK
+        for each in data:
+            sock.sendall(each)
+        return sock
+
+    def answer(self, sock):
+        """The next acknowledgement; None if the listener has closed the stream instead."""
+        try:
+            data = sock.recv(ACK_BYTES, socket.MSG_WAITALL)
+        except ConnectionResetError:
+            return None
+        return unpack_ack(data).status if data else None
+
+    def part(self, pieces, *, number=0, part=0, parts=1, notify=b"evil", token=None, body=None):
+        packed = pack_body(pieces, notify) if body is None else body
+        head = Head(token or self.token, number, part, parts, len(packed))
+        return b"".join(pack_part(head, packed))
+
+    def ended(self, sock):
+        """The listener has closed this stream."""
+        with sock:
+            try:
+                return sock.recv(1) == b""
+            except ConnectionResetError:
+                return True
+
+    def is_unharmed(self, fault=None):
+        """It still serves others, nobody heard of anything, not a byte has changed; `fault` was counted."""
+        if fault is not None:
+            wait_until(lambda: self.listener.faults[fault], f"{fault} is counted, not only {self.listener.faults}")
+        payload = secrets.token_bytes(8)
+        assert self.stage.written(self._good, [Piece(0, 3 * MIB, MIB)], payload) == ""
+        wait_until(lambda: payload in self.side.payloads(), "the good one is notified")
+        assert not [each for each in self.side.take() if each.token == self.token]
+        assert self.digest() == self.before
+
+
+@pytest.fixture
+def target():
+    with Stage(TcpRegion) as stage:
+        target = Target(stage)
+        yield target
+        target.__dict__.clear()  # pytest holds it a little longer, and it holds mappings
+
+
+def no_more(sock):
+    """Nothing more will be said; the listener may have hung up already."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+
+
+HALF = [Piece(0, 0, 4096)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01" + bytes(200),
+        b"PDX\x02" + bytes(100),
+        b"PDX\x01\xff\xff\xff\xff" + bytes(100),
+        b"PDX\x01\x00\x00\x01\x01" + bytes(300),
+        b"PDX\x01\x00\x00\x00\x00",
+        b"PDX\x01\x00\x00\x00\x02\xc1\xc1",
+        b"PDX\x01\x00\x00\x00\x20" + b"\x91" * 32,
+    ],
+    ids=["http", "tls", "version", "4 GB", "too long", "empty", "no msgpack", "nested"],
+)
+def test_garbage_instead_of_a_greeting(target, data):
+    assert target.ended(target.stream(data))
+    target.is_unharmed("greeting")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"index": 1}, {"index": 15, "streams": 2}, {"streams": 17}, {"streams": 0}, {"index": -1}], ids=str
+)
+def test_streams_that_do_not_fit(target, changes):
+    """CVE-2026-93838: every number is bounded."""
+    assert target.ended(target.stream(target.greeting(**changes)))
+    target.is_unharmed("greeting")
+
+
+def test_the_same_stream_twice(target):
+    """A greeting that was replayed does not join the channel that it was first said for."""
+    group = secrets.token_bytes(16)
+    with target.greeted(group=group):
+        assert target.ended(target.stream(target.greeting(group=group)))
+    target.is_unharmed("greeting")
+
+
+def test_a_wrong_token(target):
+    with target.stream(target.greeting(token=secrets.token_bytes(16))) as sock:
+        assert target.answer(sock) == UNKNOWN
+        assert sock.recv(1) == b""
+    target.is_unharmed("token")
+
+
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(min_size=1, max_size=600), is_greeted=st.booleans())
+def test_random_bytes(target, data, is_greeted):
+    """Before and behind a greeting."""
+    sock = target.greeted(data) if is_greeted else target.stream(data)
+    no_more(sock)
+    assert target.ended(sock)
+    assert target.digest() == target.before
+
+
+@pytest.mark.parametrize("changed", range(0, HEAD_BYTES, 5))
+def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
+    """CVE-2026-103764: no number in a header decides where bytes go before it was checked."""
+    part = bytearray(target.part([Piece(0, 2 * MIB, 4096)]))
+    part[changed] ^= 0xFF
+    with target.greeted(bytes(part)) as sock:
+        with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough
+            sock.sendall(bytes(4096))
+        no_more(sock)
+        assert target.answer(sock) in (None, REFUSED)
+    target.is_unharmed()
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        (lambda t: t.part(HALF, token=bytes(16)), "frame"),
+        (lambda t: t.part(HALF, number=256), "frame"),
+        (lambda t: t.part(HALF, number=2**64 - 1), "frame"),
+        (lambda t: t.part(HALF, part=1, parts=1), "frame"),
+        (lambda t: t.part(HALF, part=0, parts=17), "frame"),
+        (lambda t: t.part(HALF, part=0, parts=65535), "frame"),
+        (lambda t: t.part(HALF, part=0, parts=2), "frame"),
+        (lambda t: t.part(HALF, body=b"\xc1"), "frame"),
+        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[], b""])), "frame"),
+        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, 0, 0]], b""])), "frame"),
+        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, -1, 1]], b""])), "frame"),
+        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, 2**63, 1]], b""])), "frame"),
+        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, 0, 2**60]], b""])), "frame"),
+        (lambda t: t.part([Piece(0, 0, 1)] * (MAX_PIECES + 1)), "frame"),
+        (lambda t: t.part(HALF, notify=bytes(70_000)), "frame"),
+        (lambda t: t.part(HALF, body=bytes(MAX_BODY_BYTES + 1)), "frame"),
+    ],
+    ids=[
+        "another token",
+        "far ahead",
+        "very far ahead",
+        "no such part",
+        "17 parts",
+        "65535 parts",
+        "too small for parts",
+        "no msgpack",
+        "no pieces",
+        "an empty piece",
+        "before the beginning",
+        "beyond all memory",
+        "larger than all memory",
+        "too many pieces",
+        "notification too long",
+        "body too long",
+    ],
+)
+def test_frames_that_cannot_be(target, part, fault):
+    """CVE-2026-93838, CVE-2026-103764: each ends its stream before a byte of its payload is looked at."""
+    sock = target.greeted()
+    data = part(target)
+    with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough
+        sock.sendall(data + bytes(4096))
+    assert target.ended(sock)
+    target.is_unharmed(fault)
+
+
+def test_a_replayed_frame(target):
+    """A write that is over does not come again, though its span is granted still."""
+    part = target.part(HALF, notify=b"once")
+    with target.greeted(part, bytes(4096)) as sock:
+        assert target.answer(sock) == OK
+        own = bytes(range(256)) * 16
+        target.side.view[:4096] = own
+        sock.sendall(part + bytes(4096))
+        assert target.ended(sock)
+    wait_until(lambda: target.listener.faults["frame"], "it is counted")
+    assert target.side.view[:4096] == own
+    assert [each.payload for each in target.side.take() if each.token == target.token] == [b"once"]
+
+
+def test_parts_that_disagree(target):
+    """All parts of a write say the same; one that names another place is none of them."""
+    size = 2 * MIN_PART_BYTES
+    group = secrets.token_bytes(16)
+    first = target.greeted(target.part([Piece(0, 2 * MIB, size)], parts=2), group=group, index=0, streams=2)
+    second = target.greeted(group=group, index=1, streams=2)
+    second.sendall(target.part([Piece(0, 0, size)], part=1, parts=2))
+    with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough of the other one
+        first.sendall(bytes(MIN_PART_BYTES))
+    assert target.ended(first)
+    assert target.ended(second)
+    target.is_unharmed("frame")
+
+
+def test_a_refused_write_is_taken_off_the_stream(target):
+    """What follows it is understood, and refused or not for itself."""
+    with target.greeted() as sock:
+        for number in range(3):
+            sock.sendall(target.part([Piece(0, 0, 10), Piece(0, 2 * MIB, MIB)], number=number) + bytes(MIB + 10))
+            assert target.answer(sock) == REFUSED
+        target.is_unharmed("refused")
+        sock.sendall(target.part(HALF, number=3, notify=b"good") + bytes(4096))
+        assert target.answer(sock) == OK
+    assert bytes(target.side.view[:4096]) == bytes(4096)
+
+
+@pytest.mark.parametrize("nbytes", [1, HEAD_BYTES // 2, HEAD_BYTES, HEAD_BYTES + 1, HEAD_BYTES + 1000])
+def test_a_frame_cut_short_frees_its_span(target, nbytes):
+    """The peer stays, silent, in the middle of a frame: its span is in use until it is expelled, and then free."""
+    frame = target.part(HALF) + bytes([7]) * 4096
+    sock = target.greeted(frame[:nbytes])
+    is_landing = nbytes >= HEAD_BYTES
+    if is_landing:
+        # Asked with another size, it takes nothing back and only says whether something is landing.
+        wait_until(lambda: not target.listener.revoke(target.token, 0, 1), "the write has begun")
+        assert not target.listener.revoke(target.token, 0, 2 * MIB)
+    target.listener.expel(target.token)
+    wait_until(lambda: target.listener.revoke(target.token, 0, 2 * MIB), "the span is free")
+    mine = bytes(target.side.view[:4096])
+    assert target.ended(sock)
+    assert target.side.view[:4096] == mine
+    target.before = target.digest()
+    target.is_unharmed()
+
+
+def test_half_a_greeting_has_a_deadline(target, monkeypatch):
+    """Somebody who sends a byte now and then is not waited for: the deadline is for the whole greeting."""
+    monkeypatch.setattr(inbound, "GREETING_S", 0.3)
+    sock = target.stream()
+    begin = time.monotonic()
+    for byte in target.greeting():
+        try:
+            sock.sendall(bytes([byte]))
+        except (BrokenPipeError, ConnectionResetError):
+            break
+        if target.listener.faults["silence"]:
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail(f"it listened for {time.monotonic() - begin} s")
+    assert target.ended(sock)
+    target.is_unharmed("silence")
+
+
+def test_strangers_are_few(target):
+    """Who does not greet takes a place for some seconds, not a thread and a descriptor for each that comes."""
+    strangers = [target.stream() for _ in range(inbound.MAX_STRANGERS)]
+    wait_until(lambda: target.listener.strangers == inbound.MAX_STRANGERS, "all are counted")
+    assert target.ended(target.stream())
+    for sock in strangers:
+        sock.close()
+    wait_until(lambda: not target.listener.strangers, "their places are free")
+    target.is_unharmed("strangers")
+    with target.greeted():
+        pass
+
+
+def test_streams_of_a_session_are_bounded(target):
+    streams = [target.greeted(streams=16) for _ in range(inbound.MAX_STREAMS_OF_A_SESSION)]
+    assert target.ended(target.stream(target.greeting()))
+    for sock in streams:
+        sock.close()
+    target.is_unharmed("greeting")
+
+
+def test_it_listens_on_its_address_only(target):
+    """CVE-2025-47277 and many others."""
+    port = target.address[1]
+    assert target.address[0] == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5.0)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.7", "not-a-host.invalid"])  # noqa: S104
+def test_addresses_that_nobody_can_be_reached_at(host):
+    region = TcpRegion.register(Memory(memoryview(bytearray(4096))), host=host)
+    with pytest.raises(ChannelUnavailable):
+        region.listen()
+    region.close()
+
+
+def test_names_are_not_looked_up(target):
+    """What a peer says is an address or nothing."""
+    fake = msgspec.structs.replace(target.remote, detail=msgspec.msgpack.encode(Address("localhost", 1)))
+    with pytest.raises(ChannelUnavailable, match="address"):
+        target.side.region.connect(fake)
+
+
+def test_ipv6():
+    if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6 here")
+    memories = [Memory(memoryview(bytearray([value]) * 4096)) for value in (1, 2)]
+    writer, reader = (TcpRegion.register(memory, host="::1") for memory in memories)
+    token = secrets.token_bytes(16)
+    try:
+        try:
+            listener = reader.listen()
+        except ChannelUnavailable as error:
+            pytest.skip(str(error))
+        remote = listener.invite(token)
+        listener.grant(token, 0, 4096)
+        transfer = writer.connect(remote).write([Piece(0, 0, 4096)], b"")
+        wait_until(transfer.poll, "it is over")
+        assert transfer.error is None
+        assert bytes(memories[1].view) == b"\1" * 4096
+    finally:
+        writer.close()
+        reader.close()
+
+
+def test_anonymous_memory_is_enough():
+    region = TcpRegion.register(Memory(memoryview(bytearray(4096))))
+    assert region.listen().invite(secrets.token_bytes(16)).nbytes == 4096
+    region.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"PDX\x01" + bytes(25), b"HTTP/1.1 400 Bad Request\r\n\r\n\r\n\r\n"], ids=len)
+def test_a_listener_that_is_none_of_ours(answer):
+    """Connecting fails; what it answers is read to a bound."""
+    region = TcpRegion.register(Memory(memoryview(bytearray(4096))))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(4096)
+                sock.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
+        with pytest.raises(ChannelBroken):
+            region.connect(RemoteRegion("tcp", 4096, secrets.token_bytes(16), detail))
+        thread.join()
+    region.close()
+
+
+@pytest.mark.parametrize(
+    "ack",
+    [
+        Ack(bytes(16), 0, OK),
+        Ack(b"t" * 16, 1, OK),
+        Ack(b"t" * 16, 2**64 - 1, OK),
+        Ack(b"t" * 16, 0, UNKNOWN),
+        Ack(b"t" * 16, 0, 9),
+    ],
+    ids=["another token", "never begun", "far away", "no answer to a write", "no status"],
+)
+def test_acknowledgements_that_cannot_be(ack):
+    """They break the channel, and nothing else."""
+    region = TcpRegion.register(Memory(memoryview(bytearray(4096))))
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+
+        def serve():
+            for _ in range(TcpRegion.streams):
+                sock = stack.enter_context(server.accept()[0])
+                sock.recv(4096)
+                sock.sendall(pack_ack(Ack(b"t" * 16, 0, OK)))
+            sock.sendall(pack_ack(ack))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
+        channel = region.connect(RemoteRegion("tcp", 4096, b"t" * 16, detail))
+        transfer = channel.write([Piece(0, 0, 4096)], b"")
+        wait_until(transfer.poll, "it is over")
+        assert isinstance(transfer.error, ChannelBroken)
+        thread.join()
+    region.close()

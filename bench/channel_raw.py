@@ -1,0 +1,364 @@
+"""The technologies under the channels, called directly and as fast as they go: what `bench.channels` compares with.
+
+Each has a receiver (`listen`, `take`) in one process and a sender (`connect`, `send`) in another. Nobody checks a bound,
+keeps a session or survives an error here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import itertools
+import mmap
+import os
+import re
+import select
+import socket
+import struct
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy
+
+from pdx.channel import Memory
+
+NIXL_DELAY_US = 1000  # see `RawNixl`
+IDLE_ROUNDS = 200  # of progress without any, some 30 microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """`count` messages of `nbytes`, `depth` of them in flight, from `first` of both memories on and around their end."""
+
+    first: int
+    nbytes: int
+    count: int
+    depth: int
+
+    def offsets(self, ring: int) -> Iterator[int]:
+        """Of the messages, in memories of `ring` bytes."""
+        return ((self.first + index * self.nbytes) % ring for index in range(self.count))
+
+
+class SharedFile:
+    """A file in /dev/shm, mapped and touched; its maker removes it."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        with path.open("r+b" if path.exists() else "w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            self.view = memoryview(mmap.mmap(file.fileno(), nbytes))
+        self.array = numpy.frombuffer(self.view, dtype=numpy.uint8)
+        self.array[::4096] |= 0  # so that no page is first touched while the time is taken
+        self.memory = Memory(self.view, path)
+
+
+class Raw(ABC):
+    """One technology; an object is one end."""
+
+    scheme: ClassVar[str]
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    @abstractmethod
+    def listen(self) -> bytes:
+        """Begin to receive; what the sender needs."""
+
+    @abstractmethod
+    def connect(self, detail: bytes) -> None:
+        """To a receiver."""
+
+    @abstractmethod
+    def send(self, flow: Flow) -> None:
+        """All messages; returns when their bytes are in the receiver's memory."""
+
+    def take(self) -> list[bytes]:
+        """What the receiver was notified of since the last call, where the technology has notifications."""
+        return []
+
+    @abstractmethod
+    def close(self) -> None:
+        """End this end."""
+
+
+class RawShm(Raw):
+    """memcpy from the sender's mapping to one of the receiver's file, by as many threads as our channel has."""
+
+    scheme = "shm"
+    threads: ClassVar[int] = 2
+
+    def listen(self) -> bytes:
+        return os.fsencode(str(self.memory.path))
+
+    def connect(self, detail: bytes) -> None:
+        self._target = SharedFile(Path(os.fsdecode(detail)), self.memory.nbytes)
+        self._pool = ThreadPoolExecutor(self.threads)
+
+    def send(self, flow: Flow) -> None:
+        threads = min(flow.depth, self.threads)
+        if threads == 1:
+            self._copy(flow, 0, 1)
+        else:
+            list(self._pool.map(lambda thread: self._copy(flow, thread, threads), range(threads)))
+
+    def copy_alone(self, flow: Flow) -> None:
+        """All of it on this thread."""
+        self._copy(flow, 0, 1)
+
+    def _copy(self, flow: Flow, start: int, step: int) -> None:
+        source, target, copy = self.memory.address, self._target.memory.address, ctypes.memmove
+        for offset in itertools.islice(flow.offsets(self.memory.nbytes), start, None, step):
+            copy(target + offset, source + offset, flow.nbytes)
+
+    def close(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.shutdown()
+
+
+class RawTcp(Raw):
+    """One stream: `sendall`, and `recv_into` of whole messages. One in flight: each is answered with a byte. Many: the
+    sender does not wait, so the kernel's buffers are full; the answer comes behind the last."""
+
+    scheme = "tcp"
+    _HEAD = struct.Struct("!QQQQ")
+
+    def listen(self) -> bytes:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._receive)
+        self._thread.start()
+        return str(self._server.getsockname()[1]).encode()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError), self._server.accept()[0] as stream:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            head = bytearray(self._HEAD.size)
+            while stream.recv_into(head, 0, socket.MSG_WAITALL):
+                flow = Flow(*self._HEAD.unpack(head))
+                for offset in flow.offsets(self.memory.nbytes):
+                    left = self.memory.view[offset : offset + flow.nbytes]
+                    while left.nbytes:
+                        left = left[stream.recv_into(left, 0, socket.MSG_WAITALL) :]
+                    if flow.depth == 1:
+                        stream.send(b"!")
+                if flow.depth > 1:
+                    stream.send(b"!")
+
+    def connect(self, detail: bytes) -> None:
+        self._stream = socket.create_connection(("127.0.0.1", int(detail)))
+        self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, flow: Flow) -> None:
+        stream = self._stream
+        stream.sendall(self._HEAD.pack(flow.first, flow.nbytes, flow.count, flow.depth))
+        for offset in flow.offsets(self.memory.nbytes):
+            stream.sendall(self.memory.view[offset : offset + flow.nbytes])
+            if flow.depth == 1:
+                stream.recv(1)
+        if flow.depth > 1:
+            stream.recv(1)
+
+    def close(self) -> None:
+        if hasattr(self, "_stream"):
+            self._stream.close()
+        if hasattr(self, "_server"):
+            self._server.shutdown(socket.SHUT_RDWR)
+            self._server.close()
+            self._thread.join()
+
+
+class RawNixl(Raw):
+    """Write requests of one descriptor with a notification. The sender polls without a pause.
+
+    NIXL's own thread is told to sleep until it is woken: with NIXL's default it spins, which on a machine with few cores
+    takes one from the copying and makes everything slower.
+    """
+
+    scheme = "nixl"
+
+    def _start(self) -> None:
+        # A process can load one wheel only: the one that our channel has chosen.
+        self._bindings = next(sys.modules[name] for name in sys.modules if re.fullmatch(r"nixl_\w+\._bindings", name))
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = NIXL_DELAY_US
+        self.agent = self._bindings.nixlAgent(f"raw-{os.getpid()}", config)
+        self._backends = [self.agent.createBackend("UCX", {})]
+        self._registered: list[Any] = []
+        self.register(self.memory)
+
+    def register(self, memory: Memory) -> None:
+        """More memory."""
+        descriptors = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [(memory.address, memory.nbytes, 0, "")])
+        self.agent.registerMem(descriptors, self._backends)
+        self._registered.append(descriptors)
+
+    def listen(self) -> bytes:
+        self._start()
+        address: bytes = self.memory.address.to_bytes(8)
+        return address + self.agent.getLocalMD()
+
+    def connect(self, detail: bytes) -> None:
+        self._start()
+        self.target = int.from_bytes(detail[:8])
+        self._name = self.agent.loadRemoteMD(detail[8:]).decode()
+
+    def begin(self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]], notify: bytes) -> int:
+        """Write these (address, bytes, 0); the handle."""
+        bindings = self._bindings
+        lists = [bindings.nixlXferDList(bindings.DRAM_SEG, each) for each in (local, remote)]
+        handle: int = self.agent.createXferReq(bindings.NIXL_WRITE, *lists, self._name, b"", self._backends)
+        self.agent.postXferReq(handle, notify)
+        return handle
+
+    def wait(self, handle: int) -> None:
+        """Until it is done."""
+        while self.agent.getXferStatus(handle) != self._bindings.NIXL_SUCCESS:
+            pass
+        self.agent.releaseXferReq(handle)
+
+    def send(self, flow: Flow) -> None:
+        source, target, nbytes = self.memory.address, self.target, flow.nbytes
+        under_way: deque[int] = deque()
+        for offset in flow.offsets(self.memory.nbytes):
+            under_way.append(self.begin([(source + offset, nbytes, 0)], [(target + offset, nbytes, 0)], b"raw"))
+            if len(under_way) == flow.depth:
+                self.wait(under_way.popleft())
+        while under_way:
+            self.wait(under_way.popleft())
+
+    def take(self) -> list[bytes]:
+        return [message for messages in self.agent.getNotifs({}, self._backends).values() for message in messages]
+
+    def close(self) -> None:
+        if hasattr(self, "agent"):
+            for descriptors in self._registered:
+                self.agent.deregisterMem(descriptors, self._backends)
+            del self.agent
+
+
+class RawUcx(Raw):
+    """Tagged messages, received straight to their places. One in flight: each is answered with a byte. Many: the answer
+    comes behind the last. Both ends spin for a moment before they sleep: on two cores that others use as well, two that
+    only spin keep each other from running."""
+
+    scheme = "ucx"
+    _HEAD = struct.Struct("!QQQQ")
+    _ADDRESS, _FLOW, _DATA, _ANSWER = range(1, 5)
+
+    def _start(self) -> None:
+        before = dict(os.environ)
+        self._library = library = importlib.import_module("ucxx._lib.libucxx")
+        for name in os.environ.keys() - before.keys():  # ucxx sets some, which would change NIXL's UCX
+            del os.environ[name]
+        self._array = importlib.import_module("ucxx._lib.arr").Array
+        self._context = library.UCXContext({}, feature_flags=(library.Feature.TAG, library.Feature.WAKEUP))
+        self._worker = library.UCXWorker(self._context)
+        self._worker.init_blocking_progress_mode()
+        self._poll = select.poll()
+        self._poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        self._tags = [library.UCXXTag(tag) for tag in range(5)]
+        self._endpoint: Any = None
+        self._small = bytearray(1)
+
+    def _connect(self, address: bytes) -> None:
+        remote = self._library.UCXAddress.create_from_buffer(address)
+        self._endpoint = self._library.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+
+    def _send(self, buffer: Any, tag: int) -> tuple[Any, Any]:
+        return self._endpoint.tag_send(self._array(buffer), self._tags[tag]), buffer
+
+    def _receive(self, buffer: Any, tag: int) -> tuple[Any, Any]:
+        return self._endpoint.tag_recv(self._array(buffer), self._tags[tag]), buffer
+
+    def _wait(self, posted: tuple[Any, Any]) -> None:
+        """The buffer is with the request because UCXX does not keep it."""
+        request, _ = posted
+        idle = 0
+        while not request.completed:
+            idle = 0 if self._worker.progress_once() else idle + 1
+            if idle == IDLE_ROUNDS:
+                idle = 0
+                if self._worker.arm():
+                    self._poll.poll()
+        request.check_error()
+
+    def listen(self) -> bytes:
+        self._start()
+        self._stop = os.eventfd(0)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        return bytes(self._worker.address.tobytes())
+
+    def _serve(self) -> None:
+        """Flow by flow, until the end."""
+        poll = select.poll()
+        poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        poll.register(self._stop, select.POLLIN)
+        while not any(fd == self._stop for fd, _ in poll.poll(0)):
+            while self._worker.progress_once():
+                pass
+            found = self._worker.tag_probe(self._tags[self._ADDRESS if self._endpoint is None else self._FLOW], remove=True)
+            if not found:
+                if self._worker.arm():
+                    poll.poll()
+                continue
+            buffer = bytearray(found.length)
+            self._wait((self._worker.tag_recv_with_handle(self._array(buffer), found), buffer))
+            if self._endpoint is None:
+                self._connect(bytes(buffer))
+            else:
+                self._receive_flow(Flow(*self._HEAD.unpack(buffer)))
+
+    def _receive_flow(self, flow: Flow) -> None:
+        under_way: deque[tuple[Any, Any]] = deque()
+        for offset in flow.offsets(self.memory.nbytes):
+            under_way.append(self._receive(self.memory.view[offset : offset + flow.nbytes], self._DATA))
+            if len(under_way) == flow.depth:
+                self._received(under_way.popleft(), flow)
+        while under_way:
+            self._received(under_way.popleft(), flow)
+        if flow.depth > 1:
+            self._wait(self._send(self._small, self._ANSWER))
+
+    def _received(self, posted: tuple[Any, Any], flow: Flow) -> None:
+        self._wait(posted)
+        if flow.depth == 1:
+            self._wait(self._send(self._small, self._ANSWER))
+
+    def connect(self, detail: bytes) -> None:
+        self._start()
+        self._connect(detail)
+        self._wait(self._send(bytearray(self._worker.address.tobytes()), self._ADDRESS))
+
+    def send(self, flow: Flow) -> None:
+        self._wait(self._send(bytearray(self._HEAD.pack(flow.first, flow.nbytes, flow.count, flow.depth)), self._FLOW))
+        under_way: deque[tuple[Any, Any]] = deque()
+        for offset in flow.offsets(self.memory.nbytes):
+            under_way.append(self._send(self.memory.view[offset : offset + flow.nbytes], self._DATA))
+            if len(under_way) == flow.depth:
+                self._wait(under_way.popleft())
+            if flow.depth == 1:
+                self._wait(self._receive(self._small, self._ANSWER))
+        while under_way:
+            self._wait(under_way.popleft())
+        if flow.depth > 1:
+            self._wait(self._receive(self._small, self._ANSWER))
+
+    def close(self) -> None:
+        if hasattr(self, "_thread"):
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            os.close(self._stop)
+        if self._endpoint is not None:
+            self._endpoint.close_blocking()
+
+
+RAW: dict[str, type[Raw]] = {raw.scheme: raw for raw in (RawShm, RawTcp, RawNixl, RawUcx)}

@@ -1,0 +1,178 @@
+"""A handoff between two nodes, seen from both halves of the connector: push, tail, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_harness import NodeProcess, wait_until
+from toy_engine import CHUNK, Request, ToyEngine
+
+from pdx.config import NodeConfig, listen_address
+
+TRANSFER = "x" * 20
+PREFILL = {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
+DECODE = {"do_remote_prefill": True, "transfer_id": TRANSFER, "prefill_node": "one"}
+
+
+class Pair:
+    """A prefill engine on node one and a decode engine on node two."""
+
+    def __init__(self, nodes: list[NodeProcess], shards: int = 1) -> None:
+        self.nodes = nodes
+        self.first, self.second = (
+            ToyEngine(node.address, name=f"toy-{at}", shards=shards) for at, node in enumerate(nodes)
+        )
+
+    def were_asked_for(self, at: int) -> int:
+        """How often a peer of node `at` had to ask for what was not pushed."""
+        return self.nodes[at].status().counters.get("wants_served", 0)
+
+    def is_at_rest(self) -> bool:
+        """Nothing is under way, and nobody holds anything."""
+        found = [node.status() for node in self.nodes]
+        peers = [peer for status in found for peer in status.peers]
+        return not any(
+            status.leases or status.transfers or set(status.chunks) - {"sealed"} for status in found
+        ) and not any(peer.pushes or peer.landing for peer in peers)
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def make_pair(request: Any, place: Path, start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., Pair]]:
+    roster = place / "roster.toml"
+    named = {name: f"ipc://{place}/{name}.sock" for name in ("one", "two")}
+    roster.write_text(
+        "".join(
+            f'[nodes.{name}]\naddress = "{listen_address(NodeConfig(address=address, name=name))}"\n'
+            for name, address in named.items()
+        )
+    )
+    roster.chmod(0o600)
+    nodes = [
+        start_node(address=address, name=name, roster=str(roster), channels=[request.param])
+        for name, address in named.items()
+    ]
+    made: list[Pair] = []
+
+    def make(shards: int = 1) -> Pair:
+        made.append(Pair(nodes, shards))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        try:
+            wait_until(pair.is_at_rest, what="both nodes are at rest")
+        finally:
+            pair.close()
+
+
+def tokens(start: int, count: int) -> list[int]:
+    return list(range(start, start + count))
+
+
+def handed_over(pair: Pair, prompt: list[int]) -> Request:
+    """Prefill on node one, in two steps; the decode leg on node two, loaded."""
+    request = Request("p", prompt, PREFILL)
+    pair.first.admit(request)
+    while request.num_computed < len(prompt):
+        pair.first.step((request, min(CHUNK, len(prompt) - request.num_computed)))
+    pair.first.finish(request)
+    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
+    assert pair.second.admit(decode) == set()
+    return decode
+
+
+@pytest.mark.parametrize(("length", "shards"), [(1, 1), (2 * CHUNK + 7, 2), (3 * CHUNK, 1)])
+def test_every_token_arrives(make_pair: Callable[..., Pair], length: int, shards: int) -> None:
+    pair = make_pair(shards)
+    decode = handed_over(pair, tokens(0, length))
+    assert decode.num_computed == length
+    pair.second.check_cache(decode, length)
+    assert pair.were_asked_for(0) == 0, "it was pushed"
+    pair.second.finish(decode)
+
+
+def test_a_prompt_that_is_all_here_arrives_too(make_pair: Callable[..., Pair]) -> None:
+    """The prefill engine finds every chunk in its node and reserves nothing: they are pushed all the same."""
+    pair = make_pair()
+    prompt = tokens(0, 2 * CHUNK)
+    warm = Request("warm", prompt)
+    pair.first.admit(warm)
+    pair.first.step((warm, len(prompt)))
+    pair.first.finish(warm)
+    wait_until(lambda: pair.nodes[0].status().chunks.get("sealed") == 2, what="sealed on node one")
+    request = Request("p", prompt, PREFILL)
+    pair.first.admit(request)
+    assert request.num_computed == len(prompt)
+    decode = Request("d", prompt, DECODE)
+    assert pair.second.admit(decode) == set()
+    assert decode.num_computed == len(prompt)
+    pair.second.check_cache(decode, len(prompt))
+    assert pair.were_asked_for(0) == 0, "it was pushed"
+    pair.first.finish(request)
+    pair.second.finish(decode)
+
+
+def test_the_second_turn_pulls_generated_chunks_back(make_pair: Callable[..., Pair]) -> None:
+    """What was generated on node two is part of the next prompt on node one."""
+    pair = make_pair()
+    decode = handed_over(pair, tokens(0, CHUNK))
+    generated = iter(tokens(100, 10 * CHUNK))
+
+    def generate() -> bool:
+        decode.all_token_ids.append(next(generated))
+        pair.second.step((decode, 1))
+        return pair.nodes[1].status().chunks.get("sealed", 0) >= 2
+
+    wait_until(generate, what="a generated chunk is sealed on node two")
+    turn, sealed = list(decode.all_token_ids), pair.nodes[1].status().chunks["sealed"]
+    pair.second.finish(decode)
+    following = Request("next", [*turn, *tokens(200, 5)], {**PREFILL, "transfer_id": "y" * 20})
+    assert pair.first.admit(following) == set()
+    assert following.num_computed == sealed * CHUNK
+    pair.first.check_cache(following, following.num_computed)
+    assert pair.were_asked_for(1) == 1
+    pair.first.finish(following)
+
+
+def test_a_prefill_does_not_wait_for_a_peer_that_has_nothing(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    request = Request("p", tokens(0, 2 * CHUNK), PREFILL)
+    assert pair.first.match(request) == 0
+    pair.first.finish(request)
+
+
+def test_a_decoder_whose_prefill_was_given_up_computes(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    prompt = tokens(0, 3 * CHUNK)
+    request = Request("p", prompt, PREFILL)
+    pair.first.admit(request)
+    pair.first.step((request, CHUNK))
+    pair.first.finish(request)  # in the middle
+    decode = Request("d", prompt, DECODE)
+    pair.second.admit(decode)
+    assert decode.num_computed in (0, CHUNK), "what was sealed may have arrived; the rest is not waited for"
+    pair.second.check_cache(decode, decode.num_computed)
+    pair.second.finish(decode)
+
+
+def test_a_decoder_asks_for_what_was_not_pushed(make_pair: Callable[..., Pair]) -> None:
+    """The prefill leg knew of no other node, as when the planned decoder is gone: its node fetches, tail included."""
+    pair = make_pair()
+    prompt = tokens(0, 2 * CHUNK + 7)
+    request = Request("p", prompt, {**PREFILL, "decode_node": ""})
+    pair.first.admit(request)
+    pair.first.step((request, len(prompt)))
+    decode = Request("d", prompt, DECODE)
+    assert pair.second.admit(decode) == set()
+    assert decode.num_computed == len(prompt)
+    pair.second.check_cache(decode, len(prompt))
+    assert pair.were_asked_for(0) >= 1
+    pair.first.finish(request)
+    pair.second.finish(decode)

@@ -1,0 +1,210 @@
+"""What nodes say to each other: round trips, the same bytes through an independent msgpack, and every bound refused."""
+
+import contextlib
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+from wire_values import assert_bounded, refuse_all, valid, within
+
+from pdx.channel import MAX_DETAIL_BYTES, MAX_NOTIFY_BYTES, TOKEN_BYTES, RemoteRegion
+from pdx.errors import ProtocolError
+from pdx.messages import KEY_BYTES, MAX_FRAME_BYTES, MAX_KEYS, VERSION, Slot
+from pdx.peer_messages import (
+    DIGEST_BYTES,
+    MAX_SCHEMES,
+    Granted,
+    Landed,
+    LetGo,
+    Offer,
+    PeerFrame,
+    PeerHello,
+    PeerPing,
+    PeerWelcome,
+    Slices,
+    Stop,
+    Want,
+    decode_landed,
+    decode_peer,
+    encode_landed,
+    encode_peer,
+)
+
+CODECS = {PeerFrame: (encode_peer, decode_peer), Landed: (encode_landed, decode_landed)}
+BODIES = next(field.type for field in inspect.type_info(PeerFrame).fields if field.name == "body").types
+
+any_message = st.one_of(*(within(inspect.type_info(kind)) for kind in CODECS))
+
+
+def encode(message):
+    return CODECS[type(message)][0](message)
+
+
+def refused_by_all(frame):
+    for _, decode in CODECS.values():
+        with pytest.raises(ProtocolError):
+            decode(frame)
+
+
+@given(any_message)
+@settings(max_examples=400)
+def test_every_message_comes_back_as_it_was(message):
+    assert CODECS[type(message)][1](encode(message)) == message
+
+
+@given(any_message)
+def test_an_independent_msgpack_reads_and_writes_the_same_bytes(message):
+    frame = encode(message)
+    plain = msgpack.unpackb(frame, strict_map_key=False)
+    assert msgpack.packb(plain) == frame
+    assert plain == msgspec.to_builtins(message, builtin_types=(bytes,))
+
+
+def test_the_bytes_of_a_message_are_pinned():
+    """What another implementation must send; changing it needs another VERSION."""
+    assert VERSION == 1
+    frame = encode(PeerFrame(7, Granted(3, [0, 2], [Slot(4096, 100, 3)])))
+    assert msgpack.unpackb(frame) == [7, ["Granted", 3, [0, 2], [[4096, 100, 3]]]]
+    assert frame.hex() == "920794a74772616e7465640392000291 93cd10006403".replace(" ", "")
+    landed = encode(Landed(9, [Slices(8192, 4, 2, 1, b"01234567")]))
+    assert msgpack.unpackb(landed) == [9, [[8192, 4, 2, 1, b"01234567"]]]
+
+
+@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.tag)
+def test_a_node_refuses_every_value_of_a_peer_out_of_bounds(kind):
+    """CVE-2026-93838, CVE-2026-94626: no number, size, index or list of a peer is used before it is checked."""
+    count = refuse_all(kind, lambda body: [1, body], decode_peer)
+    assert count or not kind.fields
+
+
+def test_a_node_refuses_every_value_of_a_notification_out_of_bounds():
+    """CVE-2026-93838: what comes with the bytes themselves is bounded, too."""
+    assert refuse_all(inspect.type_info(Landed), lambda body: body, decode_landed)
+
+
+@pytest.mark.parametrize("seq", [0, -1, 1 << 63, "1", None, 1.0, []])
+def test_an_envelope_with_an_impossible_number_is_refused(seq):
+    with pytest.raises(ProtocolError):
+        decode_peer(msgpack.packb([seq, ["PeerPing"]]))
+
+
+@pytest.mark.parametrize("kind", CODECS, ids=lambda kind: kind.__name__)
+def test_every_field_has_a_bound(kind):
+    assert_bounded(inspect.type_info(kind), kind.__name__)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        ["tcp", 1, b"t" * (TOKEN_BYTES - 1), b""],
+        ["tcp", 1, b"t" * (TOKEN_BYTES + 1), b""],
+        ["tcp", 0, b"t" * TOKEN_BYTES, b""],
+        ["tcp", (1 << 48) + 1, b"t" * TOKEN_BYTES, b""],
+        ["tcp", 1, b"t" * TOKEN_BYTES, b"d" * (MAX_DETAIL_BYTES + 1)],
+        ["../../evil", 1, b"t" * TOKEN_BYTES, b""],
+        ["os.system", 1, b"t" * TOKEN_BYTES, b""],
+        ["tcp", 1, "t" * TOKEN_BYTES, b""],
+        ["tcp", 1, b"t" * TOKEN_BYTES, ["pickle", b"."]],
+    ],
+)
+def test_a_handle_of_remote_memory_is_plain_and_bounded(region):
+    """CVE-2026-115912, CVE-2026-105192: handles of memory carried pickles; ours name no class and no path."""
+    with pytest.raises(ProtocolError):
+        decode_peer(msgpack.packb([1, ["PeerWelcome", VERSION, "n", 1, "h", 1, [region]]]))
+
+
+def test_more_schemes_than_there_can_be_are_refused():
+    assert decode_peer(msgpack.packb([1, ["PeerHello", 1, "n", 1, "h", 1, ["s"] * MAX_SCHEMES]]))
+    with pytest.raises(ProtocolError):
+        decode_peer(msgpack.packb([1, ["PeerHello", 1, "n", 1, "h", 1, ["s"] * (MAX_SCHEMES + 1)]]))
+
+
+# ---- frames that are no messages ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.tag)
+def test_a_message_cut_short_at_any_byte_is_refused(kind):
+    frame = msgpack.packb([1, valid(kind)])
+    decode_peer(frame)
+    for length in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decode_peer(frame[:length])
+
+
+def test_an_unknown_tag_is_refused():
+    refused_by_all(msgpack.packb([1, ["Exec", "rm"]]))
+    refused_by_all(msgpack.packb([1, ["Hello"]]))
+
+
+def test_trailing_bytes_are_refused():
+    for message in (PeerFrame(1, PeerPing()), Landed(1, [])):
+        refused_by_all(encode(message) + b"\x00")
+
+
+def test_a_frame_beyond_the_limit_is_refused_before_it_is_read():
+    for message in (PeerFrame(1, PeerPing()), Landed(1, [])):
+        with pytest.raises(ProtocolError, match="exceeds the limit"):
+            CODECS[type(message)][1](encode(message) + bytes(MAX_FRAME_BYTES))
+    with pytest.raises(ProtocolError, match="exceeds the limit"):
+        decode_landed(encode(Landed(1, [])) + bytes(MAX_NOTIFY_BYTES))
+
+
+def test_the_largest_messages_fit_into_a_frame():
+    slots = [Slot(1 << 47, 1 << 47, (1 << 63) - 1)] * (MAX_KEYS * 8)
+    keys = [b"k" * KEY_BYTES] * MAX_KEYS
+    region = RemoteRegion("s" * 32, 1 << 48, b"t" * TOKEN_BYTES, bytes(MAX_DETAIL_BYTES))
+    for body in (
+        Offer(1, keys, 1 << 48, 4096, 1024, 1 << 48, "t" * 64, b"l" * KEY_BYTES, 86_400.0, 1 << 62),
+        Granted(1 << 62, [MAX_KEYS] * MAX_KEYS, slots),
+        Want(1 << 62, keys, 1024, "t" * 64),
+        PeerHello(1, "é" * 256, 1 << 62, "h" * 64, 1, ["s" * 32] * MAX_SCHEMES, [b"l" * KEY_BYTES] * 1024),
+        PeerWelcome(1, "n", 1, "h", 1, [region] * MAX_SCHEMES, slots[0], [b"l" * KEY_BYTES] * 1024),
+        Stop(1, "é" * 256),
+        LetGo(1, complete=True),
+    ):
+        message = PeerFrame((1 << 63) - 1, body)
+        assert decode_peer(encode(message)) == message
+
+
+def test_a_notification_holds_all_layers_of_a_slice():
+    layers = 4096
+    landed = Landed(1 << 62, [Slices(1 << 48, 1 << 62, 0, layers, bytes(layers * DIGEST_BYTES))])
+    assert len(encode(landed)) <= MAX_NOTIFY_BYTES
+    assert decode_landed(encode(landed)) == landed
+
+
+@pytest.mark.parametrize(
+    "bomb", [b"\x91" * 100_000, b"\x81\xa1a" * 50_000, b"\x92\x01" * 50_000, b"\x94\xa5Offer" * 20_000]
+)
+def test_deep_nesting_is_refused(bomb):
+    refused_by_all(bomb)
+    refused_by_all(b"\x92\x01" + bomb)
+
+
+@pytest.mark.parametrize("head", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+def test_a_length_that_lies_allocates_nothing(head):
+    """CVE-2026-93838: a length is believed only as far as there are bytes."""
+    refused_by_all(head)
+    refused_by_all(b"\x92\x01\x93\xa7Granted\x01" + head)
+    refused_by_all(b"\x92\x01" + head)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=500)
+def test_random_bytes_raise_nothing_but_protocol_error(frame):
+    for _, decode in CODECS.values():
+        with contextlib.suppress(ProtocolError):
+            decode(frame)
+
+
+@given(any_message, st.data())
+@settings(max_examples=500)
+def test_flipped_bytes_raise_nothing_but_protocol_error(message, data):
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ProtocolError):
+        CODECS[type(message)][1](bytes(frame))

@@ -1,0 +1,212 @@
+"""Addresses and the roster file: what may be listened on or dialled, by whom, and what a wrong file says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.address import check_address, check_listen, needs_ipv6
+from pdx.errors import ConfigError, PeerUnknown
+from pdx.keyring import KeyPair
+from pdx.messages import PeerEntry
+from pdx.roster import Roster, RosterFile
+
+KEYS = [KeyPair.make().public for _ in range(3)]
+HERE = ["ipc:///run/pdx/a.sock", "tcp://127.0.0.1:7700", "tcp://[::1]:7700", "tcp://127.8.9.1:1"]
+BEYOND = ["tcp://10.0.0.1:7700", "tcp://[fe80::1]:7700", "tcp://192.168.1.1:65535", "tcp://[::ffff:10.0.0.1]:1"]
+NAMES = ["tcp://node7:7700", "tcp://node-7.cluster.example:1", "tcp://localhost:1"]
+WILDCARDS = ["tcp://0.0.0.0:7700", "tcp://*:7700", "tcp://[::]:7700", "tcp://[::ffff:0.0.0.0]:7700", "tcp://0:7700"]
+NONSENSE = [
+    "", "tcp://", "tcp://:1", "tcp://10.0.0.1", "tcp://10.0.0.1:", "tcp://10.0.0.1:99999", "tcp://10.0.0.1:-1",
+    "tcp://10.0.0.1:1;10.0.0.2:2", "tcp://user@10.0.0.1:1", "tcp://10.0.0.1:1/x", "tcp://10.0.0.1:1\n",
+    "http://10.0.0.1:1",
+    "tcp://10.1:1", "tcp://0x7f.1:1", "tcp://2130706433:1", "tcp://[10.0.0.1]:1x", "tcp://::1:7", "tcp://[zz]:1",
+    "ipc://relative", "ipc://@abstract", "ipc:///" + "x" * 120, "inproc://x", "udp://10.0.0.1:1",
+    "tcp://-a:1", "tcp://a b:1",
+    "tcp://eth0;10.0.0.1:1", "tcp://10.0.0.1:*", "ipc://*",
+]  # fmt: skip
+
+
+# ---- addresses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", HERE)
+def test_this_host_needs_no_keys(address):
+    for has_keys in (False, True):
+        check_address(address, has_keys)
+        check_listen(address, has_keys=has_keys)
+
+
+@pytest.mark.parametrize("address", BEYOND)
+def test_beyond_this_host_keys_are_needed(address):
+    """CVE-2025-47277, CVE-2026-107205: nothing is open to others without authentication."""
+    for check in (lambda: check_address(address, False), lambda: check_listen(address, has_keys=False)):
+        with pytest.raises(ConfigError, match="beyond this host"):
+            check()
+    check_address(address, True)
+    check_listen(address, has_keys=True)
+
+
+@pytest.mark.parametrize("address", NAMES)
+def test_a_hosts_name_may_be_dialled_with_keys_only(address):
+    check_address(address, True)
+    with pytest.raises(ConfigError, match="beyond this host"):
+        check_address(address, False)
+    with pytest.raises(ConfigError, match="name an IP address"):
+        check_listen(address, has_keys=True)
+
+
+@pytest.mark.parametrize("address", WILDCARDS)
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_all_interfaces_are_never_meant(address, has_keys):
+    """CVE-2025-32444, -47277, -30202, CVE-2026-103765, -107205: all interfaces, with or without keys."""
+    for check in (lambda: check_address(address, has_keys), lambda: check_listen(address, has_keys=has_keys)):
+        with pytest.raises(ConfigError, match="all interfaces"):
+            check()
+
+
+@pytest.mark.parametrize("address", NONSENSE)
+def test_what_is_no_address(address):
+    for check in (lambda: check_address(address, True), lambda: check_listen(address, has_keys=True)):
+        with pytest.raises(ConfigError):
+            check()
+
+
+def test_port_0_is_for_listening():
+    check_listen("tcp://127.0.0.1:0", has_keys=False)
+    with pytest.raises(ConfigError, match="no port"):
+        check_address("tcp://127.0.0.1:0", False)
+
+
+def test_which_need_ipv6():
+    assert [needs_ipv6(address) for address in HERE] == [False, False, True, False]
+
+
+@given(st.text(max_size=40), st.booleans())
+def test_any_text_is_an_address_or_refused(text, has_keys):
+    for address in (text, f"tcp://{text}", f"ipc://{text}", f"tcp://{text}:1"):
+        try:
+            check_address(address, has_keys)
+        except ConfigError:
+            continue
+        assert has_keys or "ipc:///" in address or "127." in address or "::1" in address
+
+
+# ---- the file -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write(tmp_path):
+    def put(text, mode=0o644):
+        path = tmp_path / "roster.toml"
+        path.write_text(text)
+        path.chmod(mode)
+        return str(path)
+
+    return put
+
+
+def entry(name, address="tcp://10.0.0.1:7700", key=KEYS[0]):
+    return f'[{name}]\naddress = "{address}"\nkey = "{key}"\n'
+
+
+def test_a_file_is_read(write):
+    text = entry("nodes.alpha") + entry('nodes."b.c"', "tcp://[fe80::1]:1", KEYS[1]) + entry("proxy", key=KEYS[2])
+    file = RosterFile.load(write(text), has_keys=True)
+    assert sorted(file.nodes) == ["alpha", "b.c"]
+    assert file.nodes["alpha"].address == "tcp://10.0.0.1:7700"
+    assert file.proxy.key == KEYS[2]
+    roster = Roster(write(text), has_keys=True)
+    assert roster.entry("alpha") == PeerEntry("alpha", "tcp://10.0.0.1:7700", KEYS[0])
+    assert [roster.name_of(key) for key in (*KEYS, "", "x")] == ["alpha", "b.c", None, None, None]
+    assert RosterFile.load(write(""), has_keys=True) == RosterFile({}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("nodes = 3", "nodes is not"),
+        ("[peers.alpha]\n", "peers is not"),
+        ("[nodes\n", ""),
+        ("[nodes]\nalpha = 3", "nodes.alpha: "),
+        ("[nodes.alpha]\n", "nodes.alpha: .*address"),
+        (entry("nodes.alpha") + 'port = "3"\n', "nodes.alpha: .*port"),
+        (entry("nodes.alpha", "tcp://0.0.0.0:1"), "nodes.alpha: .*all interfaces"),
+        (entry("nodes.alpha", "tcp://10.0.0.1:0"), "nodes.alpha: .*no port"),
+        (entry("nodes.alpha", "x" * 257), "nodes.alpha: "),
+        (entry("nodes.alpha", key=""), "nodes.alpha: a key is missing"),
+        (entry("nodes.alpha", key="short"), "nodes.alpha: not a CURVE key"),
+        (entry("nodes.alpha", key="k" * 41), "nodes.alpha: "),
+        (entry("proxy", key=""), "proxy: a key is missing"),
+        (entry('nodes.""'), "1 to 256"),
+        (entry(f'nodes."{"n" * 257}"'), "1 to 256"),
+        (entry("nodes.alpha") + entry("nodes.beta"), "nodes.alpha and nodes.beta have the same key"),
+        (entry("nodes.alpha") + entry("proxy"), "nodes.alpha and proxy have the same key"),
+        ("".join(f"[nodes.n{number}]\n" for number in range(1025)), "at most 1024"),
+        ("#" * (1 << 20) + "\n", "more than"),
+        ("a=" + "[" * 5000, ""),
+        ("\0", ""),
+    ],
+)
+def test_a_wrong_file_is_refused_naming_file_and_entry(write, text, why):
+    with pytest.raises(ConfigError, match=f"roster /.*roster.toml: .*{why}"):
+        RosterFile.load(write(text), has_keys=True)
+
+
+def test_without_keys_a_file_names_addresses_of_this_host(write):
+    file = RosterFile.load(write('[nodes.alpha]\naddress = "ipc:///run/a.sock"\n'), has_keys=False)
+    assert file.nodes["alpha"].key == ""
+    with pytest.raises(ConfigError, match="nodes.alpha: .*beyond this host"):
+        RosterFile.load(write(entry("nodes.alpha")), has_keys=False)
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_file_that_others_may_write_is_refused(write, mode):
+    """CVE-2026-92972: who may write the list of members is one."""
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        RosterFile.load(write(entry("nodes.alpha"), mode), has_keys=True)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        Roster(str(tmp_path / "none"), has_keys=True)
+    with pytest.raises(ConfigError, match="keys need a roster"):
+        Roster("", has_keys=True)
+
+
+def test_a_file_that_changes_is_read_again_and_a_wrong_one_changes_nothing(write, tmp_path):
+    roster = Roster(write(entry("nodes.alpha")), has_keys=True)
+    assert not roster.refresh()
+    write(entry("nodes.beta") + "# longer")
+    assert roster.refresh()
+    assert not roster.refresh()
+    assert (roster.name_of(KEYS[0]), roster.admits_name("alpha")) == ("beta", False)
+    write("[nodes.")
+    assert not roster.refresh()
+    (tmp_path / "roster.toml").unlink()
+    assert not roster.refresh()
+    assert roster.entry("beta").public_key == KEYS[0]
+    write("")
+    assert roster.refresh()
+    with pytest.raises(PeerUnknown):
+        roster.entry("beta")
+
+
+def test_a_list_of_the_proxy_replaces_the_one_before():
+    roster = Roster("", has_keys=False)
+    roster.believe([PeerEntry("a", "tcp://127.0.0.1:1"), PeerEntry("b", "ipc:///b")])
+    roster.believe([PeerEntry("b", "ipc:///b2"), PeerEntry("", "ipc:///c"), PeerEntry("d", "")])
+    assert roster.entry("b").address == "ipc:///b2"
+    for name in ("a", "", "d"):
+        with pytest.raises(PeerUnknown):
+            roster.entry(name)
+    assert roster.admits_name("whoever can reach the socket")
+    assert not roster.refresh()
+    assert roster.proxy is None
+
+
+def test_warnings_about_names_without_end_are_bounded():
+    roster = Roster("", has_keys=False)
+    roster.believe([PeerEntry(str(number), "tcp://10.0.0.1:1") for number in range(5000)])
+    assert len(roster._warned) == 4096

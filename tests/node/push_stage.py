@@ -1,0 +1,291 @@
+"""A stage for the parts of a push without sockets and threads: a real store, and stand-ins for everything around it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from pdx.channel import Listener, Notification, RemoteRegion
+from pdx.memory import GRANULE_BYTES, Arena, round_up
+from pdx.messages import Slot
+from pdx.node.incoming import Incoming, Landing
+from pdx.node.lander import Verdict
+from pdx.node.outgoing import Outgoing, Push
+from pdx.node.sender import Job
+from pdx.node.transfers import Transfers
+from pdx.peer_messages import Granted, LetGo, Offer, Slices, Stop
+from pdx.store.chunk import Chunk
+from pdx.store.store import Claim, Store
+
+MIB = 1 << 20
+WRITER = 1  # the session that fills chunks on the sender's stage
+FAR = 1e9
+
+
+def key(number: int) -> bytes:
+    """The number-th key of a chain."""
+    return hashlib.blake2b(number.to_bytes(4, "little"), digest_size=16).digest()
+
+
+class StoreStage:
+    """A store over a real arena, with a clock that stands still."""
+
+    def __init__(self, folder: Path, granules: int) -> None:
+        self.now = 100.0
+        self.arena = Arena.create(folder / "arena", granules * GRANULE_BYTES)
+        self.store = Store(self.arena, lambda: self.now)
+        self.counters: Counter[str] = Counter()
+
+    def reserve(self, numbers: list[int], nbytes: int, *, layers: int = 1, shards: int = 1, **claim: Any) -> list[Slot]:
+        """Slots for `WRITER` to fill."""
+        keys = [key(number) for number in numbers]
+        writers = [WRITER] * shards
+        granted, slots, _ = self.store.reserve(Claim(keys=keys, nbytes=nbytes, layers=layers, owner=WRITER, writers=writers, **claim))  # fmt: skip
+        assert len(granted) == len(numbers)
+        return slots
+
+    def holds(self) -> int:
+        """Readers of all chunks."""
+        return sum(chunk.leases for chunk in self.store._slots.values())
+
+    def free_what_is_sealed(self) -> None:
+        """Everything must be free then."""
+        self.store.delete([chunk.key for chunk in self.store._slots.values()])
+        assert self.store.census() == ({}, {}, 0)
+        assert self.store.free_bytes == self.arena.nbytes
+
+    def close(self) -> None:
+        self.arena.close()
+
+
+class FakeWay:
+    """Remembers what it is told."""
+
+    def __init__(self, name: str = "b") -> None:
+        self.name = name
+        self.is_usable = True
+        self.sent: list[Offer | LetGo] = []
+        self.jobs: list[Job] = []  # not over
+        self.aborted: list[int] = []
+
+    def send(self, body: Offer | LetGo) -> None:
+        self.sent.append(body)
+
+    def submit(self, job: Job) -> None:
+        assert self.is_usable
+        self.jobs.append(job)
+
+    def abort(self, push: int) -> None:
+        self.aborted.append(push)
+
+    @property
+    def offers(self) -> list[Offer]:
+        """In the order they were made."""
+        return [body for body in self.sent if isinstance(body, Offer)]
+
+    @property
+    def farewells(self) -> list[LetGo]:
+        """In the order they were said."""
+        return [body for body in self.sent if isinstance(body, LetGo)]
+
+
+class SendingStage(StoreStage):
+    """The sending side: an `Outgoing` with one way, to a peer whose memory begins at `REMOTE`."""
+
+    REMOTE = 1 << 30
+
+    def __init__(self, folder: Path, *, granules: int = 8192, group_bytes: int = MIB, window_bytes: int = 32 * MIB):
+        super().__init__(folder, granules)
+        self.over: list[tuple[int, bool]] = []
+        self.way = FakeWay()
+        self.outgoing = Outgoing(
+            self.store,
+            group_bytes=group_bytes,
+            window_bytes=window_bytes,
+            counters=self.counters,
+            on_over=self._push_over,
+        )
+
+    def _push_over(self, push: Push, is_complete: bool) -> None:
+        self.over.append((push.number, is_complete))
+
+    def start(self, numbers: list[int], *, shards: int = 1, transfer: str | None = None, way: FakeWay | None = None) -> int:  # fmt: skip
+        """Push these chunks."""
+        return self.outgoing.start(
+            way or self.way,
+            [key(number) for number in numbers],
+            shards,
+            transfer=transfer,
+            layout=b"",
+            wait_s=5.0,
+            now=self.now,
+            push_s=60.0,
+        )
+
+    def grants(self, offer: Offer, indices: list[int] | None = None, *, at: int = REMOTE) -> Granted:
+        """Room at the peer, slot behind slot, as it would say so."""
+        granted = list(range(len(offer.keys))) if indices is None else indices
+        slots = []
+        for index in granted:
+            is_tail = offer.tail_nbytes and index == len(offer.keys) - 1
+            for _ in range(offer.shards):
+                slots.append(Slot(at, offer.tail_nbytes if is_tail else offer.nbytes, 7))
+                at += round_up(slots[-1].nbytes)
+        return Granted(offer.push, granted, slots)
+
+    def grant(self, offer: Offer, indices: list[int] | None = None) -> None:
+        """The peer has room."""
+        self.outgoing.granted(self.way.name, self.grants(offer, indices))
+
+    def fill(self, slots: list[Slot], first_layer: int = 0, layers: int = 1, *, seal: bool = False) -> None:
+        """What a worker's `Fill` does."""
+        chunks = self.store.fill(slots, first_layer, layers, WRITER)
+        if seal:
+            self.store.seal(chunks)
+        self.outgoing.changed(chunks)
+
+    def lose(self, slots: list[Slot]) -> None:
+        """The writer lets go of chunks that are not whole."""
+        chunks = [self.store.at(slot) for slot in slots]
+        self.store.let_go(chunks)
+        self.outgoing.changed(chunks)
+
+    def finish(self, job: Job | None = None, error: Any = None) -> Job:
+        """A write (the oldest) is over."""
+        job = job or self.way.jobs[0]
+        self.way.jobs.remove(job)
+        self.outgoing.written(self.way.name, job, error)
+        return job
+
+    def finish_all(self, error: Any = None) -> list[Job]:
+        """All writes, also those that come of it."""
+        done = []
+        while self.way.jobs:
+            done.append(self.finish(error=error))
+        return done
+
+    def assert_idle(self) -> None:
+        """No push is left, and none has left anything behind."""
+        assert len(self.outgoing) == 0
+        assert not self.way.jobs
+        assert self.holds() == 0
+        assert not self.outgoing._of_chunk
+        assert not any(self.outgoing._in_window.values())
+
+
+class FakeSession:
+    """A peer that pushes."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.token = bytes([number]) * 16
+        self.sent: list[Granted | Stop] = []
+
+    def send(self, body: Granted | Stop) -> None:
+        self.sent.append(body)
+
+    def answers(self, push: int) -> list[Granted | Stop]:
+        """What it was told about one push."""
+        return [body for body in self.sent if body.push == push]
+
+    def granted(self, push: int) -> Granted | None:
+        """The room it got."""
+        return next((body for body in self.answers(push) if isinstance(body, Granted)), None)
+
+
+class FakeListener(Listener):
+    """Knows what is granted; what is `landing` is up to the test. `knows`: it can tell when nothing lands any more."""
+
+    def __init__(self, *, knows: bool = True) -> None:
+        self.knows = knows
+        self.granted: dict[bytes, dict[int, int]] = defaultdict(dict)
+        self.landing: set[tuple[bytes, int]] = set()
+        self.doubtful: set[tuple[bytes, int]] = set()  # revoked, where it cannot tell
+
+    def invite(self, token: bytes) -> RemoteRegion:
+        raise NotImplementedError
+
+    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
+        assert (token, offset) not in self.landing, "granted while an earlier write may be landing"
+        self.granted[token][offset] = nbytes
+        self.doubtful.discard((token, offset))
+
+    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
+        assert self.granted[token].get(offset, nbytes) == nbytes
+        if self.granted[token].pop(offset, None) and not self.knows:
+            self.doubtful.add((token, offset))
+        return (token, offset) not in self.landing and (token, offset) not in self.doubtful
+
+    def take(self) -> list[Notification]:
+        return []
+
+    def expel(self, token: bytes) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class ReceivingStage(StoreStage):
+    """The receiving side: an `Incoming` with one channel that checks writes ("sure") and one that does not ("blind")."""
+
+    def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0) -> None:
+        super().__init__(folder, granules)
+        self.transfers = Transfers()
+        self.listeners = {"sure": FakeListener(), "blind": FakeListener(knows=False)}
+        self.over: list[Landing] = []
+        self.sealed: list[Chunk] = []
+        self.changed: list[Chunk] = []
+        self.incoming = Incoming(
+            self.store,
+            self.transfers,
+            listeners=self.listeners,
+            checks_writes=lambda scheme: scheme == "sure",
+            arena_bytes=granules * GRANULE_BYTES,
+            peer_share=peer_share,
+            push_s=60.0,
+            counters=self.counters,
+            on_changed=self.changed.extend,
+            on_sealed=lambda landing, chunks: self.sealed.extend(chunks),
+            on_over=self.over.append,
+        )
+        self._pushes: Counter[int] = Counter()
+
+    def offer(self, session: FakeSession, numbers: list[int], *, granules: int = 1, scheme: str = "sure", **fields: Any) -> int:  # fmt: skip
+        """An offer of chunks of so many granules each; its number."""
+        self._pushes[session.number] += 1
+        settings = {"nbytes": granules * GRANULE_BYTES, "layers": 1, "shards": 1, "wait_s": 5.0, **fields}
+        offer = Offer(self._pushes[session.number], [key(number) for number in numbers], **settings)
+        self.incoming.offered(session, scheme, offer, self.now)
+        return offer.push
+
+    def land(self, session: FakeSession, push: int, slots: list[Slot] | None = None, *, layers: tuple[int, int] = (0, 1), scheme: str = "sure") -> None:  # fmt: skip
+        """Slices [first, first + count) of these slots (all that were granted) have come, and are right."""
+        granted = session.granted(push)
+        slots = slots if slots is not None else granted.slots
+        good = [Slices(slot.offset, slot.generation, *layers) for slot in slots]
+        nbytes = sum(slot.nbytes for slot in slots)
+        self.incoming.landed(scheme, Verdict(session.token, push, good, [], nbytes), self.now)
+
+    def let_go(self, session: FakeSession, push: int, *, complete: bool = True) -> None:
+        """The sender is done."""
+        self.incoming.let_go(session, LetGo(push, complete), self.now)
+
+    def tick(self, seconds: float = 0.0) -> None:
+        """Time passes."""
+        self.now += seconds
+        self.incoming.tick(self.now)
+        self.transfers.expire(self.now)
+
+    def assert_idle(self) -> None:
+        """No push is left, and none has left anything behind."""
+        assert len(self.incoming) == 0
+        assert not self.incoming.rooms
+        assert not self.incoming._queue
+        assert not any(self.incoming._bytes_of.values())
+        assert not any(spans for listener in self.listeners.values() for spans in listener.granted.values())
+        assert not len(self.transfers), "somebody still waits for a transfer"
+        assert set(self.store.census()[0]) <= {"sealed"}

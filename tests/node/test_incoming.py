@@ -1,0 +1,410 @@
+"""Pushes to this node: who gets room when, what becomes a chunk, and when room is given back."""
+
+import pytest
+from push_stage import FakeSession, ReceivingStage, key
+
+from pdx.errors import ProtocolError
+from pdx.lifecycle import State
+from pdx.memory import GRANULE_BYTES
+from pdx.messages import MAX_SLOTS, Slot
+from pdx.node import incoming as module
+from pdx.node.lander import Verdict
+from pdx.peer_messages import Granted, LetGo, Slices, Stop
+
+TRANSFER = "transfer-0123456789"
+
+
+@pytest.fixture
+def stage_with(tmp_path):
+    stages = []
+
+    def make(**settings):
+        stages.append(ReceivingStage(tmp_path, **settings))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+
+
+@pytest.fixture
+def stage(stage_with):
+    return stage_with()
+
+
+@pytest.fixture
+def a():
+    return FakeSession(1, "a")
+
+
+@pytest.fixture
+def b():
+    return FakeSession(2, "b")
+
+
+def finish(stage, session, push, scheme="sure"):
+    """All that was granted lands, and the sender lets go."""
+    if session.granted(push).slots:
+        stage.land(session, push, scheme=scheme)
+    stage.let_go(session, push)
+
+
+# ---- what becomes a chunk ------------------------------------------------------------------------
+
+
+def test_slices_land_and_whole_chunks_are_sealed_one_by_one(stage, a):
+    push = stage.offer(a, [0, 1], layers=2, transfer=TRANSFER)
+    granted = a.granted(push)
+    assert granted.granted == [0, 1]
+    assert stage.transfers.is_under_way(TRANSFER)
+    assert {room.token for room in stage.incoming.rooms.values()} == {a.token}
+    stage.land(a, push, granted.slots[:1], layers=(0, 1))
+    stage.land(a, push, granted.slots[:1], layers=(0, 1))
+    assert stage.store.find([key(0)], 1) == []
+    stage.land(a, push, granted.slots[:1], layers=(1, 1))
+    assert [chunk.key for chunk in stage.sealed] == [key(0)]
+    assert list(stage.incoming.rooms) == [granted.slots[1].offset], "what is sealed takes no more writes"
+    assert granted.slots[0].offset not in stage.listeners["sure"].granted[a.token]
+    stage.let_go(a, push)
+    assert len(stage.incoming) == 1, "the last notification may come behind the farewell"
+    stage.land(a, push, granted.slots[1:], layers=(0, 2))
+    assert [landing.offer.push for landing in stage.over] == [push]
+    assert not stage.transfers.is_under_way(TRANSFER)
+    assert not stage.transfers.is_given_up(TRANSFER)
+    stage.assert_idle()
+    assert len(stage.store.find([key(0), key(1)], 1)) == 2
+
+
+def test_a_farewell_behind_the_last_notification_ends_it(stage, a):
+    push = stage.offer(a, [0])
+    stage.land(a, push)
+    assert len(stage.incoming) == 1, "until the sender says so it may still write"
+    stage.let_go(a, push)
+    stage.assert_idle()
+
+
+def test_a_notification_that_never_comes_is_not_waited_for_long(stage, a):
+    push = stage.offer(a, [0, 1], transfer=TRANSFER)
+    stage.land(a, push, a.granted(push).slots[:1])
+    stage.let_go(a, push)
+    stage.tick(module.LANDING_S + 0.1)
+    assert isinstance(a.sent[-1], Stop)
+    assert stage.transfers.is_given_up(TRANSFER)
+    stage.assert_idle()
+    assert len(stage.store.find([key(0), key(1)], 1)) == 1
+
+
+def test_a_wrong_byte_gives_the_push_up(stage, a):
+    push = stage.offer(a, [0, 1], transfer=TRANSFER)
+    first, second = a.granted(push).slots
+    bad = Slices(second.offset, second.generation, 0, 1)
+    good = Slices(first.offset, first.generation, 0, 1)
+    stage.incoming.landed("sure", Verdict(a.token, push, [good], [bad], 1), stage.now)
+    assert stage.counters["digest_mismatches"] == 1
+    assert isinstance(a.sent[-1], Stop)
+    assert stage.transfers.is_given_up(TRANSFER)
+    assert stage.store.find([key(0)], 1) == stage.store.find([key(1)], 1) == []
+    stage.assert_idle()
+    stage.land(a, push)
+    stage.let_go(a, push, complete=False)
+    stage.assert_idle()
+
+
+def test_notifications_of_others_or_of_the_past_fill_nothing(stage, a, b):
+    push = stage.offer(a, [0], layers=2)
+    (slot,) = a.granted(push).slots
+    stage.offer(b, [1], layers=2)
+    stale = Slot(slot.offset, slot.nbytes, slot.generation - 1)
+    stage.land(b, push, [slot], layers=(0, 2))  # b has a push of that number, too
+    stage.land(a, push, [stale], layers=(0, 2))
+    stage.land(a, push, [slot], layers=(0, 2), scheme="blind")
+    stage.land(a, push + 1, [slot], layers=(0, 2))
+    assert stage.store.at(slot).filled == 0
+    stage.incoming.session_over(a, stage.now, is_dead=True)
+    stage.land(a, push, [slot], layers=(0, 2))
+    stage.incoming.session_over(b, stage.now, is_dead=True)
+    stage.assert_idle()
+    assert stage.sealed == []
+
+
+def test_who_forwards_what_lands_hears_of_it(stage, a):
+    """A push to a third node goes on while the chunk is still landing here."""
+    push = stage.offer(a, [0, 1], layers=2)
+    first, second = (stage.store.at(slot) for slot in a.granted(push).slots)
+    stage.store.hold([first, second])
+    stage.land(a, push, [first.slot], layers=(0, 1))
+    assert stage.changed == [first]
+    stage.land(a, push, [first.slot], layers=(1, 1))
+    assert stage.changed == [first, first]
+    stage.let_go(a, push, complete=False)
+    assert stage.changed == [first, first, second]
+    assert second.state is State.RETIRED, "it is read by the other push until that hears of it"
+    stage.store.unhold([first, second])
+    stage.assert_idle()
+
+
+# ---- who gets room when --------------------------------------------------------------------------
+
+
+def test_offers_get_room_in_their_order_and_all_or_nothing(stage, a, b):
+    first = stage.offer(a, [0, 1, 2, 3], granules=3)
+    second = stage.offer(b, [4, 5], granules=3)
+    third = stage.offer(a, [6])
+    assert len(a.granted(first).slots) == 4
+    assert b.answers(second) == a.answers(third) == [], "the third would fit, but the second was there before"
+    stage.tick()
+    assert b.answers(second) == []
+    stage.land(a, first, a.granted(first).slots[:1])
+    stage.tick()
+    assert len(b.granted(second).slots) == 2, "what is sealed makes room"
+    assert len(a.granted(third).slots) == 1
+    for session, push in ((a, first), (b, second), (a, third)):
+        finish(stage, session, push)
+    stage.assert_idle()
+
+
+def test_whoever_waited_long_enough_gets_what_fits(stage, a, b):
+    first = stage.offer(a, [0, 1], granules=6)
+    second = stage.offer(b, [2, 3, 4], granules=2, tail_nbytes=GRANULE_BYTES, wait_s=5.0)
+    stage.tick(4.9)
+    assert b.answers(second) == []
+    stage.tick(0.2)
+    granted = b.granted(second)
+    assert (granted.granted, [slot.nbytes for slot in granted.slots]) == ([0, 1], [2 * GRANULE_BYTES] * 2)
+    assert stage.counters["granted_in_part"] == 1
+    late = stage.offer(b, [5], wait_s=0.0)
+    assert b.granted(late) == Granted(late, [], [])
+    for session, push in ((a, first), (b, second), (b, late)):
+        finish(stage, session, push)
+    stage.assert_idle()
+
+
+def test_an_offer_that_can_never_fit_gets_its_leading_part_at_once(stage, a):
+    push = stage.offer(a, list(range(20)), transfer=TRANSFER)
+    assert a.granted(push).granted == list(range(16))
+    finish(stage, a, push)
+    assert not stage.transfers.is_under_way(TRANSFER)
+    huge = stage.offer(a, [30], granules=1 << 30)
+    assert a.granted(huge) == Granted(huge, [], [])
+    stage.let_go(a, huge)
+    stage.assert_idle()
+
+
+def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
+    stage = stage_with(peer_share=0.5)
+    first = stage.offer(a, [0, 1], granules=4)
+    second = stage.offer(a, [2])
+    third = stage.offer(b, [3, 4], granules=4)
+    assert a.answers(second) == [], "a has its eight granules"
+    assert len(b.granted(third).slots) == 2
+    stage.tick(5.1)
+    assert a.granted(second) == Granted(second, [], [])
+    for session, push in ((a, first), (a, second), (b, third)):
+        finish(stage, session, push)
+    more = stage.offer(a, [5, 6])
+    assert len(a.granted(more).slots) == 2
+    finish(stage, a, more)
+    stage.assert_idle()
+
+
+def test_a_share_counts_the_room_that_small_chunks_take(stage_with, a):
+    stage = stage_with(peer_share=0.5)
+    first = stage.offer(a, list(range(8)), nbytes=100)
+    second = stage.offer(a, [10], nbytes=100)
+    assert len(a.granted(first).slots) == 8
+    assert a.answers(second) == [], "eight granules, not eight hundred bytes"
+    finish(stage, a, first)
+    stage.tick()
+    assert len(a.granted(second).slots) == 1
+    finish(stage, a, second)
+    stage.assert_idle()
+
+
+def test_an_offer_larger_than_the_share_is_granted_where_its_peer_has_nothing(stage_with, a):
+    stage = stage_with(peer_share=0.25)
+    push = stage.offer(a, [0, 1], granules=4)
+    assert len(a.granted(push).slots) == 2
+    second = stage.offer(a, [2])
+    assert a.answers(second) == []
+    finish(stage, a, push)
+    stage.tick()
+    finish(stage, a, second)
+    stage.assert_idle()
+
+
+def test_what_is_here_already_is_not_granted(stage, a, b):
+    first = stage.offer(a, [0, 1])
+    finish(stage, a, first)
+    second = stage.offer(b, [0, 1, 2])
+    assert b.granted(second).granted == [2]
+    third = stage.offer(a, [2], transfer=TRANSFER)
+    assert a.granted(third) == Granted(third, [], []), "somebody else is filling it"
+    assert stage.transfers.is_under_way(TRANSFER)
+    stage.let_go(a, third)
+    assert not stage.transfers.is_under_way(TRANSFER)
+    finish(stage, b, second)
+    stage.assert_idle()
+
+
+# ---- offers that make no sense -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numbers", "fields"),
+    [
+        ([], {}),
+        ([1, 1], {}),
+        (list(range(200)), {"shards": MAX_SLOTS // 200 + 1}),
+        ([1], {"nbytes": 3, "layers": 4}),
+        ([1, 2], {"tail_nbytes": 2 * GRANULE_BYTES}),
+        ([1, 2], {"layers": 8, "tail_nbytes": 7}),
+    ],
+    ids=["no keys", "a key twice", "slots", "empty slices", "a long tail", "a tail with empty slices"],
+)
+def test_an_offer_that_makes_no_sense_is_refused(stage, a, numbers, fields):
+    with pytest.raises(ProtocolError):
+        stage.offer(a, numbers, **fields)
+    stage.assert_idle()
+    assert a.sent == []
+
+
+def test_a_push_is_offered_once(stage, a):
+    push = stage.offer(a, [0])
+    stage._pushes[a.number] -= 1
+    with pytest.raises(ProtocolError, match="twice"):
+        stage.offer(a, [1])
+    finish(stage, a, push)
+    stage.assert_idle()
+
+
+def test_more_offers_than_may_wait_are_stopped(stage, a, b, monkeypatch):
+    monkeypatch.setattr(module, "MAX_QUEUED", 2)
+    first = stage.offer(a, [0], granules=16)
+    waiting = [stage.offer(a, [number]) for number in (1, 2)]
+    turned_down = stage.offer(b, [3], transfer=TRANSFER)
+    (stop,) = b.answers(turned_down)
+    assert isinstance(stop, Stop), "or its sender would wait for room until the push is too late"
+    assert stage.counters["offers_stopped"] == 1
+    assert not stage.transfers.is_under_way(TRANSFER)
+    for push in (first, *waiting):
+        finish(stage, a, push)
+        stage.tick()
+    stage.assert_idle()
+
+
+def test_a_transfer_that_was_given_up_is_not_offered_again(stage, a):
+    stage.transfers.give_up(TRANSFER, stage.now)
+    push = stage.offer(a, [0], transfer=TRANSFER)
+    assert [type(body) for body in a.answers(push)] == [Stop]
+    stage.let_go(a, push, complete=False)
+    stage.assert_idle()
+
+
+# ---- endings -------------------------------------------------------------------------------------
+
+
+def test_given_up_while_something_is_landing_waits_for_it(stage, a):
+    push = stage.offer(a, [0, 1], transfer=TRANSFER)
+    slots = a.granted(push).slots
+    stage.listeners["sure"].landing.add((a.token, slots[0].offset))
+    stage.incoming.cancel(TRANSFER, stage.now)
+    stage.let_go(a, push, complete=False)
+    for _ in range(3):
+        stage.tick(1.0)
+        assert all(stage.arena.is_current(slot) for slot in slots)
+    assert stage.store.census()[0] == {"quarantined": 2}
+    stage.listeners["sure"].landing.clear()
+    stage.tick()
+    stage.assert_idle()
+    assert not any(stage.arena.is_current(slot) for slot in slots)
+
+
+def test_where_writes_are_not_checked_the_writer_must_let_go(stage, a):
+    push = stage.offer(a, [0], scheme="blind")
+    stage.tick(61.0)
+    assert isinstance(a.sent[-1], Stop)
+    for _ in range(3):
+        stage.tick(100.0)
+    assert stage.store.census()[0] == {"quarantined": 1}, "it may write whenever it likes"
+    stage.let_go(a, push, complete=False)
+    stage.assert_idle()
+
+
+@pytest.mark.parametrize("scheme", ["sure", "blind"])
+def test_a_silent_peer_may_still_write_where_nobody_checks(stage, a, scheme):
+    push = stage.offer(a, [0], scheme=scheme, transfer=TRANSFER)
+    waiting = stage.offer(a, [1], granules=16, scheme=scheme)
+    stage.incoming.session_over(a, stage.now, is_dead=False)
+    assert stage.transfers.is_given_up(TRANSFER)
+    assert [landing.offer.push for landing in stage.over][-1:] == [waiting] or scheme == "sure"
+    assert len(stage.incoming) == (0 if scheme == "sure" else 1)
+    stage.tick(1000.0)
+    assert len(stage.incoming) == (0 if scheme == "sure" else 1)
+    stage.incoming.session_over(a, stage.now, is_dead=True)
+    assert {landing.offer.push for landing in stage.over} == {push, waiting}
+    stage.assert_idle()
+
+
+STATES = ["queued", "landing", "landing in part", "empty", "let go", "stopped", "lost"]
+EVENTS = ["let go", "let go incomplete", "cancel", "late", "session dead", "session silent", "bad", "landed"]
+
+
+@pytest.mark.parametrize("scheme", ["sure", "blind"])
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", STATES)
+def test_every_event_in_every_state(stage, a, b, state, event, scheme):
+    if state == "queued":
+        stage.offer(b, [9], granules=16)
+    push = stage.offer(a, [] if state == "nothing" else [0, 1], scheme=scheme, transfer=TRANSFER, wait_s=10.0)
+    reach(stage, a, push, state, scheme)
+    happen(stage, a, push, event, scheme)
+    busy = bool(stage.incoming.of(a))
+    stage.let_go(a, push, complete=False)
+    if busy and scheme == "blind":
+        stage.incoming.session_over(a, stage.now, is_dead=True)
+    stage.incoming.session_over(b, stage.now, is_dead=True)
+    stage.tick(100.0)
+    assert [landing.offer.push for landing in stage.over].count(push) >= 1
+    assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
+    stage.assert_idle()
+    stage.free_what_is_sealed()
+
+
+def reach(stage, session, push, state, scheme):
+    granted = session.granted(push)
+    match state:
+        case "queued":
+            assert granted is None
+        case "landing in part":
+            stage.land(session, push, granted.slots[:1], scheme=scheme)
+        case "empty":
+            stage.land(session, push, scheme=scheme)
+        case "let go":
+            stage.let_go(session, push)
+        case "stopped":
+            stage.incoming.cancel(TRANSFER, stage.now)
+        case "lost":
+            stage.incoming.session_over(session, stage.now, is_dead=False)
+
+
+def happen(stage, session, push, event, scheme):
+    granted = session.granted(push)
+    match event:
+        case "let go" | "let go incomplete":
+            stage.let_go(session, push, complete=event == "let go")
+        case "cancel":
+            stage.incoming.cancel(TRANSFER, stage.now)
+        case "late":
+            stage.tick(70.0)
+        case "session dead" | "session silent":
+            stage.incoming.session_over(session, stage.now, is_dead=event == "session dead")
+        case "bad":
+            bad = [Slices(slot.offset, slot.generation, 0, 1) for slot in (granted.slots if granted else [])]
+            stage.incoming.landed(scheme, Verdict(session.token, push, [], bad, 0), stage.now)
+        case "landed" if granted:
+            stage.land(session, push, scheme=scheme)
+
+
+def test_a_farewell_nobody_waits_for_is_nothing(stage, a):
+    stage.incoming.let_go(a, LetGo(17, True), stage.now)
+    stage.assert_idle()

@@ -1,0 +1,234 @@
+"""Links behind CURVE keys, for real: who is not in the roster, or not who they say, gets nowhere."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import zmq
+from link_stage import PING_S, TIMEOUT_S, Raw, Stage, key_files, write_roster
+
+from pdx.errors import ConfigError, PeerUnknown
+from pdx.handshake import LinkState, LinkStep, SessionStep
+from pdx.keyring import KeyPair
+from pdx.messages import PeerEntry, Refused
+from pdx.peer_messages import PeerBye, Want
+
+
+class Cluster:
+    """alpha and beta, each with keys, and a roster that names both."""
+
+    def __init__(self, stage, listen):
+        self.stage = stage
+        self.files = key_files(stage.place, "alpha", "beta", "stranger")
+        self.keys = {name: KeyPair.load(path) for name, path in self.files.items()}
+        self.roster = stage.place / "roster.toml"
+        self.where = {name: listen.format(place=stage.place, name=name) for name in ("alpha", "beta")}
+        self.write({name: self.keys[name].public for name in self.where})
+        self.alpha, self.beta = self.node("alpha", 11), self.node("beta", 22)
+        self.where = {node.name: node.links.address for node in (self.alpha, self.beta)}  # with their ports
+        self.write({name: self.keys[name].public for name in self.where})
+        self.tick()
+
+    def write(self, keys):
+        def at(name):  # while the ports are not known yet
+            return self.where[name].replace(":0", ":1") if self.where[name].endswith(":0") else self.where[name]
+
+        write_roster(self.roster, {name: (at(name), key) for name, key in keys.items()})
+
+    def node(self, name, epoch):
+        return self.stage.node(name, epoch, listen=self.where[name], keys=self.files[name], roster=str(self.roster))
+
+    def tick(self):
+        for node in self.stage.nodes:
+            node.links.tick()
+
+    def raw(self, own, **settings):
+        peer = Raw(self.stage, self.beta, own=own, server_key=self.beta.links.public_key, **settings)
+        return self.stage.undo.enter_context(peer)
+
+
+@pytest.fixture
+def stage(place):
+    made = Stage(place)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["tcp://127.0.0.1:0", "ipc://{place}/{name}.sock"], ids=["tcp", "ipc"])
+def cluster(request, stage):
+    return Cluster(stage, request.param)
+
+
+@pytest.fixture
+def loopback(stage):
+    return Cluster(stage, "tcp://127.0.0.1:0")
+
+
+def test_who_is_in_both_rosters_is_let_in(cluster):
+    alpha, beta = cluster.alpha, cluster.beta
+    alpha.links.dial("beta")
+    beta.links.dial("alpha")
+    cluster.stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
+    alpha.links.link("beta").send(Want(1, []))
+    cluster.stage.until(lambda: beta.core.saw("told"))
+    assert beta.links.sessions[0].key == alpha.links.public_key == cluster.keys["alpha"].public
+    assert not alpha.counters
+    assert not beta.counters
+
+
+def test_a_key_that_is_not_in_the_roster_gets_nowhere(loopback, caplog):
+    """CVE-2026-92972, CVE-2026-103765: membership is proven."""
+    with caplog.at_level(logging.WARNING):
+        stranger = loopback.raw(loopback.keys["stranger"])
+        stranger.hello(name="alpha")
+        loopback.stage.until(lambda: loopback.beta.counters["peers_denied"])
+    assert not loopback.beta.core.events
+    assert stranger.hear() is None
+    denials = [record for record in caplog.records if loopback.keys["stranger"].public in record.message]
+    assert len(denials) == 1
+    loopback.write({"alpha": loopback.keys["stranger"].public})
+    loopback.beta.links.tick()
+    loopback.stage.until(stranger.hear, "it is let in as soon as the roster has its key")
+
+
+def test_the_right_key_with_the_wrong_name_is_refused(cluster):
+    """CVE-2026-92972: nobody speaks for another."""
+    liar = cluster.raw(cluster.keys["alpha"])
+    liar.hello(name="gamma")
+    assert cluster.stage.until(liar.hear) == Refused("PeerRefused", "the key is that of 'alpha', not of 'gamma'")
+    assert not cluster.beta.core.events
+
+
+def test_a_peer_without_a_key_gets_nowhere(cluster):
+    plain = cluster.raw(None)
+    plain.hello(name="alpha")
+    other = cluster.raw(cluster.keys["alpha"])
+    other.hello(name="alpha")
+    cluster.stage.until(other.hear)
+    assert len(cluster.beta.core.events) == 1
+    assert plain.hear() is None
+
+
+def test_a_wrong_key_of_the_server_is_no_link(loopback):
+    stage, alpha, beta = loopback.stage, loopback.alpha, loopback.beta
+    loopback.write({"alpha": loopback.keys["alpha"].public, "beta": loopback.keys["stranger"].public})
+    alpha.links.tick()  # beta's roster stays right
+    alpha.links.dial("beta")
+    stage.pass_time(TIMEOUT_S + 1.0)
+    ((_, step, why),) = alpha.core.saw("lost")
+    assert step is LinkStep.LOST
+    assert "does its roster have this node's key?" in why
+    assert not beta.core.events
+
+
+def test_a_key_taken_from_the_roster_is_worth_nothing_from_then_on(cluster):
+    stage, alpha, beta = cluster.stage, cluster.alpha, cluster.beta
+    peer = cluster.raw(cluster.keys["alpha"])
+    peer.hello(name="alpha")
+    stage.until(peer.hear)
+    cluster.write({"beta": cluster.keys["beta"].public})
+    beta.links.tick()
+    assert beta.core.saw("over")[0][1] is SessionStep.SILENT
+    assert stage.until(peer.hear) == Refused("PeerRefused", "the roster has changed")
+    peer.hello(name="alpha")  # over the connection that still stands
+    assert "nobody in the roster" in stage.until(peer.hear).text
+    assert len(beta.core.saw("hello")) == 1
+    with pytest.raises(PeerUnknown):
+        beta.links.dial("alpha")
+    assert alpha.links.sessions == []
+
+
+def test_a_key_that_changes_hands_ends_the_session(cluster):
+    stage, beta = cluster.stage, cluster.beta
+    peer = cluster.raw(cluster.keys["alpha"])
+    peer.hello(name="alpha")
+    stage.until(peer.hear)
+    cluster.write({"alpha": cluster.keys["stranger"].public, "beta": cluster.keys["beta"].public})
+    beta.links.tick()
+    assert beta.core.saw("over")[0][1] is SessionStep.SILENT
+    fresh = cluster.raw(cluster.keys["stranger"])
+    fresh.hello(name="alpha", epoch=6)
+    stage.until(fresh.hear)
+    assert len(beta.links.sessions) == 1
+
+
+def test_a_changed_key_ends_the_link_to_it(loopback):
+    loopback.alpha.links.dial("beta")
+    loopback.stage.until(lambda: loopback.alpha.core.saw("ready"))
+    loopback.write({"alpha": loopback.keys["alpha"].public, "beta": loopback.keys["stranger"].public})
+    loopback.alpha.links.tick()
+    assert loopback.alpha.core.saw("lost")[0][1:] == (LinkStep.LOST, "the roster has changed")
+
+
+def test_a_route_of_another_is_not_taken_over(loopback):
+    """CVE-2026-112266, CVE-2026-96762: a session belongs to a key, not to a route that others can have."""
+    stage, beta = loopback.stage, loopback.beta
+    third = KeyPair.make()
+    loopback.where["third"] = "tcp://127.0.0.1:9"
+    loopback.write({name: loopback.keys[name].public for name in ("alpha", "beta")} | {"third": third.public})
+    beta.links.tick()
+
+    first = loopback.raw(loopback.keys["alpha"], routing_id=b"same")
+    first.hello(name="alpha")
+    stage.until(first.hear)
+    monitor = beta.links._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    first.close()
+    assert monitor.poll(5000)
+    beta.links._door._router.disable_monitor()
+    monitor.close()
+
+    thief = loopback.raw(third, routing_id=b"same")
+    thief.send(Want(1, []), seq=100)
+    thief.send(PeerBye(), seq=101)
+    stage.until(lambda: beta.counters["dropped_messages"] == 2)
+    assert not beta.core.saw("told")
+    assert not beta.core.saw("over")
+    assert beta.links.sessions[0].name == "alpha"
+
+
+def test_the_proxys_word_changes_no_key(loopback):
+    alpha = loopback.alpha
+    alpha.links.told([PeerEntry("beta", "tcp://127.0.0.1:9", loopback.keys["stranger"].public)])
+    alpha.links.dial("beta")
+    loopback.stage.until(lambda: alpha.core.saw("ready"))
+
+
+def test_handshakes_that_never_end_hold_nobody_up(loopback):
+    """CVE-2026-94624: half-open connections; each is cut after the handshake's deadline, and others are served."""
+    import socket
+
+    host, port = loopback.beta.links.address.removeprefix("tcp://").split(":")
+    halves = [socket.create_connection((host, int(port))) for _ in range(50)]
+    try:
+        loopback.alpha.links.dial("beta")
+        loopback.stage.until(lambda: loopback.alpha.core.saw("ready"))
+    finally:
+        for half in halves:
+            half.close()
+
+
+def test_keys_need_a_roster_and_other_addresses_need_keys(stage):
+    files = key_files(stage.place, "alpha")
+    with pytest.raises(ConfigError, match="keys need a roster"):
+        stage.node("alpha", keys=files["alpha"])
+    with pytest.raises(ConfigError, match="beyond this host"):
+        stage.node("alpha", listen="tcp://10.0.0.1:7700")
+    with pytest.raises(ConfigError, match="beyond this host"):
+        stage.node("alpha", listen="tcp://10.0.0.1:7700", keys=files["alpha"])
+    for wildcard in ("tcp://0.0.0.0:1", "tcp://*:1", "tcp://[::]:1"):
+        with pytest.raises(ConfigError, match="all interfaces"):
+            stage.node("alpha", listen=wildcard, keys=files["alpha"], roster=str(stage.place / "roster.toml"))
+    assert {path.name for path in stage.place.iterdir()} == {"keys"}
+
+
+def test_pings_keep_an_encrypted_link(loopback):
+    alpha, beta = loopback.alpha, loopback.beta
+    link = alpha.links.dial("beta")
+    loopback.stage.until(lambda: alpha.core.saw("ready"))
+    for _ in range(6):
+        before = link.heard_at
+        loopback.stage.pass_time(PING_S)
+        loopback.stage.until(lambda before=before: link.heard_at > before)
+    assert link.state is LinkState.READY
+    assert not beta.core.saw("over")

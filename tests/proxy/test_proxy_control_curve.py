@@ -1,0 +1,181 @@
+"""The control socket beyond Unix sockets: loopback, CURVE keys, and the list of peers that every node gets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from proxy_harness import Node, run, until, within
+
+from pdx import messages
+from pdx.errors import ConfigError
+from pdx.keyring import KeyPair, secure_client
+from pdx.messages import PeerEntry, PeerList
+from pdx.proxy.control import Control
+
+PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
+
+
+class Desk:
+    """A control socket, what it took and dropped, and nodes that connect to it."""
+
+    def __init__(self, address, **files):
+        self.reports, self.drops = [], []
+        self.control = Control(address, on_report=self.reports.append, on_drop=self.drops.append, **files)
+        self.nodes = []
+
+    def node(self, name, own=None, server_key=None):
+        node = Node("inproc://nowhere-yet", name)
+        node.socket.disconnect("inproc://nowhere-yet")
+        secure_client(node.socket, own=own, server_key=server_key)
+        node.socket.connect(self.control.address)
+        self.nodes.append(node)
+        return node
+
+
+@contextlib.contextmanager
+def desk(address="tcp://127.0.0.1:0", **files):
+    made = Desk(address, **files)
+    made.control.start()
+    try:
+        yield made
+    finally:
+        for node in made.nodes:
+            node.close()
+        made.control.close()
+
+
+@pytest.fixture
+def members(tmp_path):
+    """Key pairs of two nodes, the proxy and a stranger, and the settings of a proxy that knows the nodes."""
+    pairs = {name: KeyPair.make() for name in ("one", "two", "proxy", "stranger")}
+    secret, _ = pairs["proxy"].save(tmp_path / "keys", "proxy")
+    roster = tmp_path / "roster.toml"
+
+    def write(*names):
+        where = 'address = "tcp://10.0.0.1:1"'
+        roster.write_text("".join(f'[nodes.{name}]\n{where}\nkey = "{pairs[name].public}"\n' for name in names))
+        roster.chmod(0o644)
+
+    write("one", "two")
+    return pairs, {"keys": str(secret), "roster": str(roster)}, write
+
+
+async def peers_of(node):
+    """The next list of peers that a node is told."""
+    while True:
+        message = messages.decode_from_proxy(await within(node.socket.recv()))
+        if isinstance(message, PeerList):
+            return message.peers
+
+
+def test_nodes_hear_of_their_peers_now_and_when_they_come():
+    async def main():
+        with desk() as made:
+            one = made.node("one")
+            await one.report()
+            await until(lambda: made.reports)
+            made.control.send_peers(PEERS[:1])
+            assert await peers_of(one) == PEERS[:1]
+            two = made.node("two")
+            await two.report()
+            assert await peers_of(two) == PEERS[:1]
+            made.control.send_peers(PEERS)
+            assert await peers_of(one) == await peers_of(two) == PEERS
+            await two.report()
+            await until(lambda: len(made.reports) == 3)
+            made.control.cancel("t" * 16)
+            frame = await within(two.socket.recv())
+            assert isinstance(messages.decode_from_proxy(frame), messages.Cancel), "a list is told once"
+            assert made.drops == []
+
+    run(main)
+
+
+def test_members_of_the_roster_report_and_are_told(members):
+    pairs, files, _ = members
+
+    async def main():
+        with desk(**files) as made:
+            for name in ("one", "two"):
+                await made.node(name, pairs[name], pairs["proxy"].public).report()
+            await until(lambda: len(made.reports) == 2)
+            made.control.send_peers(PEERS)
+            assert await peers_of(made.nodes[0]) == await peers_of(made.nodes[1]) == PEERS
+            assert made.drops == []
+
+    run(main)
+
+
+def test_a_report_under_anothers_name_is_dropped(members):
+    """CVE-2026-92972: a registration that was not authenticated poisoned the routing table."""
+    pairs, files, _ = members
+
+    async def main():
+        with desk(**files) as made:
+            liar = made.node("two", pairs["one"], pairs["proxy"].public)
+            await liar.report()
+            await until(lambda: made.drops)
+            assert made.drops == ["not_its_name"]
+            assert made.reports == []
+            made.control.send_peers(PEERS)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(liar.socket.recv(), 0.05)
+
+    run(main)
+
+
+def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
+    """CVE-2026-92972, CVE-2026-103765."""
+    pairs, files, write = members
+
+    async def main():
+        with desk(**files) as made:
+            await made.node("one").report()  # without a key
+            await made.node("one", pairs["one"], pairs["stranger"].public).report()  # to another server
+            stranger = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
+            await stranger.report()
+            await made.node("two", pairs["two"], pairs["proxy"].public).report()
+            await until(lambda: made.reports)
+            assert [report.node for report in made.reports] == ["two"]
+            write("one", "two", "stranger")
+            fresh = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
+            await fresh.report()
+            await until(lambda: len(made.reports) == 2)
+            write("one")
+            fresh_one = made.node("one", pairs["one"], pairs["proxy"].public)
+            await fresh_one.report()
+            await until(lambda: len(made.reports) == 3)
+            await fresh.report()  # over the connection that it still has
+            await until(lambda: made.drops)
+            assert [report.node for report in made.reports] == ["two", "stranger", "one"]
+            assert made.drops == ["not_its_name"]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("address", "with_files", "why"),
+    [
+        ("tcp://0.0.0.0:7600", True, "all interfaces"),
+        ("tcp://*:7600", True, "all interfaces"),
+        ("tcp://10.0.0.1:7600", False, "beyond this host"),
+        ("tcp://proxy.example:7600", True, "name an IP address"),
+    ],
+)
+def test_addresses_that_are_refused(members, address, with_files, why):
+    """CVE-2026-103765, CVE-2026-107205: all interfaces, and no authentication."""
+    with pytest.raises(ConfigError, match=why):
+        Control(address, on_report=print, on_drop=print, **(members[1] if with_files else {}))
+
+
+def test_an_address_that_is_taken_leaves_nothing_open():
+    async def main():
+        with desk() as made:
+            second = Control(made.control.address, on_report=print, on_drop=print)
+            with pytest.raises(ConfigError, match="cannot listen"):
+                second.start()
+            second.close()
+
+    run(main)

@@ -1,0 +1,18 @@
+"""What a third party would write: a channel of its own in a distribution of its own, here around `inproc`."""
+
+import msgspec
+
+from pdx.transports.inproc import InprocListener, InprocRegion
+
+
+class FarshoreListener(InprocListener):
+    def invite(self, token):
+        return msgspec.structs.replace(super().invite(token), scheme=FarshoreRegion.scheme)
+
+
+class FarshoreRegion(InprocRegion):
+    scheme = "farshore"
+
+    def __init__(self, memory, wake):
+        super().__init__(memory, wake)
+        self._listener = FarshoreListener(memory, wake)

@@ -1,0 +1,217 @@
+"""A write by NIXL, and the channel it goes over. Regions and listeners are in `nixl`."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdx.channel import MAX_DETAIL_BYTES, Channel, Offset, Piece, RemoteRegion, Transfer, check_write
+from pdx.errors import ChannelBroken, ChannelError, TransferAborted
+from pdx.transports.onesided import BYE, HELLO, WRITE, compose, this_process
+
+if TYPE_CHECKING:
+    from pdx.transports.nixl import NixlRegion
+
+
+class NixlDetail(msgspec.Struct, array_like=True, frozen=True):
+    """What a writer needs: who the agent is, its metadata, and where its memory begins."""
+
+    agent: Annotated[str, Meta(pattern=r"^pdx-[0-9a-f]{32}\Z")]
+    metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_DETAIL_BYTES)]
+    address: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    nbytes: Offset
+
+
+class NixlPeer:
+    """Another agent as ours has loaded it: once, however many channels lead to it.
+
+    It stays loaded until it breaks: NIXL's way of unloading one that is well leaves UCX's connection behind.
+    """
+
+    def __init__(self, detail: NixlDetail) -> None:
+        self.name = detail.agent
+        self.address = detail.address
+        self.channels = 0  # guarded by the region's lock
+        self.is_broken = False
+
+
+class NixlTransfer(Transfer):
+    """A request to NIXL. It holds the handle until NIXL is done with it, also when nobody waits for it any more."""
+
+    def __init__(self, channel: NixlChannel, handle: int | None, message: bytes) -> None:
+        self._channel = channel
+        self._message = message
+        self._lock = threading.Lock()  # guards all below, and each use of the handle
+        self._handle = handle
+        self._over = threading.Event()
+        self._is_aborted = False
+
+    def poll(self) -> bool:
+        """See `Transfer.poll`. The region looks, too, if nobody polls."""
+        if not self._over.is_set():
+            self.advance()
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is over; whether it is."""
+        return self._over.wait(timeout_s)
+
+    def abort(self) -> None:
+        """NIXL has begun at once and cannot stop; when it is done, nobody is notified."""
+        self._is_aborted = True
+
+    def advance(self) -> None:
+        """Look whether NIXL is done."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is looking
+        try:
+            if self._handle is None:
+                return
+            agent = self._channel.agent
+            error: ChannelError | None = None
+            try:
+                if not agent.is_done(self._handle):
+                    return
+                if self._is_aborted:
+                    error = TransferAborted("it was aborted when it was on its way")
+                elif not self._over.is_set():
+                    agent.notify(self._channel.peer.name, self._message)
+            except agent.errors as broken:
+                error = ChannelBroken(f"NIXL: {broken}")
+                self._channel.peer.is_broken = True
+            agent.release(self._handle)
+            self._handle = None
+            self._end(error)
+        finally:
+            self._lock.release()
+        self._channel.settle(self)
+
+    def give_up(self, error: ChannelError) -> None:
+        """It is over for whoever waits."""
+        with self._lock:
+            self._end(error)
+
+    def drop(self) -> None:
+        """The agent ends."""
+        with self._lock:
+            if self._handle is not None:
+                self._channel.agent.release(self._handle)
+                self._handle = None
+
+    def _end(self, error: ChannelError | None) -> None:
+        if not self._over.is_set():
+            self.error = error
+            self._over.set()
+            self._channel.region.wake()
+
+
+class NixlChannel(Channel):
+    """From our agent to one session of another one."""
+
+    def __init__(self, region: NixlRegion, peer: NixlPeer, remote: RemoteRegion) -> None:
+        self.agent = region.agent
+        self.peer = peer
+        self.region = region
+        self._remote = remote
+        self._name = secrets.token_bytes(8)  # the receiver tells the connections of one session apart by it
+        self._lock = threading.Lock()  # guards all below
+        self._transfers: set[NixlTransfer] = set()
+        self._is_open = True
+        self._has_ended = False
+
+    def __repr__(self) -> str:
+        return f"<NixlChannel to {self.peer.name} {len(self._transfers)} transfers>"
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether NIXL is still at some."""
+        return bool(self._transfers)
+
+    def greet(self, timeout_s: float) -> None:
+        """Read a byte, which makes UCX connect, and say hello.
+
+        :raises ChannelBroken: it does not answer.
+        """
+        begin = functools.partial(self.agent.read_byte, self.peer.name, self.peer.address)
+        greeting = self._begin(begin, self._message(HELLO, this_process()))
+        if not greeting.wait(timeout_s):
+            raise ChannelBroken(f"{self.peer.name} does not answer within {timeout_s} s")
+        if greeting.error is not None:
+            raise greeting.error
+
+    def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
+        """See `Channel.write`. Between processes of one host the copying is done here, at the speed of memory."""
+        source, target = self.region.memory, self.peer.address
+        check_write(pieces, notify, source.nbytes, self._remote.nbytes)
+        local = [(source.address + piece.local, piece.nbytes, 0) for piece in pieces]
+        remote = [(target + piece.remote, piece.nbytes, 0) for piece in pieces]
+        begin = functools.partial(self.agent.write, self.peer.name, local, remote)
+        return self._begin(begin, self._message(WRITE, notify))
+
+    def close(self) -> None:
+        """See `Channel.close`. What NIXL is writing it goes on to write, in silence: nobody is notified of it."""
+        with self._lock:
+            self._is_open = False
+            transfers = list(self._transfers)
+        for transfer in transfers:
+            transfer.give_up(ChannelBroken("the channel was closed"))
+        self.region.closing(self)
+        if self.sweep():
+            self.region.look_after()
+
+    def sweep(self) -> bool:
+        """See what became of its transfers; whether NIXL is still at some."""
+        for transfer in list(self._transfers):
+            transfer.advance()
+        self._end_if_idle()
+        return bool(self._transfers)
+
+    def settle(self, transfer: NixlTransfer) -> None:
+        """NIXL is done with this one."""
+        with self._lock:
+            self._transfers.discard(transfer)
+        self._end_if_idle()
+
+    def drop(self) -> None:
+        """The agent ends."""
+        for transfer in list(self._transfers):
+            transfer.drop()
+        with self._lock:
+            self._transfers.clear()
+
+    def _begin(self, begin: Callable[[], int], message: bytes) -> NixlTransfer:
+        with self._lock:
+            error = None if self._is_open else ChannelBroken("the channel is closed")
+            if self._is_open and self.peer.is_broken:
+                error = ChannelBroken(f"{self.peer.name} is gone")
+            handle = None
+            if error is None:
+                try:
+                    handle = begin()
+                except self.agent.errors as broken:
+                    error = ChannelBroken(f"NIXL: {broken}")
+                    self.peer.is_broken = True
+            transfer = NixlTransfer(self, handle, message)
+            if error is None:
+                self._transfers.add(transfer)
+            else:
+                transfer.give_up(error)
+        if not transfer.poll():
+            self.region.look_after()
+        return transfer
+
+    def _message(self, kind: int, payload: bytes) -> bytes:
+        return compose(self._remote.token, kind, self._name, payload)
+
+    def _end_if_idle(self) -> None:
+        with self._lock:
+            if self._is_open or self._transfers or self._has_ended:
+                return
+            self._has_ended = True
+        self.region.ended(self, self._message(BYE, b""))
