@@ -1,20 +1,24 @@
 """One test per class of vulnerability that this kind of software had; each names the records it comes from."""
 
 import ast
+import json
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from link_stage import Raw, Stage
 from node_harness import Wire, arenas_of
 
 import pdx.config
 import pdx.keys
-from pdx.errors import ConfigError
-from pdx.messages import Cancel, Refused
+from pdx.errors import ConfigError, PeerUnknown
+from pdx.messages import Cancel, Lookup, Push, Refused, Reserve
+from pdx.peer_messages import LetGo, PeerBye
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for folder in ("pdx", "proxy", "kernels", "transports") for path in (ROOT / folder).rglob("*.py"))
@@ -33,7 +37,7 @@ def nodes(kind):
 
 def test_the_scan_sees_the_sources():
     assert len(SOURCES) > 30
-    assert {"pdx", "proxy", "kernels"} <= {path.relative_to(ROOT).parts[0] for path in SOURCES}
+    assert {"pdx", "proxy", "kernels", "transports"} <= {path.relative_to(ROOT).parts[0] for path in SOURCES}
 
 
 def test_no_pickle_anywhere():
@@ -72,20 +76,48 @@ def test_no_socket_on_all_interfaces():
     assert not [(where, text) for where, text in strings if re.search(r"tcp://(\*|0\.0\.0\.0)", text)]
 
 
-@pytest.mark.parametrize("setting", ["address", "proxy"])
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "tcp://*:5555", "ipc://@pdx", "pgm://239.0.0.1:1"])
-def test_a_node_speaks_through_unix_sockets_only(place, setting, address):
-    settings = {"address": f"ipc://{place}/node.sock", setting: address}
-    result = subprocess.run(
-        [sys.executable, "-m", "pdx.node", str(settings).replace("'", '"')],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+def node_that_fails(settings):
+    """What a node that does not start says."""
+    command = [sys.executable, "-m", "pdx.node", json.dumps(settings)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 1
-    assert "is not an ipc:///absolute/path address" in result.stderr
-    assert not arenas_of(settings["address"])
+    return result.stderr
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "tcp://*:5555", "ipc://@pdx", "pgm://239.0.0.1:1"])
+def test_processes_reach_their_node_through_a_unix_socket_only(place, address):
+    assert "is not an ipc:///absolute/path address" in node_that_fails({"address": address})
+    assert not arenas_of(address)
+
+
+@pytest.mark.parametrize("setting", ["listen", "proxy"])
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("tcp://0.0.0.0:5555", "all interfaces"),
+        ("tcp://*:5555", "all interfaces"),
+        ("tcp://[::]:5555", "all interfaces"),
+        ("tcp://10.0.0.1:5555", "beyond this host, which needs keys"),
+        ("ipc://@pdx", "is not an ipc:///absolute/path address"),
+        ("pgm://239.0.0.1:1", "is not an address"),
+    ],
+)
+def test_a_node_without_keys_talks_to_nobody_beyond_its_host(place, address, setting, where, why):
+    """CVE-2025-32444, -47277, -30202, CVE-2026-103765, -106037, -107205: open to the network by default."""
+    assert why in node_that_fails({"address": address, setting: where})
+    assert not arenas_of(address)
+    assert not [path for path in place.rglob("*") if path.is_socket()]
+
+
+def test_every_place_that_listens_is_known():
+    """Each of them is tested for what it listens on: here, and in tests/transports for the channels."""
+    binds = {where.partition(":")[0] for where, node in nodes(ast.Attribute) if node.attr == "bind"}
+    assert {path for path in binds if not path.startswith("transports/")} == {
+        "pdx/gate.py",
+        "pdx/node/daemon.py",
+        "pdx/node/door.py",
+        "proxy/control.py",
+    } | (binds & {"pdx/cli/ready.py", "pdx/cli/up.py"})
 
 
 def test_socket_lock_log_and_arena_are_this_users_alone(start_node, place):
@@ -97,7 +129,13 @@ def test_socket_lock_log_and_arena_are_this_users_alone(start_node, place):
         os.umask(mask)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*place.iterdir(), *arenas_of(node.address))}
     modes.pop("node.sock.log")  # behind the folder's door; it holds no data
-    assert len(modes) == 3
+    assert sorted(name for name in modes if not name.startswith("pdx-")) == [
+        "node.sock",
+        "node.sock.lock",
+        "node.sock.peers",
+        "node.sock.peers.lock",
+    ]
+    assert len(modes) == 5
     assert set(modes.values()) == {0o600}
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
@@ -134,6 +172,83 @@ def test_a_planted_link_is_not_followed(place, address):
     assert result.returncode != 0
     assert victim.read_text() == "precious"
     (place / "node.sock.lock").unlink()
+
+
+def test_an_address_in_a_request_is_never_dialled(start_node, attach):
+    """CVE-2026-116176 (an address inside a request id), CVE-2026-94624 (arbitrary remote hosts), CVE-2026-107207:
+    a peer is named, and what its name stands for is the roster's word."""
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.setblocking(False)
+        evil = f"tcp://127.0.0.1:{trap.getsockname()[1]}"
+        node = start_node()
+        wire = attach(node, kind="scheduler")
+        keys = [b"k" * 16]
+        transfer = "transfer-0123456789"
+        wire.ask(Lookup(keys, source=evil))
+        wire.ask(Lookup(keys, source=evil, transfer=transfer))
+        wire.ask(Reserve(keys, 4096, transfer=transfer, push_to=evil))
+        wire.ask(Push(keys, evil))
+        status = wire.status()
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+    assert [peer.address for peer in status.peers if peer.address or peer.state != "closed"] == []
+
+
+def test_names_without_end_open_no_sockets(place):
+    """CVE-2026-94624: arbitrary peers exhausted the sockets of a node."""
+    stage = Stage(place)
+    try:
+        alpha = stage.node("alpha")
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(2000):
+            with pytest.raises(PeerUnknown):
+                alpha.links.dial(f"tcp://evil{number}.example:1")
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert alpha.links.links == []
+    finally:
+        stage.close()
+
+
+def test_one_peer_cannot_speak_in_the_session_of_another(place):
+    """CVE-2026-112266, CVE-2026-96762/96763: who guesses a number of somebody else's push reaches only its own.
+
+    What the node makes of it: tests/node/test_incoming.py.
+    """
+    stage = Stage(place)
+    try:
+        beta = stage.node("beta")
+        with Raw(stage, beta) as one, Raw(stage, beta) as two:
+            one.hello(name="one")
+            two.hello(name="two")
+            stage.until(lambda: len(beta.links.sessions) == 2)
+            by_name = {session.name: session for session in beta.links.sessions}
+            two.send(LetGo(1, complete=False))
+            stage.until(lambda: beta.core.saw("told"))
+            assert beta.core.saw("told") == [(by_name["two"], LetGo(1, complete=False))]
+            assert by_name["one"].token != by_name["two"].token
+            two.send(PeerBye())
+            stage.until(lambda: beta.core.saw("over"))
+            assert list(beta.links.sessions) == [by_name["one"]]
+    finally:
+        stage.close()
+
+
+def test_each_lesson_of_others_is_a_test_of_ours():
+    """Records that apply to channels, links, nodes and the proxy's control: each is named where it is tested."""
+    lessons = (
+        "29783 32444 47277 30202 46570 69872 50050 3059 93088 93034 86793 92972 93838 112266 94624 94626 94627 116176 "
+        "115912 105192 107204 107205 10813 103764 103765 106037 96762 26220"
+    )
+    named = " ".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
+    named += " ".join(ast.get_docstring(node) or "" for _, node in own_tests())
+    numbers = set(re.findall(r"[-/](\d{4,6})\b", named))
+    assert sorted(set(re.findall(r"\d+", lessons)) - numbers) == []
+
+
+def own_tests():
+    for node in ast.parse(Path(__file__).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
 
 
 def test_strangers_get_no_handle(start_node):

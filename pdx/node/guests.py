@@ -148,9 +148,9 @@ class Guests:
         self.incoming.offered(session, scheme, offer, self._clock())
 
     def wanted(self, session: PeerSession, want: Want) -> None:
-        """It asks for chunks: what is here is pushed to it."""
+        """It asks for chunks: what is here is pushed to it; of a transfer also what is still being filled."""
         is_pushed = want.transfer is not None and self._ways.is_pushing(want.transfer, session.name)
-        hits = 0 if is_pushed else len(self._store.find(want.keys, want.shards))
+        hits = 0 if is_pushed else self._leading(want)
         session.send(Coming(want.want, hits, is_pushed))
         if not hits:
             return
@@ -168,6 +168,12 @@ class Guests:
             session.send(Coming(want.want, 0))
             return
         self._counters["wants_served"] += 1
+
+    def _leading(self, want: Want) -> int:
+        if want.transfer is None:
+            return len(self._store.find(want.keys, want.shards))
+        missing = (at for at, key in enumerate(want.keys) if self._store.known(key, want.shards) is None)
+        return next(missing, len(want.keys))
 
     # ---- what lands -------------------------------------------------------------------------
 

@@ -281,9 +281,9 @@ class Service:
     def cancel(self, transfer: str) -> bool:
         """Give up a transfer; returns whether that is news. Also what the proxy asks for."""
         news = self.transfers.give_up(transfer, self._clock())
+        self.peers.cancel(transfer)  # also if it was given up before: its chunks may have come to nothing one by one
         if news:
             self.counters["transfers_given_up"] += 1
-            self.peers.cancel(transfer)
             self.store.abort(self.store.unsealed(transfer))
             self.store.drop_tails(transfer)
         return news

@@ -94,8 +94,18 @@ def test_every_token_arrives(make_pair: Callable[..., Pair], length: int, shards
     decode = handed_over(pair, tokens(0, length))
     assert decode.num_computed == length
     pair.second.check_cache(decode, length)
-    assert pair.were_asked_for(0) == 0, "it was pushed"
     pair.second.finish(decode)
+
+
+def test_chunks_and_tail_are_pushed_unasked(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(2)
+    prompt = tokens(0, 2 * CHUNK + 7)
+    request = Request("p", prompt, PREFILL)
+    pair.first.admit(request)
+    pair.first.step((request, len(prompt)))
+    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 3 * 2, what="all is on node two")
+    assert pair.were_asked_for(0) == 0
+    pair.first.finish(request)
 
 
 def test_a_prompt_that_is_all_here_arrives_too(make_pair: Callable[..., Pair]) -> None:
@@ -110,11 +120,11 @@ def test_a_prompt_that_is_all_here_arrives_too(make_pair: Callable[..., Pair]) -
     request = Request("p", prompt, PREFILL)
     pair.first.admit(request)
     assert request.num_computed == len(prompt)
+    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 2, what="both are on node two, unasked")
     decode = Request("d", prompt, DECODE)
     assert pair.second.admit(decode) == set()
     assert decode.num_computed == len(prompt)
     pair.second.check_cache(decode, len(prompt))
-    assert pair.were_asked_for(0) == 0, "it was pushed"
     pair.first.finish(request)
     pair.second.finish(decode)
 

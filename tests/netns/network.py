@@ -53,6 +53,14 @@ class Host:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
+    def slow_down(self, mbit: int) -> None:
+        """What it sends leaves at this rate; skip the test where the kernel cannot do that."""
+        limit = ["tc", "qdisc", "add", "dev", CABLE, "root", "tbf", "rate", f"{mbit}mbit"]
+        command = self.inside(*limit, "burst", "256kb", "latency", "200ms")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"the cable cannot be made slow here: {done.stderr.strip()}")
+
     def plug_in(self) -> None:
         """Its end of the cable works."""
         self.run("ip", "link", "set", CABLE, "up")
