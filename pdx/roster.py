@@ -153,6 +153,11 @@ class Roster:
             )
         return found
 
+    @property
+    def names(self) -> list[str]:
+        """All nodes that may be dialled, as far as they are known now."""
+        return list(self._file.nodes if self._file is not None else self._told)
+
     def admits_name(self, name: str) -> bool:
         """Whether a node of that name may dial; without a file, any that can reach the socket."""
         return self._file is None or name in self._file.nodes

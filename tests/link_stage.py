@@ -213,6 +213,12 @@ class Raw:
         self.close()
 
 
+def welcomed(stage: Stage, peer: Raw, **hello: Any) -> Any:
+    """Let a raw peer say hello, and wait for the answer."""
+    peer.hello(**hello)
+    return stage.until(peer.hear)
+
+
 class RawHost:
     """A node that is dialled and says anything at all."""
 

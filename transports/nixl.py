@@ -28,6 +28,7 @@ from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
 from pdx.transports.onesided import Ledger
 from pdx.transports.sealed import seal, unseal
 
+_MAX_OWED = 1024  # agents
 _LOOK_S = 0.0002  # how often the region looks after transfers while there are some
 _SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}  # of UCX: a dead process of this host is noticed after two of them
 _LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
@@ -177,7 +178,8 @@ class NixlRegion(Region):
             try:
                 self.agent.notify(peer.name, farewell)
             except self.agent.errors:
-                self._owed.setdefault(peer.name, []).append(farewell)
+                if len(self._owed) < _MAX_OWED:
+                    self._owed.setdefault(peer.name, []).append(farewell)
             peer.channels -= 1
             if peer.is_broken and not peer.channels and self._peers.get(peer.name) is peer:
                 del self._peers[peer.name]

@@ -117,7 +117,7 @@ def up(
             host=host,
             port=port,
             arena=arena,
-            nodes=[Node("node", node, is_own=False)] if node else _nodes(folder, channel),
+            nodes=[Node("node", node, is_own=False)] if node else nodes_of(folder, channel),
             control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
             flags=flags,
         )
@@ -194,7 +194,7 @@ def _start_proxy(plan: Plan, processes: Processes) -> None:
     processes.start("proxy", [*PDX, "proxy", *options], is_ready=is_ready)
 
 
-def _nodes(folder: Path, channel: str | None) -> list[Node]:
+def nodes_of(folder: Path, channel: str | None) -> list[Node]:
     """One for all engines, or one for each role; the proxy tells them of each other."""
     if channel is None:
         return [Node("node", f"ipc://{folder}/node.sock")]

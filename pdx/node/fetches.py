@@ -67,14 +67,14 @@ class Fetches:
                 self._send(fetch, link)
 
     def _send(self, fetch: Fetch, link: Link) -> None:
-        if link.state is LinkState.READY and not fetch.is_sent:
+        if link.state is LinkState.READY and fetch.state is FetchState.ASKING and not fetch.is_sent:
             fetch.is_sent = True
             link.send(fetch.want)
 
     def coming(self, link: Link, answer: Coming, now: float) -> None:
-        """The peer's answer."""
+        """The peer's answer; it may take a promise back."""
         fetch = self._find(link.name, answer.want)
-        if fetch is None or fetch.state is not FetchState.ASKING:
+        if fetch is None or fetch.state is FetchState.OVER:
             return
         if answer.chunks or answer.pushing:
             fetch.state = FetchState.COMING

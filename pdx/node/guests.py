@@ -76,6 +76,7 @@ class Guests:
             peer_share=config.peer_share,
             push_s=config.push_s,
             counters=counters,
+            on_changed=ways.changed,
             on_sealed=self._landing_sealed,
             on_over=self._landing_over,
         )

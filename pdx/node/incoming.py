@@ -15,6 +15,7 @@ from typing import Protocol
 from pdx.channel import Listener
 from pdx.errors import ArenaTooSmall, ProtocolError
 from pdx.lifecycle import State
+from pdx.memory import round_up
 from pdx.messages import MAX_SLOTS, Slot
 from pdx.node.lander import Room, Verdict
 from pdx.node.transfers import Transfers
@@ -83,9 +84,11 @@ class Incoming:
         peer_share: float,
         push_s: float,
         counters: Counter[str],
+        on_changed: Callable[[list[Chunk]], None],
         on_sealed: Callable[[Landing, list[Chunk]], None],
         on_over: Callable[[Landing], None],
     ) -> None:
+        """`on_changed`: slices of these chunks have landed, or never will; whoever forwards them wants to know."""
         self.rooms: dict[int, Room] = {}  # by offset; landers read it
         self._store = store
         self._transfers = transfers
@@ -94,6 +97,7 @@ class Incoming:
         self._peer_bytes = int(arena_bytes * peer_share)
         self._push_s = push_s
         self._counters = counters
+        self._on_changed = on_changed
         self._on_sealed = on_sealed
         self._on_over = on_over
         self._landings: dict[tuple[int, int], Landing] = {}
@@ -127,10 +131,11 @@ class Incoming:
         landing = Landing(session, scheme, offer, now)
         if landing.place in self._landings:
             raise ProtocolError(f"{session.name} offers push {offer.push} twice")
-        if not offer.keys or len(offer.keys) * offer.shards > MAX_SLOTS or len(set(offer.keys)) != len(offer.keys):
-            raise ProtocolError(f"{session.name} offers {len(offer.keys)} keys of {offer.shards} shards")
+        _check(session, offer)
         if len(self._queue) >= MAX_QUEUED:
-            raise ProtocolError(f"{len(self._queue)} offers wait for room already")
+            self._counters["offers_stopped"] += 1
+            session.send(Stop(offer.push, f"{len(self._queue)} offers wait for room already"))
+            return
         self._landings[landing.place] = landing
         self._session_of[session.token] = session.number
         self._counters["offers"] += 1
@@ -157,7 +162,7 @@ class Incoming:
     def _has_share(self, landing: Landing) -> bool:
         held = self._bytes_of[landing.session.number]
         offer = landing.offer
-        return not held or held + offer.nbytes * offer.shards * len(offer.keys) <= self._peer_bytes
+        return not held or held + round_up(offer.nbytes) * offer.shards * len(offer.keys) <= self._peer_bytes
 
     def _grant(self, landing: Landing, now: float, *, partial: bool) -> bool:
         """Room for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
@@ -165,7 +170,7 @@ class Incoming:
         share = self._peer_bytes - self._bytes_of[session.number]
         keys = list(offer.keys)
         if not self._has_share(landing):
-            keys = keys[: max(0, share // (offer.nbytes * offer.shards))]
+            keys = keys[: max(0, share // (round_up(offer.nbytes) * offer.shards))]
         has_tail = bool(offer.tail_nbytes) and len(keys) == len(offer.keys)
         claim = Claim(
             keys=keys,
@@ -198,7 +203,7 @@ class Incoming:
             landing.chunks[slot.offset] = self._store.at(slot)
             self.rooms[slot.offset] = Room(session.token, slot.generation, slot.nbytes, offer.layers)
             listener.grant(session.token, slot.offset, slot.nbytes)
-            self._bytes_of[session.number] += slot.nbytes
+            self._bytes_of[session.number] += round_up(slot.nbytes)
         landing.step(ReceiverStep.GRANT)
         landing.deadline = now + self._push_s
         if offer.transfer is not None:
@@ -219,23 +224,24 @@ class Incoming:
             return
         landing.landed_bytes += verdict.nbytes
         self._counters["landed_bytes"] += verdict.nbytes
-        whole = [chunk for slices in verdict.good if (chunk := self._fill(landing, slices)) is not None]
-        sealed = list(dict.fromkeys(whole))
+        filled = dict.fromkeys(chunk for slices in verdict.good if (chunk := self._fill(landing, slices)) is not None)
+        sealed = [chunk for chunk in filled if chunk.is_complete]
         if sealed:
             self._store.seal(sealed)
             self._release(landing, sealed)
             self._transfers.sealed(sealed, now)
             self._on_sealed(landing, sealed)
+        self._on_changed(list(filled))
         if landing.is_let_go and not landing.chunks:
             self._end(landing, ReceiverStep.LET_GO, now)
 
     def _fill(self, landing: Landing, slices: Slices) -> Chunk | None:
-        """Note what was filled; the chunk, if it is whole now."""
+        """Note what was filled; the chunk, if it is still being filled."""
         chunk = landing.chunks.get(slices.offset)
         if chunk is None or chunk.slot.generation != slices.generation or chunk.state is not State.FILLING:
             return None
         self._store.fill([chunk.slot], slices.first_layer, slices.layers, -landing.session.number)
-        return chunk if chunk.is_complete else None
+        return chunk
 
     # ---- ending -----------------------------------------------------------------------------
 
@@ -301,6 +307,7 @@ class Incoming:
         """Its chunks will not be whole; their room stays in quarantine."""
         unsealed = [chunk for chunk in landing.chunks.values() if chunk.state is State.FILLING]
         self._store.abort(unsealed)
+        self._on_changed(unsealed)
         if landing.offer.transfer is not None:
             self._transfers.give_up(landing.offer.transfer, now)
 
@@ -338,6 +345,15 @@ class Incoming:
             listener.revoke(landing.session.token, slot.offset, slot.nbytes)
             landing.chunks.pop(slot.offset, None)
             self.rooms.pop(slot.offset, None)
-            self._bytes_of[landing.session.number] -= slot.nbytes
+            self._bytes_of[landing.session.number] -= round_up(slot.nbytes)
         if not self._bytes_of[landing.session.number]:
             del self._bytes_of[landing.session.number]
+
+
+def _check(session: Session, offer: Offer) -> None:
+    """:raises ProtocolError: the offer makes no sense."""
+    if not offer.keys or len(offer.keys) * offer.shards > MAX_SLOTS or len(set(offer.keys)) != len(offer.keys):
+        raise ProtocolError(f"{session.name} offers {len(offer.keys)} keys of {offer.shards} shards")
+    least = offer.tail_nbytes or offer.nbytes
+    if offer.layers > least or least > offer.nbytes:
+        raise ProtocolError(f"{session.name} offers {offer.nbytes}, {least} bytes in {offer.layers} layers")

@@ -101,6 +101,11 @@ class Links:
         return self._own.public if self._own is not None else ""
 
     @property
+    def names(self) -> list[str]:
+        """All nodes that the roster names, this one perhaps included."""
+        return self._roster.names
+
+    @property
     def links(self) -> list[Link]:
         """All peers ever dialled."""
         return list(self._links.values())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from pdx.config import NodeConfig
-from pdx.errors import ProtocolError
+from pdx.errors import ConfigError, PeerError, ProtocolError
 from pdx.handshake import Identity, LinkState, LinkStep, SessionStep
 from pdx.host import host_id
 from pdx.memory import Arena
@@ -33,6 +33,9 @@ from pdx.store.store import Store
 from pdx.timeline import Event
 
 log = logging.getLogger("pdx.node")
+
+MAX_WARM = 8  # with more peers than that, each is dialled when it is needed
+WARM_UP_S = 5.0
 
 
 class Peers:
@@ -66,6 +69,7 @@ class Peers:
         self._mark = mark
         self._clock = clock
         self._is_open = False
+        self._warm_up_at = 0.0
         self.mailbox = Mailbox()
 
     def open(
@@ -237,6 +241,22 @@ class Peers:
         late = self.fetches.tick(now)
         if late:
             self._counters["fetches_late"] += late
+        if now >= self._warm_up_at:
+            self._warm_up_at = now + WARM_UP_S
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Dial the peers there are before the first request needs them, unless they are many."""
+        names = [name for name in self.links.names if name != self._name]
+        if len(names) > MAX_WARM:
+            return
+        for name in names:
+            link = self.links.link(name)
+            if link is None or link.state is LinkState.CLOSED:
+                try:
+                    self.links.dial(name)
+                except (PeerError, ConfigError) as error:
+                    log.debug("%s is not dialled: %s", name, error)
 
     def statuses(self) -> list[PeerStatus]:
         """One per peer that this node has to do with."""

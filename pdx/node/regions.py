@@ -23,15 +23,18 @@ class Wake:
     """One callback for the threads that wait for a region's transfers and notifications."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # adding and removing; whoever calls takes the tuple as it is
         self._events: tuple[threading.Event, ...] = ()
 
     def add(self, event: threading.Event) -> None:
         """Set this event, too."""
-        self._events = (*self._events, event)
+        with self._lock:
+            self._events = (*self._events, event)
 
     def remove(self, event: threading.Event) -> None:
         """Not any more."""
-        self._events = tuple(each for each in self._events if each is not event)
+        with self._lock:
+            self._events = tuple(each for each in self._events if each is not event)
 
     def __call__(self) -> None:
         for event in self._events:
@@ -116,6 +119,7 @@ class Regions:
     def close(self) -> None:
         """Close all regions, also those that are just being opened. Idempotent."""
         self._closing.set()
+        self._waiting.clear()  # nobody begins anything with them any more
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -135,12 +135,16 @@ class Sender:
         for job, transfer in under_way:
             # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
             error = transfer.error if transfer.poll() else ChannelBroken("closed")
-            self._done(job, error or None)
-        while self._jobs:
-            self._done(self._jobs.popleft(), ChannelBroken("closed"))
+            self._done(job, error)
         for wake in self._wakes.values():
             wake.remove(self._event)
-        self._mailbox.post(self._on_ended)
+        self._mailbox.post(self._ended)
+
+    def _ended(self) -> None:
+        """On the control loop's thread: it may have submitted until it heard that the channel is broken."""
+        while self._jobs:
+            self._on_done(self._jobs.popleft(), ChannelBroken("closed"))
+        self._on_ended()
 
     def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         region = self._regions[scheme]
@@ -150,12 +154,13 @@ class Sender:
             if self._closing:
                 return
             while self._jobs and not self._closing:
-                job = self._jobs.popleft()
+                job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
                 if job.push in self._aborted:
-                    self._done(job, TransferAborted("the push was given up"))
+                    self._done(self._jobs.popleft(), TransferAborted("the push was given up"))
                     continue
                 notify = self._notification(job, digested=wants_digests)
                 under_way.append((job, channel.write(job.pieces, notify)))
+                self._jobs.popleft()
                 self._collect(under_way)
             self._collect(under_way)
             self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
@@ -191,6 +196,23 @@ class Sender:
         :raises ChannelBroken: none connects; the text says why, scheme by scheme.
         """
         connected: dict[str, Channel] = {}
+        try:
+            best, rates = self._best(connected)
+        except BaseException:
+            self._close_but("", connected)
+            raise
+        self._close_but(best, connected)
+        self._mailbox.post(lambda: self._on_chosen(best, rates))
+        return best, connected[best]
+
+    def _close_but(self, kept: str, connected: Mapping[str, Channel]) -> None:
+        for scheme, channel in connected.items():
+            if scheme != kept:
+                channel.close()
+                self._wakes[scheme].remove(self._event)
+
+    def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
+        """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
         rates: dict[str, float] = {}
         why: list[str] = []
         for scheme in self._route.order:
@@ -211,13 +233,7 @@ class Sender:
                 break
         if not connected:
             raise ChannelBroken(f"no channel to {self.name}: {'; '.join(why) or 'none in common'}")
-        best = max(connected, key=lambda scheme: rates.get(scheme, 0.0))
-        for scheme, channel in connected.items():
-            if scheme != best:
-                channel.close()
-                self._wakes[scheme].remove(self._event)
-        self._mailbox.post(lambda: self._on_chosen(best, rates))
-        return best, connected[best]
+        return max(connected, key=lambda scheme: rates.get(scheme, 0.0)), rates
 
     def _connect(self, scheme: str) -> Channel:
         self._wakes[scheme].add(self._event)

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from pdx.cli import guard
-from pdx.cli.up import up
+from pdx.cli.up import nodes_of, up
 from pdx.client import connect
 from pdx.errors import ConfigError
 
@@ -151,6 +151,18 @@ def test_two_nodes_joined_by_a_channel(start_up):
 def node_pid(running: Up, role: str) -> int:
     with connect(f"ipc://{running.place}/pdx/up-{running.port}/{role}.sock") as node:
         return node.status().pid
+
+
+@pytest.mark.parametrize(
+    ("channel", "options"),
+    [
+        (None, [[]]),
+        ("auto", [["--name", "prefill"], ["--name", "decode"]]),
+        ("nixl", [["--name", "prefill", "--channel", "nixl"], ["--name", "decode", "--channel", "nixl"]]),
+    ],
+)
+def test_nodes_choose_their_channel_where_none_is_named(channel, options):
+    assert [list(node.options) for node in nodes_of(Path("/run"), channel)] == options
 
 
 @pytest.mark.parametrize(

@@ -232,3 +232,28 @@ def test_pings_keep_an_encrypted_link(loopback):
         loopback.stage.until(lambda before=before: link.heard_at > before)
     assert link.state is LinkState.READY
     assert not beta.core.saw("over")
+
+
+def test_the_way_to_the_proxy_is_secured_by_the_roster(loopback):
+    keys, alpha = loopback.keys, loopback.alpha
+    where = {name: (loopback.where[name], keys[name].public) for name in loopback.where}
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as local:
+            alpha.links.secure_proxy(local, "ipc:///run/pdx/proxy.sock")  # not in the roster: this user's alone
+            assert local.getsockopt(zmq.MECHANISM) == zmq.NULL
+            for address in ("tcp://127.0.0.1:7600", "tcp://10.0.0.9:7600"):
+                with pytest.raises(ConfigError, match="has to be in the roster"):
+                    alpha.links.secure_proxy(local, address)
+        write_roster(loopback.roster, where, proxy=("tcp://127.0.0.1:7600", keys["stranger"].public))
+        alpha.links.tick()
+        with context.socket(zmq.DEALER) as remote:
+            alpha.links.secure_proxy(remote, "tcp://127.0.0.1:7600")
+            assert remote.getsockopt(zmq.MECHANISM) == zmq.CURVE
+        write_roster(loopback.roster, where, proxy=("ipc:///run/pdx/proxy.sock", keys["stranger"].public))
+        alpha.links.tick()
+        with context.socket(zmq.DEALER) as named:
+            alpha.links.secure_proxy(named, "ipc:///run/pdx/proxy.sock")
+            assert named.getsockopt(zmq.MECHANISM) == zmq.CURVE
+    finally:
+        context.term()

@@ -89,6 +89,8 @@ def test_what_is_remembered_is_bounded_by_the_window():
     for first in range(0, 4 * WINDOW, WINDOW):
         for number in reversed(range(first, first + WINDOW)):
             assert arrivals.end_part(begin(arrivals, number))
+            with pytest.raises(ProtocolError):
+                begin(arrivals, number)
         assert not arrivals.unfinished()
         assert not arrivals._over
         with pytest.raises(ProtocolError):
