@@ -29,7 +29,7 @@ from pdx.cli import placement
 from pdx.cli.doctor import try_channel
 from pdx.cli.node import check_channels
 from pdx.cli.processes import Processes
-from pdx.cli.ready import answers_health
+from pdx.cli.ready import knows_nodes
 from pdx.client import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
@@ -79,10 +79,11 @@ def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str]
     command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port), "--arena", "2GiB"]
     if pair is not None:
         command += ["--channel", pair]
+    num_nodes = 1 if pair is None else 2
     up = processes.start(
         "pdx-up",
         [*command, "--logs", str(logs), "--", *flags],
-        is_ready=answers_health(f"http://127.0.0.1:{port}"),
+        is_ready=knows_nodes(f"http://127.0.0.1:{port}", num_nodes),
     )
     server.wait(up, say)
 

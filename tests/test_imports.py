@@ -46,9 +46,9 @@ def rule(folder: str, ours: set[str], others: str = "", lazy: str = "") -> Rule:
 
 
 RULES = [
-    rule("pdx", CORE, "msgspec zmq prometheus_client", lazy="torch numpy"),
+    rule("pdx", CORE, "msgspec xxhash zmq prometheus_client", lazy="torch numpy"),
     rule("pdx/store", CORE - ATTACHED, "msgspec"),
-    rule("pdx/node", CORE - ATTACHED | {"pdx.store"}, "msgspec zmq", lazy="pdx.transports"),
+    rule("pdx/node", CORE - ATTACHED | {"pdx.store"}, "msgspec zmq"),
     rule("pdx/vllm", CORE | {"pdx.kernels", "pdx.node.start"}, "msgspec numpy torch vllm prometheus_client"),
     rule("pdx/cli", CORE, "click rich msgspec", lazy="*"),
     rule("pdx/testing", CORE | {"pdx.kernels", "pdx.transports"}, "*", lazy="*"),

@@ -21,7 +21,7 @@ import zmq
 
 from pdx.address import check_address, data_host, needs_ipv6
 from pdx.config import NodeConfig, listen_address, private_folder, socket_path
-from pdx.errors import NodeError, NodeRunning, ProtocolError
+from pdx.errors import NodeError, NodeRunning, PdxError, ProtocolError
 from pdx.memory import Arena, round_up
 from pdx.messages import (
     MAX_FRAME_BYTES,
@@ -41,6 +41,7 @@ log = logging.getLogger("pdx.node")
 
 SHM = Path("/dev/shm")
 TICK_S = 0.2
+RECONNECT_MS = 1000  # at most between two attempts to reach the proxy
 _BURST = 256  # messages handled before timers get their turn
 
 
@@ -121,10 +122,15 @@ class Daemon:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.SNDHWM, 64)
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._peers.links.secure_proxy(dealer)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
         if needs_ipv6(self._config.proxy):
             dealer.setsockopt(zmq.IPV6, 1)
-        dealer.connect(self._config.proxy)
+        try:
+            self._peers.links.secure_proxy(dealer, self._config.proxy)
+            dealer.connect(self._config.proxy)
+        except PdxError:
+            dealer.close()
+            raise
         return dealer
 
     def turn(self, timeout_s: float) -> None:

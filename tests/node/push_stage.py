@@ -42,7 +42,9 @@ class StoreStage:
         """Slots for `WRITER` to fill."""
         keys = [key(number) for number in numbers]
         writers = [WRITER] * shards
-        granted, slots, _ = self.store.reserve(Claim(keys=keys, nbytes=nbytes, layers=layers, owner=WRITER, writers=writers, **claim))  # fmt: skip
+        granted, slots, _ = self.store.reserve(
+            Claim(keys=keys, nbytes=nbytes, layers=layers, owner=WRITER, writers=writers, **claim)
+        )
         assert len(granted) == len(numbers)
         return slots
 
@@ -111,7 +113,9 @@ class SendingStage(StoreStage):
     def _push_over(self, push: Push, is_complete: bool) -> None:
         self.over.append((push.number, is_complete))
 
-    def start(self, numbers: list[int], *, shards: int = 1, transfer: str | None = None, way: FakeWay | None = None) -> int:  # fmt: skip
+    def start(
+        self, numbers: list[int], *, shards: int = 1, transfer: str | None = None, way: FakeWay | None = None
+    ) -> int:
         """Push these chunks."""
         return self.outgoing.start(
             way or self.way,
@@ -230,7 +234,7 @@ class FakeListener(Listener):
 
 
 class ReceivingStage(StoreStage):
-    """The receiving side: an `Incoming` with one channel that checks writes ("sure") and one that does not ("blind")."""
+    """The receiving side: an `Incoming` with a channel that checks writes ("sure") and one that does not ("blind")."""
 
     def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0) -> None:
         super().__init__(folder, granules)
@@ -254,7 +258,9 @@ class ReceivingStage(StoreStage):
         )
         self._pushes: Counter[int] = Counter()
 
-    def offer(self, session: FakeSession, numbers: list[int], *, granules: int = 1, scheme: str = "sure", **fields: Any) -> int:  # fmt: skip
+    def offer(
+        self, session: FakeSession, numbers: list[int], *, granules: int = 1, scheme: str = "sure", **fields: Any
+    ) -> int:
         """An offer of chunks of so many granules each; its number."""
         self._pushes[session.number] += 1
         settings = {"nbytes": granules * GRANULE_BYTES, "layers": 1, "shards": 1, "wait_s": 5.0, **fields}
@@ -262,7 +268,15 @@ class ReceivingStage(StoreStage):
         self.incoming.offered(session, scheme, offer, self.now)
         return offer.push
 
-    def land(self, session: FakeSession, push: int, slots: list[Slot] | None = None, *, layers: tuple[int, int] = (0, 1), scheme: str = "sure") -> None:  # fmt: skip
+    def land(
+        self,
+        session: FakeSession,
+        push: int,
+        slots: list[Slot] | None = None,
+        *,
+        layers: tuple[int, int] = (0, 1),
+        scheme: str = "sure",
+    ) -> None:
         """Slices [first, first + count) of these slots (all that were granted) have come, and are right."""
         granted = session.granted(push)
         slots = slots if slots is not None else granted.slots

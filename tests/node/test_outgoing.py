@@ -73,7 +73,9 @@ def test_the_same_layers_of_neighbouring_chunks_go_together(stage):
     job = stage.finish()
     assert job.nbytes == MIB
     assert slices_of(job) == [(slot.offset, 0, 1) for slot in slots]
-    assert [(one.offset, one.generation) for one in job.slices] == [(SendingStage.REMOTE + n * MIB, 7) for n in range(4)]
+    assert [(one.offset, one.generation) for one in job.slices] == [
+        (SendingStage.REMOTE + n * MIB, 7) for n in range(4)
+    ]
 
 
 def test_a_write_is_at_most_8_mib_and_says_exactly_what_it_carries(stage):
@@ -136,7 +138,9 @@ def test_slices_that_do_not_divide_evenly_are_sent_to_the_byte(stage):
     stage.fill(slots, 0, 7, seal=True)
     (job,) = stage.finish_all()
     assert [(piece.local, piece.nbytes) for piece in job.pieces] == [(slots[0].offset, 10_007)]
-    assert job.spans == [[(slots[0].offset + slice_span(10_007, 7, n, 1)[0], slice_span(10_007, 7, n, 1)[1]) for n in range(7)]]  # fmt: skip
+    assert job.spans == [
+        [(slots[0].offset + slice_span(10_007, 7, n, 1)[0], slice_span(10_007, 7, n, 1)[1]) for n in range(7)]
+    ]
     assert digests(stage.arena.data, job.spans[0])
 
 
@@ -146,7 +150,12 @@ def test_layers_that_are_filled_out_of_order_are_sent_as_the_runs_they_form(stag
         stage.fill(slots, layer)
     stage.fill(slots, 2)
     stage.fill(slots, 5)
-    sent = [layer for job in stage.finish_all() for one in job.slices for layer in range(one.first_layer, one.first_layer + one.layers)]  # fmt: skip
+    sent = [
+        layer
+        for job in stage.finish_all()
+        for one in job.slices
+        for layer in range(one.first_layer, one.first_layer + one.layers)
+    ]
     assert sorted(sent) == list(range(6))
     assert sent[:2] == [4, 1]
     assert stage.over == [(1, True)]
@@ -219,11 +228,21 @@ def test_chunks_of_other_sizes_and_tails_are_offers_of_their_own(stage):
     stage.reserve([4], 2 * MIB, layers=2)
     stage.reserve([5], 2 * MIB, layers=2, tail_nbytes=500)
     assert stage.start(list(range(6))) == 6
-    seen = [([key(n) for n in range(6)].index(o.keys[0]), len(o.keys), o.nbytes, o.layers, o.tail_nbytes) for o in stage.way.offers]  # fmt: skip
+    seen = [
+        ([key(n) for n in range(6)].index(o.keys[0]), len(o.keys), o.nbytes, o.layers, o.tail_nbytes)
+        for o in stage.way.offers
+    ]
     assert seen == [(0, 2, MIB, 4, 0), (2, 2, 2 * MIB, 4, 1000), (4, 2, 2 * MIB, 2, 500)]
     for offer in stage.way.offers:
         stage.grant(offer)
-    assert [item.slot.nbytes for push in stage.outgoing.to("b") for item in push.items] == [MIB, MIB, 2 * MIB, 1000, 2 * MIB, 500]  # fmt: skip
+    assert [item.slot.nbytes for push in stage.outgoing.to("b") for item in push.items] == [
+        MIB,
+        MIB,
+        2 * MIB,
+        1000,
+        2 * MIB,
+        500,
+    ]
     stage.outgoing.lost("b")
     stage.assert_idle()
 

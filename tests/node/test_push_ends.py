@@ -1,9 +1,9 @@
 """Whatever happens to a push in whatever state, it ends once, in order, and leaves nothing behind."""
 
 import pytest
-from push_stage import MIB, SendingStage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from push_stage import MIB, SendingStage
 
 from pdx.errors import TransferAborted, WriteRefused
 from pdx.peer_messages import LetGo
@@ -99,7 +99,16 @@ class Case:
             self.stage.finish(error=WriteRefused("not granted"))
 
 
-STATES = ["unoffered", "offered", "streaming", "writing", "all_sent", "cancelled_while_writing", "stopped_while_writing", "lost_while_writing"]  # fmt: skip
+STATES = [
+    "unoffered",
+    "offered",
+    "streaming",
+    "writing",
+    "all_sent",
+    "cancelled_while_writing",
+    "stopped_while_writing",
+    "lost_while_writing",
+]
 EVENTS = ["granted", "stop", "cancel", "lost", "late", "source_dies", "filled", "write_ends", "write_fails"]
 IMPOSSIBLE = {("streaming", "granted"), ("writing", "granted"), ("all_sent", "filled")}  # the first is malformed
 

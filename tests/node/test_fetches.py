@@ -1,0 +1,155 @@
+"""What this node asks peers for: once, until it is answered, over or late, and not again at once."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdx.errors import PeerUnknown
+from pdx.handshake import LinkState
+from pdx.messages import Lookup
+from pdx.node.fetches import KEPT_S, Fetches
+from pdx.peer_messages import Coming, Want
+
+TRANSFER = "transfer-0123456789"
+KEYS = [bytes([number]) * 16 for number in range(4)]
+ASK = Lookup(KEYS, source="b")
+FETCH_S = 5.0
+
+
+@dataclass
+class FakeLink:
+    """A link that is ready when the test says so."""
+
+    name: str = "b"
+    state: LinkState = LinkState.READY
+    sent: list = field(default_factory=list)
+
+    def send(self, body):
+        self.sent.append(body)
+
+
+@pytest.fixture
+def link():
+    return FakeLink()
+
+
+@pytest.fixture
+def dialled():
+    return []
+
+
+@pytest.fixture
+def fetches(link, dialled):
+    def dial(name):
+        if name != link.name:
+            raise PeerUnknown(name)
+        dialled.append(name)
+        return link
+
+    return Fetches(dial, FETCH_S)
+
+
+def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
+    assert fetches.is_waiting(ASK, 1, 0.0)
+    assert fetches.is_waiting(ASK, 1, 0.1)
+    assert fetches.is_waiting(ASK, 2, 4.9), "others that ask meanwhile wait for the same answer"
+    assert link.sent == [Want(1, KEYS[1:])]
+    assert dialled == ["b"]
+    assert len(fetches) == 1
+
+
+def test_another_peer_or_another_end_is_another_question(fetches, link):
+    fetches.is_waiting(ASK, 0, 0.0)
+    fetches.is_waiting(Lookup(KEYS[:2], source="b", shards=2, transfer=TRANSFER), 0, 0.0)
+    assert link.sent == [Want(1, KEYS), Want(2, KEYS[:2], 2, TRANSFER)]
+    with pytest.raises(PeerUnknown):
+        fetches.is_waiting(Lookup(KEYS, source="nobody"), 0, 0.0)
+    assert len(fetches) == 2
+
+
+def test_nobody_waits_longer_than_the_deadline(fetches, link):
+    assert fetches.is_waiting(ASK, 0, 0.0)
+    assert not fetches.is_waiting(ASK, 0, FETCH_S)
+    assert fetches.tick(FETCH_S) == 1
+    assert fetches.tick(FETCH_S + 0.1) == 0, "it is late once"
+    assert len(fetches) == 0
+
+
+def test_what_a_peer_does_not_have_is_not_asked_again_at_every_step(fetches, link):
+    fetches.is_waiting(ASK, 0, 0.0)
+    fetches.coming(link, Coming(1, 0), 1.0)
+    assert not fetches.is_waiting(ASK, 0, 1.0)
+    fetches.tick(1.0 + KEPT_S - 0.1)
+    assert not fetches.is_waiting(ASK, 0, 1.0 + KEPT_S - 0.1)
+    assert len(link.sent) == 1
+    assert fetches.tick(1.0 + KEPT_S) == 0
+    assert fetches.is_waiting(ASK, 0, 1.0 + KEPT_S)
+    assert len(link.sent) == 2
+
+
+@pytest.mark.parametrize("answer", [Coming(1, 3), Coming(1, 0, True)], ids=["offered next", "pushed already"])
+def test_what_comes_is_waited_for_until_its_push_ends(fetches, link, answer):
+    ask = Lookup(KEYS, source="b", transfer=TRANSFER)
+    fetches.is_waiting(ask, 0, 0.0)
+    fetches.coming(link, answer, 0.1)
+    assert fetches.is_waiting(ask, 0, 0.2)
+    fetches.over("c", 1, TRANSFER, 0.3)
+    fetches.over("b", 2, None, 0.3)
+    assert fetches.is_waiting(ask, 0, 0.3), "those were other peers' and other pushes"
+    if answer.pushing:
+        fetches.over("b", 0, TRANSFER, 0.4)
+    else:
+        fetches.over("b", 1, None, 0.4)
+    assert not fetches.is_waiting(ask, 0, 0.4)
+
+
+def test_a_push_that_is_over_before_the_answer_comes(fetches, link):
+    """The answer and the push come over different links."""
+    fetches.is_waiting(ASK, 0, 0.0)
+    fetches.over("b", 1, None, 0.1)
+    fetches.coming(link, Coming(1, 4), 0.2)
+    assert not fetches.is_waiting(ASK, 0, 0.3)
+
+
+def test_a_promise_may_be_taken_back(fetches, link):
+    fetches.is_waiting(ASK, 0, 0.0)
+    fetches.coming(link, Coming(1, 4), 0.1)
+    fetches.coming(link, Coming(1, 0), 0.2)
+    assert not fetches.is_waiting(ASK, 0, 0.2)
+
+
+def test_answers_to_nothing_change_nothing(fetches, link):
+    fetches.is_waiting(ASK, 0, 0.0)
+    fetches.coming(link, Coming(2, 0), 0.1)
+    fetches.coming(FakeLink("c"), Coming(1, 0), 0.1)
+    assert fetches.is_waiting(ASK, 0, 0.2)
+
+
+def test_a_question_waits_for_its_link(fetches, link):
+    link.state = LinkState.DIALING
+    assert fetches.is_waiting(ASK, 0, 0.0)
+    assert link.sent == []
+    link.state = LinkState.READY
+    fetches.link_ready(FakeLink("c"))
+    assert link.sent == []
+    fetches.link_ready(link)
+    fetches.link_ready(link)
+    assert link.sent == [Want(1, KEYS)]
+
+
+def test_a_question_that_is_over_is_not_asked_any_more(fetches, link):
+    link.state = LinkState.DIALING
+    fetches.is_waiting(ASK, 0, 0.0)
+    fetches.tick(FETCH_S)
+    link.state = LinkState.READY
+    fetches.link_ready(link)
+    assert link.sent == [], "the peer would push what nobody waits for"
+
+
+def test_a_lost_peer_is_not_waited_for(fetches, link):
+    fetches.is_waiting(ASK, 0, 0.0)
+    fetches.lost("c", 0.1)
+    assert fetches.is_waiting(ASK, 0, 0.1)
+    fetches.lost("b", 0.2)
+    assert not fetches.is_waiting(ASK, 0, 0.2)
+    assert len(fetches) == 0

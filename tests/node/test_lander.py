@@ -1,0 +1,177 @@
+"""Notifications become verdicts: which slices are what was sent, and which nobody waits for."""
+
+import threading
+
+import msgspec
+import pytest
+from node_harness import wait_until
+
+from pdx.channel import Notification
+from pdx.digest import digests
+from pdx.memory import GRANULE_BYTES
+from pdx.node.lander import Lander, Room
+from pdx.node.mailbox import Mailbox
+from pdx.node.regions import Wake
+from pdx.peer_messages import Landed, Slices, encode_landed
+
+TOKEN = b"t" * 16
+LAYERS = 4
+ROOM = Room(TOKEN, 7, GRANULE_BYTES, LAYERS)
+SLICE = GRANULE_BYTES // LAYERS
+
+
+class FakeListener:
+    """Gives out what the test puts in."""
+
+    def __init__(self):
+        self.notifications = []
+        self.takes = 0
+
+    def take(self):
+        self.takes += 1
+        taken, self.notifications = self.notifications, []
+        return taken
+
+
+class Stage:
+    """A lander over two granules, with a room at the second."""
+
+    def __init__(self, *, needs_digests=True, is_polled=False):
+        self.memory = memoryview(bytearray(range(256)) * (2 * GRANULE_BYTES // 256))
+        self.mailbox = Mailbox()
+        self.listener = FakeListener()
+        self.wake = Wake()
+        self.rooms = {GRANULE_BYTES: ROOM}
+        self.verdicts = []
+        self.malformed = []
+        self.lander = Lander(
+            "test",
+            listener=self.listener,
+            memory=self.memory,
+            rooms=self.rooms,
+            wake=self.wake,
+            is_polled=is_polled,
+            needs_digests=needs_digests,
+            mailbox=self.mailbox,
+            on_landed=lambda scheme, verdict: self.verdicts.append(verdict),
+            on_malformed=lambda scheme, token, text: self.malformed.append((scheme, token)),
+        )
+
+    def notify(self, payload, token=TOKEN):
+        """It lands, and the control loop hears of it."""
+        before = len(self.verdicts) + len(self.malformed)
+        self.listener.notifications.append(Notification(token, payload))
+        self.wake()
+        wait_until(lambda: self.mailbox.deliver() or len(self.verdicts) + len(self.malformed) > before)
+
+    def land(self, *slices, push=5, token=TOKEN):
+        self.notify(encode_landed(Landed(push, list(slices))), token)
+        return self.verdicts[-1]
+
+    def digests(self, first, count):
+        return digests(self.memory, [(GRANULE_BYTES + layer * SLICE, SLICE) for layer in range(first, first + count)])
+
+    def close(self):
+        self.lander.close()
+        self.mailbox.close()
+
+
+@pytest.fixture
+def stage_with():
+    stages = []
+
+    def make(**settings):
+        stages.append(Stage(**settings))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+
+
+@pytest.fixture
+def stage(stage_with):
+    return stage_with()
+
+
+def test_slices_that_are_what_was_sent_are_good(stage):
+    verdict = stage.land(Slices(GRANULE_BYTES, 7, 1, 2, stage.digests(1, 2)))
+    assert (verdict.token, verdict.push, verdict.bad, verdict.nbytes) == (TOKEN, 5, [], 2 * SLICE)
+    assert [(one.first_layer, one.layers) for one in verdict.good] == [(1, 2)]
+
+
+def test_one_changed_byte_is_found_in_any_layer(stage):
+    for layer in range(LAYERS):
+        right = stage.digests(0, LAYERS)
+        at = GRANULE_BYTES + layer * SLICE + 100 * layer
+        stage.memory[at] ^= 1
+        verdict = stage.land(Slices(GRANULE_BYTES, 7, 0, LAYERS, right))
+        assert (verdict.good, len(verdict.bad), verdict.nbytes) == ([], 1, 0), layer
+        stage.memory[at] ^= 1
+
+
+@pytest.mark.parametrize("made", ["none", "short", "long", "swapped"])
+def test_digests_that_are_missing_or_of_others_are_bad(stage, made):
+    right = stage.digests(0, 2)
+    made = {"none": b"", "short": right[:-1], "long": right + b"\0" * 8, "swapped": right[8:] + right[:8]}[made]
+    stage.memory[GRANULE_BYTES] ^= 0xFF  # the two slices would have the same bytes
+    verdict = stage.land(Slices(GRANULE_BYTES, 7, 0, 2, made))
+    assert len(verdict.bad) == 1
+
+
+def test_without_digests_only_where_no_wire_is_crossed(stage_with):
+    stage = stage_with(needs_digests=False)
+    assert len(stage.land(Slices(GRANULE_BYTES, 7, 0, LAYERS)).good) == 1
+    wrong = bytes(8 * LAYERS)
+    assert len(stage.land(Slices(GRANULE_BYTES, 7, 0, LAYERS, wrong)).bad) == 1, "those that are there are checked"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"offset": 0}, {"generation": 6}, {"offset": GRANULE_BYTES + 8}],
+    ids=["no room", "an earlier generation", "inside a room"],
+)
+def test_slices_of_rooms_that_are_not_granted_are_passed_over(stage, change):
+    one = Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))
+    verdict = stage.land(msgspec.structs.replace(one, **change))
+    assert (verdict.good, verdict.bad) == ([], [])
+
+
+def test_a_room_is_its_sessions_alone(stage):
+    verdict = stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1)), token=b"u" * 16)
+    assert (verdict.good, verdict.bad) == ([], [])
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, LAYERS + 1), (LAYERS, 1), (4095, 4096)])
+def test_layers_that_a_chunk_does_not_have_are_bad(stage, first, count):
+    assert len(stage.land(Slices(GRANULE_BYTES, 7, first, count, bytes(8 * count))).bad) == 1
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x92\x01", bytes(70_000), b"\x92\xff\x90"])
+def test_what_is_no_notification_is_counted_and_harms_nothing(stage, payload):
+    stage.notify(payload)
+    assert stage.malformed == [("test", TOKEN)]
+    assert stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))).good
+
+
+def test_the_probe_fills_nothing(stage):
+    stage.listener.notifications.append(Notification(TOKEN, encode_landed(Landed(0, []))))
+    verdict = stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1)))
+    assert stage.verdicts == [verdict]
+
+
+def test_a_listener_that_cannot_wake_is_polled(stage_with):
+    stage = stage_with(is_polled=True)
+    stage.lander.expect(True)
+    stage.listener.notifications.append(Notification(TOKEN, encode_landed(Landed(1, []))))
+    wait_until(lambda: stage.mailbox.deliver() or stage.verdicts)
+    stage.lander.expect(False)
+    takes = stage.listener.takes
+    wait_until(lambda: stage.listener.takes > takes, what="it looks now and then")
+
+
+def test_nothing_is_left_of_it(stage):
+    stage.lander.close()
+    stage.lander.close()
+    assert "pdx-land-test" not in {thread.name for thread in threading.enumerate()}
+    stage.wake()

@@ -1,0 +1,248 @@
+"""Random storms against the receiving side: whatever comes in whatever order, room is never given away while somebody
+may write to it, every push ends, and nothing is left."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from push_stage import FakeSession, ReceivingStage, key
+
+from pdx.errors import ProtocolError
+from pdx.memory import GRANULE_BYTES
+from pdx.node.lander import Verdict
+from pdx.peer_messages import Slices
+
+LAYERS = 2
+TRANSFERS = [None, "transfer-a-0123456789", "transfer-b-0123456789"]
+VERBS = [
+    "offer",
+    "offer",
+    "offer",
+    "begin",
+    "begin",
+    "end",
+    "end",
+    "land",
+    "land",
+    "bad",
+    "let_go",
+    "let_go",
+    "cancel",
+    "silent",
+    "bye",
+    "tick",
+    "later",
+    "read",
+    "unread",
+]
+numbers = st.integers(0, 9)
+
+
+class Storm:
+    """Three peers, and what they do honestly or not. `writing` is what their channels are doing right now."""
+
+    def __init__(self, folder):
+        self.stage = ReceivingStage(folder, granules=8, peer_share=0.6)
+        self.numbers = iter(range(1, 10_000))
+        self.schemes = {}
+        self.sessions = [self.session("a"), self.session("b"), self.session("c")]
+        self.old = []  # sessions that went silent; their processes may go on writing
+        self.slots = {}  # (session number, push) -> slots granted
+        self.said = set()  # pushes whose sender has let go
+        self.leases = []
+
+    def session(self, name):
+        session = FakeSession(next(self.numbers), name)
+        self.schemes[session.number] = "blind" if name == "c" else "sure"
+        return session
+
+    def listener(self, session):
+        return self.stage.listeners[self.schemes[session.number]]
+
+    def pushes(self, session):
+        return range(1, self.stage._pushes[session.number] + 1)
+
+    def do(self, verb, one, two, three):
+        session = self.sessions[one % 3]
+        getattr(self, verb)(session, two, three)
+        for session in [*self.sessions, *self.old]:
+            for push in self.pushes(session):
+                if (granted := session.granted(push)) is not None:
+                    self.slots[session.number, push] = granted.slots
+
+    def offer(self, session, two, three):
+        self.stage.offer(
+            session,
+            list(range(two, two + 1 + three % 3)),
+            granules=1 + three % 4,
+            layers=LAYERS,
+            scheme=self.schemes[session.number],
+            transfer=TRANSFERS[three % 3],
+            wait_s=float(two),
+        )
+
+    def pick(self, session, two, three):
+        """A push with slots, and one of them."""
+        found = [push for push in self.pushes(session) if self.slots.get((session.number, push))]
+        if not found:
+            return None, None
+        push = found[two % len(found)]
+        slots = self.slots[session.number, push]
+        return push, slots[three % len(slots)]
+
+    def begin(self, session, two, three):
+        """A write begins: anywhere it is granted, and where nobody checks anywhere its sender has not let go."""
+        push, slot = self.pick(session, two, three)
+        listener = self.listener(session)
+        if slot is None or (session.number, push) in self.said:
+            return
+        if listener.granted[session.token].get(slot.offset) == slot.nbytes and self.stage.arena.is_current(slot):
+            listener.landing.add((session.token, slot.offset))
+
+    def end(self, session, two, three):
+        for token, offset in list(self.listener(session).landing):
+            if token == session.token and (offset // GRANULE_BYTES + three) % 2:
+                self.listener(session).landing.discard((token, offset))
+
+    def land(self, session, two, three, *, bad=False):
+        push, slot = self.pick(session, two, three)
+        if slot is not None:
+            slices = [Slices(slot.offset, slot.generation, layer, 1) for layer in range(LAYERS)][: 1 + three % 2]
+            verdict = Verdict(session.token, push, [] if bad else slices, slices if bad else [], 10)
+            self.stage.incoming.landed(self.schemes[session.number], verdict, self.stage.now)
+
+    def bad(self, session, two, three):
+        self.land(session, two, three, bad=True)
+
+    def let_go(self, session, two, three):
+        """Its writes are over, and it will not begin another."""
+        push = two % (self.stage._pushes[session.number] or 1) + 1
+        for slot in self.slots.get((session.number, push), ()):
+            if self.schemes[session.number] == "blind":
+                self.listener(session).landing.discard((session.token, slot.offset))
+        self.said.add((session.number, push))
+        self.stage.let_go(session, push, complete=bool(three % 2))
+
+    def cancel(self, session, two, three):
+        self.stage.incoming.cancel(TRANSFERS[1 + two % 2], self.stage.now)
+
+    def silent(self, session, two, three):
+        if three > 6:
+            self.leave(session, is_dead=False)
+            self.old.append(session)
+
+    def bye(self, session, two, three):
+        if three > 6:
+            self.stop_writing(session)
+            self.leave(session, is_dead=True)
+
+    def leave(self, session, *, is_dead):
+        listener = self.listener(session)
+        listener.granted[session.token].clear()  # as `expel` does
+        self.stage.incoming.session_over(session, self.stage.now, is_dead=is_dead)
+        self.sessions[self.sessions.index(session)] = self.session(session.name)
+
+    def stop_writing(self, session):
+        listener = self.listener(session)
+        listener.landing = {place for place in listener.landing if place[0] != session.token}
+
+    def tick(self, session, two, three):
+        self.stage.tick(two / 4)
+
+    def later(self, session, two, three):
+        self.stage.tick(two * 10.0)
+
+    def read(self, session, two, three):
+        found = self.stage.store.find([key(two)], 1)
+        if found:
+            self.leases.append(self.stage.store.lease(found[0], 1, 1e9))
+
+    def unread(self, session, two, three):
+        if self.leases:
+            self.stage.store.release(self.leases.pop(two % len(self.leases)), 1)
+
+    def check(self):
+        """What always holds."""
+        stage = self.stage
+        for (number, push), slots in self.slots.items():
+            for session in [*self.sessions, *self.old]:
+                listener = self.listener(session)
+                for slot in slots if session.number == number else ():
+                    if (session.token, slot.offset) in listener.landing and not self.is_finished(session, push, slot):
+                        assert stage.arena.is_current(slot), "given away while somebody writes to it"
+        for offset, room in stage.incoming.rooms.items():
+            chunk = stage.store._slots[offset]
+            assert (chunk.slot.generation, chunk.slot.nbytes) == (room.generation, room.nbytes)
+            assert chunk.state in ("filling", "quarantined")
+        held = sum(len(landing.chunks) for landing in stage.incoming.all())
+        assert held == len(stage.incoming.rooms)
+        assert all(count > 0 for count in stage.incoming._bytes_of.values())
+        queued = [landing for landing in stage.incoming.all() if landing.state == "queued"]
+        assert sorted(map(id, queued)) == sorted(map(id, stage.incoming._queue))
+        assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
+
+    def is_finished(self, session, push, slot):
+        """Sealed: its writer said with its last write that all is there, and is on its honour not to write again."""
+        return any(chunk.slot == slot for chunk in self.stage.sealed)
+
+    def finish(self):
+        """Writers stop, everybody leaves."""
+        for session in [*self.sessions, *self.old]:
+            self.stop_writing(session)
+            self.stage.incoming.session_over(session, self.stage.now, is_dead=True)
+        for lease in self.leases:
+            self.stage.store.release(lease, 1)
+        self.stage.tick(1.0)
+        self.check()
+        self.stage.assert_idle()
+        assert not self.stage.incoming._session_of
+        self.stage.tick(1000.0)
+        assert not self.stage.transfers._transfers
+        self.stage.free_what_is_sealed()
+
+
+@settings(max_examples=200, deadline=None)
+@given(events=st.lists(st.tuples(st.sampled_from(VERBS), numbers, numbers, numbers), max_size=80))
+def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events):
+    storm = Storm(tmp_path_factory.mktemp("storm"))
+    try:
+        for event in events:
+            try:
+                storm.do(*event)
+            except ProtocolError:
+                continue
+            storm.check()
+        storm.finish()
+    finally:
+        storm.stage.close()
+
+
+def test_64_offers_with_room_for_one_chunk_all_get_their_turn(tmp_path):
+    stage = ReceivingStage(tmp_path, granules=1)
+    sessions = [FakeSession(number, f"peer-{number}") for number in range(1, 5)]
+    pushes = [(sessions[n % 4], stage.offer(sessions[n % 4], [n], wait_s=1000.0)) for n in range(64)]
+    order = []
+    for _ in range(200):
+        stage.tick(0.1)
+        for session, push in pushes:
+            if session.granted(push) and (session.number, push) not in order:
+                order.append((session.number, push))
+                stage.land(session, push)
+                stage.let_go(session, push)
+    assert order == [(session.number, push) for session, push in pushes], "first come, first served"
+    assert all(len(session.granted(push).slots) == 1 for session, push in pushes)
+    stage.assert_idle()
+    stage.close()
+
+
+def test_64_offers_and_a_chunk_that_stays_all_end_in_time(tmp_path):
+    stage = ReceivingStage(tmp_path, granules=1)
+    peer = FakeSession(1, "peer")
+    stuck = stage.offer(peer, [100])
+    pushes = [stage.offer(peer, [n], wait_s=5.0, transfer=f"transfer-{n:016d}") for n in range(64)]
+    stage.tick(5.1)
+    for push in pushes:
+        assert peer.granted(push).slots == []
+        stage.let_go(peer, push)
+    stage.land(peer, stuck)
+    stage.let_go(peer, stuck)
+    stage.assert_idle()
+    stage.close()

@@ -1,0 +1,140 @@
+"""The arena's regions: opened once, on a thread, each for itself, and closed whatever state they are in."""
+
+import sys
+import threading
+
+import pytest
+from node_harness import wait_until
+from push_stage import MIB
+
+from pdx import registry
+from pdx.errors import ChannelUnavailable
+from pdx.memory import Arena
+from pdx.node.mailbox import Mailbox
+from pdx.node.regions import Regions, Wake
+from pdx.transports.inproc import InprocRegion
+
+OPENING = threading.Event()
+GO_ON = threading.Event()
+CLOSED = []
+
+
+class SlowRegion(InprocRegion):
+    """Says when it is being opened, and waits."""
+
+    @classmethod
+    def register(cls, memory, *, host="127.0.0.1", wake=lambda: None):
+        OPENING.set()
+        assert GO_ON.wait(10)
+        return cls(memory, wake)
+
+    def close(self):
+        CLOSED.append(self.scheme)
+        super().close()
+
+
+class DeafRegion(SlowRegion):
+    """Cannot listen."""
+
+    def listen(self):
+        raise ChannelUnavailable("no address")
+
+
+class BrokenRegion(InprocRegion):
+    """A third party's, with a bug."""
+
+    @classmethod
+    def availability(cls):
+        raise ZeroDivisionError("a bug")
+
+
+@pytest.fixture(autouse=True)
+def schemes(monkeypatch):
+    for event in (OPENING, GO_ON):
+        event.clear()
+    CLOSED.clear()
+    for name, kind in {"slow": "SlowRegion", "deaf": "DeafRegion", "broken": "BrokenRegion"}.items():
+        monkeypatch.setitem(registry._OURS, name, f"{__name__}:{kind}")
+
+
+@pytest.fixture
+def open_regions(tmp_path):
+    arena = Arena.create(tmp_path / "arena", MIB)
+    mailbox = Mailbox()
+    made = []
+
+    def make(*schemes):
+        made.append(Regions(arena, schemes, "127.0.0.1", mailbox))
+        made[-1].mailbox = mailbox
+        return made[-1]
+
+    yield make
+    GO_ON.set()
+    for regions in made:
+        regions.close()
+    mailbox.close()
+    arena.close()
+
+
+def test_what_works_is_opened_once_and_what_does_not_says_why(open_regions, caplog):
+    GO_ON.set()
+    regions = open_regions("inproc", "deaf", "broken", "nonsense", "slow")
+    called = []
+    regions.when_open(lambda: called.append(1))
+    regions.when_open(lambda: called.append(2))
+    wait_until(lambda: regions.mailbox.deliver() or called == [1, 2])
+    assert regions.schemes == ["inproc", "slow"]
+    assert set(regions.why) == {"deaf", "broken", "nonsense"}
+    assert "ZeroDivisionError: a bug" in regions.why["broken"]
+    assert len(CLOSED) == 1, "what was registered and cannot listen is closed"
+    regions.when_open(lambda: called.append(3))
+    assert called == [1, 2, 3]
+    caplog.clear()  # the traceback in there keeps the arena
+
+
+def test_closed_while_they_are_being_opened_nothing_is_begun_with_them(open_regions):
+    regions = open_regions("slow")
+    called = []
+    regions.when_open(lambda: called.append(1))
+    assert OPENING.wait(10)
+    threading.Timer(0.05, GO_ON.set).start()
+    regions.close()
+    assert called == [], "whoever waited is closed already, and nobody would end what it begins"
+    assert len(CLOSED) == 1
+    assert regions.regions == regions.listeners == {}
+
+
+def test_all_candidates_but_those_for_one_process(open_regions):
+    assert {"shm", "tcp"} <= set(open_regions().candidates)
+    assert "inproc" not in open_regions().candidates
+
+
+def test_no_event_is_forgotten_when_several_threads_wait():
+    """Senders of several peers add theirs at the same time; one that is forgotten would sleep a second per write."""
+    wake = Wake()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        events = [threading.Event() for _ in range(200)]
+        start = threading.Barrier(4)
+
+        def come_and_go(mine):
+            start.wait()
+            for event in mine:
+                wake.add(event)
+                passing = threading.Event()
+                wake.add(passing)
+                wake.remove(passing)
+
+        threads = [threading.Thread(target=come_and_go, args=(events[n::4],)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wake()
+        assert all(event.is_set() for event in events)
+        for event in events:
+            wake.remove(event)
+        assert wake._events == ()
+    finally:
+        sys.setswitchinterval(interval)

@@ -1,0 +1,254 @@
+"""The thread that writes to a peer: every write that was submitted is answered, whatever becomes of the channel."""
+
+import threading
+
+import pytest
+from node_harness import wait_until
+from push_stage import MIB
+
+from pdx.channel import TOKEN_BYTES, Memory, Piece, RemoteRegion
+from pdx.digest import digests
+from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, WriteRefused
+from pdx.messages import Slot
+from pdx.node.mailbox import Mailbox
+from pdx.node.regions import Wake
+from pdx.node.sender import Job, Route, Sender
+from pdx.peer_messages import Slices, decode_landed
+
+TOKEN = bytes(TOKEN_BYTES)
+
+
+class FakeTransfer:
+    """Over when the test says so."""
+
+    def __init__(self, channel):
+        self.channel = channel
+        self.error = None
+        self.is_over = False
+        self.aborts = 0
+
+    def poll(self):
+        return self.is_over
+
+    def abort(self):
+        self.aborts += 1
+        self.end(TransferAborted("asked to"))
+
+    def end(self, error=None):
+        if not self.is_over:
+            self.error, self.is_over = error, True
+            self.channel.region.wake()
+
+
+class FakeChannel:
+    """Remembers what is written."""
+
+    def __init__(self, region):
+        self.region = region
+        self.transfers = []
+        self.notes = []
+        self.is_closed = False
+
+    def write(self, pieces, notify):
+        if self.region.bug is not None:
+            raise self.region.bug
+        self.notes.append(decode_landed(notify))
+        self.transfers.append(FakeTransfer(self))
+        if self.region.is_quick or self.notes[-1].push == 0:
+            self.transfers[-1].end()
+        return self.transfers[-1]
+
+    def close(self):
+        self.is_closed = True
+        for transfer in self.transfers:
+            transfer.end(ChannelBroken("closed"))
+
+
+class FakeRegion:
+    """`fault`: what connecting raises."""
+
+    crosses_wire = True
+    is_polled = False
+
+    def __init__(self, *, is_quick=False, fault=None, bug=None):
+        self.is_quick, self.fault, self.bug = is_quick, fault, bug
+        self.wake = Wake()
+        self.channels = []
+
+    def connect(self, remote, *, timeout_s):
+        if self.fault is not None:
+            raise self.fault
+        self.channels.append(FakeChannel(self))
+        return self.channels[-1]
+
+
+class Stage:
+    """A sender with these regions, and what came of it."""
+
+    def __init__(self, regions, *, measure=False, never_digest=False, always_digest=False):
+        self.regions = regions
+        self.mailbox = Mailbox()
+        self.view = memoryview(bytearray(MIB))
+        self.memory = Memory(self.view)
+        self.chosen = []
+        self.done = []
+        self.broken = []
+        self.ended = 0
+        self.sender = Sender(
+            "peer",
+            memory=self.view,
+            regions=regions,
+            wakes={name: region.wake for name, region in regions.items()},
+            route=Route(
+                remotes={name: RemoteRegion(name, MIB, TOKEN, b"") for name in regions},
+                order=list(regions),
+                measure=measure,
+                probe=Slot(0, 4096, 0),
+            ),
+            always_digest=always_digest,
+            never_digest=never_digest,
+            mailbox=self.mailbox,
+            on_chosen=lambda scheme, rates: self.chosen.append((scheme, rates)),
+            on_done=lambda job, error: self.done.append((job.tag, type(error) if error else None)),
+            on_broken=self.broken.append,
+            on_ended=self._ended,
+        )
+
+    def _ended(self):
+        self.ended += 1
+
+    def until(self, condition):
+        wait_until(lambda: self.mailbox.deliver() or condition())
+
+    @property
+    def channel(self):
+        """The one that was chosen."""
+        self.until(lambda: self.chosen)
+        return self.regions[self.chosen[0][0]].channels[-1]
+
+    def submit(self, tag, push=1):
+        self.sender.submit(Job(push, [Piece(0, 0, 10)], [Slices(0, 7, 0, 2)], [[(0, 4), (4, 6)]], 10, tag))
+
+    def close(self):
+        self.sender.close()
+        self.sender.join(10)
+        self.until(lambda: self.ended)
+        assert self.ended == 1
+        assert all(channel.is_closed for region in self.regions.values() for channel in region.channels)
+        assert all(region.wake._events == () for region in self.regions.values())
+        self.mailbox.close()
+
+
+@pytest.fixture
+def stage_with():
+    stages = []
+
+    def make(*regions, **settings):
+        named = {f"s{number}": region for number, region in enumerate(regions or [FakeRegion()])}
+        stages.append(Stage(named, **settings))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+
+
+def test_writes_go_in_their_order_and_are_answered_when_they_are_over(stage_with):
+    stage = stage_with()
+    channel = stage.channel
+    for tag in range(3):
+        stage.submit(tag)
+    stage.until(lambda: len(channel.transfers) == 3)
+    channel.transfers[1].end()
+    stage.until(lambda: stage.done == [(1, None)])
+    channel.transfers[0].end(WriteRefused("no"))
+    stage.until(lambda: stage.done == [(1, None), (0, WriteRefused)])
+    stage.sender.close()
+    stage.until(lambda: stage.ended)
+    assert stage.done[2:] == [(2, ChannelBroken)], "it is not known whether it has arrived"
+
+
+@pytest.mark.parametrize(
+    ("wire", "settings", "expected"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (False, {"always_digest": True}, True),
+        (True, {"never_digest": True}, False),
+    ],
+)
+def test_what_crosses_a_wire_has_digests(stage_with, wire, settings, expected):
+    region = FakeRegion(is_quick=True)
+    region.crosses_wire = wire
+    stage = stage_with(region, **settings)
+    channel = stage.channel
+    stage.submit(0)
+    stage.until(lambda: stage.done)
+    (slices,) = channel.notes[0].slices
+    assert slices.digests == (digests(stage.view, [(0, 4), (4, 6)]) if expected else b"")
+
+
+def test_a_push_that_is_given_up_is_aborted_written_or_not(stage_with):
+    stage = stage_with()
+    channel = stage.channel
+    stage.submit(0, push=1)
+    stage.submit(1, push=2)
+    stage.until(lambda: len(channel.transfers) == 2)
+    stage.sender.abort(1)
+    stage.submit(2, push=1)
+    stage.until(lambda: len(stage.done) == 2)
+    assert sorted(stage.done) == [(0, TransferAborted), (2, TransferAborted)]
+    assert len(channel.transfers) == 2
+    stage.sender.forget(1)
+    stage.submit(3, push=1)
+    stage.until(lambda: len(channel.transfers) == 3)
+
+
+def test_a_channel_with_a_bug_ends_and_no_write_is_forgotten(stage_with):
+    region = FakeRegion(bug=ValueError("outside of the region"))
+    stage = stage_with(region)
+    assert stage.channel
+    stage.submit(0)
+    stage.submit(1)
+    stage.until(lambda: stage.ended)
+    assert stage.broken == ["ValueError: outside of the region"]
+    assert stage.done == [(0, ChannelBroken), (1, ChannelBroken)]
+
+
+def test_what_is_submitted_to_a_thread_that_has_ended_is_answered_too(stage_with):
+    """The control loop hears of the end later than it happens."""
+    stage = stage_with(FakeRegion(fault=ChannelBroken("nobody there")))
+    stage.sender.join(10)
+    stage.submit(0)
+    stage.until(lambda: stage.ended)
+    assert stage.done == [(0, ChannelBroken)]
+    assert "nobody there" in stage.broken[0]
+
+
+def test_the_first_that_connects_is_used(stage_with):
+    stage = stage_with(FakeRegion(fault=ChannelUnavailable("no")), FakeRegion(), FakeRegion())
+    assert stage.channel is stage.regions["s1"].channels[0]
+    assert stage.chosen == [("s1", {})]
+    assert stage.regions["s2"].channels == []
+
+
+def test_the_fastest_is_used_where_they_are_measured(stage_with):
+    slow, quick = FakeRegion(), FakeRegion()
+
+    class SlowChannel(FakeChannel):
+        def write(self, pieces, notify):
+            threading.Event().wait(0.02)
+            return super().write(pieces, notify)
+
+    slow.connect = lambda remote, *, timeout_s: slow.channels.append(SlowChannel(slow)) or slow.channels[-1]
+    stage = stage_with(slow, quick, measure=True)
+    assert stage.channel is quick.channels[0]
+    assert stage.chosen[0][1]["s1"] > stage.chosen[0][1]["s0"] > 0
+    assert slow.channels[0].is_closed
+
+
+def test_channels_that_were_tried_are_closed_when_another_has_a_bug(stage_with):
+    stage = stage_with(FakeRegion(), FakeRegion(fault=ZeroDivisionError("a bug")), measure=True)
+    stage.until(lambda: stage.ended)
+    assert stage.broken == ["ZeroDivisionError: a bug"]
+    assert stage.regions["s0"].channels[0].is_closed

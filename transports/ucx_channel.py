@@ -1,0 +1,210 @@
+"""A write by UCX, and the channel it goes over. Regions and listeners are in `ucx`."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write
+from pdx.errors import ChannelBroken, ChannelError, TransferAborted, WriteRefused
+from pdx.transports.ucx_engine import Endpoint
+from pdx.transports.ucx_messages import (
+    CONTROL_TAG,
+    OK,
+    REFUSED,
+    WINDOW,
+    End,
+    Greet,
+    Message,
+    Put,
+    payload_tag,
+    runs,
+)
+
+if TYPE_CHECKING:
+    from pdx.transports.ucx import UcxRegion
+
+DRAIN_S = 0.25  # for writes under way to end by themselves before a channel is closed by force
+SETTLE_S = 3.0  # for UCX to let go of what a closed endpoint had under way
+
+_encode = msgspec.msgpack.encode
+
+
+class UcxTransfer(Transfer):
+    """A write. The engine's thread moves it; others only look."""
+
+    def __init__(self, channel: UcxChannel, pieces: Sequence[Piece], notify: bytes) -> None:
+        self.pieces = pieces
+        self.notify = notify
+        self.answer: ChannelError | None = None  # of the reader, once it has answered
+        self.has_answer = False
+        self.is_sent = False
+        self.is_aborted = False
+        self._channel = channel
+        self._is_over = False
+
+    def poll(self) -> bool:
+        """See `Transfer.poll`."""
+        return self._is_over
+
+    def abort(self) -> None:
+        """It is not begun if it waits behind others; what UCX has begun, it finishes."""
+        self.is_aborted = True
+        self._channel.abort(self)
+
+    def end(self, error: ChannelError | None) -> None:
+        """It is over; the first call counts."""
+        if not self._is_over:
+            self.error = error
+            self._is_over = True
+
+
+class UcxChannel(Channel):
+    """To one session of another worker's region. All but `write`, `close` and `abort` is its thread's."""
+
+    def __init__(self, region: UcxRegion, remote: RemoteRegion) -> None:
+        self.id = secrets.token_bytes(16)
+        self.answered = threading.Event()  # welcome, or lost
+        self.lane = -1
+        self._region = region
+        self._remote = remote
+        self._endpoint: Endpoint | None = None
+        self._lock = threading.Lock()  # guards _is_open: nothing is queued behind `close`
+        self._is_open = True
+        self._waiting: deque[UcxTransfer] = deque()
+        self._under_way: dict[int, UcxTransfer] = {}
+        self._number = 0
+
+    def __repr__(self) -> str:
+        return f"<UcxChannel {self.id.hex()[:8]} {len(self._under_way)} under way {len(self._waiting)} waiting>"
+
+    def greet(self, address: bytes) -> None:
+        """Connect and show the token."""
+        self._endpoint = self._region.engine.connect(address, lambda: self.lose("the peer is gone"))
+        self._region.channels[self.id] = self
+        self._say(Greet(self._remote.token, self.id, self._region.engine.address))
+
+    def welcome(self, lane: int) -> None:
+        """The reader knows the token."""
+        self.lane = lane
+        self.answered.set()
+
+    def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
+        """See `Channel.write`."""
+        check_write(pieces, notify, self._region.memory.nbytes, self._remote.nbytes)
+        transfer = UcxTransfer(self, pieces, notify)
+        with self._lock:
+            if self._is_open:
+                self._region.engine.run(lambda: self._queue(transfer))
+            else:
+                transfer.end(ChannelBroken("the channel is closed"))
+        return transfer
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self.lose("the channel was closed")
+
+    def lose(self, why: str, grace_s: float = 0.0) -> None:
+        """End it, from any thread. `grace_s`: there is a reason why UCX will soon find the peer gone."""
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+        self._region.on_thread(lambda: self._end(why if was_open else "the channel is closed", grace_s))
+
+    def abort(self, transfer: UcxTransfer) -> None:
+        """Drop it if it has not begun."""
+        self._region.engine.run(lambda: self._drop(transfer))
+
+    def done(self, number: int, status: int) -> None:
+        """The reader has answered."""
+        transfer = self._under_way.get(number)
+        if transfer is None or transfer.has_answer:
+            return
+        transfer.has_answer = True
+        if status == REFUSED:
+            transfer.answer = WriteRefused("not inside granted spans")
+        elif status != OK:
+            transfer.answer = ChannelBroken("the reader could not receive it")
+        self._finish(number, transfer)
+
+    def _queue(self, transfer: UcxTransfer) -> None:
+        self._waiting.append(transfer)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._under_way) < WINDOW:
+            transfer = self._waiting.popleft()
+            if transfer.is_aborted:
+                transfer.end(TransferAborted("it was aborted before it began"))
+                self._region.wake()
+            elif self._endpoint is None:
+                transfer.end(ChannelBroken("the channel is closed"))
+                self._region.wake()
+            else:
+                self._send(self._endpoint, transfer)
+
+    def _send(self, endpoint: Endpoint, transfer: UcxTransfer) -> None:
+        number = self._number
+        self._number = (number + 1) % (1 << 32)
+        self._under_way[number] = transfer
+
+        def sent(is_good: bool) -> None:
+            transfer.is_sent = True
+            if not is_good and not transfer.has_answer:
+                transfer.has_answer = True
+                transfer.answer = ChannelBroken("UCX could not send it")
+            self._finish(number, transfer)
+
+        self._say(Put(self.id, number, list(transfer.pieces), transfer.notify))
+        view = self._region.memory.view
+        views = [view[run.local : run.local + run.nbytes] for run in runs(transfer.pieces)]
+        endpoint.send(views, payload_tag(self.lane, number), sent)
+
+    def _finish(self, number: int, transfer: UcxTransfer) -> None:
+        if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
+            transfer.end(transfer.answer)
+            self._region.wake()
+            self._begin()
+
+    def _drop(self, transfer: UcxTransfer) -> None:
+        if transfer in self._waiting:
+            self._waiting.remove(transfer)
+            transfer.end(TransferAborted("it was aborted before it began"))
+            self._region.wake()
+
+    def _say(self, message: Message) -> None:
+        if self._endpoint is not None:
+            self._endpoint.send([_encode(message)], CONTROL_TAG, lambda _: None)
+
+    def _end(self, why: str, grace_s: float) -> None:
+        endpoint = self._endpoint
+        if endpoint is None:
+            return
+        self._say(End(self.id))
+        self._endpoint = None
+        self._region.channels.pop(self.id, None)
+        if grace_s:
+            endpoint.close(grace_s)
+        else:
+            self._settle(DRAIN_S)
+            endpoint.close()
+        for number, transfer in list(self._under_way.items()):
+            if not transfer.has_answer:
+                transfer.has_answer = True
+                transfer.answer = ChannelBroken(why)
+                self._finish(number, transfer)
+        self._begin()
+        if not grace_s:
+            self._settle(SETTLE_S)
+        for transfer in self._under_way.values():
+            transfer.end(transfer.answer)
+        self._under_way.clear()
+        self.answered.set()
+        self._region.wake()
+
+    def _settle(self, timeout_s: float) -> None:
+        self._region.engine.settle(lambda: all(transfer.is_sent for transfer in self._under_way.values()), timeout_s)
