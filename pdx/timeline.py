@@ -50,7 +50,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     handoff_ms: float | None  # prefill end -> the decode engine may run
     load_ms: float | None
     first_decode_ms: float | None  # may run -> first byte of the decode leg
-    push_ms: float | None  # prefill end -> everything is on the decode's node; None: no wire between the two
+    push_ms: float | None  # prefill end -> everything is on the decode's node (it may be before); None: no wire between
     moved_bytes: int  # gathered by the prefill engine
     pushed_bytes: int  # sent from node to node
     hidden_share: float | None  # bytes where decode finds them when prefill ended / bytes in all that had to get there

@@ -1,11 +1,11 @@
-"""Channels by UCX, through UCXX, the library that replaced UCX-Py: RDMA, shared memory or TCP, as UCX finds best.
+"""Channels by UCX, through UCXX, the library that replaced UCX-Py: RDMA where there is some, else TCP, even on one host.
 
 region → one UCX worker and a thread · remote region → the worker's address · channel → an endpoint each way · write → a
 message that describes it, and a tagged message for each run of its pieces · notification → inside the description.
 
 UCXX has no one-sided operations for Python, so a write is received: what it says is checked against the session's spans
-first, then each run is received straight to its place, and the reader answers. UCX reads large runs out of the writer's
-memory or sends them in pieces; either way the reader's endpoint is in command, and closing it ends all that lands.
+first, then each run is received straight to its place, and the reader answers. A receive that is over, or was cancelled
+with its endpoint, lands nothing more: that is what `revoke` waits for.
 
 UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0014-ucx-and-nixl.md).
 """
@@ -26,7 +26,7 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports import ucx_engine
 from pdx.transports.sealed import seal, unseal
 from pdx.transports.sessions import Session, Sessions
-from pdx.transports.ucx_channel import DRAIN_S, SETTLE_S, UcxChannel
+from pdx.transports.ucx_channel import GRACE_S, UcxChannel
 from pdx.transports.ucx_engine import Endpoint, UcxEngine
 from pdx.transports.ucx_messages import (
     CONTROL_TAG,
@@ -51,7 +51,7 @@ from pdx.transports.ucx_messages import (
 # Of UCX. A dead process of this host is noticed after two keepalive intervals.
 _SETTINGS = {"KEEPALIVE_INTERVAL": "1s", "RNDV_THRESH": "8192"}
 _LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
-_LOST_S = 2.5  # for UCX to notice that the reader has closed its endpoint
+_SETTLE_S = 3.0  # for UCX to let go of what closed endpoints had under way; longer than GRACE_S
 _DEAD_LANES = 64  # of closed channels, whose late messages are still thrown away
 
 _encode = msgspec.msgpack.encode
@@ -139,7 +139,7 @@ class UcxListener(Listener):
             return
         nbytes = self._region.memory.nbytes
         is_inside = all(piece.remote + piece.nbytes <= nbytes for piece in message.pieces)
-        entered = self._sessions.enter(inbound.session, []) if is_inside else None
+        entered = self._sessions.enter(inbound.session, message.pieces) if is_inside else None
         inbound.landing[message.number] = entered or []
         places = runs(message.pieces)
         tag = payload_tag(inbound.lane, message.number)
@@ -158,7 +158,7 @@ class UcxListener(Listener):
             return
         inbound.say(End(inbound.id))
         endpoint, inbound.endpoint = inbound.endpoint, None
-        endpoint.close(DRAIN_S)
+        endpoint.close(GRACE_S)
         self._lanes.discard(inbound.lane)
         self._dead_lanes.append(inbound.lane)
         self._discard_late()
@@ -167,7 +167,7 @@ class UcxListener(Listener):
         ended = [inbound for inbound in self._inbounds.values() if chosen(inbound)]
         for inbound in ended:
             self.end(inbound.id)
-        self._region.engine.settle(lambda: not any(inbound.landing for inbound in ended), SETTLE_S)
+        self._region.engine.settle(lambda: not any(inbound.landing for inbound in ended), _SETTLE_S)
 
     def _landed(self, inbound: _Inbound, message: Put, is_good: bool) -> None:
         entered = inbound.landing.pop(message.number)
@@ -231,7 +231,7 @@ class UcxRegion(Region):
         channel = UcxChannel(self, remote)
         self.engine.call(lambda: channel.greet(address))
         if not channel.answered.wait(timeout_s) or channel.lane < 0:
-            channel.close()
+            channel.lose("nobody answered")
             raise ChannelBroken(f"nobody answers within {timeout_s} s, or does not know the token")
         return channel
 
@@ -244,13 +244,13 @@ class UcxRegion(Region):
 
     def close(self) -> None:
         """See `Region.close`."""
-        self.on_thread(self._close_channels)
+        channels = list(self.channels.values())
+        for channel in channels:
+            channel.lose("the region was closed")
+        for channel in channels:
+            channel.wait_ended()
         self._listener.close()
         self.engine.close()
-
-    def _close_channels(self) -> None:
-        for channel in list(self.channels.values()):
-            channel.lose("the region was closed")
 
     def _receive(self, data: bytes) -> None:
         try:
@@ -270,4 +270,4 @@ class UcxRegion(Region):
         elif isinstance(message, Done):
             channel.done(message.number, message.status)
         else:
-            channel.lose("the reader has closed it", _LOST_S)
+            channel.lose("the reader has closed it")

@@ -29,8 +29,8 @@ from pdx.transports.ucx_messages import (
 if TYPE_CHECKING:
     from pdx.transports.ucx import UcxRegion
 
-DRAIN_S = 0.25  # for writes under way to end by themselves before a channel is closed by force
-SETTLE_S = 3.0  # for UCX to let go of what a closed endpoint had under way
+GRACE_S = 1.0  # for what is under way to end by itself before an endpoint is closed by force
+_CLOSE_S = 4.0  # longer than force needs
 
 _encode = msgspec.msgpack.encode
 
@@ -71,6 +71,7 @@ class UcxChannel(Channel):
         self.id = secrets.token_bytes(16)
         self.answered = threading.Event()  # welcome, or lost
         self.lane = -1
+        self._ended = threading.Event()
         self._region = region
         self._remote = remote
         self._endpoint: Endpoint | None = None
@@ -106,14 +107,19 @@ class UcxChannel(Channel):
         return transfer
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """See `Channel.close`. Waits until UCX has let go of local memory, by force after a second."""
         self.lose("the channel was closed")
+        self.wait_ended()
 
-    def lose(self, why: str, grace_s: float = 0.0) -> None:
-        """End it, from any thread. `grace_s`: there is a reason why UCX will soon find the peer gone."""
+    def lose(self, why: str) -> None:
+        """Begin to end it, from any thread."""
         with self._lock:
-            was_open, self._is_open = self._is_open, False
-        self._region.on_thread(lambda: self._end(why if was_open else "the channel is closed", grace_s))
+            self._is_open = False
+        self._region.on_thread(lambda: self._end(why))
+
+    def wait_ended(self) -> None:
+        """Wait until all transfers are over. Not on the engine's thread."""
+        self._ended.wait(_CLOSE_S)
 
     def abort(self, transfer: UcxTransfer) -> None:
         """Drop it if it has not begun."""
@@ -169,6 +175,7 @@ class UcxChannel(Channel):
             transfer.end(transfer.answer)
             self._region.wake()
             self._begin()
+            self._look_ended()
 
     def _drop(self, transfer: UcxTransfer) -> None:
         if transfer in self._waiting:
@@ -180,31 +187,23 @@ class UcxChannel(Channel):
         if self._endpoint is not None:
             self._endpoint.send([_encode(message)], CONTROL_TAG, lambda _: None)
 
-    def _end(self, why: str, grace_s: float) -> None:
+    def _end(self, why: str) -> None:
         endpoint = self._endpoint
         if endpoint is None:
             return
         self._say(End(self.id))
         self._endpoint = None
         self._region.channels.pop(self.id, None)
-        if grace_s:
-            endpoint.close(grace_s)
-        else:
-            self._settle(DRAIN_S)
-            endpoint.close()
         for number, transfer in list(self._under_way.items()):
             if not transfer.has_answer:
                 transfer.has_answer = True
                 transfer.answer = ChannelBroken(why)
                 self._finish(number, transfer)
         self._begin()
-        if not grace_s:
-            self._settle(SETTLE_S)
-        for transfer in self._under_way.values():
-            transfer.end(transfer.answer)
-        self._under_way.clear()
+        endpoint.close(GRACE_S)
+        self._look_ended()
         self.answered.set()
-        self._region.wake()
 
-    def _settle(self, timeout_s: float) -> None:
-        self._region.engine.settle(lambda: all(transfer.is_sent for transfer in self._under_way.values()), timeout_s)
+    def _look_ended(self) -> None:
+        if self._endpoint is None and not self._under_way:
+            self._ended.set()

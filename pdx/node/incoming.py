@@ -226,6 +226,11 @@ class Incoming:
         self._counters["landed_bytes"] += verdict.nbytes
         filled = dict.fromkeys(chunk for slices in verdict.good if (chunk := self._fill(landing, slices)) is not None)
         sealed = [chunk for chunk in filled if chunk.is_complete]
+        if not self._is_quiet(landing, sealed) and self._checks_writes(landing.scheme):
+            self._counters["written_twice"] += 1
+            log.warning("%s writes to chunks that it has written already: dropped", landing.session.name)
+            self._stop(landing, "slices were written twice", now)
+            return
         if sealed:
             self._store.seal(sealed)
             self._release(landing, sealed)
@@ -313,12 +318,14 @@ class Incoming:
 
     def _fence(self, landing: Landing, now: float) -> None:
         """End it, if nothing lands any more: the channel says so, or its writer does where the channel cannot."""
-        listener = self._listeners[landing.scheme]
-        token = landing.session.token
-        spans = [(chunk.slot.offset, chunk.slot.nbytes) for chunk in landing.chunks.values()]
-        is_quiet = all([listener.revoke(token, offset, nbytes) for offset, nbytes in spans])
+        is_quiet = self._is_quiet(landing, landing.chunks.values())
         if is_quiet or (landing.is_let_go and not self._checks_writes(landing.scheme)):
             self._end(landing, ReceiverStep.FENCED, now)
+
+    def _is_quiet(self, landing: Landing, chunks: Iterable[Chunk]) -> bool:
+        """Nothing more is to land in these; whether the channel knows that nothing does."""
+        listener, token = self._listeners[landing.scheme], landing.session.token
+        return all([listener.revoke(token, chunk.slot.offset, chunk.slot.nbytes) for chunk in chunks])
 
     def _end(self, landing: Landing, step: ReceiverStep, now: float) -> None:
         if landing in self._queue:

@@ -69,7 +69,6 @@ class Inquiry:
         if tracked.epoch != connection.epoch:
             tracked.forget_node()
             tracked.epoch = connection.epoch
-            tracked.ask_until = now + self._config.lookup_s
         try:
             tracked.decided = self._look_up(tracked, connection, now) and self._reserve(tracked, connection, now)
         except (NodeError, ProtocolError) as error:
@@ -83,7 +82,6 @@ class Inquiry:
     def restart(self, tracked: TrackedRequest) -> None:
         """The request was preempted: what the store holds may be more by now. Its reservation stays."""
         tracked.scheduled = tracked.decided = False
-        tracked.ask_until = self._clock() + self._config.lookup_s
 
     def reserve_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
         """Room for chunks that generated tokens up to `end` have filled.
@@ -121,6 +119,7 @@ class Inquiry:
         if tracked.lookup_seq is None:
             waits_for = tracked.transfer if tracked.is_decode else None
             shards, lease_s = self._layout.num_shards, self._config.lease_s
+            tracked.ask_until = now + self._config.lookup_s
             tracked.lookup_seq = connection.ask(Lookup(keys, shards, lease_s, waits_for, tracked.source))
         answer = self._collect(connection, tracked.lookup_seq, Found)
         if answer is None:
@@ -159,7 +158,6 @@ class Inquiry:
     def _may_wait_for_transfer(self, tracked: TrackedRequest, connection: Connection, now: float) -> bool:
         if tracked.transfer_until is None:
             tracked.transfer_until = now + self._config.transfer_wait_s
-        tracked.ask_until = now + self._config.lookup_s
         if now < tracked.transfer_until:
             return True
         log.warning("transfer %s did not arrive within %s s", tracked.transfer, self._config.transfer_wait_s)
@@ -171,7 +169,6 @@ class Inquiry:
         it not, the next question is about this node alone, and its answer has a lease on what is here."""
         if tracked.source_until is None:
             tracked.source_until = now + self._config.transfer_wait_s
-        tracked.ask_until = now + self._config.lookup_s
         if now < tracked.source_until:
             return
         log.warning("request %s goes on without chunks of %s", tracked.request.request_id, tracked.source)
@@ -196,6 +193,7 @@ class Inquiry:
             if not keys and not tail:
                 tracked.reserved = True
                 return True
+            tracked.ask_until = now + self._config.lookup_s
             tracked.reserve_seq = connection.ask(self._room_for(tracked, keys, tail, push_to=tracked.push_to))
         try:
             answer = self._collect(connection, tracked.reserve_seq, Reserved)
@@ -235,7 +233,6 @@ class Inquiry:
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection, now: float) -> bool:
         if tracked.room_until is None:
             tracked.room_until = now + self._config.reserve_wait_s
-        tracked.ask_until = now + self._config.lookup_s
         if now < tracked.room_until:
             return True
         log.warning(

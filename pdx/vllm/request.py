@@ -39,7 +39,7 @@ class TrackedRequest:
         self.lookup_seq: int | None = None
         self.reserve_seq: int | None = None
         self.decoded_seq: int | None = None
-        self.ask_until = 0.0
+        self.ask_until = 0.0  # of the question that is out
         self.room_until: float | None = None
         self.transfer_until: float | None = None
         self.source_until: float | None = None

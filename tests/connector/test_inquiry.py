@@ -37,6 +37,9 @@ class ScriptedNode:
     def collect(self, seq: int, timeout_s: float) -> Answer | None:
         return self.script(self.asked[seq - 1])
 
+    def forget(self, seq: int) -> None:
+        self.asked[seq - 1] = None
+
     def tell(self, body: Ask) -> None:
         self.told.append(body)
 
@@ -222,3 +225,17 @@ def test_generated_chunks_are_not_pushed() -> None:
     asking.request.all_token_ids += range(CHUNK)
     asking.inquiry.reserve_decoded(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
     assert [(len(body.keys), body.push_to) for body in node.all_of(Reserve)] == [(1, "two"), (1, "")]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_slow_step_does_not_make_a_new_question_late(waits):
+    """Steps of a CPU engine may be further apart than `lookup_s`: each question has a deadline of its own."""
+    asking = Asking(4 * CHUNK, DECODE, lookup_s=1.0)
+    assert not asking.advance(ScriptedNode(answers(0, waiting=True)))
+    asking.clock.now += 5.0
+    silent = ScriptedNode(lambda ask: None)
+    assert not asking.advance(silent)
+    assert len(silent.all_of(Lookup)) == 1
+    asking.clock.now += 0.5 if waits else 1.0
+    assert asking.advance(silent) is not waits
+    assert silent.counted["request_without_pdx"] == (not waits)

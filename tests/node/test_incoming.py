@@ -110,6 +110,22 @@ def test_a_wrong_byte_gives_the_push_up(stage, a):
     stage.assert_idle()
 
 
+def test_a_chunk_is_not_sealed_while_something_still_lands_in_it(stage, a):
+    """A peer that writes a slice again, behind the notification, would change a sealed chunk."""
+    push = stage.offer(a, [0])
+    (slot,) = a.granted(push).slots
+    stage.listeners["sure"].landing.add((a.token, slot.offset))
+    stage.land(a, push)
+    assert stage.counters["written_twice"] == 1
+    assert isinstance(a.sent[-1], Stop)
+    assert stage.sealed == []
+    stage.tick()
+    assert stage.arena.is_current(slot)
+    stage.listeners["sure"].landing.clear()
+    stage.tick()
+    stage.assert_idle()
+
+
 def test_notifications_of_others_or_of_the_past_fill_nothing(stage, a, b):
     push = stage.offer(a, [0], layers=2)
     (slot,) = a.granted(push).slots

@@ -115,7 +115,7 @@ def test_no_event_is_forgotten_when_several_threads_wait():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        events = [threading.Event() for _ in range(200)]
+        events = [threading.Event() for _ in range(2000)]
         start = threading.Barrier(4)
 
         def come_and_go(mine):
