@@ -30,6 +30,9 @@ class Metrics:
         self.failovers = counter("failovers", "Decode legs given to another engine.", "reason")
         self.cancels = counter("cancels", "Transfers given up, told to all nodes.", "reason")
         self.stripped = counter("stripped", "Requests whose own transfer parameters were removed.")
+        self.unplaced = counter(
+            "unplaced", "Requests on engines that no node has reported: nothing is pushed for them."
+        )
         self.control_dropped = counter("control_dropped", "Control messages dropped.", "reason")
         self.reports = counter("reports", "Node reports taken in.")
         self.ttft = Histogram(

@@ -34,6 +34,7 @@ class Relay:
         self._control = control
         self._metrics = metrics
         self._warned_no_pair = False
+        self._warned_unplaced = False
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
@@ -214,7 +215,18 @@ class Relay:
         if pair is None and not self._warned_no_pair:
             log.warning("no engine can prefill beside a decoder; every request is served by one engine alone")
         self._warned_no_pair = pair is None
+        if pair is not None:
+            self._note_unplaced(pair)
         return pair
+
+    def _note_unplaced(self, pair: Pair) -> None:
+        """Where no node has reported an engine, chunks are pushed to nobody: fine with one node, slow with two."""
+        unplaced = [engine.name for engine in (pair.prefiller, pair.decoder) if not engine.node]
+        if unplaced:
+            self._metrics.unplaced.inc()
+        if unplaced and not self._warned_unplaced:
+            log.warning("no node has reported %s (yet): its transfers stay on one node", " and ".join(unplaced))
+        self._warned_unplaced = bool(unplaced)
 
     async def _ceiling(self, exchange: Exchange, pair: Pair) -> int | None:
         model = exchange.body.get("model")

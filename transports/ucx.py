@@ -1,4 +1,4 @@
-"""Channels by UCX, through UCXX, the library that replaced UCX-Py: RDMA where there is some, else TCP, even on one host.
+"""Channels by UCX, through UCXX, which replaced UCX-Py: RDMA where there is some, else TCP, on one host, too.
 
 region → one UCX worker and a thread · remote region → the worker's address · channel → an endpoint each way · write → a
 message that describes it, and a tagged message for each run of its pieces · notification → inside the description.

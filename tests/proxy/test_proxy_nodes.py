@@ -71,6 +71,21 @@ def test_each_leg_is_told_of_the_other_ones_node(request_kind, prefill, decode, 
     run(main)
 
 
+@pytest.mark.parametrize(("prefill", "decode", "unplaced"), [("one", "two", 0), ("", "two", 1), ("one", "", 1)])
+def test_engines_that_no_node_reports_are_said_to_be_so(prefill, decode, unplaced, caplog):
+    """Nothing is pushed for them, which must not be silent."""
+
+    async def main():
+        async with cluster(**PATIENT) as made:
+            await place(made, prefill, decode)
+            for _ in range(2):
+                assert (await made.post(COMPLETIONS, BODY))[0] == 200
+            await made.metric_reaches(2 * unplaced, "pdx_proxy_unplaced_total")
+
+    run(main)
+    assert sum("no node has reported" in record.message for record in caplog.records) == unplaced
+
+
 @pytest.mark.parametrize("request_kind", REQUESTS)
 @pytest.mark.parametrize(
     ("planned", "other", "told"),
