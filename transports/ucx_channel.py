@@ -29,7 +29,7 @@ from pdx.transports.ucx_messages import (
 if TYPE_CHECKING:
     from pdx.transports.ucx import UcxRegion
 
-GRACE_S = 1.0  # for what is under way to end by itself before an endpoint is closed by force
+GRACE_S = 1.5  # for what is under way to end by itself before an endpoint is closed by force
 _CLOSE_S = 4.0  # longer than force needs
 
 _encode = msgspec.msgpack.encode
@@ -107,7 +107,7 @@ class UcxChannel(Channel):
         return transfer
 
     def close(self) -> None:
-        """See `Channel.close`. Waits until UCX has let go of local memory, by force after a second."""
+        """See `Channel.close`. Waits until UCX has let go of local memory, by force after a moment."""
         self.lose("the channel was closed")
         self.wait_ended()
 

@@ -26,6 +26,7 @@ _CALL_S = 10.0  # a bound for what the thread does at once; it does not wait for
 _POLL_MS = 50  # UCX is known to miss waking somebody now and then
 _CLOSING_POLL_MS = 1  # and it wakes nobody for what is left to do when an endpoint was closed
 _CLOSING_S = 0.2
+_STOP_S = 4.0  # longer than any endpoint is given to close
 _ROUNDS = 64  # of progress before completions are looked at
 
 _log = logging.getLogger(__name__)
@@ -249,9 +250,9 @@ class UcxEngine:
         self._context = None
 
     def _stop(self) -> None:
+        self.settle(lambda: not self._closing, _STOP_S)
         for endpoint in list(self._closing):
             endpoint.close()
-        self._closing.clear()
         self._is_open = False
 
     def settle(self, is_done: Callable[[], bool], timeout_s: float) -> None:

@@ -1,0 +1,212 @@
+"""Two and three real nodes over real channels: pushes while chunks are filled, fetches, and little room."""
+
+import threading
+
+import pytest
+from node_harness import MIB, attached, wait_until
+from peers_harness import Cluster, pattern, put, read, why_not
+
+from pdx.errors import ChunkExists, ChunkMissing, NodeError
+from pdx.messages import Cancel, Fill, Lookup, Reserve
+
+CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
+TRANSFER = "transfer-0123456789"
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def channel(request):
+    return request.param
+
+
+@pytest.fixture
+def cluster_of(place):
+    clusters = []
+
+    def start(names, **settings):
+        clusters.append(Cluster(place, names, **settings))
+        clusters[-1].start(*names)
+        return clusters[-1]
+
+    yield start
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "ucx", "nixl"])
+def test_parts_are_across_before_the_last_is_filled(cluster_of, scheme):
+    if why := why_not(scheme):
+        pytest.skip(why)
+    cluster = cluster_of("ab", channels=[scheme])
+    a, b = cluster["a"], cluster["b"]
+    data = pattern(1, 4 * MIB)
+    with a.reserve("x", len(data), parts=4, push_to="b") as chunk:
+        for part in range(3):
+            chunk.view[part * MIB : (part + 1) * MIB] = data[part * MIB : (part + 1) * MIB]
+            chunk.fill(part)
+            wait_until(lambda part=part: cluster.counter("b", "landed_bytes") >= (part + 1) * MIB, 15.0)
+        with pytest.raises(ChunkMissing):
+            b.get("x")
+        chunk.view[3 * MIB :] = data[3 * MIB :]
+        chunk.seal()
+    assert read(b, "x", wait_s=10.0) == data
+    assert cluster.peer("a", "b").channel == scheme
+    cluster.settle()
+    assert cluster.counter("b", "digest_mismatches") == 0
+
+
+def test_sealed_chunks_are_pushed_and_fetched_in_both_directions(cluster_of, channel):
+    cluster = cluster_of("ab", channels=[channel])
+    a, b = cluster["a"], cluster["b"]
+    sizes = {"one": 1, "odd": 12_345, "granule": 4096, "large": 3 * MIB}
+    for number, (name, nbytes) in enumerate(sizes.items()):
+        put(a, f"a-{name}", pattern(number, nbytes))
+        put(b, f"b-{name}", pattern(100 + number, nbytes))
+    a.push(*[f"a-{name}" for name in sizes], to="b")
+    for number, (name, nbytes) in enumerate(sizes.items()):
+        assert read(b, f"a-{name}", wait_s=10.0) == pattern(number, nbytes)
+        assert read(a, f"b-{name}", wait_s=10.0, source="b") == pattern(100 + number, nbytes)
+    assert cluster.counter("b", "wants_served") == len(sizes)
+    for name in sizes:
+        read(a, f"b-{name}", source="b")
+    assert cluster.counter("b", "wants_served") == len(sizes), "they are here now"
+    with pytest.raises(ChunkMissing):
+        a.get("nothing", source="b", wait_s=10.0)
+    with pytest.raises(ChunkMissing):
+        a.push("a-one", "nothing", to="b")
+    cluster.settle()
+
+
+def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of, channel):
+    cluster = cluster_of("abc", channels=[channel])
+    a, b, c = (cluster[name] for name in "abc")
+    data = pattern(1, 4 * MIB)
+    with a.reserve("x", len(data), parts=4, push_to="b") as chunk:
+        chunk.view[:] = data
+        chunk.fill(0)
+        wait_until(lambda: cluster.counter("b", "landed_bytes") >= MIB, 10.0)
+        with pytest.raises(ChunkExists):
+            b.reserve("x", len(data), parts=4, push_to="c")
+        wait_until(lambda: cluster.counter("c", "landed_bytes") >= MIB, 10.0)
+        chunk.seal()
+    assert read(c, "x", wait_s=10.0) == data
+    cluster.settle()
+
+
+def test_a_source_that_gives_up_ends_the_push_at_all_nodes(cluster_of, channel):
+    cluster = cluster_of("abc", channels=[channel])
+    a, b = cluster["a"], cluster["b"]
+    with a.reserve("x", 4 * MIB, parts=4, push_to="b") as chunk:
+        chunk.fill(0)
+        wait_until(lambda: cluster.counter("b", "landed_bytes") >= MIB, 10.0)
+        with pytest.raises(ChunkExists):
+            b.reserve("x", 4 * MIB, parts=4, push_to="c")
+        wait_until(lambda: cluster.counter("c", "landed_bytes") >= MIB, 10.0)
+    cluster.settle()
+    for name in "abc":
+        assert cluster[name].status().chunks == {}
+
+
+def test_names_that_no_roster_has(cluster_of):
+    cluster = cluster_of("a", channels=["shm"])
+    a = cluster["a"]
+    put(a, "x", b"x", push_to="nobody")
+    assert cluster.counter("a", "push_impossible") == 1
+    with pytest.raises(NodeError):
+        a.push("x", to="nobody")
+    with pytest.raises(ChunkMissing):
+        a.get("y", source="nobody", wait_s=5.0)
+    a.push("x", to="a")
+    assert read(a, "x", source="a") == b"x"
+
+
+def test_a_peer_that_is_not_there(cluster_of, place):
+    cluster = Cluster(place, "ab", channels=["shm"], peer_timeout_s=0.5)
+    with cluster:
+        cluster.start("a")
+        put(cluster["a"], "x", b"x", push_to="b")
+        with pytest.raises(ChunkMissing):
+            cluster["a"].get("y", source="b", wait_s=10.0)
+        cluster.settle()
+        cluster.start("b")
+        cluster["a"].push("x", to="b")
+        assert read(cluster["b"], "x", wait_s=10.0) == b"x"
+
+
+def test_a_full_peer_gets_it_when_there_is_room(cluster_of, channel):
+    cluster = cluster_of("ab", channels=[channel], of_one={"b": {"arena_bytes": MIB}}, grant_s=30.0)
+    a, b = cluster["a"], cluster["b"]
+    put(b, "old", pattern(1, CHUNK))
+    with b.get("old"):
+        put(a, "new", pattern(2, CHUNK), push_to="b")
+        wait_until(lambda: cluster.counter("b", "reserve_full"), 10.0, "it has asked for room")
+        assert b.lookup(["new"]) == 0
+    assert read(b, "new", wait_s=10.0) == pattern(2, CHUNK)
+    assert b.lookup(["old"]) == 0
+    cluster.settle()
+
+
+def test_64_at_once_with_room_for_one_chunk_all_come_to_an_end(cluster_of, channel):
+    cluster = cluster_of(
+        "ab", channels=[channel], of_one={"a": {"arena_bytes": 64 * MIB}, "b": {"arena_bytes": MIB}}, grant_s=30.0
+    )
+    a, b = cluster["a"], cluster["b"]
+    outcomes = {}
+
+    def one(number):
+        data = pattern(number, CHUNK)
+        put(a, f"chunk-{number}", data, parts=3, push_to="b")
+        try:
+            outcomes[number] = read(b, f"chunk-{number}", wait_s=0.2) == data
+        except ChunkMissing:
+            outcomes[number] = True  # it was there, or will be, but another took its place
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == dict.fromkeys(range(64), True)
+    wait_until(lambda: cluster.counter("a", "granted_chunks") == 64, 20.0, "each gets its turn")
+    cluster.settle(timeout_s=1.0)
+    assert cluster.counter("b", "sealed") == 64
+    b.delete(*[f"chunk-{number}" for number in range(64)])
+    assert b.status().free_bytes == MIB
+
+
+@pytest.mark.parametrize("where", ["a", "b"])
+def test_a_transfer_that_is_cancelled_ends_at_both_nodes(cluster_of, channel, where):
+    cluster = cluster_of("ab", channels=[channel])
+    keys = [bytes([number]) * 16 for number in range(2)]
+    with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
+        reserved = prefill.ask(Reserve(keys, 2 * MIB, layers=2, transfer=TRANSFER, push_to="b"))
+        prefill.ask(Fill(reserved.slots, 0))
+        wait_until(lambda: cluster.counter("b", "landed_bytes") >= 2 * MIB, 10.0)
+        ask = Lookup(keys, transfer=TRANSFER, lease_s=1.0)
+        assert decode.ask(ask).waiting
+        (prefill if where == "a" else decode).ask(Cancel(TRANSFER))
+        wait_until(lambda: not decode.ask(ask).waiting, 5.0)
+        cluster.settle("b")
+        assert decode.status().free_bytes == cluster["b"].status().arena_bytes
+        wait_until(lambda: cluster.peer("a", "b").pushes == 0, 5.0)
+        prefill.ask(Fill(reserved.slots, 1, seal=True))
+    cluster.settle()
+    assert cluster["b"].status().chunks == {}
+
+
+def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, channel):
+    cluster = cluster_of("ab", channels=[channel])
+    keys = [bytes([number]) * 16 for number in range(3)]
+    with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
+        reserve = Reserve(keys, MIB, layers=2, tail_nbytes=5000, transfer=TRANSFER, push_to="b")
+        reserved = prefill.ask(reserve)
+        assert prefill.ask(reserve).granted == []
+        prefill.ask(Fill(reserved.slots, 0, 2, seal=True))
+        found = wait_until(
+            lambda: (got := decode.ask(Lookup(keys, lease_s=5.0, transfer=TRANSFER))).hits == 3 and got, 10.0
+        )
+        assert [slot.nbytes for slot in found.slots] == [MIB, MIB, 5000]
+        wait_until(lambda: cluster.counter("a", "sent_bytes") == 2 * MIB + 5000)
+        assert cluster.counter("a", "pushes") == 1
+    cluster.settle()
+    assert cluster["a"].status().chunk_bytes == {"sealed": 2 * MIB}, "the tail was for the push"
+    assert cluster["b"].status().chunk_bytes == {"sealed": 2 * MIB}, "and there for the decoder"
