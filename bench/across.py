@@ -27,7 +27,7 @@ CHUNK_BYTES = 256 * (64 << 10)
 TOTAL_BYTES = CHUNKS * CHUNK_BYTES
 ARENA_BYTES = 3 * TOTAL_BYTES
 COMPUTE = 2.0  # prefill takes as many times as long as the wire
-ROUNDS = 5
+ROUNDS = 7
 GOAL = 0.9
 PUSH_S = 60.0
 
@@ -97,13 +97,15 @@ class Prompts:
 
 
 def measure(scheme: str) -> tuple[list[Round], list[Round]]:
-    """Filled at the end, and layer by layer."""
+    """Filled at the end, and layer by layer; a prefill takes COMPUTE times the median of what the wire took so far."""
     with node_pair(scheme, ARENA_BYTES) as (a, b):
         prompts = Prompts(a, b)
         prompts.round(0.0)
-        at_once = [prompts.round(0.0) for _ in range(ROUNDS)]
-        wire_s = statistics.median(each.after_s for each in at_once)
-        return at_once, [prompts.round(COMPUTE * wire_s) for _ in range(ROUNDS)]
+        at_once, layered = [], []
+        for _ in range(ROUNDS):  # in turns, because the speed of the machine drifts
+            at_once.append(prompts.round(0.0))
+            layered.append(prompts.round(COMPUTE * statistics.median(each.after_s for each in at_once)))
+        return at_once, layered
 
 
 def figures(scheme: str, at_once: list[Round], layered: list[Round]) -> list[Figure]:

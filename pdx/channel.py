@@ -102,7 +102,11 @@ class Transfer(ABC):
 
 
 class Channel(ABC):
-    """The way from a local region to one remote region. One thread writes; `close` may come from another."""
+    """The way from a local region to one remote region. One thread writes; `close` may come from another.
+
+    Where writes are not checked and cannot be stopped, one that is closed or aborted may still read local memory and
+    write remote memory until it ends. It is never notified of, and `Listener.revoke` tells when it has ended.
+    """
 
     @abstractmethod
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
@@ -116,7 +120,7 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it; transfers under way complete with `ChannelBroken`. Local memory is not read any more. Idempotent."""
+        """End it; transfers under way complete with `ChannelBroken`. Idempotent."""
 
 
 class Listener(ABC):
@@ -166,7 +170,10 @@ class Region(ABC):
     scheme: ClassVar[str]
     crosses_wire: ClassVar[bool] = True  # bytes leave the host's memory, so digests are due
     checks_writes: ClassVar[bool] = True  # see Listener; if not, only a silent or dead peer is known not to write
-    is_polled: ClassVar[bool] = False  # `wake` is not called: somebody must poll transfers and `take`
+    is_polled: ClassVar[bool] = False  # `wake` may not be called: somebody must poll transfers and `take`
+    # Only who holds a session's token can reach the memory. If not, whoever reaches the technology's own ports is
+    # trusted, so it is used only where the user says so.
+    is_authenticated: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod

@@ -87,6 +87,7 @@ class NixlRegion(Region):
     scheme: ClassVar[str] = "nixl"
     checks_writes: ClassVar[bool] = False
     is_polled: ClassVar[bool] = True
+    is_authenticated: ClassVar[bool] = False
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
     def __init__(self, memory: Memory, agent: NixlAgent, wake: Callable[[], None]) -> None:

@@ -191,6 +191,7 @@ class UcxRegion(Region):
     """Memory that a UCX worker of its own sends from and receives to."""
 
     scheme: ClassVar[str] = "ucx"
+    is_authenticated: ClassVar[bool] = False  # our messages are, UCX itself is not
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
     def __init__(self, memory: Memory, settings: dict[str, str], wake: Callable[[], None]) -> None:

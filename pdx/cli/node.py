@@ -30,6 +30,11 @@ from pdx.registry import INSIDE_ONE_PROCESS, schemes
     help="Use this channel to peers; repeated: the first that works. [default: the fastest; pdx doctor lists them]",
 )
 @click.option(
+    "--trusted-network",
+    is_flag=True,
+    help="Choose also among channels that do not authenticate who writes (nixl, ucx): whoever reaches this host may.",
+)
+@click.option(
     "--digests",
     default="wire",
     show_default=True,
@@ -49,6 +54,7 @@ def node(
     roster: str,
     keys: str,
     channels: tuple[str, ...],
+    trusted_network: bool,
     digests: str,
     exit_when_idle: float,
     status: bool,
@@ -74,6 +80,7 @@ def node(
         "roster": roster,
         "keys": keys,
         "channels": list(channels),
+        "trusted_network": trusted_network,
         "digests": digests,
         "exit_when_idle_s": exit_when_idle,
     }

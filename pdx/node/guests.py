@@ -126,9 +126,9 @@ class Guests:
         for listener in self._regions.listeners.values():
             listener.expel(session.token)
         self._schemes.pop(session.number, None)
-        is_dead = step in (SessionStep.BYE, SessionStep.RESTARTED)
-        self._counters["peers_silent"] += not is_dead
-        self.incoming.session_over(session, self._clock(), is_dead=is_dead)
+        self._counters["peers_silent"] += step is SessionStep.SILENT
+        # A bye is not believed where writes are not checked: its channel says, too, when the last of them has ended.
+        self.incoming.session_over(session, self._clock(), is_dead=step is SessionStep.RESTARTED)
 
     # ---- what they say ----------------------------------------------------------------------
 

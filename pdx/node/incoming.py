@@ -275,7 +275,7 @@ class Incoming:
                 self._stop(landing, "", now)
 
     def session_over(self, session: Session, now: float, *, is_dead: bool) -> None:
-        """The peer has said bye or is known dead (`is_dead`), or is silent: then it may still write."""
+        """The peer is known dead (`is_dead`), or has gone: then what it was writing may still land."""
         for landing in self.of(session):
             if landing in self._queue:
                 self._queue.remove(landing)

@@ -260,8 +260,10 @@ class Outgoing:
         """The link to this peer is gone; its writes end with errors, or have ended."""
         for push in self.to(name):
             push.is_lost = True
-            if push.state is not SenderState.DRAINING:
-                self._counters["pushes_lost"] += 1
+            self._counters["pushes_lost"] += not push.is_given_up
+            if push.state is SenderState.DRAINING:
+                push.is_given_up = True  # all was sent; whether it arrived nobody will know
+            else:
                 self._give_up(push, SenderStep.LOST)
 
     # ---- what happens here ------------------------------------------------------------------

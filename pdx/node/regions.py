@@ -44,9 +44,13 @@ class Wake:
 class Regions:
     """All regions of one arena. Owned by the control loop; `open` works on a thread of its own."""
 
-    def __init__(self, arena: Arena, channels: Sequence[str], host: str, mailbox: Mailbox) -> None:
+    def __init__(
+        self, arena: Arena, channels: Sequence[str], host: str, mailbox: Mailbox, *, trusts_network: bool = False
+    ) -> None:
+        """`channels`: those to use; none: all that work and authenticate, and the others if `trusts_network`."""
         self._arena = arena
         self._channels = list(channels)
+        self._trusts_network = trusts_network
         self._host = host
         self._mailbox = mailbox
         self._thread: threading.Thread | None = None
@@ -89,6 +93,9 @@ class Regions:
             region: Region | None = None
             try:
                 kind = find(scheme)
+                if not (kind.is_authenticated or self._trusts_network or scheme in self._channels):
+                    why[scheme] = "it does not authenticate who writes; name it, or trust the network"
+                    continue
                 availability = kind.availability()
                 if not availability.is_ok:
                     why[scheme] = f"{availability.why}; {availability.fix}"

@@ -429,5 +429,6 @@ def test_a_broken_channel_ends_pushes_without_a_word(stage):
     assert stage.over == [(2, False)]
     stage.finish_all(ChannelBroken("gone"))
     assert stage.over == [(2, False), (1, False)]
+    assert (stage.counters["pushes_lost"], stage.counters["writes_failed"]) == (2, 0), "each is counted once"
     assert stage.way.farewells == []
     stage.assert_idle()

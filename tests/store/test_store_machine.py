@@ -2,7 +2,7 @@
 
 Two kinds of sessions use one small arena: clients that write one shard themselves, and engines whose scheduler
 reserves what two workers write. Every chunk has a pattern of its own; a writer may write whenever its slot is not
-let go, also after its reservation was aborted.
+let go, also after its reservation was aborted. Pushes hold chunks in any state but the last, and read them meanwhile.
 """
 
 import itertools
@@ -24,6 +24,7 @@ from pdx.store.store import Claim, Store
 GRANULES = 24
 KEYS = {1: [b"c%d" % n for n in range(6)], 2: [b"e%d" % n for n in range(6)]}  # by shards
 WRITABLE = (State.FILLING, State.QUARANTINED)
+HOLDABLE = (State.FILLING, State.SEALED)
 indices = st.integers(0, 1 << 16)
 
 
@@ -75,6 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.live = {}  # offset -> Record
         self.dead = []
         self.leases = {}  # number -> Lease
+        self.holds = []  # lists of records
         self.last_generation = {}
 
     # ---- the model -------------------------------------------------------------------------
@@ -101,10 +103,21 @@ class StoreMachine(RuleBasedStateMachine):
             self.die(record)
 
     def end_lease(self, number):
-        for record in self.leases.pop(number).records:
+        self.unread(self.leases.pop(number).records)
+
+    def unread(self, records):
+        for record in records:
             record.leases -= 1
-            if not record.leases and (record.state is State.RETIRED or record.tail):
+            is_spent = record.state is State.RETIRED or (record.tail and record.state is State.SEALED)
+            if not record.leases and is_spent:
                 self.die(record)
+
+    def let_go_model(self, record):
+        """Its writer writes no more; a push may still read what it wrote."""
+        if record.leases:
+            record.state = State.RETIRED
+        else:
+            self.die(record)
 
     def hits(self, keys, shards):
         """The leading run that is sealed in all shards."""
@@ -244,7 +257,7 @@ class StoreMachine(RuleBasedStateMachine):
     def seal_model(self, record):
         record.filled = set(range(record.layers))
         if record.state is State.QUARANTINED:
-            self.die(record)
+            self.let_go_model(record)
         else:
             record.state = State.SEALED
 
@@ -288,7 +301,7 @@ class StoreMachine(RuleBasedStateMachine):
         if record := self.pick(index, *State):
             self.store.let_go([self.store.at(record.slot)])
             if record.state in WRITABLE:
-                self.die(record)
+                self.let_go_model(record)
 
     # ---- reading ---------------------------------------------------------------------------
 
@@ -321,6 +334,31 @@ class StoreMachine(RuleBasedStateMachine):
             self.end_lease(number)
             with pytest.raises(ChunkMissing):
                 self.store.release(number, -1)
+
+    @rule(shards=st.sampled_from([1, 2]), first=st.integers(0, 5), count=st.integers(1, 3))
+    def hold(self, shards, first, count):
+        """What a push does: it holds the chunks that are here or being filled."""
+        found = [(key, self.store.known(key, shards)) for key in KEYS[shards][first : first + count]]
+        for key, chunks in found:
+            records = [self.index(shard, key) for shard in range(shards)]
+            assert (chunks is None) == (None in records)
+            assert chunks is None or [chunk.slot for chunk in chunks] == [record.slot for record in records]
+        held = [chunk for _, chunks in found for chunk in chunks or ()]
+        records = [self.live[chunk.slot.offset] for chunk in held]
+        assert all(record.state in HOLDABLE for record in records)
+        self.store.hold(held)
+        for record in records:
+            record.leases += 1
+        self.holds.append(records)
+
+    @rule(index=indices)
+    def unhold(self, index):
+        if self.holds:
+            self.end_hold(self.holds.pop(index % len(self.holds)))
+
+    def end_hold(self, records):
+        self.store.unhold([self.store.at(record.slot) for record in records])
+        self.unread(records)
 
     @rule(index=indices, seconds=st.integers(1, 50))
     def renew(self, index, seconds):
@@ -373,7 +411,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.end_lease(number)
         for record in list(self.live.values()):
             if record.state in WRITABLE and record.writer == session:
-                self.die(record)
+                self.let_go_model(record)
             elif record.state is State.FILLING and record.owner == session:
                 record.state = State.QUARANTINED
 
@@ -385,7 +423,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.is_there(record)
             assert self.arena.is_current(record.slot)
             if record.state in (State.SEALED, State.RETIRED):
-                for layer in range(record.layers):
+                for layer in record.filled:
                     start, nbytes = record.slice(layer)
                     assert self.arena.data[start : start + nbytes] == record.pattern(layer), "a sealed chunk changed"
         for slot in self.dead[-20:]:
@@ -407,6 +445,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.end(session)
         self.now += 1000
         self.store.expire()
+        for held in self.holds:
+            self.end_hold(held)
         states = {record.state for record in self.live.values()}
         assert self.store.num_leases == 0
         assert states <= {State.SEALED}, "an ended session still holds memory"

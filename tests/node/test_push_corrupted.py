@@ -1,0 +1,129 @@
+"""A channel that changes bytes on their way: what it changed never becomes a chunk. Two nodes in this process."""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import ClassVar
+
+import msgspec
+import pytest
+from node_harness import MIB, wait_until
+from peers_harness import pattern, put, read
+
+import pdx
+from pdx import registry
+from pdx.config import NodeConfig
+from pdx.node.daemon import Daemon
+from pdx.transports.inproc import InprocListener, InprocRegion
+
+WRONG = set()  # numbers of the writes that change a byte
+COUNT = iter(())
+
+
+class FlippingListener(InprocListener):
+    """Reads some writes from a copy in which one byte is another."""
+
+    def invite(self, token):
+        return msgspec.structs.replace(super().invite(token), scheme=FlippingRegion.scheme)
+
+    def receive(self, session, source, pieces, notify):
+        if next(COUNT) in WRONG:
+            copy = bytearray(source.view)
+            copy[pieces[-1].local + pieces[-1].nbytes - 1] ^= 0x10
+            source = SimpleNamespace(view=memoryview(copy))
+        return super().receive(session, source, pieces, notify)
+
+
+class FlippingRegion(InprocRegion):
+    """Third parties' channels come by name, too."""
+
+    scheme: ClassVar[str] = "flipping"
+    crosses_wire: ClassVar[bool] = True
+
+    def __init__(self, memory, wake):
+        super().__init__(memory, wake)
+        self._listener = FlippingListener(memory, wake)
+
+
+@contextlib.contextmanager
+def daemon(config):
+    """A node on a thread of this process, and a client of it."""
+    ready, stop = threading.Event(), threading.Event()
+
+    def serve():
+        with Daemon(config) as node:
+            ready.set()
+            while not stop.is_set():
+                node.turn(0.05)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        with pdx.connect(config.address) as client:
+            yield client
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture
+def nodes(place, monkeypatch):
+    global COUNT
+    COUNT = iter(range(1 << 30))
+    WRONG.clear()
+    monkeypatch.setitem(registry._OURS, "flipping", f"{__name__}:FlippingRegion")
+    roster = place / "roster.toml"
+    roster.write_text("".join(f'[nodes.{name}]\naddress = "ipc://{place}/{name}.sock.peers"\n' for name in "ab"))
+    roster.chmod(0o600)
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                daemon(
+                    NodeConfig(
+                        address=f"ipc://{place}/{name}.sock",
+                        name=name,
+                        roster=str(roster),
+                        arena_bytes=8 * MIB,
+                        channels=["flipping"],
+                    )
+                )
+            )
+            for name in "ab"
+        ]
+
+
+@pytest.mark.parametrize("write", [0, 2, 3])
+def test_a_byte_that_changed_on_its_way_is_never_seen(nodes, write):
+    a, b = nodes
+    data = pattern(1, 4 * MIB)
+    WRONG.add(write)
+    with a.reserve("x", len(data), parts=4, push_to="b") as chunk:
+        chunk.view[:] = data
+        for part in range(4):
+            chunk.fill(part)
+            wait_until(lambda part=part: has_answered(a, b, part + 1), 10.0)
+        chunk.seal()
+    wait_until(lambda: not any(peer.pushes for peer in a.status().peers), 10.0, "the sender has given up or is done")
+    wait_until(lambda: not any(peer.landing for peer in b.status().peers), 10.0)
+    assert b.status().counters["digest_mismatches"] == 1
+    assert b.lookup(["x"]) == 0
+    assert (b.status().chunks, b.status().free_bytes) == ({}, 8 * MIB)
+    a.push("x", to="b")
+    assert read(b, "x", wait_s=10.0) == data, "the next time it is right"
+
+
+def has_answered(a, b, writes):
+    """So many writes are across, or the push was stopped before."""
+    return b.status().counters.get("digest_mismatches") or a.status().counters.get("sent_bytes", 0) >= writes * MIB
+
+
+def test_what_is_fetched_is_checked_too(nodes):
+    a, b = nodes
+    put(a, "x", pattern(2, MIB))
+    WRONG.add(0)
+    with pytest.raises(pdx.PdxError):
+        b.get("x", source="a", wait_s=0.3)
+    wait_until(lambda: b.status().counters.get("digest_mismatches") == 1)
+    assert b.status().chunks == {}
+    assert read(b, "x", source="a", wait_s=10.0) == pattern(2, MIB), "asked again, after a while"
