@@ -21,8 +21,9 @@ from pdx.peer_messages import Landed, Slices, encode_landed
 log = logging.getLogger("pdx.node")
 
 CONNECT_S = 5.0
-PROBE_S = 2.0  # a scheme that is slower than that with a few megabytes is not worth waiting for
-PROBE_WRITES = 4
+PROBE_S = 1.0  # a scheme that takes longer than that for a few megabytes is not worth waiting for
+PROBE_ROUNDS = 5
+PROBE_WRITES = 4  # at a time
 POLL_S = 0.0002  # between looks at channels that cannot wake us
 
 
@@ -196,65 +197,63 @@ class Sender:
         :raises ChannelBroken: none connects; the text says why, scheme by scheme.
         """
         connected: dict[str, Channel] = {}
-        try:
-            best, rates = self._best(connected)
-        except BaseException:
-            self._close_but("", connected)
-            raise
-        self._close_but(best, connected)
+        why: list[str] = []
+        for scheme in self._route.order:
+            if self._closing or (connected and not self._route.measure):
+                break
+            self._wakes[scheme].add(self._event)
+            try:
+                remote = self._route.remotes[scheme]
+                connected[scheme] = self._regions[scheme].connect(remote, timeout_s=CONNECT_S)
+            except ChannelError as error:
+                why.append(self._without(scheme, error))
+        rates = self._measure(connected, why) if len(connected) > 1 else {}
+        if not connected:
+            raise ChannelBroken(f"no channel to {self.name}: {'; '.join(why) or 'none in common'}")
+        best = max(connected, key=lambda scheme: rates.get(scheme, 0.0))
+        for scheme, channel in connected.items():
+            if scheme != best:
+                channel.close()
+                self._wakes[scheme].remove(self._event)
         self._mailbox.post(lambda: self._on_chosen(best, rates))
         return best, connected[best]
 
-    def _close_but(self, kept: str, connected: Mapping[str, Channel]) -> None:
-        for scheme, channel in connected.items():
-            if scheme != kept:
-                channel.close()
-                self._wakes[scheme].remove(self._event)
+    def _without(self, scheme: str, error: ChannelError) -> str:
+        log.warning("no channel %s to %s: %s", scheme, self.name, error)
+        self._wakes[scheme].remove(self._event)
+        return f"{scheme}: {error}"
 
-    def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
-        """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
+    def _measure(self, connected: dict[str, Channel], why: list[str]) -> dict[str, float]:
+        """GB/s of each channel at its best; round by round, so that what disturbs one disturbs all. Drops those that
+        fail."""
         rates: dict[str, float] = {}
-        why: list[str] = []
-        for scheme in self._route.order:
-            if self._closing:
-                break
-            try:
-                connected[scheme] = self._connect(scheme)
-                if self._route.measure and self._route.probe is not None and len(self._route.order) > 1:
-                    rates[scheme] = self._rate(scheme, connected[scheme], self._route.probe)
-            except ChannelError as error:
-                why.append(f"{scheme}: {error}")
-                log.warning("no channel %s to %s: %s", scheme, self.name, error)
-                failed = connected.pop(scheme, None)
-                if failed is not None:
-                    failed.close()
-                continue
-            if not self._route.measure:
-                break
-        if not connected:
-            raise ChannelBroken(f"no channel to {self.name}: {'; '.join(why) or 'none in common'}")
-        return max(connected, key=lambda scheme: rates.get(scheme, 0.0)), rates
+        probe = self._route.probe
+        for _ in range(PROBE_ROUNDS if probe is not None else 0):
+            for scheme, channel in list(connected.items()):
+                assert probe is not None
+                try:
+                    rates[scheme] = max(rates.get(scheme, 0.0), self._rate(channel, probe))
+                except ChannelError as error:
+                    why.append(self._without(scheme, error))
+                    rates.pop(scheme, None)
+                    connected.pop(scheme).close()
+        return rates
 
-    def _connect(self, scheme: str) -> Channel:
-        self._wakes[scheme].add(self._event)
-        return self._regions[scheme].connect(self._route.remotes[scheme], timeout_s=CONNECT_S)
-
-    def _rate(self, scheme: str, channel: Channel, probe: Slot) -> float:
-        """GB/s of the best of a few writes to the peer's probe slot, one after the other."""
+    def _rate(self, channel: Channel, probe: Slot) -> float:
+        """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
         notify = encode_landed(Landed(0, []))
-        deadline = time.monotonic() + PROBE_S
-        best = 0.0
-        for _ in range(PROBE_WRITES):
-            nbytes = min(probe.nbytes, len(self._memory) - self._route.probe_from)
-            start = time.perf_counter()
-            transfer = channel.write([Piece(self._route.probe_from, probe.offset, nbytes)], notify)
-            while not transfer.poll():
-                if time.monotonic() > deadline or self._closing:
+        nbytes = min(probe.nbytes, len(self._memory) - self._route.probe_from)
+        piece = Piece(self._route.probe_from, probe.offset, nbytes)
+        start = time.perf_counter()
+        transfers = [channel.write([piece], notify) for _ in range(PROBE_WRITES)]
+        while not all([transfer.poll() for transfer in transfers]):
+            if time.perf_counter() - start > PROBE_S or self._closing:
+                for transfer in transfers:
                     transfer.abort()
-                    raise ChannelBroken(f"took longer than {PROBE_S} s to write {nbytes} bytes")
-                self._event.wait(POLL_S)
-                self._event.clear()
+                raise ChannelBroken(f"took longer than {PROBE_S} s to write {PROBE_WRITES * nbytes} bytes")
+            self._event.wait(POLL_S)
+            self._event.clear()
+        for transfer in transfers:
             if transfer.error is not None:
                 raise transfer.error
-            best = max(best, nbytes / (time.perf_counter() - start) / 1e9)
-        return best
+        return PROBE_WRITES * nbytes / (time.perf_counter() - start) / 1e9
