@@ -197,6 +197,23 @@ class Sender:
         :raises ChannelBroken: none connects; the text says why, scheme by scheme.
         """
         connected: dict[str, Channel] = {}
+        try:
+            best, rates = self._best(connected)
+        except BaseException:
+            self._close_but("", connected)
+            raise
+        self._close_but(best, connected)
+        self._mailbox.post(lambda: self._on_chosen(best, rates))
+        return best, connected[best]
+
+    def _close_but(self, kept: str, connected: Mapping[str, Channel]) -> None:
+        for scheme, channel in connected.items():
+            if scheme != kept:
+                channel.close()
+                self._wakes[scheme].remove(self._event)
+
+    def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
+        """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
         why: list[str] = []
         for scheme in self._route.order:
             if self._closing or (connected and not self._route.measure):
@@ -210,13 +227,7 @@ class Sender:
         rates = self._measure(connected, why) if len(connected) > 1 else {}
         if not connected:
             raise ChannelBroken(f"no channel to {self.name}: {'; '.join(why) or 'none in common'}")
-        best = max(connected, key=lambda scheme: rates.get(scheme, 0.0))
-        for scheme, channel in connected.items():
-            if scheme != best:
-                channel.close()
-                self._wakes[scheme].remove(self._event)
-        self._mailbox.post(lambda: self._on_chosen(best, rates))
-        return best, connected[best]
+        return max(connected, key=lambda scheme: rates.get(scheme, 0.0)), rates
 
     def _without(self, scheme: str, error: ChannelError) -> str:
         log.warning("no channel %s to %s: %s", scheme, self.name, error)
