@@ -17,7 +17,7 @@ from pdx.channel import Piece
 from pdx.errors import ChannelError, ProtocolError
 from pdx.lifecycle import State
 from pdx.messages import Slot
-from pdx.node.sender import Job
+from pdx.node.job import Job
 from pdx.peer_messages import Granted, LetGo, Offer, Slices
 from pdx.push import SENDER, SenderState, SenderStep
 from pdx.store.chunk import Chunk

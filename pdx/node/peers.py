@@ -85,7 +85,14 @@ class Peers:
         :raises ConfigError: the address, the keys or the roster cannot be used.
         """
         config = self._config
-        self.regions = Regions(self._arena, config.channels, host, self.mailbox, trusts_network=config.trusted_network)
+        self.regions = Regions(
+            self._arena,
+            config.channels,
+            host,
+            self.mailbox,
+            trusts_network=config.trusted_network,
+            wants_digests=config.digests != "never",
+        )
         self.links = Links(
             context,
             self,

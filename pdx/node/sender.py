@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
-from pdx.digest import digests
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
 from pdx.messages import Slot
+from pdx.node.announcer import Announcer
+from pdx.node.job import Job
 from pdx.node.mailbox import Mailbox
 from pdx.node.regions import Wake
-from pdx.peer_messages import Landed, Slices, encode_landed
+from pdx.peer_messages import Landed, encode_landed
 
 log = logging.getLogger("pdx.node")
 
@@ -25,17 +26,6 @@ PROBE_S = 1.0  # a scheme that takes longer than that for a few megabytes is not
 PROBE_ROUNDS = 5
 PROBE_WRITES = 4  # at a time
 POLL_S = 0.0002  # between looks at channels that cannot wake us
-
-
-class Job(msgspec.Struct, frozen=True):
-    """One write of one push: `pieces` carry `slices`, whose local spans are `spans`; `tag` is the caller's own."""
-
-    push: int
-    pieces: Sequence[Piece]
-    slices: Sequence[Slices]
-    spans: Sequence[Sequence[tuple[int, int]]]
-    nbytes: int
-    tag: object = None
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -149,22 +139,28 @@ class Sender:
 
     def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         region = self._regions[scheme]
-        wants_digests = not self._never_digest and (self._always_digest or region.crosses_wire)
-        while True:
-            self._event.clear()
-            if self._closing:
-                return
-            while self._jobs and not self._closing:
-                job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
-                if job.push in self._aborted:
-                    self._done(self._jobs.popleft(), TransferAborted("the push was given up"))
-                    continue
-                notify = self._notification(job, digested=wants_digests)
-                under_way.append((job, channel.write(job.pieces, notify)))
-                self._jobs.popleft()
+        is_due = self._always_digest or (region.crosses_wire and not region.checks_bytes)
+        with Announcer(self._memory, digested=is_due and not self._never_digest) as announcer:
+            while True:
+                self._event.clear()
+                if self._closing:
+                    return
+                self._write_all(channel, announcer, under_way)
                 self._collect(under_way)
+                self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
+
+    def _write_all(self, channel: Channel, announcer: Announcer, under_way: list[tuple[Job, Transfer]]) -> None:
+        while self._jobs and not self._closing:
+            job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
+            if job.push in self._aborted:
+                self._done(self._jobs.popleft(), TransferAborted("the push was given up"))
+                continue
+            notify = announcer.take(job)
+            if len(self._jobs) > 1:
+                announcer.begin(self._jobs[1])  # a channel may copy within `write`
+            under_way.append((job, channel.write(job.pieces, notify)))
+            self._jobs.popleft()
             self._collect(under_way)
-            self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
 
     def _collect(self, under_way: list[tuple[Job, Transfer]]) -> None:
         left = []
@@ -179,15 +175,6 @@ class Sender:
 
     def _done(self, job: Job, error: ChannelError | None) -> None:
         self._mailbox.post(lambda: self._on_done(job, error))
-
-    def _notification(self, job: Job, *, digested: bool) -> bytes:
-        slices = job.slices
-        if digested:
-            slices = [
-                msgspec.structs.replace(one, digests=digests(self._memory, spans))
-                for one, spans in zip(job.slices, job.spans, strict=True)
-            ]
-        return encode_landed(Landed(job.push, list(slices)))
 
     # ---- choosing ---------------------------------------------------------------------------
 

@@ -14,11 +14,12 @@ from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
 from pdx.handshake import LinkState
 from pdx.memory import Arena
 from pdx.messages import Slot
+from pdx.node.job import Job
 from pdx.node.links import Link, Links
 from pdx.node.mailbox import Mailbox
 from pdx.node.outgoing import Outgoing, Push
 from pdx.node.regions import Regions
-from pdx.node.sender import Job, Route, Sender
+from pdx.node.sender import Route, Sender
 from pdx.peer_messages import Chosen, LetGo, Offer, PeerWelcome
 from pdx.store.chunk import Chunk
 from pdx.store.store import Store

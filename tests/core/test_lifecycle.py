@@ -23,6 +23,13 @@ def test_memory_a_reader_may_read_is_freed_only_when_it_is_unleased():
     assert {step for state, step in frees if state in READER_MAY_READ} == {Step.UNLEASED}
 
 
+@pytest.mark.parametrize("state", [state for state in State if state not in (State.FREE, State.RETIRED)])
+def test_whatever_somebody_reads_is_retired_before_it_is_free(state):
+    """A push reads chunks that are filled, a lease those that are sealed."""
+    assert advance(state, Step.DELETE) is State.RETIRED
+    assert {step for before, step in TRANSITIONS if before is State.RETIRED} == {Step.UNLEASED}
+
+
 def test_only_a_filling_chunk_is_sealed_and_a_sealed_one_never_filled_again():
     assert [state for (state, _), after in TRANSITIONS.items() if after is State.SEALED] == [State.FILLING]
     reachable = _reachable(State.SEALED)

@@ -11,9 +11,9 @@ from pdx.channel import Listener, Notification, RemoteRegion
 from pdx.memory import GRANULE_BYTES, Arena, round_up
 from pdx.messages import Slot
 from pdx.node.incoming import Incoming, Landing
+from pdx.node.job import Job
 from pdx.node.lander import Verdict
 from pdx.node.outgoing import Outgoing, Push
-from pdx.node.sender import Job
 from pdx.node.transfers import Transfers
 from pdx.peer_messages import Granted, LetGo, Offer, Slices, Stop
 from pdx.store.chunk import Chunk

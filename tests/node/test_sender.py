@@ -10,9 +10,10 @@ from pdx.channel import TOKEN_BYTES, Memory, Piece, RemoteRegion
 from pdx.digest import digests
 from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, WriteRefused
 from pdx.messages import Slot
+from pdx.node.job import Job
 from pdx.node.mailbox import Mailbox
 from pdx.node.regions import Wake
-from pdx.node.sender import Job, Route, Sender
+from pdx.node.sender import Route, Sender
 from pdx.peer_messages import Slices, decode_landed
 
 TOKEN = bytes(TOKEN_BYTES)
@@ -68,6 +69,7 @@ class FakeRegion:
     """`fault`: what connecting raises."""
 
     crosses_wire = True
+    checks_bytes = False
     is_polled = False
 
     def __init__(self, *, is_quick=False, fault=None, bug=None):

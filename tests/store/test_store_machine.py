@@ -250,12 +250,12 @@ class StoreMachine(RuleBasedStateMachine):
         if record := self.pick(index, *WRITABLE):
             for layer in range(record.layers):
                 self.write(record, layer)
+                record.filled.add(layer)
             chunks = self.store.fill([record.slot], 0, record.layers, record.writer)
             self.store.seal(chunks)
             self.seal_model(record)
 
     def seal_model(self, record):
-        record.filled = set(range(record.layers))
         if record.state is State.QUARANTINED:
             self.let_go_model(record)
         else:

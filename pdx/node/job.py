@@ -1,0 +1,21 @@
+"""One write of one push, as the sender gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdx.channel import Piece
+from pdx.peer_messages import Slices
+
+
+class Job(msgspec.Struct, frozen=True):
+    """`pieces` carry `slices`, whose local spans are `spans` (per layer: offset, bytes); `tag` is the caller's own."""
+
+    push: int
+    pieces: Sequence[Piece]
+    slices: Sequence[Slices]
+    spans: Sequence[Sequence[tuple[int, int]]]
+    nbytes: int
+    tag: object = None
