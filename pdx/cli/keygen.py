@@ -26,8 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def keygen(name: str, folder: Path, force: bool) -> None:
     """Make a key pair for the node NAME, or for the proxy if NAME is "proxy".
 
-    NAME.key_secret stays on that host (`--keys`). The lines printed go into the roster file (`--roster`) of all
-    others, with the address put in.
+    NAME.key_secret stays on that host (`--keys`). The lines printed go into the roster file (`--roster`), the
+    same on every host, with the address put in.
     """
     from pdx.keyring import KeyPair
 
@@ -35,7 +35,9 @@ def keygen(name: str, folder: Path, force: bool) -> None:
         raise ConfigError(f"{name!r} is not a name for a key: letters, digits, '.', '_' and '-', at most 64")
     keys = KeyPair.make()
     secret, public = keys.save(folder, name, force=force)
-    click.echo(f"# {secret} (keep it secret) and {public} are written. For the roster file of everybody:", err=True)
+    click.echo(
+        f"# {secret} (keep it secret) and {public} are written. For the roster file, the same on every host:", err=True
+    )
     click.echo("[proxy]" if name == "proxy" else f'[nodes."{name}"]')
     click.echo('address = "tcp://IP:PORT"')
     click.echo(f'key = "{keys.public}"')

@@ -91,8 +91,13 @@ class Lander:
     def _run(self) -> None:
         while not self._closing:
             self._event.clear()
-            for notification in self._listener.take():
-                self._take(notification)
+            try:
+                for notification in self._listener.take():
+                    self._take(notification)
+            except Exception as error:  # the thread's root; a third party's listener, too
+                log.exception("taking notifications of %s failed", self.scheme)
+                text = f"{type(error).__name__}: {error}"
+                self._mailbox.post(lambda text=text: self._on_malformed(self.scheme, b"", text))  # type: ignore[misc]
             poll_s = POLL_S if self.is_expecting else IDLE_S
             self._event.wait(poll_s if self._is_polled else 1.0)
 

@@ -284,7 +284,9 @@ class Service:
         self.peers.cancel(transfer)  # also if it was given up before: its chunks may have come to nothing one by one
         if news:
             self.counters["transfers_given_up"] += 1
-            self.store.abort(self.store.unsealed(transfer))
+            unsealed = self.store.unsealed(transfer)
+            self.store.abort(unsealed)
+            self.peers.changed(unsealed)  # they may be pushed for another transfer, too
             self.store.drop_tails(transfer)
         return news
 
@@ -368,3 +370,5 @@ class Service:
 def _check_slots(ask: Lookup | Reserve) -> None:
     if len(ask.keys) * ask.shards > MAX_SLOTS:
         raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+    if isinstance(ask, Reserve) and ask.layers > min(ask.nbytes, ask.tail_nbytes or ask.nbytes):
+        raise ProtocolError(f"{ask.layers} slices do not fit into {ask.tail_nbytes or ask.nbytes} bytes")

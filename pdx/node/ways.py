@@ -268,7 +268,8 @@ class Ways:
     def _sender_ended(self, way: Way, sender: Sender) -> None:
         """Its thread writes nothing more: only now the peer may be told so, and a new channel be had."""
         self._left = [each for each in self._left if each is not sender]
-        if way.sender is not None or not way.is_ready or way.link is None:
+        still_writes = way.sender is not None or any(each.name == way.name for each in self._left)
+        if still_writes or not way.is_ready or way.link is None:
             return
         way.link.leave()
         if self.outgoing.to(way.name):

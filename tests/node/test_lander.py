@@ -26,9 +26,13 @@ class FakeListener:
     def __init__(self):
         self.notifications = []
         self.takes = 0
+        self.bug = None
 
     def take(self):
         self.takes += 1
+        if self.bug is not None:
+            bug, self.bug = self.bug, None
+            raise bug
         taken, self.notifications = self.notifications, []
         return taken
 
@@ -151,6 +155,14 @@ def test_layers_that_a_chunk_does_not_have_are_bad(stage, first, count):
 def test_what_is_no_notification_is_counted_and_harms_nothing(stage, payload):
     stage.notify(payload)
     assert stage.malformed == [("test", TOKEN)]
+    assert stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))).good
+
+
+def test_a_bug_of_a_listener_is_counted_and_ends_nothing(stage):
+    stage.listener.bug = ZeroDivisionError("a bug")
+    stage.wake()
+    wait_until(lambda: stage.mailbox.deliver() or stage.malformed)
+    assert stage.malformed == [("test", b"")]
     assert stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))).good
 
 

@@ -35,7 +35,7 @@ def test_welcome_says_what_to_map(node, wire):
     assert welcome.pid == node.pid
     assert welcome.epoch > 0
     assert (welcome.arena_bytes, welcome.granule_bytes) == (8 * MIB + PROBE_BYTES, GRANULE_BYTES)
-    assert os.stat(welcome.arena_path).st_size == 8 * MIB + 8 * MIB // GRANULE_BYTES * 8
+    assert os.stat(welcome.arena_path).st_size == welcome.arena_bytes + welcome.arena_bytes // GRANULE_BYTES * 8
 
 
 @pytest.mark.parametrize("version", [0, VERSION + 1, 1 << 32])

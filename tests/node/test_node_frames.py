@@ -209,6 +209,8 @@ def test_slots_that_are_gone_do_not_keep_the_others_from_being_aborted(wire):
         (Reserve([bytes([n]) * 16 for n in range(250)], 1 << 40), "ArenaTooSmall"),
         (Reserve([KEY, KEY], 1), "ProtocolError"),
         (Reserve([KEY], 1, shards=2), "ProtocolError"),
+        (Reserve([KEY], 8, layers=9), "ProtocolError"),
+        (Reserve([KEY], 64, layers=9, tail_nbytes=8), "ProtocolError"),
         (Lookup([KEY] * MAX_KEYS, shards=1023), "ProtocolError"),
         (Renew(1 << 62, 86_400.0), "ChunkMissing"),
         (Release(0), "ChunkMissing"),
