@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _A = TypeVar("_A", bound=Answer)
 _ASK_AGAIN_S = 0.002
+_FETCH_S = 5.0
 
 
 def connect(address: str | None = None, timeout_s: float = 5.0) -> Node:
@@ -94,14 +95,16 @@ class Node:
             raise ChunkExists(f"a chunk named {name!r} is there or being filled; delete it first")
         return WritableChunk(self, name, answer.slots[0], parts)
 
-    def get(self, name: str, *, lease_s: float = 60.0, wait_s: float = 0.0, source: str = "") -> ReadableChunk:
+    def get(self, name: str, *, lease_s: float = 60.0, wait_s: float | None = None, source: str = "") -> ReadableChunk:
         """The sealed chunk of that name, kept for `lease_s` or until released; waits up to `wait_s` for it.
 
-        `source`: the name of another node that is asked for it if it is not here.
+        `source`: the name of another node that is asked for it if it is not here. `wait_s` is 0 by default, with a
+        source 5.
 
         :raises ChunkMissing: there is none, or it did not come in time.
         """
         lookup = Lookup([named_key(name)], lease_s=lease_s, source=source)
+        wait_s = wait_s if wait_s is not None else _FETCH_S if source else 0.0
         deadline = time.monotonic() + wait_s
         while True:
             answer = self._call(lookup, Found)

@@ -61,14 +61,14 @@ class KeyPair(msgspec.Struct, frozen=True):
                 text = file.read(_MAX_FILE_BYTES).decode("utf-8", "replace")
         except OSError as error:
             raise ConfigError(f"secret key file {path}: {error.strerror}; `pdx keygen` makes one") from error
+        match = _SECRET.search(text)
+        if match is None:
+            raise ConfigError(f"{path} holds no secret key; name the file NAME.key_secret that `pdx keygen` made")
         if info.st_mode & 0o077 or info.st_uid not in (os.getuid(), 0):
             raise ConfigError(
                 f"secret key file {path} has mode {info.st_mode & 0o777:04o} and belongs to user {info.st_uid}; "
                 f"nobody but user {os.getuid()} may read it: chmod 600 {path}"
             )
-        match = _SECRET.search(text)
-        if match is None:
-            raise ConfigError(f"{path} holds no secret key; `pdx keygen` makes NAME.key_secret")
         check_key(match[1], str(path))
         return cls(zmq.curve_public(match[1].encode()).decode("ascii"), match[1])
 
@@ -81,7 +81,7 @@ class KeyPair(msgspec.Struct, frozen=True):
         taken = [str(path) for path in (secret, public) if path.exists()]
         if taken and not force:
             raise ConfigError(
-                f"{' and '.join(taken)} exists already; --force replaces it, and whoever knows it must know"
+                f"{' and '.join(taken)} exists already; --force replaces it; then every roster needs the new public key"
             )
         head = f'# ZeroMQ CURVE certificate of {name}, made by pdx keygen\nmetadata\n    name = "{name}"\ncurve\n'
         head += f'    public-key = "{self.public}"\n'

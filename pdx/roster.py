@@ -60,7 +60,7 @@ class RosterFile(msgspec.Struct, frozen=True):
                 info = os.fstat(file.fileno())
                 text = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise ConfigError(f"roster {path}: {error.strerror}") from error
+            raise ConfigError(f"roster {path}: {error.strerror}; docs/hosts.md shows what is in one") from error
         if info.st_mode & 0o022 or info.st_uid not in (os.getuid(), 0):
             raise ConfigError(
                 f"roster {path}: others may change it (mode {info.st_mode & 0o777:04o}): chmod go-w {path}"
@@ -157,6 +157,25 @@ class Roster:
     def names(self) -> list[str]:
         """All nodes that may be dialled, as far as they are known now."""
         return list(self._file.nodes if self._file is not None else self._told)
+
+    def check_self(self, name: str, public_key: str, address: str) -> str:
+        """What the file says of this node itself, against what it is; a warning, or empty.
+
+        :raises ConfigError: the key is another node's, or the name has another key: no peer would let it in.
+        """
+        if self._file is None:
+            return ""
+        owner = self._by_key.get(public_key) if public_key else name
+        entry = self._file.nodes.get(name)
+        if owner is not None and owner != name:
+            raise ConfigError(f"roster {self._path}: this node's key is that of {owner!r}, not of {name!r}; see --name")
+        if entry is None:
+            return f"{self._path} does not name this node, {name!r}: peers with that roster turn it down"
+        if entry.key and entry.key != public_key:
+            raise ConfigError(f"roster {self._path}: {name!r} has another key than this node; see --keys")
+        if entry.address != address:
+            return f"{self._path} says that this node is at {entry.address}, but it listens at {address}"
+        return ""
 
     def admits_name(self, name: str) -> bool:
         """Whether a node of that name may dial; without a file, any that can reach the socket."""

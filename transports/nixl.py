@@ -7,7 +7,7 @@ completed, and a completed request has been flushed: its bytes are in the remote
 Writes are one-sided: the receiver's processor sees none of them and cannot refuse any. Expelling a session closes its
 mouth, not its hands. Memory comes free when its writers have said goodbye or were processes of this host that are gone.
 
-UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0014-ucx-and-nixl.md).
+UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ UCXX has no one-sided operations for Python, so a write is received: what it say
 first, then each run is received straight to its place, and the reader answers. A receive that is over, or was cancelled
 with its endpoint, lands nothing more: that is what `revoke` waits for.
 
-UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0014-ucx-and-nixl.md).
+UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
 """
 
 from __future__ import annotations

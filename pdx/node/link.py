@@ -53,6 +53,7 @@ class Link:
         self.name = name
         self.state = LinkState.CLOSED
         self.why = "not dialled yet"
+        self.said = ""  # why it did not come about the last time
         self.address = ""
         self.server_key = ""
         self.epoch = 0

@@ -100,6 +100,15 @@ class Links:
         """This node's, empty without CURVE."""
         return self._own.public if self._own is not None else ""
 
+    def check_self(self, name: str) -> None:
+        """Compare this node, of that name, with its own entry in the roster; what may be wrong is warned about.
+
+        :raises ConfigError: no peer would let it in.
+        """
+        warning = self._roster.check_self(name, self.public_key, self.address)
+        if warning:
+            log.warning("%s", warning)
+
     @property
     def names(self) -> list[str]:
         """All nodes that the roster names, this one perhaps included."""
@@ -265,7 +274,10 @@ class Links:
     def _lose(self, link: Link, step: LinkStep, why: str, *, is_told: bool = False) -> None:
         was_ready = link.state is LinkState.READY
         link.close(step, why, is_told=is_told)
-        log.warning("the link to peer %r %s: %s", link.name, "is lost" if was_ready else "did not come about", why)
+        # A peer that is not there is dialled again and again: said once.
+        level = logging.WARNING if was_ready or why != link.said else logging.DEBUG
+        link.said = why
+        log.log(level, "the link to peer %r %s: %s", link.name, "is lost" if was_ready else "did not come about", why)
         self._handler.link_lost(link, step, why)
 
     def _is_named(self, link: Link) -> bool:

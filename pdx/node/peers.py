@@ -105,6 +105,7 @@ class Peers:
             unwatch=unwatch,
             counters=self._counters,
         )
+        self.links.check_self(self._name)
         self.fetches = Fetches(self.links.dial, config.fetch_s)
         self.ways = Ways(
             config,

@@ -102,7 +102,9 @@ class Regions:
             try:
                 kind = find(scheme)
                 if not (kind.is_authenticated or self._trusts_network or scheme in self._channels):
-                    why[scheme] = "it does not authenticate who writes; name it, or trust the network"
+                    why[scheme] = (
+                        f"it does not authenticate who writes; --channel {scheme} or --trusted-network allows it"
+                    )
                     continue
                 availability = kind.availability()
                 if not availability.is_ok:

@@ -217,7 +217,8 @@ class Sender:
         return max(connected, key=lambda scheme: rates.get(scheme, 0.0)), rates
 
     def _without(self, scheme: str, error: ChannelError) -> str:
-        log.warning("no channel %s to %s: %s", scheme, self.name, error)
+        # Asked for by name, it should work; among all there are, some never lead to some peers.
+        log.log(logging.INFO if self._route.measure else logging.WARNING, "no %s to %s: %s", scheme, self.name, error)
         self._wakes[scheme].remove(self._event)
         return f"{scheme}: {error}"
 

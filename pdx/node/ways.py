@@ -234,7 +234,8 @@ class Ways:
         way.rates = rates or way.rates
         self._chosen[way.name] = scheme
         way.send(Chosen(scheme))
-        log.info("writing to %s by %s %s", way.name, scheme, {name: round(rate, 2) for name, rate in rates.items()})
+        measured = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
+        log.info("writing to %s by %s%s", way.name, scheme, f" ({measured})" if measured else "")
         self.outgoing.usable(way.name)
 
     def _written(self, way: Way, sender: Sender, job: Job, error: ChannelError | None) -> None:
@@ -248,12 +249,12 @@ class Ways:
         if way.sender is sender:
             self._counters["channels_broken"] += 1
             self._chosen.pop(way.name, None)
+            log.warning("the channel to %s is broken: %s", way.name, why)
             self.gone(way.name, why)
 
     def gone(self, name: str, why: str) -> None:
         """Nothing more can be written to this peer by its present channel."""
         way = self.way(name)
-        log.warning("the way to %s is gone: %s", name, why)
         way.scheme, way.why = "", why
         self._drop_sender(way)
         self.outgoing.lost(name)

@@ -210,3 +210,35 @@ def test_warnings_about_names_without_end_are_bounded():
     roster = Roster("", has_keys=False)
     roster.believe([PeerEntry(str(number), "tcp://10.0.0.1:1") for number in range(5000)])
     assert len(roster._warned) == 4096
+
+
+# ---- this node's own entry ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_roster(tmp_path):
+    path = tmp_path / "roster.toml"
+    path.write_text(
+        f'[nodes.alpha]\naddress = "tcp://10.0.0.1:7700"\nkey = "{KEYS[0]}"\n'
+        f'[nodes.beta]\naddress = "tcp://10.0.0.2:7700"\nkey = "{KEYS[1]}"\n'
+    )
+    path.chmod(0o600)
+    return Roster(str(path), has_keys=True)
+
+
+def test_a_node_that_is_as_the_roster_says_is_not_warned(own_roster):
+    assert own_roster.check_self("alpha", KEYS[0], "tcp://10.0.0.1:7700") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "why"),
+    [("betta", 1, "is that of 'beta', not of 'betta'"), ("beta", 0, "is that of 'alpha'"), ("beta", 2, "another key")],
+)
+def test_a_node_whom_no_peer_would_let_in_is_refused_at_once(own_roster, name, key, why):
+    with pytest.raises(ConfigError, match=why):
+        own_roster.check_self(name, KEYS[key], "tcp://10.0.0.2:7700")
+
+
+def test_a_node_that_the_roster_does_not_name_or_names_elsewhere_is_warned(own_roster):
+    assert "does not name this node" in own_roster.check_self("gamma", KEYS[2], "tcp://10.0.0.3:7700")
+    assert "listens at tcp://10.0.0.1:7701" in own_roster.check_self("alpha", KEYS[0], "tcp://10.0.0.1:7701")

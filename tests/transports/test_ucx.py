@@ -22,7 +22,7 @@ from pdx.transports.ucx_messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES
 _LISTENING = "0A"
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 # With a peer that is stopped, writes must be cancelled. UCXX 0.52 lets an endpoint and its cancelled requests hold each
-# other for ever, and the worker's descriptors with them; see docs/adr/0014-ucx-and-nixl.md.
+# other for ever, and the worker's descriptors with them; see docs/adr/0018-nixl-and-ucx.md.
 _LEAVES_A_WORKER = ("stopped_peer_cannot_be_connected_to", "stopped_reader_holds_up_nobody", "comes_free[stop]")
 
 
