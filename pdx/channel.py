@@ -170,10 +170,6 @@ class Region(ABC):
     scheme: ClassVar[str]
     crosses_wire: ClassVar[bool] = True  # bytes leave the host's memory, so digests are due
     checks_writes: ClassVar[bool] = True  # see Listener; if not, only a silent or dead peer is known not to write
-    # Writes carry digests of the backend's own, made and compared while the bytes are in a core's cache; a write whose
-    # bytes differ ends with `WriteRefused` and no notification. Set it to False before `listen` or `connect` to do
-    # without; a listener that checks refuses writes without digests. Backends that cannot leave it False.
-    checks_bytes: bool = False
     is_polled: ClassVar[bool] = False  # `wake` may not be called: somebody must poll transfers and `take`
     # Only who holds a session's token can reach the memory. If not, whoever reaches the technology's own ports is
     # trusted, so it is used only where the user says so.

@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdx.errors import ProtocolError
-from pdx.transports.frames import DAMAGED, MAX_STREAMS, OK, Body, Head, parts_of, unpack_body
+from pdx.transports.frames import MAX_STREAMS, Body, Head, parts_of, unpack_body
 
 WINDOW = 256  # writes that have begun and are not acknowledged; all that is remembered is bounded by it
 
 
 @dataclass(eq=False)
 class Arrival:
-    """One write. `entered`: what `Sessions.enter` said of all its pieces; None if they may not land. `status`: what its
-    acknowledgement will say, if nothing more happens."""
+    """One write. `entered`: what `Sessions.enter` said of all its pieces; None if they may not land."""
 
     number: int
     parts: int
     packed: bytes
     body: Body
-    is_sealed: bool
-    status: int = OK
     entered: list[int] | None = None
     came: set[int] = field(default_factory=set)
     left: int = 0  # parts that have not wholly arrived
@@ -36,11 +33,11 @@ class Arrivals:
         self._under_way: dict[int, Arrival] = {}
 
     def begin(self, head: Head, packed: bytes) -> Arrival:
-        """A part begins to arrive; if it is the first one, `entered` and `status` are to be filled in.
+        """A part begins to arrive; if it is the first one, `Arrival.entered` is to be filled in.
 
         :raises ProtocolError: it came before, its number is not in the window, or it does not fit the other parts.
         """
-        number, is_sealed = head.number, head.seal is not None
+        number = head.number
         if not self._floor <= number < self._floor + WINDOW or number in self._over:
             raise ProtocolError(f"write {number} is not one of the {WINDOW} from {self._floor} that may come now")
         arrival = self._under_way.get(number)
@@ -48,18 +45,14 @@ class Arrivals:
             body = unpack_body(packed)
             if head.parts > parts_of(sum(piece.nbytes for piece in body.pieces), MAX_STREAMS):
                 raise ProtocolError(f"write {number} is too small for {head.parts} parts")
-            arrival = self._under_way[number] = Arrival(number, head.parts, packed, body, is_sealed, left=head.parts)
-        elif (packed, head.parts, is_sealed) != (arrival.packed, arrival.parts, arrival.is_sealed) or (
-            head.part in arrival.came
-        ):
+            arrival = self._under_way[number] = Arrival(number, head.parts, packed, body, left=head.parts)
+        elif packed != arrival.packed or head.parts != arrival.parts or head.part in arrival.came:
             raise ProtocolError(f"part {head.part} of write {number} is not one of those that may come now")
         arrival.came.add(head.part)
         return arrival
 
-    def end_part(self, arrival: Arrival, *, is_damaged: bool = False) -> bool:
+    def end_part(self, arrival: Arrival) -> bool:
         """A part has wholly arrived, or was dropped. Whether it was the last one of its write."""
-        if is_damaged:
-            arrival.status = DAMAGED
         arrival.left -= 1
         if arrival.left:
             return False

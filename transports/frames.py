@@ -1,13 +1,11 @@
 """What travels over a stream, as bytes: greeting and answer, the head of a write, acknowledgements. No I/O.
 
-    writer → reader   Greeting, then for each part of a write: head with a short body in it, or head, body; payload;
-                      digest of the payload if the head is sealed
+    writer → reader   Greeting, then for each part of a write: head with a short body in it, or head, body; payload
     reader → writer   Answer, then for each write that is over: Ack
 
 Every frame carries the session's token. All sizes are bounded here, before anything is allocated for them. A large
 write travels in parts, over several streams; all its parts carry the same body, so any of them may be the first to
-arrive, and the whole write is checked before a byte of it lands. A sealed head carries a digest of itself and of the
-body, so that changed numbers are noticed before they decide where bytes land.
+arrive, and the whole write is checked before a byte of it lands.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-import xxhash
 from msgspec import Meta
 
 from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, TOKEN_BYTES, Piece, Token
@@ -29,7 +26,7 @@ MIN_PART_BYTES = 1 << 20  # a write is cut into parts no smaller than this: belo
 
 _MAGIC = b"PDX" + bytes([VERSION])
 _LENGTH = struct.Struct("!4sI")
-_HEAD = struct.Struct(f"!4s{TOKEN_BYTES}sQHHI?Q")
+_HEAD = struct.Struct(f"!4s{TOKEN_BYTES}sQHHI")
 _ACK = struct.Struct(f"!4s{TOKEN_BYTES}sQB")
 GREETING_HEAD_BYTES = _LENGTH.size
 MAX_GREETING_BYTES = 256
@@ -39,7 +36,7 @@ ACK_BYTES = _ACK.size
 MAX_BODY_BYTES = MAX_NOTIFY_BYTES + MAX_PIECES * 32 + 64
 
 # Answers to a greeting and to a write.
-OK, UNKNOWN, UNREACHABLE, REFUSED, DAMAGED, UNDIGESTED = range(6)
+OK, UNKNOWN, UNREACHABLE, REFUSED = range(4)
 
 GroupId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 StreamCount = Annotated[int, Meta(ge=1, le=MAX_STREAMS)]
@@ -64,19 +61,17 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
 
 class Head(msgspec.Struct, frozen=True):
     """Part `part` of `parts` of the write `number`. A body of at most INLINE_BYTES is in the head, a longer one behind
-    it; then comes the part's payload. `seal`: the digest of the rest of the head, and of the body; if there is one, the
-    payload's digest follows the payload."""
+    it; then comes the part's payload."""
 
     token: bytes
     number: int
     part: int
     parts: int
     body_bytes: int
-    seal: int | None = None
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """The write `number` has landed (OK) or not (REFUSED, DAMAGED, UNDIGESTED)."""
+    """The write `number` has landed (OK) or not (REFUSED)."""
 
     token: bytes
     number: int
@@ -129,20 +124,9 @@ def unpack_body(packed: bytes | bytearray) -> Body:
         raise ProtocolError(f"not the body of a write: {error}") from error
 
 
-def seal_of(head: Head, packed_body: bytes) -> int:
-    """The seal that this head and this body should have."""
-    return int(xxhash.xxh3_64_intdigest(_packed(head, is_sealed=True, seal=0) + packed_body))
-
-
-def check_seal(head: Head, packed_body: bytes) -> None:
-    """:raises ProtocolError: it has a seal, and not that of these bytes."""
-    if head.seal is not None and head.seal != seal_of(head, packed_body):
-        raise ProtocolError(f"the head of write {head.number} was changed on the way")
-
-
 def pack_part(head: Head, packed_body: bytes) -> list[bytes]:
-    """All of a part but its payload and that one's digest."""
-    packed = _packed(head, is_sealed=head.seal is not None, seal=head.seal or 0)
+    """All of a part but its payload."""
+    packed = _HEAD.pack(_MAGIC, head.token, head.number, head.part, head.parts, head.body_bytes)
     if len(packed_body) <= INLINE_BYTES:
         return [(packed + packed_body).ljust(HEAD_BYTES, b"\0")]
     return [packed.ljust(HEAD_BYTES, b"\0"), packed_body]
@@ -150,13 +134,13 @@ def pack_part(head: Head, packed_body: bytes) -> list[bytes]:
 
 def unpack_head(packed: bytes | bytearray) -> Head:
     """:raises ProtocolError: it is none, or a number in it is out of bounds."""
-    magic, token, number, part, parts, body_bytes, is_sealed, seal = _HEAD.unpack_from(packed)
+    magic, token, number, part, parts, body_bytes = _HEAD.unpack_from(packed)
     _check_magic(magic)
     if not part < parts <= MAX_STREAMS:
         raise ProtocolError(f"part {part} of {parts}; at most {MAX_STREAMS} are possible")
     if not 0 < body_bytes <= MAX_BODY_BYTES:
         raise ProtocolError(f"a body of {body_bytes} bytes; 1 to {MAX_BODY_BYTES} are possible")
-    return Head(token, number, part, parts, body_bytes, seal if is_sealed else None)
+    return Head(token, number, part, parts, body_bytes)
 
 
 def inline_body(head: Head, packed: bytearray) -> bytes | None:
@@ -175,7 +159,7 @@ def unpack_ack(packed: bytes | bytearray | memoryview) -> Ack:
     """:raises ProtocolError: it is none."""
     magic, token, number, status = _ACK.unpack(packed)
     _check_magic(magic)
-    if not OK <= status <= UNDIGESTED:
+    if status not in (OK, UNKNOWN, UNREACHABLE, REFUSED):
         raise ProtocolError(f"an acknowledgement of kind {status}")
     return Ack(token, number, status)
 
@@ -218,10 +202,6 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
 def _border(total: int, part: int, parts: int) -> int:
     """Where a part begins; on a whole page of the payload, but for the ends."""
     return total if part == parts else total * part // parts & ~4095
-
-
-def _packed(head: Head, *, is_sealed: bool, seal: int) -> bytes:
-    return _HEAD.pack(_MAGIC, head.token, head.number, head.part, head.parts, head.body_bytes, is_sealed, seal)
 
 
 def _check_magic(magic: bytes) -> None:

@@ -14,24 +14,21 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from pdx.channel import Listener, Memory, Notification, Piece, RemoteRegion
 from pdx.errors import ChannelUnavailable, ProtocolError
 from pdx.transports.arrivals import Arrival, Arrivals
 from pdx.transports.frames import (
-    DAMAGED,
     GREETING_HEAD_BYTES,
     HEAD_BYTES,
     OK,
     REFUSED,
-    UNDIGESTED,
     UNKNOWN,
     UNREACHABLE,
     Ack,
     Greeting,
     Head,
-    check_seal,
     cut,
     greeting_bytes,
     inline_body,
@@ -46,13 +43,6 @@ MAX_STRANGERS = 32  # at once; more are turned away
 MAX_STREAMS_OF_A_SESSION = 64
 GREETING_S = 5.0
 _ACCEPT_PAUSE_S = 0.05  # after an accept that failed, as without free descriptors: no busy loop
-
-# How the fault is counted that a write was not taken for, and what is logged.
-_REFUSALS = {
-    REFUSED: ("refused", "is not inside granted spans"),
-    DAMAGED: ("digest", "was changed on the way"),
-    UNDIGESTED: ("undigested", "has no digests"),
-}
 
 _log = logging.getLogger(__name__)
 
@@ -70,23 +60,18 @@ class Group:
         self._lock = threading.Lock()  # guards the arrivals
         self._arrivals = Arrivals()
 
-    def begin(self, head: Head, packed: bytes, sessions: Sessions, *, needs_seal: bool) -> Arrival:
+    def begin(self, head: Head, packed: bytes, sessions: Sessions) -> Arrival:
         """A part is about to arrive; its write was checked, all of it, and may land unless `entered` is None."""
         with self._lock:
             arrival = self._arrivals.begin(head, packed)
-            if len(arrival.came) > 1:
-                return arrival
-            if needs_seal and not arrival.is_sealed:
-                arrival.status = UNDIGESTED
-            else:
+            if len(arrival.came) == 1:
                 arrival.entered = sessions.enter(self.session, arrival.body.pieces)
-                arrival.status = REFUSED if arrival.entered is None else OK
             return arrival
 
-    def end_part(self, arrival: Arrival, *, is_damaged: bool) -> bool:
+    def end_part(self, arrival: Arrival) -> bool:
         """Whether that was the last part."""
         with self._lock:
-            return self._arrivals.end_part(arrival, is_damaged=is_damaged)
+            return self._arrivals.end_part(arrival)
 
     def give_up(self, sessions: Sessions) -> None:
         """No stream is left: nothing that has begun will go on."""
@@ -99,14 +84,10 @@ class Group:
 class StreamListener(Listener):
     """Accepts streams and receives writes, with one thread for each stream and one that accepts."""
 
-    scheme: ClassVar[str]
-    knows_digests: ClassVar[bool] = False  # payloads may be followed by one
+    scheme: str
 
-    def __init__(
-        self, memory: Memory, wake: Callable[[], None], server: socket.socket, *, needs_digests: bool = False
-    ) -> None:
+    def __init__(self, memory: Memory, wake: Callable[[], None], server: socket.socket) -> None:
         self._memory = memory
-        self._needs_digests = needs_digests
         self._sessions = Sessions(memory.nbytes, wake)
         self._server = server
         self._acceptor = threading.Thread(target=self._accept, name=f"pdx-{self.scheme}-accept", daemon=True)
@@ -145,16 +126,15 @@ class StreamListener(Listener):
         """
 
     @abstractmethod
-    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece], seal: int | None) -> bool:
-        """Bring the payload of these pieces, all of which may land, into memory. With a `seal` its digest follows:
-        False if they do not agree.
+    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece]) -> None:
+        """Bring the payload of these pieces, all of which may land, into memory.
 
         :raises OSError: the stream ended or broke before it was complete.
         """
 
     @abstractmethod
-    def _drop(self, stream: socket.socket, nbytes: int, seal: int | None) -> None:
-        """Take the payload of a refused part off the stream, and its digest."""
+    def _drop(self, stream: socket.socket, nbytes: int) -> None:
+        """Take the payload of a refused part off the stream."""
 
     def _dismiss(self, group: Group) -> None:
         """The last stream of the group is gone."""
@@ -308,29 +288,24 @@ class StreamListener(Listener):
             head = unpack_head(head_bytes)
             if not hmac.compare_digest(head.token, group.session.token):
                 raise ProtocolError("a frame with another session's token")
-            if head.seal is not None and not self.knows_digests:
-                raise ProtocolError(f"a sealed head; {self.scheme} has no digests")
-            packed = inline_body(head, head_bytes) or _body(stream, head)
-            check_seal(head, packed)
-            arrival = group.begin(head, packed, self._sessions, needs_seal=self._needs_digests)
+            packed = inline_body(head, head_bytes)
+            arrival = group.begin(head, packed or _body(stream, head), self._sessions)
             pieces = cut(arrival.body.pieces, head.part, head.parts)
-            is_damaged = False
             if arrival.entered is None:
-                self._drop(stream, sum(piece.nbytes for piece in pieces), head.seal)
+                self._drop(stream, sum(piece.nbytes for piece in pieces))
             else:
-                is_damaged = not self._land(stream, group, pieces, head.seal)
-            if group.end_part(arrival, is_damaged=is_damaged):
+                self._land(stream, group, pieces)
+            if group.end_part(arrival):
                 self._acknowledge(stream, group, arrival)
 
     def _acknowledge(self, stream: socket.socket, group: Group, arrival: Arrival) -> None:
-        if arrival.status != OK:
-            kind, text = _REFUSALS[arrival.status]
-            self._fault(kind, f"write {arrival.number} {text}")
-            if arrival.entered is not None:
-                self._sessions.leave(group.session, arrival.entered)
-        elif arrival.entered is None or not self._sessions.land(group.session, arrival.entered, arrival.body.notify):
+        status = OK
+        if arrival.entered is None:
+            self._fault("refused", f"write {arrival.number} is not inside granted spans")
+            status = REFUSED
+        elif not self._sessions.land(group.session, arrival.entered, arrival.body.notify):
             raise ConnectionError("the session is over")
-        send_all(stream, [pack_ack(Ack(group.session.token, arrival.number, arrival.status))])
+        send_all(stream, [pack_ack(Ack(group.session.token, arrival.number, status))])
 
     def _forget(self, stream: socket.socket, group: Group | None) -> None:
         if group is not None:

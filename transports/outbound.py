@@ -12,10 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from queue import SimpleQueue
-
-import msgspec
 
 from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write
 from pdx.errors import (
@@ -27,13 +24,10 @@ from pdx.errors import (
     WriteRefused,
 )
 from pdx.transports.arrivals import WINDOW
-from pdx.transports.digested import digested
 from pdx.transports.frames import (
     ACK_BYTES,
-    DAMAGED,
     OK,
     REFUSED,
-    UNDIGESTED,
     UNREACHABLE,
     Ack,
     Greeting,
@@ -43,17 +37,11 @@ from pdx.transports.frames import (
     pack_greeting,
     pack_part,
     parts_of,
-    seal_of,
     unpack_ack,
 )
 from pdx.transports.streams import Buffer, fill, send_all, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
-_REFUSALS = {
-    REFUSED: "not inside granted spans",
-    DAMAGED: "its bytes were changed on the way",
-    UNDIGESTED: "the receiver takes no writes without digests",
-}
 
 
 class StreamTransfer(Transfer):
@@ -90,7 +78,7 @@ class _Part:
 
     transfer: StreamTransfer
     index: int
-    rest: Iterator[Sequence[Buffer]] | None = None
+    rest: Sequence[Buffer] = ()
 
 
 class StreamChannel(Channel):
@@ -100,11 +88,8 @@ class StreamChannel(Channel):
     the last one out declares the open transfers broken: only then nothing reads their local bytes any more.
     """
 
-    def __init__(
-        self, local_nbytes: int, remote: RemoteRegion, wake: Callable[[], None], *, makes_digests: bool = False
-    ) -> None:
+    def __init__(self, local_nbytes: int, remote: RemoteRegion, wake: Callable[[], None]) -> None:
         self._local_nbytes = local_nbytes
-        self._makes_digests = makes_digests
         self._remote = remote
         self._wake = wake
         self._streams: list[socket.socket] = []
@@ -125,7 +110,7 @@ class StreamChannel(Channel):
         return f"<{type(self).__name__} {len(self._streams)} streams, {state}>"
 
     @abstractmethod
-    def _payload(self, pieces: list[Piece]) -> Sequence[memoryview]:
+    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
         """What is sent behind the head of a part with these pieces."""
 
     def start(self, streams: Sequence[socket.socket]) -> None:
@@ -184,10 +169,9 @@ class StreamChannel(Channel):
         """As much as the streams take now and costs the caller little time; their threads send the rest."""
         try:
             for index, stream in idle.items():
-                batches = self._frame(transfer, index)
-                rest = send_some(self._streams[stream], next(batches), _AT_ONCE_BYTES // len(idle))
-                if rest or (rest := next(batches, ())):
-                    self._queues[stream].put(_Part(transfer, index, chain([rest], batches)))
+                rest = send_some(self._streams[stream], self._frame(transfer, index), _AT_ONCE_BYTES // len(idle))
+                if rest:
+                    self._queues[stream].put(_Part(transfer, index, rest))
                 else:
                     self._sent(transfer, stream)
         except OSError as error:
@@ -259,26 +243,22 @@ class StreamChannel(Channel):
         stream, queue = self._streams[number], self._queues[number]
         while (part := queue.get()) is not None:
             transfer = part.transfer
-            if part.rest is None and not self._begin(transfer):
+            if part.rest:
+                send_all(stream, part.rest)
+            elif self._begin(transfer):
+                send_all(stream, self._frame(transfer, part.index))
+            else:
                 with self._room:
                     self._waiting[number] -= 1
                 continue
-            for batch in part.rest or self._frame(transfer, part.index):
-                send_all(stream, batch)
             self._sent(transfer, number)
 
-    def _frame(self, transfer: StreamTransfer, index: int) -> Iterator[Sequence[Buffer]]:
-        """All that is sent of one part, batch by batch; there is at least one."""
+    def _frame(self, transfer: StreamTransfer, index: int) -> Sequence[Buffer]:
+        """All that is sent of one part."""
         assert transfer.number is not None
         head = Head(self._remote.token, transfer.number, index, transfer.parts, len(transfer.packed))
         payload = self._payload(cut(transfer.pieces, index, transfer.parts))
-        if not self._makes_digests:
-            yield [*pack_part(head, transfer.packed), *payload]
-            return
-        seal = seal_of(head, transfer.packed)
-        batches = digested(payload, seal)
-        yield [*pack_part(msgspec.structs.replace(head, seal=seal), transfer.packed), *next(batches)]
-        yield from batches
+        return [*pack_part(head, transfer.packed), *payload]
 
     def _begin(self, transfer: StreamTransfer) -> bool:
         """A part of it is about to be sent. False if it is not to be sent (any more)."""
@@ -303,14 +283,14 @@ class StreamChannel(Channel):
     def _receive_acks(self, number: int) -> None:
         stream = self._streams[number]
         for ack in _acks(stream):
-            if not hmac.compare_digest(ack.token, self._remote.token) or ack.status not in (OK, *_REFUSALS):
+            if not hmac.compare_digest(ack.token, self._remote.token) or ack.status not in (OK, REFUSED):
                 raise ProtocolError(f"an acknowledgement that is none: status {ack.status}")
             with self._room:
                 transfer = self._unacknowledged.pop(ack.number, None)
                 if transfer is None:
                     raise ProtocolError(f"write {ack.number} was acknowledged and is not under way")
-                if ack.status != OK:
-                    transfer.verdict = WriteRefused(_REFUSALS[ack.status])
+                if ack.status == REFUSED:
+                    transfer.verdict = WriteRefused("not inside granted spans")
                 self._room.notify_all()
                 is_over = self._step(transfer)
             if is_over:

@@ -27,6 +27,7 @@ from pdx.transports.inbound import Group, StreamListener
 from pdx.transports.mapping import Mapping
 from pdx.transports.outbound import StreamChannel, open_streams
 from pdx.transports.stream_region import StreamRegion
+from pdx.transports.streams import Buffer
 
 STREAMS = 2
 _BACKLOG = 64
@@ -46,7 +47,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 class ShmChannel(StreamChannel):
     """Sends heads only; `close` is final for the reader, too: it looks at the stream behind each copy."""
 
-    def _payload(self, pieces: list[Piece]) -> Sequence[memoryview]:
+    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
         return ()
 
 
@@ -76,7 +77,7 @@ class ShmListener(StreamListener):
             for fd in fds:
                 os.close(fd)
 
-    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece], seal: int | None) -> bool:
+    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece]) -> None:
         source: Mapping | None = group.luggage
         if source is None:
             raise ProtocolError("a write before its memory was handed over")
@@ -88,9 +89,8 @@ class ShmListener(StreamListener):
         # the stream is still open was made of the right bytes. Any other must not be notified.
         if _is_shut(stream):
             raise ConnectionError("the writer has closed the channel")
-        return True
 
-    def _drop(self, stream: socket.socket, nbytes: int, seal: int | None) -> None:
+    def _drop(self, stream: socket.socket, nbytes: int) -> None:
         """There is no payload."""
 
     def _dismiss(self, group: Group) -> None:

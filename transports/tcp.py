@@ -1,7 +1,6 @@
 """TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy.
 
-A channel is a group of streams; large writes are cut into parts that travel over all of them. TCP's own checksum has 16
-bits, and some network cards make it after they have changed a byte, so each part has a digest. Nothing here is
+A channel is a group of streams; large writes are cut into parts that travel over all of them. Nothing here is
 encrypted: the session's token, which came over the authenticated control link, opens a stream and is in every frame,
 but whoever can read the network can read it. Streams may be idle for ever; `_prepare` says how dead peers are noticed.
 """
@@ -18,11 +17,10 @@ from msgspec import Meta
 
 from pdx.channel import Availability, Memory, Piece, RemoteRegion
 from pdx.errors import ChannelUnavailable
-from pdx.transports.digested import DIGEST_BYTES, fill_digested
 from pdx.transports.inbound import Group, StreamListener
 from pdx.transports.outbound import StreamChannel, open_streams
 from pdx.transports.stream_region import StreamRegion
-from pdx.transports.streams import fill, fill_all
+from pdx.transports.streams import Buffer, fill, fill_all
 
 STREAMS = 2
 KEEPALIVE_IDLE_S = 15
@@ -43,22 +41,19 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 class TcpChannel(StreamChannel):
     """Sends straight from a region's memory."""
 
-    def __init__(
-        self, memory: Memory, remote: RemoteRegion, wake: Callable[[], None], *, makes_digests: bool
-    ) -> None:
-        super().__init__(memory.nbytes, remote, wake, makes_digests=makes_digests)
+    def __init__(self, memory: Memory, remote: RemoteRegion, wake: Callable[[], None]) -> None:
+        super().__init__(memory.nbytes, remote, wake)
         self._memory = memory
 
-    def _payload(self, pieces: list[Piece]) -> Sequence[memoryview]:
+    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
         view = self._memory.view
         return [view[piece.local : piece.local + piece.nbytes] for piece in pieces]
 
 
 class TcpListener(StreamListener):
-    """Receives straight into a region's memory. Where it does not need digests it takes them and does not look."""
+    """Receives straight into a region's memory."""
 
     scheme = "tcp"
-    knows_digests = True
 
     def _detail(self) -> bytes:
         host, port = self._server.getsockname()[:2]
@@ -70,19 +65,11 @@ class TcpListener(StreamListener):
     def _admit(self, stream: socket.socket, group: Group, *, is_first: bool, deadline: float) -> None:
         """Nothing belongs to the greeting."""
 
-    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece], seal: int | None) -> bool:
+    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece]) -> None:
         view = self._memory.view
-        views = [view[piece.remote : piece.remote + piece.nbytes] for piece in pieces]
-        if seal is None:
-            fill_all(stream, views)
-        elif self._needs_digests:
-            return fill_digested(stream, views, seal)
-        else:
-            fill_all(stream, [*views, memoryview(bytearray(DIGEST_BYTES))])
-        return True
+        fill_all(stream, [view[piece.remote : piece.remote + piece.nbytes] for piece in pieces])
 
-    def _drop(self, stream: socket.socket, nbytes: int, seal: int | None) -> None:
-        nbytes += 0 if seal is None else DIGEST_BYTES
+    def _drop(self, stream: socket.socket, nbytes: int) -> None:
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
         while nbytes:
             part = scratch[: min(nbytes, _SCRATCH_BYTES)]
@@ -96,7 +83,6 @@ class TcpRegion(StreamRegion):
 
     scheme: ClassVar[str] = "tcp"
     streams: ClassVar[int] = STREAMS
-    checks_bytes = True
 
     @classmethod
     def availability(cls) -> Availability:
@@ -109,7 +95,7 @@ class TcpRegion(StreamRegion):
         return cls(memory, host, wake)
 
     def _listening(self) -> TcpListener:
-        return TcpListener(self._memory, self._wake, _bind(self._host), needs_digests=self.checks_bytes)
+        return TcpListener(self._memory, self._wake, _bind(self._host))
 
     def _connected(self, remote: RemoteRegion, timeout_s: float) -> TcpChannel:
         family, address = _target(remote.detail)
@@ -126,7 +112,7 @@ class TcpRegion(StreamRegion):
             return stream
 
         streams = open_streams(connect, remote.token, self.streams, timeout_s)
-        channel = TcpChannel(self._memory, remote, self._wake, makes_digests=self.checks_bytes)
+        channel = TcpChannel(self._memory, remote, self._wake)
         channel.start(streams)
         return channel
 

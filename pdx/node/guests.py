@@ -191,8 +191,7 @@ class Guests:
                     rooms=self.incoming.rooms,
                     wake=self._regions.wakes[scheme],
                     is_polled=region.is_polled,
-                    needs_digests=digests == "always"
-                    or (digests == "wire" and region.crosses_wire and not region.checks_bytes),
+                    needs_digests=digests == "always" or (digests == "wire" and region.crosses_wire),
                     mailbox=self._mailbox,
                     on_landed=self._landed,
                     on_malformed=self._malformed,

@@ -91,7 +91,6 @@ class Peers:
             host,
             self.mailbox,
             trusts_network=config.trusted_network,
-            wants_digests=config.digests != "never",
         )
         self.links = Links(
             context,

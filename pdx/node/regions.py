@@ -52,13 +52,11 @@ class Regions:
         mailbox: Mailbox,
         *,
         trusts_network: bool = False,
-        wants_digests: bool = True,
     ) -> None:
         """`channels`: those to use; none: all that work and authenticate, and the others if `trusts_network`."""
         self._arena = arena
         self._channels = list(channels)
         self._trusts_network = trusts_network
-        self._wants_digests = wants_digests
         self._host = host
         self._mailbox = mailbox
         self._thread: threading.Thread | None = None
@@ -111,7 +109,6 @@ class Regions:
                     why[scheme] = f"{availability.why}; {availability.fix}"
                     continue
                 region = kind.register(memory, host=self._host, wake=wake)
-                region.checks_bytes = region.checks_bytes and self._wants_digests
                 opened.append((scheme, region, region.listen(), wake))
             except Exception as error:  # a third party's code, too: this scheme does not work, the others may
                 if not isinstance(error, PdxError):

@@ -139,7 +139,7 @@ class Sender:
 
     def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         region = self._regions[scheme]
-        is_due = self._always_digest or (region.crosses_wire and not region.checks_bytes)
+        is_due = self._always_digest or region.crosses_wire
         with Announcer(self._memory, digested=is_due and not self._never_digest) as announcer:
             while True:
                 self._event.clear()

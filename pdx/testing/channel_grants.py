@@ -85,17 +85,18 @@ class Grants:
 
     def test_nothing_lands_where_it_was_taken_back(self, stage: Stage, checks: None, peer: Peer) -> None:
         """A peer that writes on and on: as soon as `revoke` is True the memory is another's, and stays as it is."""
+        nbytes = 4 * MIB  # a write takes a while, so that one is landing when the span is taken back
         reader = stage.side()
-        token, remote = reader.session((0, MIB), (MIB, MIB))
+        token, remote = reader.session((0, nbytes), (nbytes, MIB))
         channel = peer.connect(remote)
-        peer.do("storm", channel, [0, 0, MIB], 100)
+        mine = secrets.token_bytes(nbytes)
+        peer.do("storm", channel, [0, 0, nbytes], 100)
         stage.notified(reader, 3)
-        wait_until(lambda: reader.region.listen().revoke(token, 0, MIB), "nothing lands there any more")
-        mine = secrets.token_bytes(MIB)
-        reader.view[:MIB] = mine
+        wait_until(lambda: reader.region.listen().revoke(token, 0, nbytes), "nothing lands there any more")
+        reader.view[:nbytes] = mine
         errors = peer.do("finish")
         assert set(errors) <= {"", "WriteRefused", "ChannelBroken"}
-        assert reader.view[:MIB] == mine
+        assert reader.view[:nbytes] == mine
         assert len(reader.take()) >= errors.count("")
 
     def test_the_same_listener_each_time(self, stage: Stage) -> None:

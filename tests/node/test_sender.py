@@ -69,7 +69,6 @@ class FakeRegion:
     """`fault`: what connecting raises."""
 
     crosses_wire = True
-    checks_bytes = False
     is_polled = False
 
     def __init__(self, *, is_quick=False, fault=None, bug=None):
