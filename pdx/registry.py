@@ -22,6 +22,8 @@ _OURS = {
     "ucx": "pdx.transports.ucx:UcxRegion",
     "inproc": "pdx.transports.inproc:InprocRegion",
 }
+# Not opened beside the other unless both are named: each brings a UCX of its own, and a process with both has crashed.
+CLASHES = {"ucx": "nixl"}
 INSIDE_ONE_PROCESS = frozenset({"inproc"})  # never between nodes
 
 

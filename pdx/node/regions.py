@@ -14,7 +14,7 @@ from pdx.channel import Listener, Memory, Region
 from pdx.errors import PdxError
 from pdx.memory import Arena
 from pdx.node.mailbox import Mailbox
-from pdx.registry import INSIDE_ONE_PROCESS, find, schemes
+from pdx.registry import CLASHES, INSIDE_ONE_PROCESS, find, schemes
 
 log = logging.getLogger("pdx.node")
 
@@ -103,6 +103,10 @@ class Regions:
                     why[scheme] = (
                         f"it does not authenticate who writes; --channel {scheme} or --trusted-network allows it"
                     )
+                    continue
+                rival = CLASHES.get(scheme)
+                if scheme not in self._channels and any(name == rival for name, *_ in opened):
+                    why[scheme] = f"not beside {rival}, which brings a UCX of its own; --channel {scheme} asks for it"
                     continue
                 availability = kind.availability()
                 if not availability.is_ok:
