@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -26,6 +24,7 @@ from pdx.errors import ConfigError, ProtocolError
 from pdx.gate import Gate, user_of
 from pdx.keyring import KeyPair, secure_server
 from pdx.messages import Cancel, NodeReport, PeerEntry, PeerList
+from pdx.ownership import owned
 from pdx.roster import Roster
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,8 @@ class Control:
             if self.address.startswith("ipc://"):
                 path = socket_path(self.address)
                 private_folder(path.parent)
-                undo.callback(os.close, _own(f"{path}.lock", self.address))
+                taken = ConfigError(f"another proxy listens on {self.address!r}; name another control address")
+                undo.enter_context(owned(path, lambda _: taken))
                 undo.callback(path.unlink, missing_ok=True)
             context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
             if self._own_keys is not None:
@@ -194,14 +194,3 @@ class Control:
         if is_new and self._list:
             self._send(self._list, [peer])
         self._on_report(report)
-
-
-def _own(path: str, address: str) -> int:
-    """A lock held while this process lives: a second bind would silently take the socket's place."""
-    lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock_fd)
-        raise ConfigError(f"another proxy listens on {address!r}; name another control address") from None
-    return lock_fd

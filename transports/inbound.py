@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pdx.channel import Listener, Memory, Notification, Piece, RemoteRegion
+from pdx.channel import Memory, Piece, RemoteRegion
 from pdx.errors import ChannelUnavailable, ProtocolError
 from pdx.transports.arrivals import Arrival, Arrivals
 from pdx.transports.frames import (
@@ -36,7 +36,7 @@ from pdx.transports.frames import (
     unpack_greeting,
     unpack_head,
 )
-from pdx.transports.sessions import Session, Sessions
+from pdx.transports.sessions import Session, SessionListener, Sessions
 from pdx.transports.streams import fill, send_all, shut
 
 MAX_STRANGERS = 32  # at once; more are turned away
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class Group:
-    """The streams of one channel, seen from its reader. `Inbound` changes `streams` and `is_open` under its lock."""
+    """The streams of one channel, seen from its reader. Its listener changes `streams` and `is_open` under its lock."""
 
     def __init__(self, session: Session, greeting: Greeting) -> None:
         self.session = session
@@ -81,14 +81,14 @@ class Group:
                     sessions.leave(self.session, arrival.entered)
 
 
-class StreamListener(Listener):
+class StreamListener(SessionListener):
     """Accepts streams and receives writes, with one thread for each stream and one that accepts."""
 
     scheme: str
 
     def __init__(self, memory: Memory, wake: Callable[[], None], server: socket.socket) -> None:
+        super().__init__(memory.nbytes, wake)
         self._memory = memory
-        self._sessions = Sessions(memory.nbytes, wake)
         self._server = server
         self._acceptor = threading.Thread(target=self._accept, name=f"pdx-{self.scheme}-accept", daemon=True)
         self._closing = threading.Event()
@@ -119,8 +119,8 @@ class StreamListener(Listener):
         """
 
     @abstractmethod
-    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool, deadline: float) -> None:
-        """Take what belongs to the greeting; the token was right.
+    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool) -> None:
+        """Take what belongs to the greeting, within the stream's timeout; the token was right.
 
         :raises ChannelUnavailable: the memory of this peer cannot be reached.
         """
@@ -147,18 +147,6 @@ class StreamListener(Listener):
         """See `Listener.invite`."""
         self._sessions.open(token)
         return RemoteRegion(self.scheme, self._memory.nbytes, token, self._detail())
-
-    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`."""
-        self._sessions.grant(token, offset, nbytes)
-
-    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
-        return self._sessions.revoke(token, offset, nbytes)
-
-    def take(self) -> list[Notification]:
-        """See `Listener.take`."""
-        return self._sessions.take()
 
     def expel(self, token: bytes) -> None:
         """See `Listener.expel`."""
@@ -247,7 +235,7 @@ class StreamListener(Listener):
             self._fault("token", "a token that opens nothing")
             return None
         try:
-            status = self._status_of(stream, group, greeting, deadline)
+            status = self._status_of(stream, group, greeting)
             send_all(stream, [pack_ack(Ack(greeting.token, 0, status))])
         except (OSError, ProtocolError):
             self._leave(stream, group)
@@ -257,9 +245,9 @@ class StreamListener(Listener):
             return None
         return group
 
-    def _status_of(self, stream: socket.socket, group: Group, greeting: Greeting, deadline: float) -> int:
+    def _status_of(self, stream: socket.socket, group: Group, greeting: Greeting) -> int:
         try:
-            self._admit(stream, group, is_first=greeting.index == 0, deadline=deadline)
+            self._admit(stream, group, is_first=greeting.index == 0)
         except ChannelUnavailable as error:
             self._fault("unreachable", error)
             return UNREACHABLE

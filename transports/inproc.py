@@ -11,9 +11,7 @@ from typing import ClassVar
 from pdx.channel import (
     Availability,
     Channel,
-    Listener,
     Memory,
-    Notification,
     Piece,
     Region,
     RemoteRegion,
@@ -21,7 +19,7 @@ from pdx.channel import (
     check_write,
 )
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, WriteRefused
-from pdx.transports.sessions import Session, Sessions
+from pdx.transports.sessions import Session, SessionListener
 
 _HERE = secrets.token_bytes(16)  # which process this is
 
@@ -69,12 +67,12 @@ class InprocChannel(Channel):
         self._region.forget(self)
 
 
-class InprocListener(Listener):
+class InprocListener(SessionListener):
     """The receiving side of a region of this process."""
 
     def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
+        super().__init__(memory.nbytes, wake)
         self._memory = memory
-        self._sessions = Sessions(memory.nbytes, wake)
         self._lock = threading.Lock()  # copies are made one after the other, and none behind `close`
 
     def invite(self, token: bytes) -> RemoteRegion:
@@ -83,18 +81,6 @@ class InprocListener(Listener):
         with _LISTENERS_LOCK:
             _LISTENERS[token] = self
         return RemoteRegion(InprocRegion.scheme, self._memory.nbytes, token, _HERE)
-
-    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`."""
-        self._sessions.grant(token, offset, nbytes)
-
-    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
-        return self._sessions.revoke(token, offset, nbytes)
-
-    def take(self) -> list[Notification]:
-        """See `Listener.take`."""
-        return self._sessions.take()
 
     def expel(self, token: bytes) -> None:
         """See `Listener.expel`."""
@@ -168,7 +154,7 @@ class InprocRegion(Region):
     def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> InprocChannel:
         """See `Region.connect`."""
         if remote.scheme != self.scheme or remote.detail != _HERE:
-            raise ChannelUnavailable(f"a {remote.scheme} region of process {os.getpid()} was expected")
+            raise ChannelUnavailable(f"an inproc region of process {os.getpid()} was expected, not {remote.scheme!r}")
         with _LISTENERS_LOCK:
             listener = _LISTENERS.get(remote.token)
         session = listener.session(remote.token) if listener else None

@@ -138,7 +138,7 @@ class NixlRegion(Region):
         """See `Region.connect`."""
         try:
             detail = msgspec.msgpack.decode(unseal(self.scheme, remote), type=NixlDetail)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ChannelBroken(f"not a detail of a NIXL region: {error}") from error
         with self._lock:
             if not self._is_open:

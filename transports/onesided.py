@@ -59,10 +59,11 @@ class _Session:
     connections: dict[bytes, Process | None] = field(default_factory=dict)
     is_open: bool = True
     was_heard: bool = False
+    is_uncounted: bool = False  # it has had more connections than are kept: whether they have ended nobody knows
 
     @property
     def is_over(self) -> bool:
-        if self.is_open or not self.was_heard:
+        if self.is_open or not self.was_heard or self.is_uncounted:
             return False  # one that was never heard of may be connecting now
         return all(process is not None and process.is_gone for process in self.connections.values())
 
@@ -144,22 +145,25 @@ class Ledger:
         session = self._sessions.get(token)
         if session is None:
             return False
-        session.was_heard = True
         if kind == BYE:
             session.connections.pop(name, None)
         elif kind == HELLO and len(session.connections) < MAX_CONNECTIONS:
             session.connections[name] = _process(message[_HEAD.size :])
+        elif kind == HELLO:
+            session.is_uncounted = True
+            return False
         elif kind == WRITE and session.is_open:
             self._landed.append(Notification(token, message[_HEAD.size :]))
         else:
             return False
+        session.was_heard = True
         return True
 
 
 def _process(encoded: bytes) -> Process | None:
     try:
         return msgspec.msgpack.decode(encoded, type=Process)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None  # then it is never known to be gone
 
 

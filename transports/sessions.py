@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdx.channel import TOKEN_BYTES, Notification, Piece, Spans
+from pdx.channel import TOKEN_BYTES, Listener, Notification, Piece, Spans
 
 
 @dataclass(eq=False)
@@ -121,3 +121,22 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         if not session.is_open and not session.landing:
             self._sessions.pop(session.token, None)
+
+
+class SessionListener(Listener):
+    """Over `Sessions`, which answer all that concerns no connection. Subclasses invite, expel and close."""
+
+    def __init__(self, nbytes: int, wake: Callable[[], None]) -> None:
+        self._sessions = Sessions(nbytes, wake)
+
+    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
+        """See `Listener.grant`."""
+        self._sessions.grant(token, offset, nbytes)
+
+    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
+        """See `Listener.revoke`."""
+        return self._sessions.revoke(token, offset, nbytes)
+
+    def take(self) -> list[Notification]:
+        """See `Listener.take`."""
+        return self._sessions.take()

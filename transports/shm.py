@@ -64,7 +64,7 @@ class ShmListener(StreamListener):
         if (uid := _uid_of_peer(stream)) != os.geteuid():
             raise ProtocolError(f"a connection of user {uid}")
 
-    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool, deadline: float) -> None:
+    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool) -> None:
         if not is_first:
             return
         # The stream still has the deadline of the greeting.

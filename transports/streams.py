@@ -44,7 +44,7 @@ def fill_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
     :raises OSError: the stream ended or broke.
     """
     for start in range(0, len(views), IOV_MAX):
-        batch = list(views[start : start + IOV_MAX])
+        batch = views[start : start + IOV_MAX]
         got = 0
         if len(batch) > 1:
             got = sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]

@@ -62,7 +62,7 @@ class TcpListener(StreamListener):
     def _vet(self, stream: socket.socket) -> None:
         _prepare(stream)
 
-    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool, deadline: float) -> None:
+    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool) -> None:
         """Nothing belongs to the greeting."""
 
     def _land(self, stream: socket.socket, group: Group, pieces: list[Piece]) -> None:
@@ -72,7 +72,7 @@ class TcpListener(StreamListener):
     def _drop(self, stream: socket.socket, nbytes: int) -> None:
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
         while nbytes:
-            part = scratch[: min(nbytes, _SCRATCH_BYTES)]
+            part = scratch[:nbytes]
             if not fill(stream, part):
                 raise ConnectionError("the stream ended in the middle of a refused write")
             nbytes -= part.nbytes

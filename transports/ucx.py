@@ -21,11 +21,11 @@ from typing import ClassVar
 
 import msgspec
 
-from pdx.channel import Availability, Listener, Memory, Notification, Region, RemoteRegion
+from pdx.channel import Availability, Memory, Region, RemoteRegion
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports import ucx_engine
 from pdx.transports.sealed import seal, unseal
-from pdx.transports.sessions import Session, Sessions
+from pdx.transports.sessions import Session, SessionListener
 from pdx.transports.ucx_channel import GRACE_S, UcxChannel
 from pdx.transports.ucx_engine import Endpoint, UcxEngine
 from pdx.transports.ucx_messages import (
@@ -73,12 +73,12 @@ class _Inbound:
             self.endpoint.send([_encode(message)], CONTROL_TAG, lambda _: None)
 
 
-class UcxListener(Listener):
+class UcxListener(SessionListener):
     """Receives writes. What is not public belongs to the engine's thread, but for `_sessions`, which locks itself."""
 
     def __init__(self, region: UcxRegion) -> None:
+        super().__init__(region.memory.nbytes, region.wake)
         self._region = region
-        self._sessions = Sessions(region.memory.nbytes, region.wake)
         self._inbounds: dict[bytes, _Inbound] = {}  # by channel
         self._lanes: set[int] = set()
         self._dead_lanes: deque[int] = deque(maxlen=_DEAD_LANES)
@@ -88,18 +88,6 @@ class UcxListener(Listener):
         """See `Listener.invite`."""
         self._sessions.open(token)
         return seal(UcxRegion.scheme, self._region.memory.nbytes, token, self._region.engine.address)
-
-    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`."""
-        self._sessions.grant(token, offset, nbytes)
-
-    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
-        return self._sessions.revoke(token, offset, nbytes)
-
-    def take(self) -> list[Notification]:
-        """See `Listener.take`."""
-        return self._sessions.take()
 
     def expel(self, token: bytes) -> None:
         """See `Listener.expel`."""
@@ -137,9 +125,7 @@ class UcxListener(Listener):
         if message.number in inbound.landing or len(inbound.landing) >= WINDOW:
             self.end(inbound.id)  # no writer of ours does that
             return
-        nbytes = self._region.memory.nbytes
-        is_inside = all(piece.remote + piece.nbytes <= nbytes for piece in message.pieces)
-        entered = self._sessions.enter(inbound.session, message.pieces) if is_inside else None
+        entered = self._sessions.enter(inbound.session, message.pieces)
         inbound.landing[message.number] = entered or []
         places = runs(message.pieces)
         tag = payload_tag(inbound.lane, message.number)

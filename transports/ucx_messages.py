@@ -77,7 +77,7 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     """:raises ProtocolError: it is none of these, or out of bounds."""
     try:
         message: Message = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a message of a UCX channel: {error}") from error
     return message
 

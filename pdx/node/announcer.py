@@ -7,9 +7,15 @@ from types import TracebackType
 
 import msgspec
 
+from pdx.channel import Region
 from pdx.digest import digests
 from pdx.node.job import Job
 from pdx.peer_messages import Landed, encode_landed
+
+
+def are_digests_due(setting: str, region: Region) -> bool:
+    """Whether what this region's channels write carries digests, and must; `setting`: `NodeConfig.digests`."""
+    return setting == "always" or (setting == "wire" and region.crosses_wire)
 
 
 class Announcer:

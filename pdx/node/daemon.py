@@ -7,7 +7,6 @@ node left behind is removed by the next one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -36,6 +35,7 @@ from pdx.messages import (
     encode,
 )
 from pdx.node.service import PROBE_BYTES, Service
+from pdx.ownership import owned
 
 log = logging.getLogger("pdx.node")
 
@@ -76,7 +76,8 @@ class Daemon:
         self._config = config
         epoch = secrets.randbits(62)
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, _own(path))
+            undo.enter_context(owned(path, lambda owner: _running(path, owner)))
+            path.unlink(missing_ok=True)  # left by a node that was killed
             arena = _fresh_arena(config, epoch)
             undo.callback(arena.close)
             undo.callback(arena.path.unlink, missing_ok=True)
@@ -260,21 +261,8 @@ class Daemon:
         self.close()
 
 
-def _own(path: Path) -> int:
-    """Take the lock of a socket; returns its file descriptor."""
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise NodeRunning(
-            f"a node (process {owner}) already owns {path}; use it, or give this one another --address"
-        ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-    path.unlink(missing_ok=True)  # left by a node that was killed
-    return fd
+def _running(path: Path, owner: str) -> NodeRunning:
+    return NodeRunning(f"a node (process {owner}) already owns {path}; use it, or give this one another --address")
 
 
 def _fresh_arena(config: NodeConfig, epoch: int) -> Arena:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -18,6 +16,7 @@ from pdx.errors import ConfigError, NodeRunning, ProtocolError
 from pdx.gate import Gate, user_of
 from pdx.keyring import KeyPair, secure_server
 from pdx.messages import MAX_FRAME_BYTES
+from pdx.ownership import owned
 
 HIGH_WATER = 1024  # messages a peer may leave unread
 
@@ -53,7 +52,8 @@ class Door:
             if listen.startswith("ipc://"):
                 path = socket_path(listen)
                 private_folder(path.parent)
-                undo.callback(os.close, _own_path(path))
+                taken = NodeRunning(f"another node already listens at {path}; give this one another --listen")
+                undo.enter_context(owned(path, lambda _: taken))
                 undo.callback(path.unlink, missing_ok=True)
             self._gate = Gate(context, admits=admits, counters=counters) if own is not None else None
             if self._gate is not None:
@@ -136,14 +136,3 @@ def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:
         (zmq.HANDSHAKE_IVL, max(1, round(timeout_s * 1000))),
     ):
         socket.setsockopt(option, value)
-
-
-def _own_path(path: Path) -> int:
-    """Take the lock of a socket, which ZMQ would take away from its owner; returns its file descriptor."""
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise NodeRunning(f"another node already listens at {path}; give this one another --listen") from error
-    return fd

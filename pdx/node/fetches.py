@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 import msgspec
@@ -27,7 +27,6 @@ class FetchState(StrEnum):
 class Fetch(msgspec.Struct):
     """One question to one peer, named by the last key asked for: the hash chain makes it name all before it."""
 
-    number: int
     want: Want
     state: FetchState
     deadline: float
@@ -56,15 +55,14 @@ class Fetches:
         if fetch is None:
             link = self._dial(ask.source)
             want = Want(next(self._numbers), list(ask.keys[hits:]), ask.shards, ask.transfer)
-            fetch = self._fetches[place] = Fetch(want.want, want, FetchState.ASKING, now + self._fetch_s)
+            fetch = self._fetches[place] = Fetch(want, FetchState.ASKING, now + self._fetch_s)
             self._send(fetch, link)
         return fetch.state is not FetchState.OVER and now < fetch.deadline
 
     def link_ready(self, link: Link) -> None:
         """Ask what waited for the link."""
-        for (name, _), fetch in self._fetches.items():
-            if name == link.name:
-                self._send(fetch, link)
+        for fetch in self._of(link.name):
+            self._send(fetch, link)
 
     def _send(self, fetch: Fetch, link: Link) -> None:
         if link.state is LinkState.READY and fetch.state is FetchState.ASKING and not fetch.is_sent:
@@ -73,26 +71,24 @@ class Fetches:
 
     def coming(self, link: Link, answer: Coming, now: float) -> None:
         """The peer's answer; it may take a promise back."""
-        fetch = self._find(link.name, answer.want)
-        if fetch is None or fetch.state is FetchState.OVER:
-            return
-        if answer.chunks or answer.pushing:
-            fetch.state = FetchState.COMING
-        else:
-            self._end(fetch, now)
+        for fetch in self._of(link.name):
+            if fetch.want.want != answer.want or fetch.state is FetchState.OVER:
+                continue
+            if answer.chunks or answer.pushing:
+                fetch.state = FetchState.COMING
+            else:
+                self._end(fetch, now)
 
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
         """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
-        for (source, _), fetch in self._fetches.items():
-            is_its = fetch.number == number or (transfer is not None and fetch.want.transfer == transfer)
-            if source == name and is_its:
+        for fetch in self._of(name):
+            if fetch.want.want == number or (transfer is not None and fetch.want.transfer == transfer):
                 self._end(fetch, now)
 
     def lost(self, name: str, now: float) -> None:
         """The peer is gone."""
-        for (source, _), fetch in self._fetches.items():
-            if source == name:
-                self._end(fetch, now)
+        for fetch in self._of(name):
+            self._end(fetch, now)
 
     def tick(self, now: float) -> int:
         """Forget what is long over; returns how many questions ended by their deadline."""
@@ -112,8 +108,6 @@ class Fetches:
             fetch.state = FetchState.OVER
             fetch.deadline = now + KEPT_S
 
-    def _find(self, name: str, number: int) -> Fetch | None:
-        for (source, _), fetch in self._fetches.items():
-            if source == name and fetch.number == number:
-                return fetch
-        return None
+    def _of(self, name: str) -> Iterator[Fetch]:
+        """What this peer was asked."""
+        return (fetch for (source, _), fetch in self._fetches.items() if source == name)

@@ -12,6 +12,7 @@ from pdx.errors import ConfigError, PeerError, ProtocolError
 from pdx.handshake import SessionState, SessionStep
 from pdx.memory import Arena
 from pdx.messages import Slot
+from pdx.node.announcer import are_digests_due
 from pdx.node.incoming import Incoming, Landing
 from pdx.node.lander import Lander, Verdict
 from pdx.node.links import PeerSession
@@ -183,7 +184,6 @@ class Guests:
         for scheme, listener in self._regions.listeners.items():
             if scheme not in self._landers:
                 region = self._regions.regions[scheme]
-                digests = self._config.digests
                 self._landers[scheme] = Lander(
                     scheme,
                     listener=listener,
@@ -191,7 +191,7 @@ class Guests:
                     rooms=self.incoming.rooms,
                     wake=self._regions.wakes[scheme],
                     is_polled=region.is_polled,
-                    needs_digests=digests == "always" or (digests == "wire" and region.crosses_wire),
+                    needs_digests=are_digests_due(self._config.digests, region),
                     mailbox=self._mailbox,
                     on_landed=self._landed,
                     on_malformed=self._malformed,

@@ -62,10 +62,6 @@ class Landing:
         """What it is found by."""
         return self.session.number, self.offer.push
 
-    def step(self, step: ReceiverStep) -> None:
-        """Move on; see `pdx.push`."""
-        self.state = RECEIVER[self.state, step]
-
 
 class Incoming:
     """All pushes to this node. Owned by the control loop; the clock is a parameter.
@@ -101,7 +97,7 @@ class Incoming:
         self._on_sealed = on_sealed
         self._on_over = on_over
         self._landings: dict[tuple[int, int], Landing] = {}
-        self._queue: list[Landing] = []
+        self._queue: dict[tuple[int, int], Landing] = {}  # those in state QUEUED, in the order of their offers
         self._bytes_of: Counter[int] = Counter()  # granted and not over, by session
         self._session_of: dict[bytes, int] = {}  # token -> session number
 
@@ -144,20 +140,17 @@ class Incoming:
                 self._stop(landing, "the transfer was given up", now)
                 return
             self._transfers.expect(offer.transfer, now + self._push_s)
-        self._queue.append(landing)
+        self._queue[landing.place] = landing
         self.pump(now)
 
     def pump(self, now: float) -> None:
         """Give room to the offers that wait, in their order; a peer at its share does not keep others waiting."""
         is_full = False
-        for landing in list(self._queue):
+        for landing in list(self._queue.values()):
             is_late = landing.deadline <= now
             if not is_late and (is_full or not self._has_share(landing)):
                 continue
-            if self._grant(landing, now, partial=is_late):
-                self._queue.remove(landing)
-            else:
-                is_full = True
+            is_full |= not self._grant(landing, now, partial=is_late)
 
     def _has_share(self, landing: Landing) -> bool:
         held = self._bytes_of[landing.session.number]
@@ -204,7 +197,7 @@ class Incoming:
             self.rooms[slot.offset] = Room(session.token, slot.generation, slot.nbytes, offer.layers)
             listener.grant(session.token, slot.offset, slot.nbytes)
             self._bytes_of[session.number] += round_up(slot.nbytes)
-        landing.step(ReceiverStep.GRANT)
+        self._step(landing, ReceiverStep.GRANT)
         landing.deadline = now + self._push_s
         if offer.transfer is not None:
             self._transfers.open(offer.transfer, [slot.offset for slot in slots], landing.deadline)
@@ -264,7 +257,7 @@ class Incoming:
         elif message.complete:
             landing.deadline = now + LANDING_S  # all is written; the last of it is still being checked
         else:
-            landing.step(ReceiverStep.STOP)
+            self._step(landing, ReceiverStep.STOP)
             self._abort(landing, now)
             self._fence(landing, now)
 
@@ -277,11 +270,9 @@ class Incoming:
     def session_over(self, session: Session, now: float, *, is_dead: bool) -> None:
         """The peer is known dead (`is_dead`), or has gone: then what it was writing may still land."""
         for landing in self.of(session):
-            if landing in self._queue:
-                self._queue.remove(landing)
             landing.is_let_go |= is_dead
             if landing.state is not ReceiverState.CLOSING:
-                landing.step(ReceiverStep.LOST)
+                self._step(landing, ReceiverStep.LOST)
                 self._abort(landing, now)
             if landing.state is ReceiverState.CLOSING:
                 self._fence(landing, now)
@@ -300,10 +291,13 @@ class Incoming:
                 self._stop(landing, "not over in time", now)
         self.pump(now)
 
+    def _step(self, landing: Landing, step: ReceiverStep) -> None:
+        """Move on; whatever happens to it, it waits for room no more."""
+        landing.state = RECEIVER[landing.state, step]
+        self._queue.pop(landing.place, None)
+
     def _stop(self, landing: Landing, text: str, now: float) -> None:
-        if landing in self._queue:
-            self._queue.remove(landing)
-        landing.step(ReceiverStep.STOP)
+        self._step(landing, ReceiverStep.STOP)
         landing.session.send(Stop(landing.offer.push, text))
         self._abort(landing, now)
         self._fence(landing, now)
@@ -328,9 +322,7 @@ class Incoming:
         return all([listener.revoke(token, chunk.slot.offset, chunk.slot.nbytes) for chunk in chunks])
 
     def _end(self, landing: Landing, step: ReceiverStep, now: float) -> None:
-        if landing in self._queue:
-            self._queue.remove(landing)
-        landing.step(step)
+        self._step(landing, step)
         self._forget(landing, now)
 
     def _forget(self, landing: Landing, now: float) -> None:
@@ -345,11 +337,9 @@ class Incoming:
         self._on_over(landing)
 
     def _release(self, landing: Landing, chunks: Iterable[Chunk]) -> None:
-        """These are sealed, or nobody writes them any more."""
-        listener = self._listeners[landing.scheme]
+        """These are sealed, or nobody writes them any more; their spans are revoked already."""
         for chunk in list(chunks):
             slot = chunk.slot
-            listener.revoke(landing.session.token, slot.offset, slot.nbytes)
             landing.chunks.pop(slot.offset, None)
             self.rooms.pop(slot.offset, None)
             self._bytes_of[landing.session.number] -= round_up(slot.nbytes)

@@ -88,10 +88,7 @@ class Item:
 class Push:
     """One push. `chunks` are held from its start to its end; `items` are those that the peer granted room for."""
 
-    def __init__(
-        self, number: int, way: Way, offer: Offer, chunks: list[Chunk], deadline: float, started: float
-    ) -> None:
-        self.number = number
+    def __init__(self, way: Way, offer: Offer, chunks: list[Chunk], deadline: float) -> None:
         self.way = way
         self.offer = offer
         self.chunks = chunks  # key-major, `offer.shards` each
@@ -99,9 +96,7 @@ class Push:
         self.state = SenderState.OFFERED
         self.is_offered = False  # the offer has left
         self.deadline = deadline
-        self.started = started
         self.under_way = 0  # writes submitted and not over
-        self.sent_bytes = 0
         self.acked_bytes = 0
         self.is_granted = False
         self.is_given_up = False
@@ -109,6 +104,11 @@ class Push:
 
     def __repr__(self) -> str:
         return f"<Push {self.number} to {self.way.name} {self.state} {self.acked_bytes} bytes>"
+
+    @property
+    def number(self) -> int:
+        """What it is found by, here and at the peer."""
+        return self.offer.push
 
     @property
     def transfer(self) -> str | None:
@@ -201,7 +201,7 @@ class Outgoing:
                 wait_s=wait_s,
                 want=want,
             )
-            push = self._pushes[offer.push] = Push(offer.push, way, offer, held, now + push_s, now)
+            push = self._pushes[offer.push] = Push(way, offer, held, now + push_s)
             self._counters["pushes"] += 1
             self._offer(push)
         return len(found)
@@ -294,10 +294,9 @@ class Outgoing:
                 log.warning("%r is dropped: it was not over in time", push)
                 self._give_up(push, SenderStep.CANCEL)
 
-    def acked_bytes(self, transfer: str) -> dict[str, int] | None:
-        """What peers have acknowledged of a transfer so far, by peer; None where it is not pushed."""
-        pushes = [push for push in self._pushes.values() if push.transfer == transfer]
-        return {push.way.name: push.acked_bytes for push in pushes} or None
+    def acked_bytes(self, transfer: str) -> int:
+        """What peers have acknowledged of a transfer's pushes that are under way."""
+        return sum(push.acked_bytes for push in self._pushes.values() if push.transfer == transfer)
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -345,7 +344,6 @@ class Outgoing:
             return None
         for item, bits in taken:
             item.sent |= bits
-        push.sent_bytes += nbytes
         return Job(push.number, pieces, slices, spans, nbytes, taken)
 
     @staticmethod

@@ -85,13 +85,7 @@ class Peers:
         :raises ConfigError: the address, the keys or the roster cannot be used.
         """
         config = self._config
-        self.regions = Regions(
-            self._arena,
-            config.channels,
-            host,
-            self.mailbox,
-            trusts_network=config.trusted_network,
-        )
+        self.regions = Regions(self._arena, config.channels, host, self.mailbox, trusts_network=config.trusted_network)
         self.links = Links(
             context,
             self,
@@ -106,8 +100,15 @@ class Peers:
         )
         self.links.check_self(self._name)
         self.fetches = Fetches(self.links.dial, config.fetch_s)
-        self.ways = Ways(
-            config,
+        self.ways = self._new_ways()
+        self.guests = self._new_guests()
+        self._is_open = True
+        if config.channels or config.roster or config.listen:  # peers are meant to come: be ready before they do
+            self.regions.when_open(self.guests.start_landers)
+
+    def _new_ways(self) -> Ways:
+        return Ways(
+            self._config,
             arena=self._arena,
             probe=self._probe,
             store=self._store,
@@ -119,8 +120,10 @@ class Peers:
             on_gone=lambda name: self.fetches.lost(name, self._clock()),
             clock=self._clock,
         )
-        self.guests = Guests(
-            config,
+
+    def _new_guests(self) -> Guests:
+        return Guests(
+            self._config,
             name=self._name,
             arena=self._arena,
             probe=self._probe,
@@ -135,9 +138,6 @@ class Peers:
             on_push_over=self._landing_over,
             clock=self._clock,
         )
-        self._is_open = True
-        if config.channels or config.roster or config.listen:  # peers are meant to come: be ready before they do
-            self.regions.when_open(self.guests.start_landers)
 
     # ---- what attached processes and the proxy want -----------------------------------------
 

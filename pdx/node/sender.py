@@ -13,7 +13,7 @@ import msgspec
 from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
 from pdx.messages import Slot
-from pdx.node.announcer import Announcer
+from pdx.node.announcer import Announcer, are_digests_due
 from pdx.node.job import Job
 from pdx.node.mailbox import Mailbox
 from pdx.node.regions import Wake
@@ -49,21 +49,20 @@ class Sender:
         regions: Mapping[str, Region],
         wakes: Mapping[str, Wake],
         route: Route,
-        always_digest: bool,
-        never_digest: bool,
+        digests: str,
         mailbox: Mailbox,
         on_chosen: Callable[[str, dict[str, float]], None],
         on_done: Callable[[Job, ChannelError | None], None],
         on_broken: Callable[[str], None],
         on_ended: Callable[[], None],
     ) -> None:
+        """`digests`: the setting, see `NodeConfig`."""
         self.name = name
         self._memory = memory
         self._regions = regions
         self._wakes = wakes
         self._route = route
-        self._always_digest = always_digest
-        self._never_digest = never_digest
+        self._digests = digests
         self._mailbox = mailbox
         self._on_chosen = on_chosen
         self._on_done = on_done
@@ -139,8 +138,7 @@ class Sender:
 
     def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
         region = self._regions[scheme]
-        is_due = self._always_digest or region.crosses_wire
-        with Announcer(self._memory, digested=is_due and not self._never_digest) as announcer:
+        with Announcer(self._memory, digested=are_digests_due(self._digests, region)) as announcer:
             while True:
                 self._event.clear()
                 if self._closing:

@@ -143,7 +143,7 @@ class Ways:
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
-        if transfer is not None and self.outgoing.of_transfer(transfer, name) is not None:
+        if transfer is not None and self.is_pushing(transfer, name):
             return 0
         self._links.dial(name)
         now = self._clock()
@@ -173,7 +173,7 @@ class Ways:
         """A worker's prefill is over: note what peers had of it by now."""
         flow = self._flows.get(transfer)
         if flow is not None:
-            so_far = flow.acked + sum((self.outgoing.acked_bytes(transfer) or {}).values())
+            so_far = flow.acked + self.outgoing.acked_bytes(transfer)
             self._mark(transfer, Event.ACROSS, so_far - flow.across, at_ns)
             flow.across = so_far
 
@@ -217,8 +217,7 @@ class Ways:
             regions=self._regions.regions,
             wakes=self._regions.wakes,
             route=route,
-            always_digest=self._config.digests == "always",
-            never_digest=self._config.digests == "never",
+            digests=self._config.digests,
             mailbox=self._mailbox,
             on_chosen=lambda scheme, rates: self._channel_chosen(way, sender, scheme, rates),
             on_done=lambda job, error: self._written(way, sender, job, error),

@@ -5,6 +5,7 @@ import contextlib
 import msgpack
 import msgspec
 import pytest
+from damage import flipped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
@@ -203,8 +204,6 @@ def test_random_bytes_raise_nothing_but_protocol_error(frame):
 @given(any_message, st.data())
 @settings(max_examples=500)
 def test_flipped_bytes_raise_nothing_but_protocol_error(message, data):
-    frame = bytearray(encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    frame = flipped(encode(message), data)
     with contextlib.suppress(ProtocolError):
-        CODECS[type(message)][1](bytes(frame))
+        CODECS[type(message)][1](frame)

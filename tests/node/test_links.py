@@ -7,7 +7,8 @@ import socket
 
 import pytest
 import zmq
-from link_stage import PING_S, TIMEOUT_S, Raw, Stage, welcomed
+from link_stage import PING_S, TIMEOUT_S, Raw, welcomed
+from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import PeerUnknown
 from pdx.handshake import LinkState, LinkStep, SessionState, SessionStep
@@ -16,19 +17,6 @@ from pdx.node.lives import Lives
 from pdx.peer_messages import Coming, Want
 
 WANT = Want(7, [b"k" * 16])
-
-
-@pytest.fixture
-def stage(place):
-    made = Stage(place)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def raw(stage):
-    """Dials a node and says anything."""
-    return lambda node: stage.undo.enter_context(Raw(stage, node))
 
 
 # ---- a link that stands -------------------------------------------------------------------------
@@ -326,17 +314,26 @@ def test_the_same_life_that_dials_anew_gets_a_new_session(stage, raw):
 def test_a_hello_that_outlived_its_connection_is_no_sign_of_life(stage, raw):
     """Else a process that died just after it dialled would bury the one that took its place."""
     beta = stage.node("beta", 22)
-    monitor = beta.links._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor = beta.links._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     with Raw(stage, beta) as dead:
         dead.hello(name="alpha", epoch=1)
         dead.socket.setsockopt(zmq.LINGER, 5000)
-    assert monitor.poll(5000)
+    _wait_for(monitor, zmq.EVENT_DISCONNECTED)
+    living = raw(beta)
+    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)  # one thread does both: it is done with the old connection
     beta.links._door._router.disable_monitor()
     monitor.close()
-    welcomed(stage, raw(beta), name="alpha", epoch=2)
+    welcomed(stage, living, name="alpha", epoch=2)
     assert beta.counters["dropped_messages"] == 1
     assert [(session.epoch) for session, _ in beta.core.saw("hello")] == [2]
     assert not beta.core.saw("over")
+
+
+def _wait_for(monitor, event):
+    while True:
+        assert monitor.poll(5000), f"no {event!r}"
+        if recv_monitor_message(monitor)["event"] == event:
+            return
 
 
 def test_lives_are_remembered_up_to_a_bound():

@@ -7,7 +7,7 @@ import os
 import stat
 
 import pytest
-from link_stage import PING_S, Raw, RawHost, Stage, welcomed, write_roster
+from link_stage import PING_S, RawHost, welcomed, write_roster
 
 import pdx.node.door
 import pdx.node.reception
@@ -34,19 +34,6 @@ from pdx.peer_messages import (
 WANT = Want(7, [b"k" * 16])
 HELLO = PeerHello(VERSION, "raw", 5, "h", 7, ["tcp"])
 WELCOME = PeerWelcome(VERSION, "beta", 22, "h", 7, [RemoteRegion("tcp", 1, b"t" * 16, b"")])
-
-
-@pytest.fixture
-def stage(place):
-    made = Stage(place)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def raw(stage):
-    """Dials a node and says anything."""
-    return lambda node: stage.undo.enter_context(Raw(stage, node))
 
 
 # ---- what is not believed -----------------------------------------------------------------------

@@ -279,10 +279,22 @@ def test_sealed_chunks_are_sent_as_soon_as_they_are_granted(stage):
     stage.grant(stage.way.offers[0])
     assert [job.nbytes for job in stage.way.jobs] == [2 * MIB]
     assert stage.holds() == 2, "they stay until they are there"
-    assert stage.outgoing.acked_bytes(TRANSFER) == {"b": 0}
+    assert stage.outgoing.acked_bytes(TRANSFER) == 0
     stage.finish_all()
     assert stage.way.farewells == [LetGo(1, True)]
     stage.assert_idle()
+
+
+def test_what_was_acknowledged_of_a_transfer_is_known_while_it_is_pushed(stage):
+    slots = stage.reserve([0], 20 * MIB, layers=20)
+    stage.fill(slots, 0, 20, seal=True)
+    stage.start([0], transfer=TRANSFER)
+    stage.grant(stage.way.offers[0])
+    stage.finish()
+    assert stage.outgoing.acked_bytes(TRANSFER) == 8 * MIB
+    assert stage.outgoing.acked_bytes("another") == 0
+    stage.finish_all()
+    assert stage.outgoing.acked_bytes(TRANSFER) == 0
 
 
 def test_an_offer_waits_until_the_way_is_usable(stage):

@@ -156,7 +156,7 @@ class Storm:
         assert held == len(stage.incoming.rooms)
         assert all(count > 0 for count in stage.incoming._bytes_of.values())
         queued = [landing for landing in stage.incoming.all() if landing.state == "queued"]
-        assert sorted(map(id, queued)) == sorted(map(id, stage.incoming._queue))
+        assert sorted(map(id, queued)) == sorted(map(id, stage.incoming._queue.values()))
         assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
 
     def finish(self):

@@ -86,7 +86,7 @@ class FakeRegion:
 class Stage:
     """A sender with these regions, and what came of it."""
 
-    def __init__(self, regions, *, measure=False, never_digest=False, always_digest=False):
+    def __init__(self, regions, *, measure=False, digests="wire"):
         self.regions = regions
         self.mailbox = Mailbox()
         self.view = memoryview(bytearray(MIB))
@@ -106,8 +106,7 @@ class Stage:
                 measure=measure,
                 probe=Slot(0, 4096, 0),
             ),
-            always_digest=always_digest,
-            never_digest=never_digest,
+            digests=digests,
             mailbox=self.mailbox,
             on_chosen=lambda scheme, rates: self.chosen.append((scheme, rates)),
             on_done=lambda job, error: self.done.append((job.tag, type(error) if error else None)),
@@ -174,8 +173,8 @@ def test_writes_go_in_their_order_and_are_answered_when_they_are_over(stage_with
     [
         (True, {}, True),
         (False, {}, False),
-        (False, {"always_digest": True}, True),
-        (True, {"never_digest": True}, False),
+        (False, {"digests": "always"}, True),
+        (True, {"digests": "never"}, False),
     ],
 )
 def test_what_crosses_a_wire_has_digests(stage_with, wire, settings, expected):

@@ -1,25 +1,20 @@
 """NIXL passes the suite, over what UCX finds best here and over nothing but TCP; and what is NIXL's own."""
 
-import os
 import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from ucx_conformance import UcxConformance, stage_of
 
 from pdx.channel import Piece
 from pdx.errors import ChannelBroken
-from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage, wait_until
 from pdx.transports.nixl import NixlRegion
-from pdx.transports.onesided import BYE, HELLO, WRITE, Ledger, compose, this_process
+from pdx.transports.onesided import BYE, HELLO, MAX_CONNECTIONS, WRITE, Ledger, compose, this_process
 from pdx.transports.sealed import seal, unseal
-
-_LISTENING = "0A"
-_LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 
 class NixlTcpRegion(NixlRegion):
@@ -28,39 +23,18 @@ class NixlTcpRegion(NixlRegion):
     settings: ClassVar[dict[str, str]] = {"TLS": "tcp"}
 
 
-class TestNixl(ChannelConformance):
+class TestNixl(UcxConformance):
     region = NixlRegion
 
 
-class TestNixlOverTcp(ChannelConformance):
+class TestNixlOverTcp(UcxConformance):
     region = NixlTcpRegion
 
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    found = NixlRegion.availability()
-    if not found.is_ok:
-        pytest.skip(f"nixl: {found.why}; {found.fix}")
-    with Stage(NixlRegion) as stage:
+    with stage_of(NixlRegion) as stage:
         yield stage
-
-
-def listening_addresses() -> list[str]:
-    """Of this process, as the kernel writes them."""
-    inodes = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and os.path.lexists(fd)}
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
-    ]
-    return [line[1].partition(":")[0] for line in lines if line[3] == _LISTENING and f"socket:[{line[9]}]" in inodes]
-
-
-def test_it_listens_on_the_loopback_interface_alone(stage: Stage) -> None:
-    """Anybody who reaches UCX's port can write to this process."""
-    before = len(listening_addresses())
-    stage.side(MIB)
-    addresses = listening_addresses()
-    assert len(addresses) > before
-    assert set(addresses) <= set(_LOOPBACK)
 
 
 def test_it_does_without_torch() -> None:
@@ -152,11 +126,32 @@ class TestLedger:
 
     def test_a_process_that_cannot_be_told_is_never_gone(self) -> None:
         """Of another host, or nonsense."""
-        for process in (b"", b"\xc1", this_process().replace(b"pid:[", b"pxd:[")):
+        nested = b"\x95" + this_process()[1:] + b"\x91" * 100_000 + b"\xc0"
+        not_utf8 = b"\x94\xa1\xff\xa1x\x01\x01"
+        for process in (b"", b"\xc1", not_utf8, nested, this_process().replace(b"pid:[", b"pxd:[")):
             ledger, token = self._opened()
             ledger.hear(compose(token, HELLO, b"1" * 8, process))
             ledger.expel(token)
             assert not ledger.revoke(token, 0, 4096)
+
+    def test_a_session_with_more_connections_than_are_kept_is_never_over(self) -> None:
+        """The ones too many may be writing still."""
+        ledger, token = self._opened()
+        names = [number.to_bytes(8) for number in range(MAX_CONNECTIONS + 1)]
+        for name in names:
+            ledger.hear(compose(token, HELLO, name, this_process()))
+        ledger.expel(token)
+        for name in names:
+            ledger.hear(compose(token, BYE, name, b""))
+        assert ledger.dropped == 1
+        assert not ledger.revoke(token, 0, 4096)
+
+    def test_a_message_of_no_kind_is_no_sign_of_life(self) -> None:
+        """The session was never heard of, so that its writer may be connecting right now."""
+        ledger, token = self._opened()
+        ledger.hear(compose(token, 9, bytes(8), b""))
+        ledger.expel(token)
+        assert not ledger.revoke(token, 0, 4096)
 
     def test_strangers_are_dropped_and_counted(self) -> None:
         """Too short, an unknown token, an unknown kind, an expelled session."""

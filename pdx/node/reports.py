@@ -1,0 +1,111 @@
+"""What a node tells of itself: its status to who asks, its heartbeat to the proxy, with the marks of transfers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from pdx.host import host_id
+from pdx.messages import VERSION, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
+from pdx.node.peers import Peers
+from pdx.node.sessions import Session, Sessions
+from pdx.node.transfers import Transfers
+from pdx.store.store import Store
+
+MAX_MARKS = 4096
+
+
+class Reports:
+    """Collects marks, and reads everything else where it is. Owned by the node's control loop."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        epoch: int,
+        store: Store,
+        sessions: Sessions,
+        transfers: Transfers,
+        peers: Peers,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._name = name
+        self._epoch = epoch
+        self._store = store
+        self._sessions = sessions
+        self._transfers = transfers
+        self._peers = peers
+        self._counters = counters
+        self._clock = clock
+        self._started = clock()
+        self._marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
+        self.news = True  # engines came or went, or there are marks, since the last heartbeat
+
+    def mark(self, mark: MarkReport) -> None:
+        """To be told with the next heartbeat."""
+        self._marks.append(mark)
+        self.news = True
+
+    def status(self) -> NodeStatus:
+        """Everything `pdx node --status` shows."""
+        now = self._clock()
+        chunks, nbytes, pins = self._store.census()
+        return NodeStatus(
+            name=self._name,
+            epoch=self._epoch,
+            pid=os.getpid(),
+            uptime_s=now - self._started,
+            arena_bytes=self._store.total_bytes,
+            free_bytes=self._store.free_bytes,
+            chunks=chunks,
+            chunk_bytes=nbytes,
+            leases=self._store.num_leases,
+            pins=pins,
+            transfers=len(self._transfers),
+            attached=[_attached(session, now) for session in self._sessions],
+            counters={**self._counters, **self._store.counters},
+            listen=self._peers.links.address,
+            peers=self._peers.statuses(),
+        )
+
+    def heartbeat(self) -> NodeReport:
+        """What the proxy hears; takes the marks collected since the last one."""
+        engines = [
+            EngineReport(session.hello.engine, session.hello.role, session.hello.url, session.running)
+            for session in self._sessions
+            if session.hello.kind == "scheduler"
+        ]
+        marks = list(self._marks)
+        self._marks.clear()
+        self.news = False
+        return NodeReport(
+            VERSION,
+            self._name,
+            self._epoch,
+            self._store.total_bytes,
+            self._store.free_bytes,
+            engines,
+            marks,
+            listen=self._peers.links.address,
+            public_key=self._peers.links.public_key,
+            host=host_id(),
+            sent_ns=time.monotonic_ns(),
+        )
+
+
+def _attached(session: Session, now: float) -> AttachedStatus:
+    hello = session.hello
+    return AttachedStatus(
+        pid=hello.pid,
+        kind=hello.kind,
+        name=hello.name,
+        engine=hello.engine,
+        shard=hello.shard,
+        role=hello.role,
+        url=hello.url,
+        running=session.running,
+        silent_s=now - session.last_seen,
+    )
