@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdx.config import NodeConfig, node_name
 from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError, ProtocolError
-from pdx.host import host_id
 from pdx.lifecycle import State
 from pdx.memory import GRANULE_BYTES, Arena, round_up
 from pdx.messages import (
@@ -20,12 +19,10 @@ from pdx.messages import (
     Abort,
     Answer,
     Ask,
-    AttachedStatus,
     Bye,
     Cancel,
     Delete,
     Done,
-    EngineReport,
     Fill,
     Found,
     Hello,
@@ -33,7 +30,6 @@ from pdx.messages import (
     Mark,
     MarkReport,
     NodeReport,
-    NodeStatus,
     Pin,
     Ping,
     Push,
@@ -46,6 +42,7 @@ from pdx.messages import (
     Welcome,
 )
 from pdx.node.peers import Peers
+from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
 from pdx.node.transfers import Transfers
 from pdx.store.chunk import Chunk
@@ -56,7 +53,6 @@ log = logging.getLogger("pdx.node")
 
 MAX_TRANSFER_S = 600.0
 PROBE_BYTES = 1 << 20  # behind the chunks in the arena: peers write there to measure their channels
-MAX_MARKS = 4096
 
 
 class Service:
@@ -69,13 +65,11 @@ class Service:
         self._arena = arena
         self._epoch = epoch
         self._clock = clock
-        self._started = clock()
         self.name = node_name(config)
         self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes))
         self.sessions = Sessions()
         self.transfers = Transfers()
         self.counters: Counter[str] = Counter()
-        self.marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
         self.peers = Peers(
             config,
             name=self.name,
@@ -89,7 +83,16 @@ class Service:
             mark=self._mark_own,
             clock=clock,
         )
-        self.news = True  # engines came or went since the last report
+        self.reports = Reports(
+            name=self.name,
+            epoch=epoch,
+            store=self.store,
+            sessions=self.sessions,
+            transfers=self.transfers,
+            peers=self.peers,
+            counters=self.counters,
+            clock=clock,
+        )
         self._handlers: dict[type[Ask], Callable[[Session, Any], Answer]] = {
             Bye: self._bye,
             Ping: self._ping,
@@ -114,7 +117,7 @@ class Service:
         if hello.version != VERSION:
             raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
         session = self.sessions.attach(route, hello, self._clock())
-        self.news = True
+        self.reports.news = True
         welcome = Welcome(self._epoch, os.getpid(), str(self._arena.path), self._arena.nbytes, GRANULE_BYTES)
         return session, welcome
 
@@ -122,7 +125,7 @@ class Service:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
         self._lost(self.store.end_session(session.number))
-        self.news = True
+        self.reports.news = True
 
     def _lost(self, chunks: Sequence[Chunk]) -> None:
         """These chunks will not be whole: who waits for them stops waiting."""
@@ -150,6 +153,15 @@ class Service:
         for name in self.transfers.expire(self._clock()):
             self.store.drop_tails(name)
         self.peers.tick()
+
+    @property
+    def news(self) -> bool:
+        """Whether there is something that the proxy should hear at once."""
+        return self.reports.news
+
+    def report(self) -> NodeReport:
+        """The heartbeat to the proxy; takes the marks collected since the last one."""
+        return self.reports.heartbeat()
 
     # ---- one method per message -------------------------------------------------------------
 
@@ -291,80 +303,17 @@ class Service:
         return news
 
     def _mark(self, session: Session, ask: Mark) -> Answer:
-        self.marks.append(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, session.hello.engine))
-        self.news = True
+        hello = session.hello
+        self.reports.mark(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, hello.engine))
         if ask.event == Event.PREFILL_END:
             self.peers.prefill_ended(ask.transfer, ask.at_ns)
         return Done()
 
     def _mark_own(self, transfer: str, event: Event, nbytes: int, at_ns: int) -> None:
-        self.marks.append(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
-        self.news = True
+        self.reports.mark(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
 
     def _status(self, session: Session, ask: Status) -> Answer:
-        return self.status()
-
-    # ---- what others are told ---------------------------------------------------------------
-
-    def status(self) -> NodeStatus:
-        """Everything `pdx node --status` shows."""
-        now = self._clock()
-        chunks, nbytes, pins = self.store.census()
-        return NodeStatus(
-            name=self.name,
-            epoch=self._epoch,
-            pid=os.getpid(),
-            uptime_s=now - self._started,
-            arena_bytes=self.store.total_bytes,
-            free_bytes=self.store.free_bytes,
-            chunks=chunks,
-            chunk_bytes=nbytes,
-            leases=self.store.num_leases,
-            pins=pins,
-            transfers=len(self.transfers),
-            attached=[self._attached(session, now) for session in self.sessions],
-            counters={**self.counters, **self.store.counters},
-            listen=self.peers.links.address,
-            peers=self.peers.statuses(),
-        )
-
-    def _attached(self, session: Session, now: float) -> AttachedStatus:
-        hello = session.hello
-        return AttachedStatus(
-            pid=hello.pid,
-            kind=hello.kind,
-            name=hello.name,
-            engine=hello.engine,
-            shard=hello.shard,
-            role=hello.role,
-            url=hello.url,
-            running=session.running,
-            silent_s=now - session.last_seen,
-        )
-
-    def report(self) -> NodeReport:
-        """The heartbeat to the proxy; takes the marks collected since the last one."""
-        engines = [
-            EngineReport(session.hello.engine, session.hello.role, session.hello.url, session.running)
-            for session in self.sessions
-            if session.hello.kind == "scheduler"
-        ]
-        marks = list(self.marks)
-        self.marks.clear()
-        self.news = False
-        return NodeReport(
-            VERSION,
-            self.name,
-            self._epoch,
-            self.store.total_bytes,
-            self.store.free_bytes,
-            engines,
-            marks,
-            listen=self.peers.links.address,
-            public_key=self.peers.links.public_key,
-            host=host_id(),
-            sent_ns=time.monotonic_ns(),
-        )
+        return self.reports.status()
 
 
 def _check_slots(ask: Lookup | Reserve) -> None:

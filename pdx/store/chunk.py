@@ -41,7 +41,7 @@ class Chunk:
         self.writer = 0  # session whose process fills it
         self.transfer: str | None = None
         self.deadline = 0.0
-        self.before: Chunk | None = None  # the chunk before it in its reservation, as long as both are there
+        self.before: Chunk | None = None  # the chunk before it in its reservation; the chain ends at one that is gone
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"

@@ -34,6 +34,13 @@ class Shelf:
         if self._chunks.get(chunk.slot.offset) is chunk:
             self._chunks.move_to_end(chunk.slot.offset)
 
+    def touch_before(self, chunk: Chunk) -> None:
+        """What led up to `chunk` counts as used just now, its end first, so that it goes after `chunk`."""
+        before = chunk.before
+        while before is not None:
+            self.touch(before)
+            before = before.before
+
     def oldest(self) -> Chunk:
         """The least recently used chunk; the shelf must not be empty."""
         return next(iter(self._chunks.values()))

@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
+from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
 from pdx.lifecycle import State, Step
-from pdx.memory import GRANULE_BYTES, Arena, round_up
+from pdx.memory import Arena, round_up
 from pdx.messages import Slot
-from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
-from pdx.store.shelf import Shelf
-
-
-class Lease(msgspec.Struct):
-    """Chunks that stay as long as this lasts."""
-
-    session: int
-    chunks: list[Chunk]
-    deadline: float
+from pdx.store.index import Index
+from pdx.store.leases import Leases
+from pdx.store.room import Room
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,39 +37,46 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     transfer: str | None = None
     deadline: float = float("inf")
 
+    def is_tail(self, index: int) -> bool:
+        """Whether `keys[index]` is a tail."""
+        return bool(self.tail_nbytes) and index == len(self.keys) - 1
+
     def size(self, index: int) -> int:
         """Bytes of the slots of `keys[index]`."""
-        is_tail = self.tail_nbytes and index == len(self.keys) - 1
-        return self.tail_nbytes if is_tail else self.nbytes
+        return self.tail_nbytes if self.is_tail(index) else self.nbytes
+
+    def chunk(self, index: int, shard: int, slot: Slot) -> Chunk:
+        """The record of `keys[index]`, to be filled in `slot`."""
+        chunk = Chunk(self.keys[index], shard, slot, self.layers)
+        chunk.owner, chunk.writer = self.owner, self.writers[shard]
+        chunk.transfer, chunk.deadline = self.transfer, self.deadline
+        chunk.tail = self.is_tail(index)
+        return chunk
 
 
 class Store:
-    """Index, allocator, leases and eviction over one arena."""
+    """What becomes of chunks: who may write, find, read, keep and forget them, and until when.
+
+    The index finds their records, the room grants and takes back their slots, the leases count who reads them.
+    """
 
     def __init__(self, arena: Arena, clock: Callable[[], float] = time.monotonic, *, nbytes: int | None = None) -> None:
         """`nbytes`: how much of the arena, from its beginning, is for chunks; all of it by default."""
-        self._arena = arena
         self._clock = clock
         self.total_bytes = nbytes or arena.nbytes
-        self._allocator = Allocator(self.total_bytes)
-        self._shards: list[dict[bytes, Chunk]] = [{}]  # per shard: key -> FILLING or SEALED chunk
-        self._slots: dict[int, Chunk] = {}  # offset -> chunk in any state but FREE
-        self._shelf = Shelf()
-        self._writing: defaultdict[int, dict[int, Chunk]] = defaultdict(
-            dict
-        )  # session -> offset -> chunk it may still write
-        self._leases: dict[int, Lease] = {}
-        self._lease_ids = itertools.count(1)
         self.counters: Counter[str] = Counter()
+        self._index = Index()
+        self._slots: Mapping[int, Chunk] = self._index.slots  # offset -> chunk in any state but FREE
+        self._room = Room(arena, self.total_bytes, self._index, self.counters)
+        self._leases = Leases(self._room, self.counters)
 
     # ---- looking up and leasing -------------------------------------------------------------
 
     def find(self, keys: Iterable[bytes], shards: int) -> list[list[Chunk]]:
         """The leading run of keys that are sealed in every shard: one list of `shards` chunks per hit."""
-        indexes = self._indexes(shards)
         hits: list[list[Chunk]] = []
         for key in keys:
-            chunks = [chunk for index in indexes if (chunk := index.get(key)) and chunk.state is State.SEALED]
+            chunks = [chunk for chunk in self._index.of(key, shards) if chunk.state is State.SEALED]
             if len(chunks) != shards:
                 break
             hits.append(chunks)
@@ -84,66 +84,40 @@ class Store:
 
     def known(self, key: bytes, shards: int) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
-        chunks = [chunk for index in self._indexes(shards) if (chunk := index.get(key))]
+        chunks = self._index.of(key, shards)
         return chunks if len(chunks) == shards else None
 
     def is_filling(self, key: bytes, shards: int) -> bool:
         """Whether every shard of `key` is there or on its way, and at least one is on its way."""
-        found = [index.get(key) for index in self._indexes(shards)]
-        return None not in found and any(chunk and chunk.state is State.FILLING for chunk in found)
+        return any(chunk.state is State.FILLING for chunk in self.known(key, shards) or ())
 
     def lease(self, chunks: Iterable[Chunk], session: int, seconds: float) -> int:
         """Keep these sealed chunks for `seconds`; returns the lease's number."""
-        held = list(chunks)
-        for chunk in held:
-            self._shelf.take(chunk)
-            chunk.leases += 1
-        number = next(self._lease_ids)
-        self._leases[number] = Lease(session, held, self._clock() + seconds)
-        return number
+        return self._leases.start(chunks, session, self._clock() + seconds)
 
     def renew(self, number: int, session: int, seconds: float) -> None:
         """:raises ChunkMissing: the lease has ended."""
-        self._lease_of(number, session).deadline = self._clock() + seconds
+        self._leases.renew(number, session, self._clock() + seconds)
 
     def release(self, number: int, session: int) -> None:
         """End a lease.
 
         :raises ChunkMissing: it has ended already.
         """
-        lease = self._lease_of(number, session)
-        del self._leases[number]
-        self.unhold(lease.chunks)
+        self._leases.end(number, session)
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a push reads it."""
-        for chunk in chunks:
-            self._shelf.take(chunk)
-            chunk.leases += 1
+        self._leases.hold(chunks)
 
     def unhold(self, chunks: Sequence[Chunk]) -> None:
         """One reader of each of these is done."""
-        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
-            chunk.leases -= 1
-            if chunk.leases or chunk.state in (State.FILLING, State.QUARANTINED):
-                continue
-            if chunk.state is State.RETIRED:
-                self._free([chunk], Step.UNLEASED)
-            elif chunk.tail:  # it was for this one reader
-                self._free([chunk], Step.EVICT)
-            elif not chunk.pins:
-                self._shelf.put(chunk)
+        self._leases.unhold(chunks)
 
     def touch(self, chunks: Sequence[Chunk]) -> None:
         """Count as used just now."""
-        for chunk in reversed(chunks):  # as in release()
-            self._shelf.touch(chunk)
-
-    def _lease_of(self, number: int, session: int) -> Lease:
-        lease = self._leases.get(number)
-        if lease is None or lease.session != session:
-            raise ChunkMissing(f"lease {number} has ended")
-        return lease
+        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
+            self._room.shelf.touch(chunk)
 
     # ---- reserving and filling --------------------------------------------------------------
 
@@ -165,23 +139,45 @@ class Store:
         least = max(sizes, default=0) if claim.partial else total
         if least > self.total_bytes:
             raise ArenaTooSmall(f"{least} bytes do not fit into an arena of {self.total_bytes} bytes")
-        room = self._allocator.free_bytes + self._shelf.nbytes
-        if total > room and not claim.partial:
+        if total > self._room.available_bytes and not claim.partial:
             self.counters["reserve_full"] += 1
             return [], [], True
         granted: list[int] = []
         slots: list[Slot] = []
-        for index, offsets in self._allocate(claim, wanted, shards):
+        for index, places in self._grant(claim, wanted, shards):
             granted.append(index)
-            slots.extend(self._place(claim, index, shard, offset) for shard, offset in enumerate(offsets))
+            slots.extend(places)
         full = len(granted) < len(wanted)
         if full and not claim.partial:  # too fragmented, although the sum would fit
-            self._undo(slots)
+            self._room.free([self._slots[slot.offset] for slot in slots], Step.LET_GO)
             granted, slots = [], []
         for slot, before in zip(slots[shards:], slots, strict=False):
             self._slots[slot.offset].before = self._slots[before.offset]
         self.counters["reserve_full"] += full
         return granted, slots, full
+
+    def _is_absent(self, key: bytes, shards: int) -> bool:
+        """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
+        present = self._index.of(key, shards)
+        if not present:
+            return True
+        if len(present) == shards or any(chunk.state is State.FILLING for chunk in present):
+            return False
+        for chunk in present:
+            self._room.drop(chunk)
+        return True
+
+    def _grant(self, claim: Claim, wanted: list[int], shards: int) -> Iterator[tuple[int, list[Slot]]]:
+        """Slots, with chunks to be filled in them, for as many of the `wanted` keys as fit, in order."""
+        for nbytes, group in itertools.groupby(wanted, key=claim.size):
+            indices = list(group)
+            granted = self._room.grant(nbytes, len(indices), shards)
+            for index, slots in zip(indices, granted, strict=False):
+                for shard, slot in enumerate(slots):
+                    self._index.add(claim.chunk(index, shard, slot))
+                yield index, slots
+            if len(granted) < len(indices):
+                return
 
     def fill(self, slots: Iterable[Slot], first_layer: int, layers: int, session: int) -> list[Chunk]:
         """The writer has filled these slices; returns the chunks.
@@ -211,27 +207,20 @@ class Store:
                 self._let_go(chunk)
                 continue
             chunk.step(Step.SEAL)
-            self._writing[chunk.writer].pop(chunk.slot.offset)
+            self._index.written(chunk)
             if chunk.is_evictable:
-                self._shelf.put(chunk)
+                self._room.shelf.put(chunk)
             self.counters["sealed"] += 1
         for chunk in once:
-            if chunk.before not in once:
-                self._touch_before(chunk)
-
-    def _touch_before(self, chunk: Chunk) -> None:
-        """What led up to `chunk` was sealed in earlier steps, and goes after it all the same."""
-        before = chunk.before
-        while before is not None:
-            self._shelf.touch(before)
-            before = before.before
+            if chunk.before not in once:  # what led up to it was sealed in earlier steps: it goes later all the same
+                self._room.shelf.touch_before(chunk)
 
     def abort(self, chunks: Iterable[Chunk]) -> None:
         """Their reservation ends unsealed; the room stays the writer's until it lets go."""
         for chunk in chunks:
             if chunk.state is State.FILLING:
                 chunk.step(Step.ABORT)
-                del self._shards[chunk.shard][chunk.key]
+                self._index.hide(chunk)
                 self.counters["aborted"] += 1
 
     def let_go(self, chunks: Iterable[Chunk]) -> None:
@@ -242,13 +231,10 @@ class Store:
                 self._let_go(chunk)
 
     def _let_go(self, chunk: Chunk) -> None:
-        if not chunk.leases:
-            self._free([chunk], Step.LET_GO)
-            return
-        if self._shards[chunk.shard].get(chunk.key) is chunk:
-            del self._shards[chunk.shard][chunk.key]
-        self._writing[chunk.writer].pop(chunk.slot.offset, None)
-        chunk.step(Step.DELETE)  # a push still reads it; the last reader frees it
+        if chunk.leases:  # a push still reads it
+            self._room.retire(chunk)
+        else:
+            self._room.free([chunk], Step.LET_GO)
 
     def at(self, slot: Slot) -> Chunk:
         """The chunk in this slot.
@@ -280,68 +266,64 @@ class Store:
 
     def pin(self, keys: Iterable[bytes], shards: int, *, pinned: bool) -> int:
         """Pin or unpin sealed chunks (counted); returns how many keys were there."""
+        shelf = self._room.shelf
         count = 0
         for key in keys:
             for chunks in self.find([key], shards):
                 count += 1
                 for chunk in chunks:
                     chunk.pins = max(0, chunk.pins + (1 if pinned else -1))
-                    (self._shelf.put if chunk.is_evictable else self._shelf.take)(chunk)
+                    (shelf.put if chunk.is_evictable else shelf.take)(chunk)
         return count
 
     def delete(self, keys: Iterable[bytes]) -> int:
         """Forget sealed chunks in every shard, pinned or not; leased ones are freed with their last lease."""
         count = 0
         for key in keys:
-            chunks = [index[key] for index in self._shards if key in index]
-            sealed = [chunk for chunk in chunks if chunk.state is State.SEALED]
+            sealed = [chunk for chunk in self._index.of(key) if chunk.state is State.SEALED]
             count += bool(sealed)
             for chunk in sealed:
-                self._drop(chunk)
+                self._room.drop(chunk)
         return count
 
     def drop_tails(self, transfer: str) -> None:
-        """Forget what was sealed for this transfer alone and is not being read."""
+        """Forget what was sealed for this transfer alone; what is being read is freed with its last lease."""
         for chunk in [chunk for chunk in self._slots.values() if chunk.tail and chunk.transfer == transfer]:
             if chunk.state is State.SEALED:
-                self._drop(chunk)
+                self._room.drop(chunk)
 
     def unsealed(self, transfer: str) -> list[Chunk]:
         """The chunks of this transfer that are still being filled."""
-        return [chunk for chunk in self._all_writing() if chunk.transfer == transfer and chunk.state is State.FILLING]
+        return [chunk for chunk in self._filling() if chunk.transfer == transfer]
 
     # ---- time and sessions ------------------------------------------------------------------
 
     def expire(self) -> list[Chunk]:
         """End leases and reservations whose deadline is over; returns the chunks that were aborted."""
         now = self._clock()
-        for number, lease in list(self._leases.items()):
-            if lease.deadline <= now:
-                self.counters["leases_expired"] += 1
-                self.release(number, lease.session)
-        late = [chunk for chunk in self._all_writing() if chunk.state is State.FILLING and chunk.deadline <= now]
+        self._leases.expire(now)
+        late = [chunk for chunk in self._filling() if chunk.deadline <= now]
         self.abort(late)
         return late
 
     def end_session(self, session: int) -> list[Chunk]:
         """The process is gone for good: its leases end, what it wrote is free, what it owned is aborted."""
-        for number in [number for number, lease in self._leases.items() if lease.session == session]:
-            self.release(number, session)
-        written = list(self._writing.pop(session, {}).values())
+        self._leases.end_session(session)
+        written = [chunk for chunk in self._index.writing.values() if chunk.writer == session]
         self.let_go(written)
-        owned = [chunk for chunk in self._all_writing() if chunk.owner == session and chunk.state is State.FILLING]
+        owned = [chunk for chunk in self._filling() if chunk.owner == session]
         self.abort(owned)
         return written + owned
 
-    def _all_writing(self) -> Iterator[Chunk]:
-        return itertools.chain.from_iterable(chunks.values() for chunks in self._writing.values())
+    def _filling(self) -> Iterator[Chunk]:
+        return (chunk for chunk in self._index.writing.values() if chunk.state is State.FILLING)
 
     # ---- numbers ----------------------------------------------------------------------------
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are nobody's."""
-        return self._allocator.free_bytes
+        return self._room.free_bytes
 
     @property
     def num_leases(self) -> int:
@@ -358,102 +340,3 @@ class Store:
             nbytes[chunk.state] += chunk.slot.nbytes
             pins += chunk.pins
         return dict(chunks), dict(nbytes), pins
-
-    # ---- room -------------------------------------------------------------------------------
-
-    def _indexes(self, shards: int) -> list[dict[bytes, Chunk]]:
-        while len(self._shards) < shards:
-            self._shards.append({})
-        return self._shards[:shards]
-
-    def _is_absent(self, key: bytes, shards: int) -> bool:
-        """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
-        present = [index[key] for index in self._indexes(shards) if key in index]
-        if not present:
-            return True
-        if len(present) == shards or any(chunk.state is State.FILLING for chunk in present):
-            return False
-        for chunk in present:
-            self._drop(chunk)
-        return True
-
-    def _allocate(self, claim: Claim, wanted: list[int], shards: int) -> Iterator[tuple[int, list[int]]]:
-        """Offsets for as many of the `wanted` keys as fit, in order."""
-        for nbytes, group in itertools.groupby(wanted, key=claim.size):
-            indices = list(group)
-            offsets = self._take(nbytes, len(indices) * shards)
-            whole, rest = divmod(len(offsets), shards)
-            for offset in offsets[len(offsets) - rest :] if rest else ():
-                self._allocator.free(offset)
-            for number in range(whole):
-                yield indices[number], offsets[number * shards : (number + 1) * shards]
-            if whole < len(indices):
-                return
-
-    def _take(self, nbytes: int, count: int) -> list[int]:
-        """Up to `count` equal slots, evicting the least recently used chunks as long as that helps."""
-        offsets: list[int] = []
-        while True:
-            offsets += self._allocator.allocate_many(nbytes, count - len(offsets))
-            missing = (count - len(offsets)) * round_up(nbytes)
-            if not missing or not self._shelf:
-                return offsets
-            self._evict(missing)
-
-    def _evict(self, nbytes: int) -> None:
-        """Evict the least recently used chunks with their other shards, until `nbytes` are free or none is left."""
-        evicted: list[Chunk] = []
-        least = self._shelf.nbytes - nbytes
-        while self._shelf and self._shelf.nbytes > least:
-            key = self._shelf.oldest().key
-            for index in self._shards:
-                chunk = index.get(key)
-                if chunk is not None and chunk.is_evictable:
-                    self._shelf.take(chunk)
-                    evicted.append(chunk)
-        self.counters["evicted"] += len(evicted)
-        self._free(evicted, Step.EVICT)
-
-    def _place(self, claim: Claim, index: int, shard: int, offset: int) -> Slot:
-        slot = Slot(offset, claim.size(index), self._next_generation(offset))
-        chunk = Chunk(claim.keys[index], shard, slot, claim.layers)
-        chunk.owner, chunk.writer = claim.owner, claim.writers[shard]
-        chunk.transfer, chunk.deadline = claim.transfer, claim.deadline
-        chunk.tail = bool(claim.tail_nbytes) and index == len(claim.keys) - 1
-        self._shards[shard][chunk.key] = chunk
-        self._slots[offset] = chunk
-        self._writing[chunk.writer][offset] = chunk
-        return slot
-
-    def _undo(self, slots: Iterable[Slot]) -> None:
-        self._free([self._slots[slot.offset] for slot in slots], Step.LET_GO)
-
-    def _drop(self, chunk: Chunk) -> None:
-        """Take a sealed chunk out of the index, and free it as soon as nobody reads it."""
-        if chunk.leases:
-            del self._shards[chunk.shard][chunk.key]
-            chunk.step(Step.DELETE)
-        else:
-            self._shelf.take(chunk)
-            self._free([chunk], Step.EVICT)
-
-    def _free(self, chunks: Sequence[Chunk], step: Step) -> None:
-        """These chunks are off the shelf: forget them, and give their room back."""
-        for chunk in chunks:
-            chunk.step(step)
-            chunk.before = None
-            index = self._shards[chunk.shard]
-            if index.get(chunk.key) is chunk:
-                del index[chunk.key]
-            offset = chunk.slot.offset
-            del self._slots[offset]
-            if chunk.writer in self._writing:
-                self._writing[chunk.writer].pop(offset, None)
-            self._next_generation(offset)  # before anybody else can get the room: stale readers and writers see it
-        self._allocator.free_many([chunk.slot.offset for chunk in chunks])
-
-    def _next_generation(self, offset: int) -> int:
-        granule = offset // GRANULE_BYTES
-        generation = self._arena.generations[granule] + 1
-        self._arena.generations[granule] = generation
-        return generation

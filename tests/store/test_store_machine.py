@@ -438,7 +438,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert pins == sum(record.pins for record in self.live.values())
         assert self.store.num_leases == len(self.leases)
         assert self.store.free_bytes == self.free_bytes()
-        self.store._allocator.check()
+        self.store._room._allocator.check()
+        assert set(self.store._index.writing) == {r.slot.offset for r in self.live.values() if r.state in WRITABLE}
 
     def teardown(self):
         for session in self.sessions.values():
@@ -453,7 +454,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.delete([*KEYS[1], *KEYS[2]])
         assert self.store.free_bytes == self.arena.nbytes
         assert self.store.census() == ({}, {}, 0)
-        assert not any(self.store._writing.values())
+        assert not self.store._index.writing
         self.arena.close()
         self.folder.cleanup()
 

@@ -143,6 +143,15 @@ def test_a_chunk_goes_with_all_its_shards(store):
     assert store.counters["evicted"] == 2
 
 
+def test_a_shard_that_is_pinned_stays_when_the_others_go(store):
+    slots = put(store, "a", writers=[2, 3])
+    store.pin(keys("a"), 1, pinned=True)  # the first shard
+    put(store, "stuvwxy")
+    assert store.at(slots[0]).pins == 1
+    with pytest.raises(StaleSlot):
+        store.at(slots[1])
+
+
 # ---- what is granted ---------------------------------------------------------------------------
 
 

@@ -1,0 +1,90 @@
+"""Who reads which chunks: processes by leases, which have a deadline, and pushes by holds, which have none."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from pdx.errors import ChunkMissing
+from pdx.lifecycle import State, Step
+from pdx.store.chunk import Chunk
+from pdx.store.room import Room
+
+
+class Lease(msgspec.Struct):
+    """Chunks that stay as long as this lasts."""
+
+    session: int
+    chunks: list[Chunk]
+    deadline: float
+
+
+class Leases:
+    """All leases and holds. It alone counts a chunk's readers, and frees what only they kept."""
+
+    def __init__(self, room: Room, counters: Counter[str]) -> None:
+        self._room = room
+        self._counters = counters
+        self._leases: dict[int, Lease] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def start(self, chunks: Iterable[Chunk], session: int, deadline: float) -> int:
+        """Keep these sealed chunks until `deadline`; returns the lease's number."""
+        lease = Lease(session, list(chunks), deadline)
+        self.hold(lease.chunks)
+        number = next(self._numbers)
+        self._leases[number] = lease
+        return number
+
+    def renew(self, number: int, session: int, deadline: float) -> None:
+        """:raises ChunkMissing: the lease has ended."""
+        self._lease_of(number, session).deadline = deadline
+
+    def end(self, number: int, session: int) -> None:
+        """:raises ChunkMissing: it has ended already."""
+        lease = self._lease_of(number, session)
+        del self._leases[number]
+        self.unhold(lease.chunks)
+
+    def expire(self, now: float) -> None:
+        """End leases whose deadline is over."""
+        for number, lease in list(self._leases.items()):
+            if lease.deadline <= now:
+                self._counters["leases_expired"] += 1
+                self.end(number, lease.session)
+
+    def end_session(self, session: int) -> None:
+        """End the leases of a process that is gone."""
+        for number in [number for number, lease in self._leases.items() if lease.session == session]:
+            self.end(number, session)
+
+    def hold(self, chunks: Iterable[Chunk]) -> None:
+        """Count one more reader of each of these, filled or still being filled."""
+        for chunk in chunks:
+            self._room.shelf.take(chunk)
+            chunk.leases += 1
+
+    def unhold(self, chunks: Sequence[Chunk]) -> None:
+        """One reader of each of these is done."""
+        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
+            chunk.leases -= 1
+            if chunk.leases or chunk.state in (State.FILLING, State.QUARANTINED):
+                continue
+            if chunk.state is State.RETIRED:
+                self._room.free([chunk], Step.UNLEASED)
+            elif chunk.tail:  # it was for this one reader
+                self._room.free([chunk], Step.EVICT)
+            elif not chunk.pins:
+                self._room.shelf.put(chunk)
+
+    def _lease_of(self, number: int, session: int) -> Lease:
+        lease = self._leases.get(number)
+        if lease is None or lease.session != session:
+            raise ChunkMissing(f"lease {number} has ended")
+        return lease
