@@ -76,9 +76,12 @@ class Store:
         """The leading run of keys that are sealed in every shard: one list of `shards` chunks per hit."""
         hits: list[list[Chunk]] = []
         for key in keys:
-            chunks = [chunk for chunk in self._index.of(key, shards) if chunk.state is State.SEALED]
+            chunks = self._index.of(key, shards)
             if len(chunks) != shards:
                 break
+            for chunk in chunks:
+                if chunk.state is not State.SEALED:
+                    return hits
             hits.append(chunks)
         return hits
 
