@@ -276,3 +276,19 @@ class Spans:
             if start <= offset and offset + nbytes <= start + size:
                 return start
         return None
+
+
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same bytes, with neighbours joined that are neighbours on both sides. For backends that send each piece by
+    itself: writer and reader come to the same result.
+    """
+    found: list[Piece] = []
+    local, remote, nbytes = pieces[0].local, pieces[0].remote, pieces[0].nbytes
+    for piece in pieces[1:]:
+        if piece.local == local + nbytes and piece.remote == remote + nbytes:
+            nbytes += piece.nbytes
+        else:
+            found.append(Piece(local, remote, nbytes))
+            local, remote, nbytes = piece.local, piece.remote, piece.nbytes
+    found.append(Piece(local, remote, nbytes))
+    return found

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, TOKEN_BYTES, Piece, Token
+from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, TOKEN_BYTES, Piece, Token, merged
 from pdx.errors import ProtocolError
 
 VERSION = 1
@@ -183,20 +183,6 @@ def cut(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:
             found.append(Piece(piece.local + low - at, piece.remote + low - at, high - low))
         at += piece.nbytes
     return merged(found)
-
-
-def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same bytes; neighbours on both sides are one piece."""
-    found: list[Piece] = []
-    local, remote, nbytes = pieces[0].local, pieces[0].remote, pieces[0].nbytes
-    for piece in pieces[1:]:
-        if piece.local == local + nbytes and piece.remote == remote + nbytes:
-            nbytes += piece.nbytes
-        else:
-            found.append(Piece(local, remote, nbytes))
-            local, remote, nbytes = piece.local, piece.remote, piece.nbytes
-    found.append(Piece(local, remote, nbytes))
-    return found
 
 
 def _border(total: int, part: int, parts: int) -> int:

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pdx.channel import Availability, Memory, Region, RemoteRegion
+from pdx.channel import Availability, Memory, Region, RemoteRegion, merged
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports import ucx_engine
 from pdx.transports.sealed import seal, unseal
@@ -45,7 +45,6 @@ from pdx.transports.ucx_messages import (
     Welcome,
     decode,
     payload_tag,
-    runs,
 )
 
 # Of UCX. A dead process of this host is noticed after two keepalive intervals.
@@ -127,7 +126,7 @@ class UcxListener(SessionListener):
             return
         entered = self._sessions.enter(inbound.session, message.pieces)
         inbound.landing[message.number] = entered or []
-        places = runs(message.pieces)
+        places = merged(message.pieces)
         tag = payload_tag(inbound.lane, message.number)
         if entered is None:
             scrap = [bytearray(1) for _ in places]  # too small, so that UCX drops what comes

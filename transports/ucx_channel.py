@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write
+from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write, merged
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted, WriteRefused
 from pdx.transports.ucx_engine import Endpoint
 from pdx.transports.ucx_messages import (
@@ -23,7 +23,6 @@ from pdx.transports.ucx_messages import (
     Message,
     Put,
     payload_tag,
-    runs,
 )
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class UcxChannel(Channel):
 
         self._say(Put(self.id, number, list(transfer.pieces), transfer.notify))
         view = self._region.memory.view
-        views = [view[run.local : run.local + run.nbytes] for run in runs(transfer.pieces)]
+        views = [view[run.local : run.local + run.nbytes] for run in merged(transfer.pieces)]
         endpoint.send(views, payload_tag(self.lane, number), sent)
 
     def _finish(self, number: int, transfer: UcxTransfer) -> None:

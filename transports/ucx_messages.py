@@ -9,7 +9,6 @@ A channel's id is drawn by its writer and known to both ends alone; whoever send
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -85,15 +84,3 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
 def payload_tag(lane: int, number: int) -> int:
     """Of all runs of one write, in their order."""
     return lane << 32 | number
-
-
-def runs(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces with neighbours joined that are neighbours on both sides. Writer and reader come to the same runs."""
-    joined = [pieces[0]]
-    for piece in pieces[1:]:
-        last = joined[-1]
-        if piece.local - last.local == piece.remote - last.remote == last.nbytes:
-            joined[-1] = Piece(last.local, last.remote, last.nbytes + piece.nbytes)
-        else:
-            joined.append(piece)
-    return joined

@@ -39,7 +39,7 @@ class Session:
 
 
 class Sessions:
-    """All attached processes, by connection, by number and by pidfd."""
+    """All attached processes, by connection, by pidfd, and workers by engine and shard."""
 
     def __init__(self) -> None:
         self._by_route: dict[bytes, Session] = {}

@@ -189,10 +189,15 @@ def stopped_while_gathering(pair: Pair, worker: int) -> tuple[Any, Future[Any]]:
         answer = ThreadPoolExecutor(1).submit(pair.post, *body)
         wait_prefilling(pair)
         os.kill(worker, signal.SIGSTOP)
-        wait_until(lambda: not pair.status().chunks.get("filling"), 10, "its reservation has ended")
-        if pair.status().chunks.get("quarantined"):
+        is_caught = False
+        try:
+            wait_until(lambda: not pair.status().chunks.get("filling"), 10, "its reservation has ended")
+            is_caught = bool(pair.status().chunks.get("quarantined"))
+        finally:
+            if not is_caught:
+                os.kill(worker, signal.SIGCONT)
+        if is_caught:
             return body, answer
-        os.kill(worker, signal.SIGCONT)
         assert answer.result(60)["http_status"] == 200
     raise AssertionError("never caught in the middle of a chunk")
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import zmq
-from link_stage import PING_S, TIMEOUT_S, Raw, Stage, key_files, write_roster
+from link_stage import PING_S, TIMEOUT_S, Raw, key_files, write_roster
 
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.handshake import LinkState, LinkStep, SessionStep
@@ -46,13 +46,6 @@ class Cluster:
     def raw(self, own, **settings):
         peer = Raw(self.stage, self.beta, own=own, server_key=self.beta.links.public_key, **settings)
         return self.stage.undo.enter_context(peer)
-
-
-@pytest.fixture
-def stage(place):
-    made = Stage(place)
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=["tcp://127.0.0.1:0", "ipc://{place}/{name}.sock"], ids=["tcp", "ipc"])

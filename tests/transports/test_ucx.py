@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from ucx_conformance import UcxConformance, stage_of
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece
+from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, merged
 from pdx.errors import ProtocolError
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.transports.nixl import NixlRegion
 from pdx.transports.ucx import UcxRegion
-from pdx.transports.ucx_messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES, Done, Put, decode, payload_tag, runs
+from pdx.transports.ucx_messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES, Done, Put, decode, payload_tag
 
 # With a peer that is stopped, writes must be cancelled. UCXX 0.52 lets an endpoint and its cancelled requests hold each
 # other for ever, and the worker's descriptors with them; see docs/adr/0018-nixl-and-ucx.md.
@@ -96,7 +96,7 @@ class TestMessages:
 
     def test_neighbours_on_both_sides_are_joined(self) -> None:
         """And others are not."""
-        joined = runs([Piece(0, 10, 5), Piece(5, 15, 5), Piece(10, 21, 1), Piece(20, 22, 1), Piece(0, 0, 1)])
+        joined = merged([Piece(0, 10, 5), Piece(5, 15, 5), Piece(10, 21, 1), Piece(20, 22, 1), Piece(0, 0, 1)])
         assert joined == [Piece(0, 10, 10), Piece(10, 21, 1), Piece(20, 22, 1), Piece(0, 0, 1)]
 
     def test_the_longest_fits(self) -> None:
