@@ -141,8 +141,9 @@ def test_the_second_turn_pulls_generated_chunks_back(make_pair: Callable[..., Pa
         return pair.nodes[1].status().chunks.get("sealed", 0) >= 2
 
     wait_until(generate, what="a generated chunk is sealed on node two")
-    turn, sealed = list(decode.all_token_ids), pair.nodes[1].status().chunks["sealed"]
     pair.second.finish(decode)
+    wait_until(pair.is_at_rest, what="all that is saved is sealed")
+    turn, sealed = list(decode.all_token_ids), pair.nodes[1].status().chunks["sealed"]
     following = Request("next", [*turn, *tokens(200, 5)], {**PREFILL, "transfer_id": "y" * 20})
     assert pair.first.admit(following) == set()
     assert following.num_computed == sealed * CHUNK
