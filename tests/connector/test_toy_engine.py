@@ -130,19 +130,23 @@ def test_generated_chunks_are_saved_when_full(engines: Callable[..., ToyEngine])
     engine.step((request, request.num_tokens))
     generator = random.Random(5)
 
-    def generate() -> bool:  # room is asked for ahead, and a step that has none yet leaves the chunk to a later one
+    def generate() -> bool:
         request.all_token_ids.append(generator.randrange(1000))
-        engine.step((request, 1))
-        return engines.node.status().chunks.get("sealed", 0) >= 2
+        return bool(engine.step((request, 1)).saves)
 
-    wait_until(generate, what="two chunks with generated tokens are sealed")
-    engine.finish(request)
-    wait_until(lambda: at_rest(engines), what="at rest")
+    for count in (1, 2):
+        while request.num_tokens < count * CHUNK:
+            assert not generate(), "a chunk is saved when it is full"
+        wait_until(lambda: engines.node.status().chunks.get("filling") == 1, what="it has room")
+        wait_until(generate, what="a step that knows of the room saves it")
+        wait_until(lambda count=count: engines.node.status().chunks == {"sealed": count}, what="sealed")
+    assert request.num_tokens < 3 * CHUNK
     again = Request("again", request.all_token_ids)
     engine.admit(again)
     engine.check_cache(again, again.num_computed)
-    assert again.num_computed == engines.node.status().chunks["sealed"] * CHUNK
+    assert again.num_computed == 2 * CHUNK
     engine.finish(again)
+    engine.finish(request)
 
 
 def test_without_save_decode_generated_chunks_are_not_saved(engines: Callable[..., ToyEngine]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from pdx.config import ConnectorConfig
 from pdx.layout import KvLayout
+from pdx.vllm.plan import StepPlan
 from pdx.vllm.scheduler import SchedulerHalf
 from pdx.vllm.worker import WorkerHalf
 
@@ -142,14 +143,15 @@ class ToyEngine:
 
     # ---- the workers' side ------------------------------------------------------------------
 
-    def step(self, *work: tuple[Request, int]) -> None:
-        """One step of the engine that computes `count` tokens of each request."""
+    def step(self, *work: tuple[Request, int]) -> StepPlan:
+        """One step of the engine that computes `count` tokens of each request; returns what its workers were told."""
         scheduled = {request.request_id: (request, count) for request, count in work}
         plan = self.scheduler.plan_step(self.output(scheduled))
         for shard in range(len(self.workers)):
             self.run_worker(shard, plan, scheduled)
         for request, count in work:
             request.num_computed += count
+        return plan
 
     def idle(self) -> None:
         """A step without tokens."""
