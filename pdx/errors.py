@@ -17,6 +17,10 @@ PdxError
 │   ├── ChannelBroken     the peer or the way to it is gone; connect again
 │   ├── WriteRefused      the receiver has not granted (any more) what was to be written
 │   └── TransferAborted   it was asked to stop
+├── GpuError              a GPU or its driver did not do what was asked
+│   ├── GpuUnavailable    no such GPU, driver or library here; use host memory
+│   ├── GpuMemoryFull     the GPU cannot hold it; ask for less
+│   └── GpuHandleDead     whoever exported this memory is gone; attach again
 ├── PeerError             another node cannot be worked with
 │   ├── PeerUnknown       no roster names it; add it, or use its right name
 │   ├── PeerRefused       one side turned the other down; the text says why
@@ -96,6 +100,22 @@ class WriteRefused(ChannelError):
 
 class TransferAborted(ChannelError):
     """The write was aborted before all of it was sent."""
+
+
+class GpuError(PdxError):
+    """A call of the CUDA driver failed; the text names the call and the driver's own error."""
+
+
+class GpuUnavailable(GpuError):
+    """There is no such GPU, no driver, or no library to reach it."""
+
+
+class GpuMemoryFull(GpuError):
+    """The GPU has not enough free memory."""
+
+
+class GpuHandleDead(GpuError):
+    """The process that exported this memory is gone, and the memory with it."""
 
 
 class PeerError(PdxError):

@@ -46,13 +46,14 @@ def rule(folder: str, ours: set[str], others: str = "", lazy: str = "") -> Rule:
 
 
 RULES = [
-    rule("pdx", CORE, "msgspec xxhash zmq prometheus_client", lazy="torch numpy"),
+    rule("pdx", CORE, "msgspec xxhash zmq prometheus_client", lazy="torch numpy pdx.cuda"),
+    rule("pdx/cuda", CORE - ATTACHED, "msgspec", lazy="cuda"),
     rule("pdx/store", CORE - ATTACHED, "msgspec"),
-    rule("pdx/node", CORE - ATTACHED | {"pdx.store"}, "msgspec zmq"),
-    rule("pdx/vllm", CORE | {"pdx.kernels", "pdx.node.start"}, "msgspec numpy torch vllm prometheus_client"),
+    rule("pdx/node", CORE - ATTACHED | {"pdx.store", "pdx.cuda"}, "msgspec zmq"),
+    rule("pdx/vllm", CORE | {"pdx.cuda", "pdx.kernels", "pdx.node.start"}, "msgspec numpy torch vllm prometheus_client"),
     rule("pdx/cli", CORE, "click rich msgspec", lazy="*"),
-    rule("pdx/testing", CORE | {"pdx.kernels", "pdx.transports"}, "*", lazy="*"),
-    rule("transports", CORE - ATTACHED, "*"),
+    rule("pdx/testing", CORE | {"pdx.cuda", "pdx.kernels", "pdx.transports"}, "*", lazy="*"),
+    rule("transports", CORE - ATTACHED | {"pdx.cuda"}, "*"),
     rule("kernels", set(), "torch triton"),
     rule("proxy", CORE - ATTACHED, "aiohttp msgspec prometheus_client zmq"),
 ]
