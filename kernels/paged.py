@@ -1,0 +1,168 @@
+"""Gather and scatter of KV pages by one Triton kernel: pages of many layers <-> contiguous slices, whole bytes.
+
+The kernel reaches device memory, a peer's mapped memory and page-locked host memory alike, and one launch copies a
+whole batch. Launching neither allocates nor waits, and compiles only what `warm_up` has not: block counts, layers and
+addresses are not part of what is compiled. The page is seen as its pieces (see `page_map`): a program copies a tile
+of several pieces' columns, 16 bytes an access.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pdx.kernels.batch import Batch, Run
+from pdx.kernels.page_map import PageMap
+
+__all__ = ["Batch", "PageMap", "Run", "gather", "scatter", "warm_up"]
+
+_WORD_BYTES = 8  # an element of the kernel: Triton has none of 16 bytes, two words make one access
+_RUNTIME_ARGUMENTS = ["layers", "batch", "first_layer", "num_pieces", "num_tiles"]
+
+
+class _Shape(NamedTuple):
+    """How a launch uses the GPU. Every thread has tile_bytes / (512 * num_warps) accesses of 16 bytes in flight."""
+
+    tile_bytes: int
+    num_warps: int
+    max_programs: int
+
+
+# Device memory: small programs, so that a batch of one chunk already gives every multiprocessor work, and many of
+# them fit on each. Host memory: the link is the limit, and a few large programs keep it full; more would only take
+# the multiprocessors from the engine's own kernels for as long as the link needs.
+_ON_DEVICE = _Shape(tile_bytes=8 << 10, num_warps=4, max_programs=(1 << 31) - 1)
+_ON_HOST = _Shape(tile_bytes=64 << 10, num_warps=32, max_programs=8)
+
+
+@triton.jit(do_not_specialize=_RUNTIME_ARGUMENTS)  # type: ignore[untyped-decorator]
+def _copy_tiles(
+    layers: tl.tensor,
+    batch: tl.tensor,
+    first_layer: tl.int32,
+    num_pieces: tl.int32,
+    num_tiles: tl.int32,
+    PIECES: tl.constexpr,
+    PIECE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_GATHER: tl.constexpr,
+) -> None:
+    """Tables as in PageMap.table and Batch.table. A tile is ROWS pieces x COLUMNS words of each."""
+    column_tiles: tl.constexpr = (PIECE_WORDS + COLUMNS - 1) // COLUMNS
+    row_tiles = (num_pieces + ROWS - 1) // ROWS
+    words = tl.arange(0, COLUMNS)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        row_tile = tile // column_tiles
+        nth_layer = row_tile // row_tiles
+        column = (tile - row_tile * column_tiles) * COLUMNS + words
+        piece = (row_tile - nth_layer * row_tiles) * ROWS + tl.arange(0, ROWS)
+        layer = (first_layer + nth_layer).to(tl.int64)
+        is_piece = piece < num_pieces
+        page = batch + piece // PIECES * 3
+        part = (piece % PIECES).to(tl.int64)
+        block_id = tl.load(page, mask=is_piece, other=0)
+        place = tl.load(page + 1, mask=is_piece, other=0)
+        layer_bytes = tl.load(page + 2, mask=is_piece, other=0)
+        base = tl.load(layers + layer * 3)
+        block_stride = tl.load(layers + layer * 3 + 1)
+        piece_stride = tl.load(layers + layer * 3 + 2)
+        at_engine = base + block_id * block_stride + part * piece_stride
+        at_slice = place + layer * layer_bytes + part * (PIECE_WORDS * 8)
+        engine = at_engine.to(tl.pointer_type(tl.int64))[:, None] + column[None, :]
+        slice_ = at_slice.to(tl.pointer_type(tl.int64))[:, None] + column[None, :]
+        # What the tables hold is divisible by 16; the compiler cannot know and would copy 8 bytes at a time.
+        engine = tl.multiple_of(tl.max_contiguous(engine, [1, COLUMNS]), [1, 16])
+        slice_ = tl.multiple_of(tl.max_contiguous(slice_, [1, COLUMNS]), [1, 16])
+        mask = is_piece[:, None]
+        if PIECE_WORDS % COLUMNS != 0:
+            mask = mask & (column < PIECE_WORDS)[None, :]
+        # Each byte is read once (past L1). A gathered slice is not read again by this GPU, a scattered page is.
+        if IS_GATHER:
+            tl.store(slice_, tl.load(engine, mask=mask, cache_modifier=".cg"), mask=mask, cache_modifier=".cs")
+        else:
+            tl.store(engine, tl.load(slice_, mask=mask, cache_modifier=".cg"), mask=mask)
+
+
+# Triton's interpreter (the tests on a CPU) keeps its state in globals.
+_is_interpreted = not isinstance(_copy_tiles, triton.runtime.JITFunction)
+_launching: Any = threading.Lock() if _is_interpreted else contextlib.nullcontext()
+
+
+def gather(pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, on_host: bool = False) -> None:
+    """Copy the batch's pages of these layers from the engine to their places: one launch on torch's current stream.
+
+    The device of `pages` is current in the calling thread, the stream is the one of `Batch.of`, and the places belong
+    to the caller until the launch has ended. `on_host` says that they are page-locked host memory: the copy then takes
+    few of the GPU's multiprocessors. Errors of the copy itself are CUDA's, and come with a later call.
+
+    :raises IndexError: the layers are not all in `pages`; nothing was launched.
+    :raises ValueError: the batch was made for other pages, or another device is current; nothing was launched.
+    """
+    _launch(pages, batch, first_layer, num_layers, _ON_HOST if on_host else _ON_DEVICE, is_gather=True)
+
+
+def scatter(pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, on_host: bool = False) -> None:
+    """Copy the batch's pages of these layers from their places into the engine.
+
+    Contract and errors as `gather`. Block ids must differ; which page wins otherwise is not defined.
+    """
+    _launch(pages, batch, first_layer, num_layers, _ON_HOST if on_host else _ON_DEVICE, is_gather=False)
+
+
+def warm_up(pages: PageMap) -> None:
+    """Compile and load what `gather` and `scatter` launch for `pages`, so that no step of the engine pays for it.
+
+    Takes seconds where Triton's cache is cold. Launches on torch's current stream; copies nothing.
+    """
+    empty = Batch(pages, 0, pages.table)
+    for shape in (_ON_DEVICE, _ON_HOST):
+        for is_gather in (True, False):
+            _run(pages, empty, 0, 0, shape, is_gather=is_gather)
+
+
+def columns_of(piece_bytes: int, tile_bytes: int) -> int:
+    """Bytes of a piece that one tile takes: the largest power of two that wastes at most an eighth of the tiles."""
+    columns = tile_bytes
+    while columns > 512 and -(-piece_bytes // columns) * columns > piece_bytes * 9 // 8:
+        columns //= 2
+    return min(columns, 1 << (piece_bytes - 1).bit_length())
+
+
+def _launch(pages: PageMap, batch: Batch, first_layer: int, num_layers: int, shape: _Shape, *, is_gather: bool) -> None:
+    if batch.pages is not pages:
+        raise ValueError("the batch was made for other pages")
+    if min(first_layer, num_layers) < 0 or first_layer + num_layers > pages.num_layers:
+        raise IndexError(f"layers {first_layer} to {first_layer + num_layers} of {pages.num_layers}")
+    if pages.device.type == "cuda" and pages.device.index != torch.cuda.current_device():
+        raise ValueError(f"{pages.device} is not the thread's current device")
+    if batch.num_pages and num_layers:
+        _run(pages, batch, first_layer, num_layers, shape, is_gather=is_gather)
+
+
+def _run(pages: PageMap, batch: Batch, first_layer: int, num_layers: int, shape: _Shape, *, is_gather: bool) -> None:
+    columns = columns_of(pages.piece_bytes, shape.tile_bytes)
+    rows = shape.tile_bytes // columns
+    num_pieces = batch.num_pages * pages.pieces
+    num_tiles = -(-num_pieces // rows) * -(-pages.piece_bytes // columns) * num_layers
+    with _launching:
+        _copy_tiles[(max(1, min(num_tiles, shape.max_programs)),)](
+            pages.table,
+            batch.table,
+            first_layer,
+            num_pieces,
+            num_tiles,
+            PIECES=pages.pieces,
+            PIECE_WORDS=pages.piece_bytes // _WORD_BYTES,
+            ROWS=rows,
+            COLUMNS=columns // _WORD_BYTES,
+            IS_GATHER=is_gather,
+            num_warps=shape.num_warps,
+            num_stages=1,
+            enable_fp_fusion=False,  # nothing to fuse; Triton 3.9 warns where this is not said
+        )

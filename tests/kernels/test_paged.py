@@ -1,0 +1,255 @@
+"""The copy kernel against its reference and against the CPU's kernels, byte for byte, with all other bytes watched."""
+
+import mmap
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from paged_cases import LAYOUTS, PLACES, SCATTERED, layer_views, paged, problems, random_bytes
+
+from pdx.kernels import pages as cpu_pages
+from pdx.kernels.batch import Batch, Run
+from pdx.kernels.page_map import PageMap
+
+# What the interpreter of older Tritons does with the bounds of a loop.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+GIB = 1 << 30
+MAP_NORESERVE = 0x4000  # Linux's; the module has no name for it
+on_all_places = pytest.mark.parametrize("place", PLACES)
+in_both_directions = pytest.mark.parametrize("name", ["gather", "scatter"])
+some = settings(max_examples=60, deadline=None)
+
+
+def synchronize(place):
+    if place[0] == "cuda":
+        torch.cuda.synchronize()
+
+
+@on_all_places
+@in_both_directions
+@some
+@given(problem=problems())
+def test_it_is_the_reference_and_touches_nothing_else(place, name, problem):
+    actual, expected = problem.copy(place), problem.copy()
+    actual.run(name)
+    synchronize(place)
+    expected.run_reference(name)
+    assert actual.is_same(expected)
+
+
+@on_all_places
+@some
+@given(problem=problems(layouts=[name for name in LAYOUTS if name not in ("BHLNC", "LHBNC")], ratios=(1,)))
+def test_it_is_what_the_cpu_kernels_do(place, problem):
+    """Where a page is one piece, which is all that the CPU's kernels know."""
+    for name in ("gather", "scatter"):
+        actual, expected = problem.copy(place), problem.copy()
+        actual.run(name)
+        synchronize(place)
+        for layer in problem.which:
+            rows = cpu_pages.page_rows(expected.layers[layer])
+            for run in (run for run in problem.runs if run.block_ids):
+                at, num_pages = run.address + layer * run.layer_bytes, len(run.block_ids)
+                part = expected.slots[at : at + num_pages * rows.shape[1] * cpu_pages.ELEMENT_BYTES]
+                slot, block_ids = cpu_pages.page_rows(part.view(num_pages, -1)), torch.tensor(run.block_ids)
+                if name == "gather":
+                    cpu_pages.gather(rows, block_ids, slot)
+                else:
+                    cpu_pages.scatter(slot, block_ids, rows)
+        assert actual.is_same(expected)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, SCATTERED])
+def test_a_page_is_in_address_order_in_every_layout(layout):
+    """Every byte of the engine tells where it lies, so a slot shows in which order it was filled."""
+    sizes = {"L": 2, "B": 3, "H": 2, "N": 2, "C": 4}
+    views, _ = layer_views(layout, sizes, torch.float32)
+    numbers = torch.arange(2 * 3 * 2 * 2 * 4, dtype=torch.int32).view(torch.uint8)
+    layers = [numbers.view(torch.int32).as_strided(shape, strides, at) for _, shape, strides, at in views]
+    for copy in (numbers.new_zeros(2 * 2 * 64), numbers.new_full((2 * 2 * 64,), 255)):
+        pages = PageMap.of(layers, 3)
+        paged("cpu").gather(pages, Batch.of(pages, [Run([2, 1], copy.data_ptr(), 128)]), 0, 2)
+        got = copy.view(torch.int32).view(2, 2, 16).tolist()
+        for layer in range(2):
+            for place, block in enumerate((2, 1)):
+                assert got[layer][place] == sorted(layers[layer][block].flatten().tolist())
+
+
+def test_more_than_32_bits_of_everything():
+    """Pages, blocks, layers and slices further apart than 2, 4 and 8 GiB; nearly nothing of it is ever touched."""
+    sparse = mmap.mmap(-1, 40 * GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    try:
+        memory = torch.frombuffer(sparse, dtype=torch.uint8)
+        strides = (5 * GIB, 3 * GIB, 1)  # block, head, byte
+        layers = [memory.as_strided((3, 2, 64), strides, layer * 256) for layer in range(2)]
+        pages = PageMap.of([view.unflatten(2, (2, 32)) for view in layers], 3)
+        for layer in range(2):
+            for block in range(3):
+                layers[layer][block] = random_bytes(128, layer * 3 + block).view(2, 64)
+        slot = memory.data_ptr() + 20 * GIB
+        batch = Batch.of(pages, [Run([2, 0], slot, 9 * GIB)])
+        paged("cpu").gather(pages, batch, 0, 2)
+        for layer in range(2):
+            at = 20 * GIB + layer * 9 * GIB
+            assert torch.equal(memory[at : at + 128].view(2, 64), layers[layer][2])
+            assert torch.equal(memory[at + 128 : at + 256].view(2, 64), layers[layer][0])
+            layers[layer][0] = 0
+        paged("cpu").scatter(pages, batch, 0, 2)
+        assert torch.equal(memory[29 * GIB + 128 : 29 * GIB + 256].view(2, 64), layers[1][0])
+        assert layers[1][0].any()
+    finally:
+        del memory, layers, pages, batch
+        sparse.close()
+
+
+@on_all_places
+def test_a_page_of_many_tiles_and_pages_of_which_many_make_one_tile(place):
+    """Sizes at the borders of what a tile holds: 16 bytes to 1 MiB, most no power of two."""
+    device = place[0]
+    for page_bytes in (16, 48, 496, 528, 8176, 8192, 8208, 65552, (1 << 20) - 16):
+        num_blocks = 600 if page_bytes < 64 else 2
+        engine = random_bytes(page_bytes * num_blocks, page_bytes).to(device)
+        slot = torch.zeros_like(engine)
+        pages = PageMap.of([engine.view(num_blocks, -1)], num_blocks)
+        block_ids = list(reversed(range(num_blocks)))
+        batch = Batch.of(pages, [Run(block_ids, slot.data_ptr(), len(slot))])
+        for on_host in (False, True):
+            slot.zero_()
+            paged(device).gather(pages, batch, on_host=on_host)
+            assert torch.equal(slot.view(num_blocks, -1), engine.view(num_blocks, -1).flip(0))
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+
+def view(dtype, shape, strides, at=0):
+    return torch.zeros(1 << 16, dtype=torch.uint8).view(dtype).as_strided(shape, strides, at)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_blocks", "complaint"),
+    [
+        ([], 4, "no layers"),
+        ([torch.zeros(4, 16), torch.zeros(4, 32)], 4, "differ"),
+        ([torch.zeros(4, 16)], 3, "no pages of 3 blocks"),
+        ([torch.zeros(4, 16)], 0, "no pages of 0 blocks"),
+        ([torch.zeros(4, 0)], 4, "no pages"),
+        ([torch.zeros(64)], 4, "no pages"),
+        ([view(torch.uint8, (4, 24), (24, 1))], 4, "divisible by 16"),
+        ([view(torch.uint8, (4, 32), (40, 1))], 4, "divisible by 16"),
+        ([view(torch.uint8, (4, 32), (32, 1), 8)], 4, "divisible by 16"),
+        ([view(torch.uint8, (4, 2, 32), (128, 40, 1))], 4, "divisible by 16"),
+        ([view(torch.uint8, (4, 32), (64, 2))], 4, "divisible by 16"),
+        ([view(torch.uint8, (4, 2, 2, 16), (512, 128, 32, 1))], 4, r"one distance: shape \(4, 2, 2, 16\)"),
+        ([torch.zeros(4, 1, 16).expand(4, 3, 16)], 4, r"one distance.*strides \(16, 0, 1\)"),
+        ([torch.zeros(1, 16).expand(4, 16)], 4, "overlap"),
+        ([view(torch.uint8, (4, 32), (16, 1))], 4, "overlap"),
+        ([view(torch.uint8, (4, 2, 32), (32, 96, 1))], 4, "overlap"),  # pieces of 3 blocks fit between, not of 4
+        ([torch.zeros(4, 16), torch.zeros(4, 16, device="meta")], 4, "several devices: .'cpu', 'meta'."),
+    ],
+)
+def test_pages_that_are_not_equal_pieces_are_refused(layers, num_blocks, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        PageMap.of(layers, num_blocks)
+
+
+def test_pieces_of_all_blocks_fit_exactly_between_a_blocks_pieces():
+    assert PageMap.of([view(torch.uint8, (4, 2, 32), (32, 128, 1))], 4).pieces == 2
+
+
+@pytest.fixture
+def pages():
+    """Two layers of 4 blocks of 32 bytes."""
+    return PageMap.of([random_bytes(128, 1).view(4, 32), random_bytes(128, 2).view(4, 32)], 4)
+
+
+@pytest.mark.parametrize(("block_ids", "bad"), [([0, 4], "4"), ([-1, 2], "-1"), ([2**70, 0], str(2**70))])
+def test_a_bad_block_id_is_named(pages, block_ids, bad):
+    with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 blocks"):
+        Batch.of(pages, [Run([1], 64, 64), Run(block_ids, 64, 64)])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run([0], 0, 32),
+        Run([0], -16, 32),
+        Run([0], 8, 32),
+        Run([0], 1 << 62, 32),
+        Run([0], 16, 40),
+        Run([0], 16, 16),  # the next layer's slice would begin in the page
+        Run([0, 1], 16, 48),
+        Run([0], 16, -32),
+        Run([0], 16, 1 << 62),
+    ],
+)
+def test_a_bad_address_is_refused(pages, run):
+    with pytest.raises(ValueError, match="address|bytes apart"):
+        Batch.of(pages, [run])
+
+
+@in_both_directions
+def test_layers_that_there_are_not_and_batches_of_others_are_refused(pages, name):
+    copy = getattr(paged("cpu"), name)
+    batch = Batch.of(pages, [Run([0], 1 << 40, 32)])  # nothing is there: a launch would crash
+    for first, num in ((0, 3), (2, 1), (-1, 1), (0, -1)):
+        with pytest.raises(IndexError, match=f"layers {first} to {first + num} of 2"):
+            copy(pages, batch, first, num)
+    with pytest.raises(ValueError, match="other pages"):
+        copy(PageMap.of(pages.layers, 4), batch)
+
+
+@in_both_directions
+def test_nothing_to_copy_launches_nothing(pages, name, monkeypatch):
+    kernel = paged("cpu")
+    monkeypatch.setattr(kernel, "_copy_tiles", None)
+    for runs in ([], [Run([], 0, 0)]):
+        batch = Batch.of(pages, runs)
+        assert batch.num_pages == 0
+        getattr(kernel, name)(pages, batch, 0, 2)
+    getattr(kernel, name)(pages, Batch.of(pages, [Run([0], 64, 64)]), 1, 0)
+
+
+# ---- around the kernel ----------------------------------------------------------------------
+
+
+def test_warm_up_copies_nothing(pages):
+    before = [layer.clone() for layer in pages.layers]
+    paged("cpu").warm_up(pages)
+    assert all(torch.equal(*pair) for pair in zip(before, pages.layers, strict=True))
+
+
+def test_a_batch_of_several_runs_has_a_row_for_each_page_in_order(pages):
+    batch = Batch.of(pages, [Run([3, 1], 64, 64), Run([], 16, 0), Run((2,), 4096, 1024)])
+    assert batch.table.tolist() == [[3, 64, 64], [1, 96, 64], [2, 4096, 1024]]
+    assert batch.num_pages == 3
+
+
+def test_threads_may_copy_at_the_same_time():
+    """The interpreter keeps its state in globals; engines gather and load from two threads."""
+    done = []
+
+    def copy_often(seed):
+        engine, slot = random_bytes(64 * 512, seed), torch.zeros(64 * 512, dtype=torch.uint8)
+        pages = PageMap.of([engine.view(64, 512)], 64)
+        batch = Batch.of(pages, [Run(range(64), slot.data_ptr(), 64 * 512)])
+        for _ in range(5):
+            slot.zero_()
+            paged("cpu").gather(pages, batch)
+            done.append(torch.equal(slot, engine))
+
+    threads = [threading.Thread(target=copy_often, args=(seed,)) for seed in range(3)]
+    paged("cpu")
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [True] * 15
+
+
+def test_the_environment_is_as_it_was():
+    paged("cpu")
+    assert "TRITON_INTERPRET" not in os.environ
