@@ -1,0 +1,136 @@
+"""Calls of the CUDA driver: the only place that touches `cuda.bindings.driver`. Results become values or `GpuError`s.
+
+Any thread may call. The bindings let go of the GIL during a call (cuda-bindings 12.9.1 and later).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from pdx.errors import GpuError, GpuMemoryFull, GpuUnavailable
+
+_SUCCESS = 0
+_UNAVAILABLE = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "NO_DEVICE",
+        "INVALID_DEVICE",
+        "DEVICE_UNAVAILABLE",
+        "STUB_LIBRARY",
+        "NOT_INITIALIZED",
+        "DEINITIALIZED",
+        "SYSTEM_NOT_READY",
+        "SYSTEM_DRIVER_MISMATCH",
+        "COMPAT_NOT_SUPPORTED_ON_DEVICE",
+    )
+)
+_bindings: ModuleType | None = None
+_ready_in = 0  # the process that has called cuInit; a forked child has not
+_lock = threading.Lock()
+
+
+class Outcome(NamedTuple):
+    """What became of a call: `value` if `error` is empty, else the driver's name of the error and its explanation."""
+
+    error: str
+    text: str
+    value: Any
+
+
+def api() -> ModuleType:
+    """`cuda.bindings.driver`, for its structs and enums. Loads no driver library.
+
+    :raises GpuUnavailable: the package is not installed.
+    """
+    global _bindings
+    if _bindings is None:
+        _bindings = real_api()
+    return _bindings
+
+
+def real_api() -> ModuleType:
+    """The same, also while `replace` has put something else there.
+
+    :raises GpuUnavailable: the package is not installed.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise GpuUnavailable(f"cuda-bindings is missing ({error}): pip install 'pdx-transport[gpu]'") from error
+    bindings: ModuleType = driver
+    return bindings
+
+
+def replace(module: Any) -> None:
+    """From now on call this module instead, which acts like `cuda.bindings.driver`; None: the real one. For tests."""
+    global _bindings, _ready_in
+    with _lock:
+        _bindings, _ready_in = module, 0
+
+
+def call(name: str, *args: Any) -> Any:
+    """The value behind the CUresult (None, or a tuple if there are several) of a function of the driver.
+
+    :raises GpuMemoryFull: the driver is out of memory.
+    :raises GpuUnavailable: there is no driver, or no such GPU.
+    :raises GpuError: anything else; the text has the call, and the error's name and explanation.
+    """
+    outcome = attempt(name, *args)
+    if outcome.error:
+        raise failure(name, outcome)
+    return outcome.value
+
+
+def attempt(name: str, *args: Any) -> Outcome:
+    """Like `call`, for who looks at the driver's error.
+
+    :raises GpuUnavailable: there is no driver.
+    """
+    _initialise()
+    return _outcome(name, *args)
+
+
+def failure(name: str, outcome: Outcome) -> GpuError:
+    """The exception for an outcome with an error."""
+    text = f"{name} failed: {outcome.error} ({outcome.text})"
+    if outcome.error == "CUDA_ERROR_OUT_OF_MEMORY":
+        return GpuMemoryFull(text)
+    return GpuUnavailable(text) if outcome.error in _UNAVAILABLE else GpuError(text)
+
+
+def version() -> int:
+    """The driver's CUDA version, 1000 * major + 10 * minor.
+
+    :raises GpuUnavailable: there is no driver.
+    """
+    return int(call("cuDriverGetVersion"))
+
+
+def _initialise() -> None:
+    global _ready_in
+    if _ready_in == os.getpid():
+        return
+    with _lock:
+        if _ready_in == os.getpid():
+            return
+        outcome = _outcome("cuInit", 0)
+        if outcome.error:
+            raise GpuUnavailable(str(failure("cuInit", outcome)))
+        _ready_in = os.getpid()
+
+
+def _outcome(name: str, *args: Any) -> Outcome:
+    bindings = api()
+    try:
+        result, *values = getattr(bindings, name)(*args)
+        if result == _SUCCESS:
+            return Outcome("", "", values[0] if len(values) == 1 else tuple(values) or None)
+        text = bindings.cuGetErrorString(result)[1] or b""
+    except RuntimeError as error:  # the bindings cannot load the driver's library
+        raise GpuUnavailable(f"{name}: no NVIDIA driver can be loaded here ({error})") from error
+    except ValueError as error:  # the driver is newer than the bindings, which do not know this result
+        return Outcome("CUDA_ERROR_UNKNOWN", str(error), None)
+    return Outcome(result.name, text.decode(errors="replace"), None)

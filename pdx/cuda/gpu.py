@@ -1,0 +1,148 @@
+"""The GPUs that this process sees: what they are, and their primary contexts, which PyTorch uses, too."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdx.cuda.driver import api, call
+from pdx.errors import GpuError, GpuUnavailable
+
+_contexts: dict[int, Any] = {}  # ordinal -> primary context, retained once per process
+_contexts_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, by the ordinal that it has in this process. Any thread may use it; making one makes no CUDA context."""
+
+    ordinal: int
+    uuid: str  # "GPU-…", the same in every process of the host
+    name: str
+    total_bytes: int
+    pci: str  # "0000:3b:00.0"
+    supports_vmm: bool  # memory of the driver's virtual-memory API, exported as a file descriptor
+    supports_rdma: bool  # network cards can read and write such memory
+
+    @classmethod
+    def find(cls, which: str) -> Gpu:
+        """The GPU of that ordinal ("0") or UUID.
+
+        :raises GpuUnavailable: there is none; the text names those that are.
+        """
+        gpus = all_gpus()
+        wanted = _bare(which)
+        for gpu in gpus:
+            if wanted in (str(gpu.ordinal), _bare(gpu.uuid)):
+                return gpu
+        found = ", ".join(f"{gpu.ordinal} = {gpu.uuid} ({gpu.name})" for gpu in gpus) or "none"
+        raise GpuUnavailable(f"there is no GPU {which!r} here; this process sees: {found}{_mask()}")
+
+    def use(self) -> None:
+        """Make its primary context the current one of the calling thread, as PyTorch's `set_device` does.
+
+        The first call of a process takes long.
+
+        :raises GpuError: the context cannot be made.
+        """
+        context = _contexts.get(self.ordinal)
+        if context is None:
+            with _contexts_lock:
+                context = _contexts.get(self.ordinal)
+                if context is None:
+                    context = call("cuDevicePrimaryCtxRetain", self.device())
+                    _contexts[self.ordinal] = context
+        call("cuCtxSetCurrent", context)
+
+    def device(self) -> Any:
+        """The driver's handle of it."""
+        return call("cuDeviceGet", self.ordinal)
+
+    def attribute(self, name: str) -> int:
+        """The value of CU_DEVICE_ATTRIBUTE_`name`."""
+        return _attribute(self.device(), name)
+
+    def can_access(self, other_uuid: str) -> bool:
+        """Whether it reads and writes that GPU's memory: it is the same one, or a peer that this process sees, too."""
+        if other_uuid == self.uuid:
+            return True
+        other = next((gpu for gpu in all_gpus() if gpu.uuid == other_uuid), None)
+        return other is not None and bool(call("cuDeviceCanAccessPeer", self.device(), other.device()))
+
+    def free_bytes(self) -> int:
+        """What is free on it now. Makes its context current in the calling thread."""
+        self.use()
+        return int(call("cuMemGetInfo")[0])
+
+
+def all_gpus() -> list[Gpu]:
+    """Every GPU that this process sees, by ordinal.
+
+    :raises GpuUnavailable: there is no driver or library.
+    """
+    return [_describe(ordinal) for ordinal in range(call("cuDeviceGetCount"))]
+
+
+def why_no_gpu() -> str:
+    """Why this process cannot use any GPU; "" if it can. Makes no context, raises nothing."""
+    try:
+        return "" if all_gpus() else f"the driver finds no GPU{_mask()}"
+    except GpuError as error:
+        return str(error)
+
+
+def numa_node(gpu: Gpu, sysfs: Path = Path("/sys")) -> int | None:
+    """The NUMA node that the GPU hangs on; None if the system does not say."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / gpu.pci / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def forget_contexts() -> None:
+    """Let go of every context that `Gpu.use` took. Nobody may be using them. For tests."""
+    with _contexts_lock:
+        while _contexts:
+            ordinal, _ = _contexts.popitem()
+            call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", ordinal))
+
+
+def _describe(ordinal: int) -> Gpu:
+    device = call("cuDeviceGet", ordinal)
+    # Since CUDA 13 the plain name is what was _v2 before: in MIG mode the instance's own UUID.
+    get_uuid = "cuDeviceGetUuid_v2" if hasattr(api(), "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    raw = call(get_uuid, device).bytes.hex()
+    return Gpu(
+        ordinal=ordinal,
+        uuid=f"GPU-{raw[:8]}-{raw[8:12]}-{raw[12:16]}-{raw[16:20]}-{raw[20:]}",
+        name=_text(call("cuDeviceGetName", 128, device)),
+        total_bytes=int(call("cuDeviceTotalMem", device)),
+        pci=_text(call("cuDeviceGetPCIBusId", 32, device)).lower(),
+        supports_vmm=bool(
+            _attribute(device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
+            and _attribute(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+        ),
+        supports_rdma=bool(_attribute(device, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")),
+    )
+
+
+def _attribute(device: Any, name: str) -> int:
+    attribute = getattr(api().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(call("cuDeviceGetAttribute", attribute, device))
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode(errors="replace")
+
+
+def _bare(which: str) -> str:
+    return which.strip().lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+def _mask() -> str:
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if mask is None else f" (CUDA_VISIBLE_DEVICES={mask})"

@@ -1,0 +1,301 @@
+"""A block of one GPU's memory that other processes can map: by a file descriptor of the driver, or a legacy IPC handle.
+
+Descriptors ("vmm"): whoever has one open or mapped keeps the memory alive, so it outlives the process that made it.
+Legacy handles ("ipc"): the memory goes with the process that made it, and mappings of it turn invalid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdx.cuda import driver
+from pdx.cuda.driver import api, call
+from pdx.cuda.gpu import Gpu
+from pdx.errors import GpuError, GpuHandleDead, GpuMemoryFull, GpuUnavailable
+
+MAX_NBYTES = 1 << 44
+_IPC_HANDLE_BYTES = 64
+_IPC_GRANULARITY = 2 << 20  # an IPC handle shares the driver's whole block, so nothing else may lie in it
+# What the driver says of a legacy handle whose exporter is gone, and of one that it cannot open for other reasons.
+_DEAD_OR_ALIEN = ("CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_MAP_FAILED")
+_log = logging.getLogger(__name__)
+_mapped: set[DeviceMemory] = set()
+_mapped_lock = threading.Lock()
+
+Kind = Literal["vmm", "ipc"]
+
+
+class Handle(msgspec.Struct, array_like=True, frozen=True):
+    """What another process needs to map the memory; for kind "vmm", a file descriptor comes with it."""
+
+    kind: Kind
+    gpu: Annotated[str, Meta(pattern=r"^GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")]
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_NBYTES)]
+    driver: Annotated[int, Meta(ge=0, le=1 << 31)]  # the exporter's cuDriverGetVersion
+    pid: Annotated[int, Meta(ge=1, le=1 << 31)]  # the exporter
+    data: Annotated[bytes, Meta(max_length=_IPC_HANDLE_BYTES)]  # kind "ipc": the driver's own handle
+
+
+class _Held:
+    """What the driver has given us for one memory. As a context manager: given back if the block fails."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[str, tuple[Any, ...]]] = []
+
+    def add(self, name: str, *args: Any) -> None:
+        """This call gives back what was just taken."""
+        self._steps.append((name, args))
+
+    def give_back(self) -> bool:
+        """Everything, last first; whether the driver took it all. What it refuses is logged, and does not stop us."""
+        is_clean = True
+        while self._steps:
+            name, args = self._steps.pop()
+            try:
+                call(name, *args)
+            except GpuError as error:
+                is_clean = False
+                _log.warning("GPU memory was not released cleanly: %s", error)
+        return is_clean
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.give_back()
+
+
+class DeviceMemory:
+    """Mapped memory of a GPU, `address` to `address + nbytes`, for kernels and copies of this process.
+
+    Whoever closes it makes sure that no kernel and no copy on it is under way. Any thread may call.
+    """
+
+    def __init__(self, address: int, nbytes: int, gpu: str, kind: Kind, *, on: Gpu, held: _Held) -> None:
+        self.address = address
+        self.nbytes = nbytes  # whole granules of the driver
+        self.gpu = gpu  # whose memory it is
+        self.kind: Kind = kind
+        self._on = on  # whose context uses it here
+        self._held: _Held | None = held
+        self._generic: Any = None  # the driver's handle that `export` needs; kind "vmm"
+        with _mapped_lock:
+            _mapped.add(self)
+
+    @classmethod
+    def create(cls, gpu: Gpu, nbytes: int, kind: Kind | Literal[""] = "") -> DeviceMemory:
+        """At least `nbytes` of new memory on `gpu`; contents are undefined. "" is "vmm" where the GPU supports it.
+
+        :raises GpuMemoryFull: it does not fit; the text says what is free.
+        :raises GpuUnavailable: the GPU does not support that kind.
+        :raises GpuError: the driver refused for another reason.
+        """
+        if not 0 < nbytes <= MAX_NBYTES:
+            raise ValueError(f"{nbytes} bytes of GPU memory; 1 to {MAX_NBYTES} are possible")
+        if kind == "vmm" and not gpu.supports_vmm:
+            raise GpuUnavailable(f"{gpu.name} ({gpu.uuid}) cannot export memory as a file descriptor")
+        if not kind and not gpu.supports_vmm:
+            _log.warning("%s (%s) cannot export memory as a file descriptor: legacy IPC is used", gpu.name, gpu.uuid)
+        gpu.use()
+        try:
+            return cls._create_vmm(gpu, nbytes) if gpu.supports_vmm and kind != "ipc" else cls._create_ipc(gpu, nbytes)
+        except GpuMemoryFull as error:
+            free = f"{gpu.free_bytes() >> 20} of {gpu.total_bytes >> 20} MiB are free"
+            raise GpuMemoryFull(
+                f"no room for {nbytes >> 20} MiB on {gpu.name} ({gpu.uuid}), {free}: {error}"
+            ) from error
+
+    @classmethod
+    def open(cls, handle: Handle, fd: int, *, on: Gpu) -> DeviceMemory:
+        """Map what another process exported, for use by `on`. `fd` (kind "vmm") stays the caller's.
+
+        :raises GpuHandleDead: the exporter is gone, and the memory with it.
+        :raises GpuUnavailable: `on` cannot reach that GPU, or the driver cannot open such a handle.
+        :raises GpuError: the driver refused for another reason.
+        """
+        _check(handle, fd)
+        if not on.can_access(handle.gpu):
+            raise GpuUnavailable(
+                f"GPU {on.uuid} cannot access memory of GPU {handle.gpu}: no peer access between them, or this process "
+                f"does not see that GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')})"
+            )
+        on.use()
+        return cls._open_vmm(handle, fd, on) if handle.kind == "vmm" else cls._open_ipc(handle, on)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._held is None else f"at {self.address:#x}"
+        return f"<DeviceMemory {self.kind} {self.nbytes >> 20} MiB of {self.gpu} {state}>"
+
+    def export(self) -> tuple[Handle, int]:
+        """A handle for other processes, and a new file descriptor that the caller closes (-1 for kind "ipc").
+
+        Only who made the memory, or opened it as "vmm", can export it.
+
+        :raises GpuError: it is closed, or the driver refused.
+        """
+        if self._held is None:
+            raise GpuError(f"{self} cannot be exported")
+        version, fd, data = driver.version(), -1, b""
+        self._on.use()
+        if self.kind == "vmm":
+            kinds = api().CUmemAllocationHandleType
+            fd = call("cuMemExportToShareableHandle", self._generic, kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)
+            os.set_inheritable(fd, False)
+        else:
+            handle = call("cuIpcGetMemHandle", self.address)
+            data = ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES)  # newer bindings hide its bytes
+        return Handle(self.kind, self.gpu, self.nbytes, version, os.getpid(), data), fd
+
+    def close(self) -> None:
+        """Unmap it and give up this process's hold on it. Idempotent.
+
+        What the driver refuses is logged, and the memory still counts as mapped then.
+        """
+        with _mapped_lock:
+            held, self._held = self._held, None
+        if held is None:
+            return
+        try:
+            self._on.use()
+        except GpuError as error:
+            _log.warning("GPU memory may not be released cleanly: %s", error)
+        if held.give_back():
+            with _mapped_lock:
+                _mapped.discard(self)
+
+    def __enter__(self) -> DeviceMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @classmethod
+    def _create_vmm(cls, gpu: Gpu, nbytes: int) -> DeviceMemory:
+        properties = _properties(gpu)
+        granularity = _granularity(properties)
+        nbytes = -(-nbytes // granularity) * granularity
+        with _Held() as held:
+            generic = call("cuMemCreate", nbytes, properties, 0)
+            held.add("cuMemRelease", generic)
+            return cls._map(generic, nbytes, gpu.uuid, on=gpu, held=held)
+
+    @classmethod
+    def _open_vmm(cls, handle: Handle, fd: int, on: Gpu) -> DeviceMemory:
+        if not on.supports_vmm:
+            raise GpuUnavailable(f"{on.name} ({on.uuid}) cannot map memory from a file descriptor")
+        granularity = _granularity(_properties(on))
+        if handle.nbytes % granularity:
+            raise GpuUnavailable(f"{handle.nbytes} bytes are not whole granules of {granularity} of GPU {on.uuid}")
+        kinds = api().CUmemAllocationHandleType
+        with _Held() as held:
+            outcome = driver.attempt(
+                "cuMemImportFromShareableHandle", fd, kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            )
+            if outcome.error:
+                raise _cannot_open("cuMemImportFromShareableHandle", outcome, handle)
+            held.add("cuMemRelease", outcome.value)
+            return cls._map(outcome.value, handle.nbytes, handle.gpu, on=on, held=held)
+
+    @classmethod
+    def _map(cls, generic: Any, nbytes: int, gpu: str, *, on: Gpu, held: _Held) -> DeviceMemory:
+        """Map the allocation for `on`; `held` has what was taken before."""
+        address = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
+        held.add("cuMemAddressFree", address, nbytes)
+        call("cuMemMap", address, nbytes, 0, generic, 0)  # also refuses more than the allocation has
+        held.add("cuMemUnmap", address, nbytes)
+        access = api().CUmemAccessDesc()
+        access.location.type = api().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = on.ordinal
+        access.flags = api().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call("cuMemSetAccess", address, nbytes, [access], 1)
+        memory = cls(address, nbytes, gpu, "vmm", on=on, held=held)
+        memory._generic = generic
+        return memory
+
+    @classmethod
+    def _create_ipc(cls, gpu: Gpu, nbytes: int) -> DeviceMemory:
+        nbytes = -(-nbytes // _IPC_GRANULARITY) * _IPC_GRANULARITY
+        with _Held() as held:
+            address = int(call("cuMemAlloc", nbytes))
+            held.add("cuMemFree", address)
+            return cls(address, nbytes, gpu.uuid, "ipc", on=gpu, held=held)
+
+    @classmethod
+    def _open_ipc(cls, handle: Handle, on: Gpu) -> DeviceMemory:
+        if handle.pid == os.getpid():
+            raise GpuUnavailable("a legacy IPC handle cannot be opened by the process that made it")
+        raw = api().CUipcMemHandle()
+        ctypes.memmove(raw.getPtr(), handle.data, _IPC_HANDLE_BYTES)
+        with _Held() as held:
+            flags = int(api().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+            outcome = driver.attempt("cuIpcOpenMemHandle", raw, flags)
+            if outcome.error:
+                raise _cannot_open("cuIpcOpenMemHandle", outcome, handle)
+            address = int(outcome.value)
+            held.add("cuIpcCloseMemHandle", address)
+            _, nbytes = call("cuMemGetAddressRange", address)
+            if nbytes < handle.nbytes:
+                raise GpuUnavailable(f"the handle promises {handle.nbytes} bytes, its memory has {nbytes}")
+            return cls(address, handle.nbytes, handle.gpu, "ipc", on=on, held=held)
+
+
+def num_mapped() -> int:
+    """How many `DeviceMemory` of this process are open, made or mapped."""
+    with _mapped_lock:
+        return len(_mapped)
+
+
+def _check(handle: Handle, fd: int) -> None:
+    """:raises GpuUnavailable: no process with our code exported this."""
+    try:
+        msgspec.convert(msgspec.to_builtins(handle), Handle)
+    except msgspec.ValidationError as error:
+        raise GpuUnavailable(f"a handle that cannot be: {error}") from error
+    expected = _IPC_HANDLE_BYTES if handle.kind == "ipc" else 0
+    if len(handle.data) != expected or (fd >= 0) != (handle.kind == "vmm"):
+        raise GpuUnavailable(f"a handle of kind {handle.kind!r} with {len(handle.data)} bytes and descriptor {fd}")
+
+
+def _properties(gpu: Gpu) -> Any:
+    properties = api().CUmemAllocationProp()
+    properties.type = api().CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.requestedHandleTypes = api().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    properties.location.type = api().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = gpu.ordinal
+    properties.allocFlags.gpuDirectRDMACapable = int(gpu.supports_rdma)  # so that NIXL and UCX can register it
+    return properties
+
+
+def _granularity(properties: Any) -> int:
+    options = api().CUmemAllocationGranularity_flags
+    return int(call("cuMemGetAllocationGranularity", properties, options.CU_MEM_ALLOC_GRANULARITY_MINIMUM))
+
+
+def _cannot_open(name: str, outcome: driver.Outcome, handle: Handle) -> GpuError:
+    """The exception for a handle that the driver does not open."""
+    why = str(driver.failure(name, outcome))
+    if handle.kind == "ipc" and outcome.error in _DEAD_OR_ALIEN and not _lives(handle.pid):
+        return GpuHandleDead(f"process {handle.pid}, which exported it, is gone (or in another PID namespace): {why}")
+    if outcome.error == "CUDA_ERROR_OUT_OF_MEMORY":
+        return driver.failure(name, outcome)
+    if (ours := driver.version()) != handle.driver:
+        why += f"; its exporter's CUDA driver has version {handle.driver}, this process's {ours}"
+    return GpuUnavailable(f"memory of process {handle.pid} on GPU {handle.gpu} cannot be opened here: {why}")
+
+
+def _lives(pid: int) -> bool:
+    """Whether the process runs; one that was killed but not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")

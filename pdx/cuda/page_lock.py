@@ -1,0 +1,132 @@
+"""Page-locking of host memory, so that a GPU reads and writes it itself; in the background, because it takes long."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable
+
+from pdx.cuda import driver
+from pdx.cuda.driver import api, call
+from pdx.cuda.gpu import Gpu
+from pdx.errors import GpuError
+
+# Pieces end at addresses that are multiples of this. The driver refuses one copy over two pieces, so `CopyStream` cuts
+# every copy there, without knowing which memory is page-locked.
+PIECE_BYTES = 256 << 20
+_WHAT_TO_DO = (
+    "allow this process to lock memory (ulimit -l unlimited; in containers --ulimit memlock=-1 or --cap-add IPC_LOCK, "
+    "and --ipc=host), or make the arena smaller"
+)
+_log = logging.getLogger(__name__)
+
+
+class PageLock:
+    """Registers [address, address + nbytes) of host memory with CUDA, piece by piece, in a thread of its own.
+
+    All or nothing: once a piece is refused, nothing counts as covered any more. What is registered stays so until
+    `close`, because kernels may be on their way to it: its owner closes it when they have ended (also from
+    `on_refused`). `covers` and `error` are for any thread.
+
+    `anchor` keeps the memory mapped; it is let go of when nothing is registered any more. `on_refused` is called at
+    most once, from the thread, with a text that says what to do.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        gpu: Gpu,
+        *,
+        anchor: object,
+        on_refused: Callable[[str], None],
+        is_read_only: bool = False,
+    ) -> None:
+        """`is_read_only`: this process may not write to the memory, and the GPU will not.
+
+        :raises ValueError: `address` is not a page's.
+        """
+        if address % mmap.PAGESIZE or nbytes <= 0:
+            raise ValueError(f"{nbytes} bytes at {address:#x}: whole pages can be locked")
+        self.error = ""
+        self._start = address
+        self._end = address + nbytes
+        self._gpu = gpu
+        self._anchor: object = anchor
+        self._on_refused = on_refused
+        self._is_read_only = is_read_only
+        self._covered = 0  # bytes from the start that are registered; written by the thread, and by `close`
+        self._pieces: list[int] = []  # addresses that we registered; the thread's, then `close`'s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._register, name="pdx-page-lock", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = f"refused: {self.error}" if self.error else f"{self._covered >> 20} of {self._total >> 20} MiB"
+        return f"<PageLock {state}>"
+
+    @property
+    def _total(self) -> int:
+        return self._end - self._start
+
+    def covers(self, offset: int, nbytes: int) -> bool:
+        """Whether the GPU can reach all of [offset, offset + nbytes) now. Never blocks."""
+        return offset >= 0 and 0 <= nbytes <= self._covered - offset
+
+    def close(self) -> None:
+        """Stop and unregister; blocks for the piece at work. No kernel or copy may be on it. Idempotent."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._covered = 0
+        try:
+            if self._pieces:
+                self._gpu.use()
+        except GpuError as error:
+            _log.warning("page-locked memory was not released cleanly: %s", error)
+        while self._pieces:
+            try:
+                call("cuMemHostUnregister", self._pieces.pop())
+            except GpuError as error:
+                _log.warning("page-locked memory was not released cleanly: %s", error)
+        self._anchor = None
+
+    def _register(self) -> None:
+        try:
+            self._gpu.use()
+            flags = self._flags()
+            address = self._start
+            while address < self._end and not self._stop.is_set():
+                piece = min(self._end - address, PIECE_BYTES - address % PIECE_BYTES)
+                if self._register_piece(address, piece, flags):
+                    self._pieces.append(address)
+                address += piece
+                self._covered = address - self._start
+        except GpuError as error:
+            done, self._covered = self._covered, 0
+            self.error = (
+                f"page-locking {self._total >> 20} MiB for GPU {self._gpu.uuid} was refused after {done >> 20} MiB: "
+                f"{error}; {_WHAT_TO_DO}"
+            )
+            self._on_refused(self.error)
+
+    def _register_piece(self, address: int, nbytes: int, flags: int) -> bool:
+        """Whether it is registered now, and by us."""
+        outcome = driver.attempt("cuMemHostRegister", address, nbytes, flags)
+        if outcome.error == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED":
+            return False
+        if outcome.error:
+            raise driver.failure("cuMemHostRegister", outcome)
+        return True
+
+    def _flags(self) -> int:
+        """:raises GpuError: this GPU cannot do what is needed."""
+        if not self._gpu.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"):
+            raise GpuError("this GPU reaches host memory at other addresses than the host does")
+        flags = int(api().CU_MEMHOSTREGISTER_PORTABLE) | int(api().CU_MEMHOSTREGISTER_DEVICEMAP)
+        if self._is_read_only:
+            if not self._gpu.attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"):
+                raise GpuError("this GPU cannot lock memory that the process may only read")
+            flags |= int(api().CU_MEMHOSTREGISTER_READ_ONLY)
+        return flags

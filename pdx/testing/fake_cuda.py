@@ -1,0 +1,199 @@
+"""A named fake of the CUDA driver, for machines without a GPU: what PDX does up to the driver's calls runs for real.
+
+    with fake_cuda(gpus=2) as fake:                     # in this process: pdx.cuda uses it
+    python -m pdx.testing.fake_cuda --gpus 2 node …     # `pdx node …` with it (or `-m MODULE …`)
+
+It takes and returns the structs and enums of `cuda.bindings.driver`. Device memory is a memfd, an exported descriptor
+is a real one, so processes with a fake each share memory as processes with a GPU do. Streams are threads that lag. It
+is strict where a driver may be lax: a call without a current context, a copy over two registrations of host memory and
+a mapping without access are refused. It shows nothing about speed, nor what kernels do on a GPU. Triton's interpreter
+and ctypes read and write its device memory, which has real addresses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import runpy
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pdx.cuda import driver, gpu
+from pdx.testing.fake_cuda_calls import DeviceCalls, MemoryCalls
+from pdx.testing.fake_cuda_memory import FakeMemory, Refused
+from pdx.testing.fake_cuda_streams import StreamCalls
+
+
+class FakeCuda:
+    """Acts like the module `cuda.bindings.driver`. Any thread may call."""
+
+    def __init__(
+        self,
+        *,
+        gpus: int = 1,
+        nbytes: int = 1 << 30,
+        vmm: bool = True,
+        peer_access: bool = True,
+        driver_version: int = 12090,
+        lag_s: float = 0.002,
+        read_only_register: bool = True,
+    ) -> None:
+        """`nbytes`: memory of each GPU, as this process sees it. `lag_s`: what streams lag at most at each copy."""
+        self.bindings = driver.real_api()
+        self.memory = FakeMemory(gpus, nbytes, has_peer_access=peer_access)
+        self.calls: Counter[str] = Counter()  # by name, also those that failed
+        self.failed: list[str] = []  # calls that `fail` made fail
+        has = {"vmm": vmm, "rdma": vmm, "host_pointers": True, "read_only_register": read_only_register}
+        self._devices = DeviceCalls(self.bindings, self.memory, version=driver_version, has=has)
+        self._streams = StreamCalls(self._devices, lag_s)
+        self._lock = threading.Lock()
+        self._failures: list[_Failure] = []
+        self._functions: dict[str, Callable[..., Any]] = {"cuGetErrorString": _error_string}
+        for part in (self._devices, MemoryCalls(self._devices), self._streams):
+            self._functions |= {name: getattr(part, name) for name in dir(part) if name.startswith("cu")}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cu") and not name.startswith("cuda"):
+            if name not in self.__dict__.get("_functions", {}) or not hasattr(self.bindings, name):
+                raise AttributeError(f"the fake CUDA driver has no {name}, or these bindings have none")
+            return functools.partial(self._call, name)
+        return getattr(self.bindings, name)
+
+    # --- for tests
+
+    def counts(self) -> dict[str, int]:
+        """What this process has not given back, by kind. Contexts stay as long as the process, by design."""
+        contexts = {"contexts": self._devices.contexts.total()}
+        return self.memory.counts() | self._streams.counts() | contexts
+
+    def leftovers(self) -> dict[str, int]:
+        """`counts()` of what is not zero, without contexts."""
+        return {kind: count for kind, count in self.counts().items() if count and kind != "contexts"}
+
+    def fail(self, name: str = "", *, after: int = 0, error: str = "UNKNOWN", times: int = 1) -> None:
+        """Calls of that function ("": of any) fail with CUDA_ERROR_`error`: `times` of them, behind `after` good ones.
+
+        A call that fails does nothing.
+        """
+        with self._lock:
+            self._failures.append(_Failure(name, after, error, times))
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """No stream does anything inside of the block; what is asked for waits."""
+        self._streams.gate.clear()
+        try:
+            yield
+        finally:
+            self._streams.gate.set()
+
+    def heal(self) -> None:
+        """No more failures."""
+        with self._lock:
+            self._failures.clear()
+        self._streams.broken = ""
+
+    def close(self) -> None:
+        """Give everything back; its threads end."""
+        self.heal()
+        self._streams.close()
+        self.memory.close()
+
+    # --- the border
+
+    def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        results = self.bindings.CUresult
+        try:
+            self._admit(name)
+            value = self._functions[name](*args)
+        except Refused as refused:
+            return (getattr(results, f"CUDA_ERROR_{refused}"), None)
+        if value is None:
+            return (results.CUDA_SUCCESS,)
+        return (results.CUDA_SUCCESS, *value) if isinstance(value, tuple) else (results.CUDA_SUCCESS, value)
+
+    def _admit(self, name: str) -> None:
+        if name.startswith("cuGetError"):
+            return
+        with self._lock:
+            self.calls[name] += 1
+            for failure in self._failures:
+                if failure.hits(name):
+                    self.failed.append(name)
+                    raise Refused(failure.error)
+        if self._streams.broken:
+            raise Refused(self._streams.broken)
+        if not self._devices.is_initialised and name not in ("cuInit", "cuDriverGetVersion"):
+            raise Refused("NOT_INITIALIZED")
+
+
+class _Failure:
+    """One promise of `FakeCuda.fail`."""
+
+    def __init__(self, name: str, after: int, error: str, times: int) -> None:
+        self.error = error
+        self._name = name
+        self._after = after
+        self._times = times
+
+    def hits(self, name: str) -> bool:
+        if self._name not in ("", name) or not self._times:
+            return False
+        if self._after:
+            self._after -= 1
+            return False
+        self._times -= 1
+        return True
+
+
+def _error_string(result: Any) -> bytes:
+    return str(result.name).removeprefix("CUDA_ERROR_").replace("_", " ").lower().encode()
+
+
+@contextlib.contextmanager
+def fake_cuda(**settings: Any) -> Iterator[FakeCuda]:
+    """`pdx.cuda` uses a fake driver with these settings of `FakeCuda` inside of the block."""
+    fake = FakeCuda(**settings)
+    gpu.forget_contexts()
+    driver.replace(fake)
+    try:
+        yield fake
+    finally:
+        fake.heal()
+        gpu.forget_contexts()
+        driver.replace(None)
+        fake.close()
+
+
+def main() -> None:
+    """Run `pdx …`, or with `-m` a module, in a process that has the fake driver."""
+    parser = argparse.ArgumentParser(prog="python -m pdx.testing.fake_cuda", description=main.__doc__)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--nbytes", type=int, default=1 << 30, help="memory of each GPU, as this process sees it")
+    parser.add_argument("--no-vmm", dest="vmm", action="store_false")
+    parser.add_argument("--no-peer-access", dest="peer_access", action="store_false")
+    parser.add_argument("--driver-version", type=int, default=12090)
+    parser.add_argument("--fail", action="append", default=[], metavar="FUNCTION[:AFTER[:ERROR]]")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run instead, with arguments")
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    given = vars(parser.parse_args())
+    failures, rest, own = given.pop("fail"), given.pop("rest"), given.pop("module")
+    module, rest = (own[0], own[1:]) if own else ("pdx.cli.main", rest)
+    with fake_cuda(**given) as fake:
+        for failure in failures:
+            name, _, more = failure.partition(":")
+            after, _, error = more.partition(":")
+            fake.fail(name, after=int(after or 0), error=error or "UNKNOWN", times=1 << 30)
+        sys.argv[1:] = rest
+        runpy.run_module(module, run_name="__main__")
+
+
+if __name__ == "__main__":
+    # As itself, not as __main__: tests and what they run must share one copy of this module.
+    from pdx.testing.fake_cuda import main as run
+
+    run()

@@ -1,0 +1,176 @@
+"""The streams and events of the fake CUDA driver: threads that work in order, and lag a little at random."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pdx.testing.fake_cuda_calls import DeviceCalls
+from pdx.testing.fake_cuda_memory import Range, Refused
+
+
+class FakeStream:
+    """Work that is done in order by a thread, some time after it was asked for."""
+
+    def __init__(self, ordinal: int, lag_s: float, seed: int, gate: threading.Event) -> None:
+        self.ordinal = ordinal
+        self._lag_s = lag_s
+        self._gate = gate  # nothing is done while it is not set
+        self._random = random.Random(seed)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="fake-cuda-stream", daemon=True)
+        self.thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Do this behind all that was put before."""
+        self._work.put(work)
+
+    def mark(self) -> threading.Event:
+        """Set once all that was put before is done."""
+        marker = threading.Event()
+        self._work.put(marker.set)
+        return marker
+
+    def destroy(self) -> None:
+        """The thread ends behind its work; does not wait for it."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            if self._lag_s:
+                time.sleep(self._random.random() * self._lag_s)
+            self._gate.wait()
+            work()
+
+
+class FakeEvent:
+    """The end of the work that a stream had when it was recorded; before that, of no work."""
+
+    def __init__(self) -> None:
+        self._marker = threading.Event()
+        self._marker.set()
+
+    def record(self, stream: FakeStream) -> None:
+        self._marker = stream.mark()
+
+    def is_done(self) -> bool:
+        return self._marker.is_set()
+
+    def wait(self) -> None:
+        self._marker.wait()
+
+    def hold_up(self, stream: FakeStream) -> None:
+        """What is put on the stream from now on waits for the work recorded until now."""
+        stream.put(self._marker.wait)  # type: ignore[arg-type]
+
+
+class StreamCalls:
+    """What the fake driver does for calls about streams, events and copies: names and arguments are the bindings'."""
+
+    def __init__(self, devices: DeviceCalls, lag_s: float) -> None:
+        self.broken = ""  # a copy has failed: every later call says so, as after a fault on a GPU
+        self._devices = devices
+        self._bindings = devices.bindings
+        self._memory = devices.memory
+        self._lag_s = lag_s
+        self.gate = threading.Event()
+        self.gate.set()
+        self._lock = threading.Lock()
+        self._objects: dict[int, FakeStream | FakeEvent] = {}
+        self._next_object = 0x100
+
+    def counts(self) -> dict[str, int]:
+        """Streams and events that are not destroyed."""
+        with self._lock:
+            streams = sum(isinstance(found, FakeStream) for found in self._objects.values())
+            return {"streams": streams, "events": len(self._objects) - streams}
+
+    def close(self) -> None:
+        """End all threads behind their work."""
+        with self._lock:
+            streams = [found for found in self._objects.values() if isinstance(found, FakeStream)]
+            self._objects.clear()
+        for stream in streams:
+            stream.destroy()
+            stream.thread.join()
+
+    def _add(self, found: FakeStream | FakeEvent) -> int:
+        with self._lock:
+            self._next_object += 1
+            self._objects[self._next_object] = found
+            return self._next_object
+
+    def _stream(self, handle: Any) -> FakeStream:
+        found = self._objects.get(int(handle))
+        if not isinstance(found, FakeStream):
+            raise Refused("INVALID_HANDLE")
+        return found
+
+    def _event(self, handle: Any) -> FakeEvent:
+        found = self._objects.get(int(handle))
+        if not isinstance(found, FakeEvent):
+            raise Refused("INVALID_HANDLE")
+        return found
+
+    def cuStreamCreate(self, flags: int) -> Any:
+        return self._bindings.CUstream(
+            self._add(FakeStream(self._devices.here(), self._lag_s, seed=self._next_object, gate=self.gate))
+        )
+
+    def cuStreamDestroy(self, stream: Any) -> None:
+        self._devices.here()
+        found = self._stream(stream)
+        del self._objects[int(stream)]
+        found.destroy()
+
+    def cuStreamSynchronize(self, stream: Any) -> None:
+        self._devices.here()
+        self._stream(stream).mark().wait()
+        self._raise_if_broken()
+
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> None:
+        self._event(event).hold_up(self._stream(stream))
+
+    def cuEventCreate(self, flags: int) -> Any:
+        self._devices.here()
+        return self._bindings.CUevent(self._add(FakeEvent()))
+
+    def cuEventRecord(self, event: Any, stream: Any) -> None:
+        self._devices.here()
+        self._event(event).record(self._stream(stream))
+
+    def cuEventQuery(self, event: Any) -> None:
+        if not self._event(event).is_done():
+            raise Refused("NOT_READY")
+        self._raise_if_broken()
+
+    def cuEventSynchronize(self, event: Any) -> None:
+        self._event(event).wait()
+        self._raise_if_broken()
+
+    def cuEventDestroy(self, event: Any) -> None:
+        self._event(event)
+        del self._objects[int(event)]
+
+    def cuMemcpyAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> None:
+        here, found = self._devices.here(), self._stream(stream)
+        if found.ordinal != here:
+            raise Refused("INVALID_HANDLE")
+        sides = [self._memory.check_copy(int(address), nbytes, here) for address in (target, source)]
+        device_memory = [side for side in sides if side is not None]
+        found.put(functools.partial(self._copy, int(target), int(source), nbytes, device_memory))
+
+    def _copy(self, target: int, source: int, nbytes: int, device_memory: list[Range]) -> None:
+        try:
+            self._memory.copy(target, source, nbytes, device_memory)
+        except Refused as refused:
+            self.broken = str(refused)
+
+    def _raise_if_broken(self) -> None:
+        if self.broken:
+            raise Refused(self.broken)

@@ -1,0 +1,148 @@
+"""Copies run behind each other while the caller goes on; what goes wrong is an error, not a crash."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+
+import pytest
+
+from pdx.cuda.copies import CopyStream
+from pdx.cuda.driver import call
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.memory import DeviceMemory
+from pdx.cuda.page_lock import PIECE_BYTES
+from pdx.errors import GpuError
+from pdx.testing.fake_cuda import fake_cuda
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu(fake):
+    return Gpu.find("0")
+
+
+@pytest.fixture
+def memory(gpu):
+    with DeviceMemory.create(gpu, 2 * MIB) as made:
+        yield made
+
+
+@pytest.fixture
+def stream(gpu, memory):
+    with CopyStream(gpu) as made:
+        yield made
+
+
+def test_host_to_device_to_device_to_host(stream, memory):
+    there, back = ctypes.create_string_buffer(b"pages", 4096), ctypes.create_string_buffer(4096)
+    stream.copy(memory.address, ctypes.addressof(there), 4096)
+    stream.copy(memory.address + MIB, memory.address, 4096)
+    stream.copy(ctypes.addressof(back), memory.address + MIB, 4096)
+    stream.wait()
+    assert back.raw == there.raw
+
+
+def test_between_gpus(fake, memory):
+    second = Gpu.find("1")
+    ctypes.memset(memory.address, 3, 100)
+    handle, fd = memory.export()
+    with DeviceMemory.create(second, MIB) as target, DeviceMemory.open(handle, fd, on=second) as source:
+        os.close(fd)
+        with CopyStream(second) as stream:
+            stream.copy(target.address, source.address, 100)
+            stream.wait()
+            assert ctypes.string_at(target.address, 100) == bytes([3]) * 100
+
+
+def test_the_caller_goes_on_meanwhile(fake, stream, memory):
+    back = ctypes.create_string_buffer(1)
+    ctypes.memset(memory.address, 8, 1)
+    with fake.hold():
+        stream.copy(ctypes.addressof(back), memory.address, 1)
+        assert back.raw == b"\0"
+    stream.wait()
+    assert back.raw == b"\x08"
+
+
+def test_close_waits_for_the_copies(fake, gpu, memory):
+    stream = CopyStream(gpu)
+    ctypes.memset(memory.address, 8, MIB)
+    stream.copy(memory.address + MIB, memory.address, MIB)
+    stream.close()
+    stream.close()
+    stream.wait()
+    assert ctypes.string_at(memory.address + 2 * MIB - 1, 1) == b"\x08"
+    with pytest.raises(GpuError, match="closed"):
+        stream.copy(memory.address, memory.address + MIB, 1)
+
+
+def test_a_copy_is_cut_where_pieces_of_page_locked_memory_meet(fake, stream, memory):
+    """The driver refuses a copy over two registrations; the fake does, too."""
+    host = mmap.mmap(-1, 2 * PIECE_BYTES)
+    anchor = (ctypes.c_char * len(host)).from_buffer(host)
+    border = -(-ctypes.addressof(anchor) // PIECE_BYTES) * PIECE_BYTES
+    if border == ctypes.addressof(anchor):
+        border += PIECE_BYTES
+    for piece in (border - MIB, border):
+        call("cuMemHostRegister", piece, MIB, 0)
+    ctypes.memset(border - 10, 4, 20)
+    stream.copy(memory.address, border - 10, 20)
+    stream.copy(border - 100, memory.address, 200)
+    stream.wait()
+    assert ctypes.string_at(memory.address, 21) == bytes([4]) * 20 + b"\0"
+    assert ctypes.string_at(border - 100, 20) == bytes([4]) * 20
+    with pytest.raises(GpuError, match="INVALID_VALUE"):
+        call("cuMemcpyAsync", memory.address, border - 10, 20, stream._stream)
+    for piece in (border - MIB, border):
+        call("cuMemHostUnregister", piece)
+    del anchor
+    host.close()
+
+
+def test_a_copy_beyond_the_memory_is_refused(stream, memory):
+    with pytest.raises(GpuError, match=r"cuMemcpyAsync failed: CUDA_ERROR_INVALID_VALUE"):
+        stream.copy(memory.address, memory.address + MIB, MIB + 1)
+
+
+def test_memory_that_was_unmapped_under_a_copy_is_an_error(fake, gpu):
+    with CopyStream(gpu) as stream:
+        with fake.hold(), DeviceMemory.create(gpu, MIB) as lost:
+            stream.copy(lost.address, lost.address + 1000, 10)
+            lost.close()
+        with pytest.raises(GpuError, match="ILLEGAL_ADDRESS"):
+            stream.wait()
+        fake.heal()
+
+
+@pytest.mark.parametrize("n", range(20))
+def test_whatever_call_fails_nothing_is_left(n):
+    with fake_cuda() as fake:
+        gpu = Gpu.find("0")
+        with DeviceMemory.create(gpu, MIB) as memory:
+            fake.fail(after=n)
+            try:
+                with CopyStream(gpu) as stream:
+                    stream.copy(memory.address, memory.address + 5, 5)
+                    stream.wait()
+            except GpuError:
+                pass
+            fake.heal()
+            left = fake.leftovers()
+        # Only what the driver itself refused to destroy.
+        assert sum(left.get(kind, 0) for kind in ("streams", "events")) <= 1
+        if {"streams", "events"} & left.keys():
+            assert fake.calls["cuStreamDestroy"] == 1
+
+
+def test_one_thread_after_the_other(fake, stream, memory):
+    """The context is made current in whichever thread calls."""
+    ctypes.memset(memory.address, 1, 1)
+    thread = threading.Thread(target=stream.copy, args=(memory.address + 1, memory.address, 1))
+    thread.start()
+    thread.join()
+    stream.wait()
+    assert ctypes.string_at(memory.address, 2) == b"\1\1"

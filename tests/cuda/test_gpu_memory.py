@@ -1,0 +1,316 @@
+"""Memory of a GPU is shared between processes, and whatever fails, nothing stays mapped or reserved."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
+from pdx.errors import GpuError, GpuHandleDead, GpuMemoryFull, GpuUnavailable
+from pdx.testing.fake_cuda import fake_cuda
+
+MIB = 1 << 20
+RELEASES = {"cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemFree", "cuIpcCloseMemHandle"}
+
+
+@contextlib.contextmanager
+def exported(memory):
+    handle, fd = memory.export()
+    try:
+        yield handle, fd
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def received(handle_and_fd):
+    """What another process handed over, with its descriptor closed in the end."""
+    handle, fd = handle_and_fd
+    try:
+        yield handle, fd
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def byte_at(memory, offset=0):
+    return ctypes.string_at(memory.address + offset, 1)[0]
+
+
+def test_both_sides_see_the_same_bytes(fake):
+    first, second = Gpu.find("0"), Gpu.find("1")
+    with DeviceMemory.create(first, 3 * MIB) as made:
+        assert (made.kind, made.gpu, made.nbytes) == ("vmm", first.uuid, 4 * MIB)
+        with exported(made) as (handle, fd):
+            assert not os.get_inheritable(fd)
+            opened = DeviceMemory.open(handle, fd, on=second)
+        assert (opened.gpu, opened.nbytes, num_mapped()) == (first.uuid, 4 * MIB, 2)
+        ctypes.memset(made.address + 4 * MIB - 1, 7, 1)
+        assert byte_at(opened, 4 * MIB - 1) == 7
+        opened.close()
+        opened.close()
+        assert num_mapped() == 1
+        assert byte_at(made, 4 * MIB - 1) == 7
+
+
+def test_who_opened_vmm_memory_outlives_who_made_it(fake):
+    gpu = Gpu.find("0")
+    made = DeviceMemory.create(gpu, MIB)
+    ctypes.memset(made.address, 9, 1)
+    with exported(made) as (handle, fd):
+        opened = DeviceMemory.open(handle, fd, on=gpu)
+    made.close()
+    with opened, exported(opened) as (again, fd), DeviceMemory.open(again, fd, on=gpu) as third:
+        assert byte_at(third) == 9
+
+
+def test_closed_memory_is_not_exported(fake):
+    made = DeviceMemory.create(Gpu.find("0"), MIB)
+    made.close()
+    with pytest.raises(GpuError, match="closed"):
+        made.export()
+
+
+@pytest.mark.parametrize("kind", ["vmm", "ipc"])
+def test_another_process_maps_it(fake, spawn, kind):
+    gpu, other = Gpu.find("0"), spawn()
+    with DeviceMemory.create(gpu, MIB, kind) as made, exported(made) as (handle, fd):
+        assert handle.kind == kind
+        ctypes.memset(made.address, 42, 1)
+        before = fake.counts()
+        assert other.open(handle, fd) == "42"
+        assert other.mapped() == "1"
+        assert other.open(handle, fd) == "42"
+        other.kill()
+        assert fake.counts() == before
+        assert byte_at(made) == 42
+
+
+def test_vmm_memory_outlives_a_killed_exporter(fake, spawn):
+    other = spawn()
+    with received(other.export(MIB, 5)) as (handle, fd):
+        with DeviceMemory.open(handle, fd, on=Gpu.find("0")) as before:
+            other.kill()
+            assert byte_at(before, MIB - 1) == 5
+        with DeviceMemory.open(handle, fd, on=Gpu.find("0")) as after:
+            assert byte_at(after, MIB - 1) == 5
+
+
+def test_a_legacy_handle_dies_with_its_exporter(fake, spawn):
+    other = spawn()
+    handle, fd = other.export(MIB, 6, "ipc")
+    assert (fd, len(handle.data), handle.pid) == (-1, 64, other.process.pid)
+    with DeviceMemory.open(handle, -1, on=Gpu.find("0")) as opened:
+        assert byte_at(opened) == 6
+    other.kill()
+    with pytest.raises(GpuHandleDead, match=f"process {other.process.pid}"):
+        DeviceMemory.open(handle, -1, on=Gpu.find("0"))
+
+
+def test_a_legacy_handle_of_an_exporter_that_was_not_waited_for(fake, spawn):
+    other = spawn()
+    handle, _ = other.export(MIB, 6, "ipc")
+    other.process.kill()
+    os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    with pytest.raises(GpuHandleDead):
+        DeviceMemory.open(handle, -1, on=Gpu.find("0"))
+
+
+def test_a_legacy_handle_stays_in_other_processes(fake):
+    with (
+        DeviceMemory.create(Gpu.find("0"), MIB, "ipc") as made,
+        exported(made) as (handle, fd),
+        pytest.raises(GpuUnavailable, match="process that made it"),
+    ):
+        DeviceMemory.open(handle, fd, on=Gpu.find("0"))
+
+
+def test_a_gpu_without_vmm_uses_legacy_handles_and_says_so(caplog):
+    with fake_cuda(vmm=False) as fake:
+        gpu = Gpu.find("0")
+        with caplog.at_level(logging.WARNING), DeviceMemory.create(gpu, MIB) as made:
+            assert made.kind == "ipc"
+        assert gpu.uuid in caplog.text
+        with pytest.raises(GpuUnavailable, match="file descriptor"):
+            DeviceMemory.create(gpu, MIB, "vmm")
+        assert fake.leftovers() == {}
+
+
+def test_a_gpu_without_vmm_opens_no_descriptors(spawn):
+    with received(spawn().export(MIB, 1)) as (handle, fd), fake_cuda(vmm=False) as fake:
+        with pytest.raises(GpuUnavailable, match="file descriptor"):
+            DeviceMemory.open(handle, fd, on=Gpu.find("0"))
+        assert fake.leftovers() == {}
+
+
+def test_a_peer_without_access_is_refused_by_name():
+    with fake_cuda(gpus=2, peer_access=False) as fake:
+        first, second = Gpu.find("0"), Gpu.find("1")
+        with DeviceMemory.create(first, MIB) as made, exported(made) as (handle, fd):
+            with pytest.raises(GpuUnavailable, match=f"{second.uuid}.*{first.uuid}.*peer access"):
+                DeviceMemory.open(handle, fd, on=second)
+            assert num_mapped() == 1
+        assert fake.leftovers() == {}
+
+
+def test_a_gpu_that_this_process_does_not_see(fake, spawn, monkeypatch):
+    other = spawn(gpus=1)
+    with DeviceMemory.create(Gpu.find("1"), MIB) as made, exported(made) as (handle, fd):
+        assert other.open(handle, fd).startswith("GpuUnavailable")
+        assert other.mapped() == "0"
+
+
+@pytest.mark.parametrize("kind", ["vmm", "ipc"])
+def test_memory_that_does_not_fit(fake, kind):
+    with DeviceMemory.create(Gpu.find("0"), 60 * MIB):
+        with pytest.raises(GpuMemoryFull, match="no room for 8 MiB on Fake GPU 0.*4 of 64 MiB are free"):
+            DeviceMemory.create(Gpu.find("0"), 8 * MIB, kind)
+        assert num_mapped() == 1
+    with pytest.raises(ValueError, match="bytes of GPU memory"):
+        DeviceMemory.create(Gpu.find("0"), 0)
+
+
+def test_mixed_driver_versions_are_named_when_the_import_fails(fake, spawn):
+    other = spawn(driver_version=13000)
+    with received(other.export(MIB, 1)) as (handle, fd):
+        fake.fail("cuMemImportFromShareableHandle", error="NOT_SUPPORTED")
+        with pytest.raises(GpuUnavailable, match=r"NOT_SUPPORTED.*version 13000, this process's 12090"):
+            DeviceMemory.open(handle, fd, on=Gpu.find("0"))
+        with DeviceMemory.open(handle, fd, on=Gpu.find("0")) as opened:
+            assert byte_at(opened) == 1
+
+
+def good_handle(**changes):
+    values = {"kind": "vmm", "gpu": Gpu.find("0").uuid, "nbytes": 2 * MIB, "driver": 12090, "pid": 1, "data": b""}
+    return Handle(**values | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "what"},
+        {"gpu": "GPU-1"},
+        {"gpu": "../../etc"},
+        {"nbytes": 0},
+        {"nbytes": -1},
+        {"nbytes": 1 << 60},
+        {"driver": -1},
+        {"pid": 0},
+        {"data": bytes(65)},
+        {"data": bytes(64)},
+        {"kind": "ipc"},
+        {"kind": "ipc", "data": bytes(64)},
+        {"kind": "ipc", "data": bytes(63)},
+    ],
+    ids=str,
+)
+def test_an_absurd_handle_never_reaches_the_driver(fake, changes):
+    gpu = Gpu.find("0")
+    handle = good_handle(**changes)
+    with open("/dev/null") as file:
+        before = fake.calls.copy()
+        with pytest.raises(GpuUnavailable, match="a handle"):
+            DeviceMemory.open(handle, file.fileno(), on=gpu)
+        assert fake.calls == before
+
+
+def test_handles_are_bounded_on_decode(fake):
+    raw = msgspec.msgpack.encode(good_handle(data=bytes(65)))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(raw, type=Handle)
+    raw = msgspec.msgpack.encode(good_handle())
+    assert msgspec.msgpack.decode(raw, type=Handle) == good_handle()
+
+
+def test_a_descriptor_that_is_no_gpu_memory(fake):
+    with open("/dev/null") as file, pytest.raises(GpuUnavailable, match="cannot be opened"):
+        DeviceMemory.open(good_handle(), file.fileno(), on=Gpu.find("0"))
+
+
+def test_a_handle_that_promises_more_than_there_is(fake, spawn):
+    gpu = Gpu.find("0")
+    with DeviceMemory.create(gpu, 2 * MIB) as made, exported(made) as (handle, fd):
+        bigger = msgspec.structs.replace(handle, nbytes=4 * MIB)
+        with pytest.raises(GpuError, match="cuMemMap"):
+            DeviceMemory.open(bigger, fd, on=gpu)
+        odd = msgspec.structs.replace(handle, nbytes=MIB)
+        with pytest.raises(GpuUnavailable, match="granules"):
+            DeviceMemory.open(odd, fd, on=gpu)
+    legacy, _ = spawn().export(2 * MIB, 1, "ipc")
+    with pytest.raises(GpuUnavailable, match="promises"):
+        DeviceMemory.open(msgspec.structs.replace(legacy, nbytes=4 * MIB), -1, on=gpu)
+    assert num_mapped() == 0
+
+
+def vmm_life(fake, _):
+    gpu = Gpu.find("0")
+    with (
+        DeviceMemory.create(gpu, 2 * MIB) as made,
+        exported(made) as (handle, fd),
+        DeviceMemory.open(handle, fd, on=gpu),
+        DeviceMemory.open(handle, fd, on=Gpu.find("1")),
+    ):
+        pass
+
+
+def ipc_life(fake, handle):
+    gpu = Gpu.find("0")
+    with DeviceMemory.create(gpu, 2 * MIB, "ipc") as made, exported(made):
+        pass
+    with DeviceMemory.open(handle, -1, on=gpu):
+        pass
+
+
+@pytest.mark.parametrize("life", [vmm_life, ipc_life])
+def test_whatever_call_fails_nothing_is_left(spawn, life, forget_mapped, caplog):
+    """Every call of a life fails once. If it is one that gives back, the others are still made, and it is logged."""
+    foreign = spawn().export(2 * MIB, 1, "ipc")[0]
+    with fake_cuda(gpus=2) as fake:
+        life(fake, foreign)
+        clean = fake.calls.copy()
+    failed = set()
+    for n in range(clean.total()):
+        with fake_cuda(gpus=2) as fake:
+            caplog.clear()
+            mapped = num_mapped()
+            fake.fail(after=n)
+            with contextlib.suppress(GpuError):
+                life(fake, foreign)
+            (name,) = fake.failed
+            failed.add(name)
+            if name in RELEASES:
+                assert {name: fake.calls[name] for name in RELEASES} == {name: clean[name] for name in RELEASES}
+                assert f"not released cleanly: {name} failed" in caplog.text
+            else:
+                fake.heal()
+                assert (fake.leftovers(), num_mapped()) == ({}, mapped), name
+    assert failed == clean.keys()
+
+
+def test_what_the_driver_does_not_release_still_counts(fake, forget_mapped, caplog):
+    made = DeviceMemory.create(Gpu.find("0"), MIB)
+    fake.fail("cuMemUnmap")
+    made.close()
+    assert "cuMemUnmap failed" in caplog.text
+    assert num_mapped() == 1
+    assert fake.leftovers() == {"reserved": 1, "mapped": 1, "used bytes": 2 * MIB}
+    fake.memory.close()
+
+
+def test_gpudirect_is_asked_for_where_the_gpu_has_it(fake):
+    seen = []
+    create = fake._functions["cuMemCreate"]
+    fake._functions["cuMemCreate"] = lambda nbytes, properties, flags: (
+        seen.append(properties.allocFlags.gpuDirectRDMACapable) or create(nbytes, properties, flags)
+    )
+    for gpu in (Gpu.find("0"), replace(Gpu.find("0"), supports_rdma=False)):
+        DeviceMemory.create(gpu, MIB).close()
+    assert seen == [1, 0]
