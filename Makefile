@@ -5,12 +5,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The GPU targets set nothing up: they need what `pip install '.[gpu,testing]'` installs, no more.
+GPU_PYTHON := $(or $(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench gpu-test gpu-bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv with vLLM, PDX and the tools (the other targets do it when needed)
 
@@ -36,6 +38,13 @@ format: $(READY)  ## rewrite the files as ruff likes them
 
 bench: $(READY)  ## measure
 	@$(BIN)/python -m bench.all
+
+gpu-test:  ## the tests that need an NVIDIA GPU, and the kernels under compute-sanitizer where it is installed
+	$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
+	$(GPU_PYTHON) -m bench.gpu_sanitizer
+
+gpu-bench:  ## measure what needs an NVIDIA GPU (ARGS="--only kernels,pinned" for a part)
+	@$(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 clean:  ## remove what the targets made, but for .venv
 	rm -rf .demo build dist *.egg-info pdx-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from typing import Any
 
+from bench.gpu import SECTIONS
 from bench.report import RESULTS, at_least, console, publish
 
 BENCHES = ("pages", "node", "handoff", "overhead", "channels", "paged", "across", "digests")
-IDLE = "idle"  # takes as long as one wants; its last result is shown
+# Their last results are shown: one takes as long as one wants, the others need a GPU (`python -m bench.gpu`).
+SHOWN = ("idle", *(f"gpu-{section}" for section in SECTIONS))
 NUMBERS = RESULTS.parent.parent / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 PAGES_GOAL = 0.8
@@ -52,14 +54,16 @@ def table(bench: str) -> str:
     """One result as Markdown."""
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    versions = {**machine["versions"], **machine.get("gpu_versions", {})}
+    command = f"python -m bench.{bench.replace('-', ' --only ')}"
     picture = RESULTS / f"{bench}.png"
     lines = [
         f"### {result['title']}",
         "",
         *([f"![{result['title']}](../bench/results/{picture.name})", ""] if picture.exists() else []),
-        f"`python -m bench.{bench}`, {machine['date']}, {machine['cpus']}-core {machine['cpu']}, no GPU, "
-        f"Python {machine['python']}, {versions}; load at the end {machine['load_at_end']}.",
+        f"`{command}`, {machine['date']}, {machine['cpus']}-core {machine['cpu']}, {machine.get('gpu', 'no GPU')}, "
+        f"Python {machine['python']}, {', '.join(f'{name} {number}' for name, number in versions.items())}; "
+        f"load at the end {machine['load_at_end']}.",
         "",
         "| figure | measured | goal | met | note |",
         "|---|---:|---|---|---|",
@@ -75,7 +79,7 @@ def fill_numbers() -> None:
     """Replace what stands between the marks."""
     head, _, rest = NUMBERS.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
-    tables = "\n".join(table(bench) for bench in (*BENCHES, IDLE) if (RESULTS / f"{bench}.json").exists())
+    tables = "\n".join(table(bench) for bench in (*BENCHES, *SHOWN) if (RESULTS / f"{bench}.json").exists())
     NUMBERS.write_text(f"{head}{BEGIN}\n{tables}\n{END}{tail}")
 
 

@@ -47,8 +47,16 @@ def plain(name: str, value: float, unit: str, note: str = "") -> Figure:
     return Figure(name, round(value, 4), unit, note=note)
 
 
-def publish(bench: str, title: str, figures: list[Figure], details: dict[str, Any] | None = None) -> None:
-    """Show the figures, keep them in results/<bench>.json, and print the last line."""
+def publish(
+    bench: str,
+    title: str,
+    figures: list[Figure],
+    details: dict[str, Any] | None = None,
+    *,
+    facts: dict[str, Any] | None = None,
+    folder: Path = RESULTS,
+) -> None:
+    """Show the figures, keep them in `folder`/<bench>.json, print the last line. `facts`: more about the machine."""
     table = Table(title=title, title_justify="left")
     for column in ("figure", "measured", "unit", "goal", "met", "note"):
         table.add_column(column, justify="right" if column == "measured" else "left")
@@ -59,12 +67,12 @@ def publish(bench: str, title: str, figures: list[Figure], details: dict[str, An
     result = {
         "bench": bench,
         "title": title,
-        "machine": machine(),
+        "machine": {**machine(), **(facts or {})},
         "figures": [asdict(figure) for figure in figures],
         "details": details or {},
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{bench}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{bench}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
 
 

@@ -11,12 +11,15 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from pdx.errors import ChannelError
+from pdx.errors import ChannelError, ChannelUnavailable
+
+if TYPE_CHECKING:
+    from pdx.cuda.memory import DeviceMemory, Handle
 
 TOKEN_BYTES = 16
 MAX_DETAIL_BYTES = 64 << 10
@@ -66,20 +69,80 @@ class Availability(msgspec.Struct, frozen=True):
 
 
 class Memory:
-    """A block of host memory to be registered. `path`: the file it maps from offset 0, where there is one.
+    """A block of host memory to be registered. `path`: the file it maps from offset 0, where there is one. `gpu`: the
+    UUID of the GPU that memory lies on, empty for the host's.
 
     Whoever holds it keeps the mapping alive.
     """
 
+    gpu = ""
+
     def __init__(self, view: memoryview, path: Path | None = None) -> None:
-        self.view = view.cast("B")
-        self.nbytes = self.view.nbytes
-        self.path = path
-        self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self.view)
+        self._view = view.cast("B")
+        self._path = path
+        self._anchor = (ctypes.c_char * self._view.nbytes).from_buffer(self._view)
+        self.nbytes = self._view.nbytes
         self.address = ctypes.addressof(self._anchor)
 
     def __repr__(self) -> str:
-        return f"<Memory {self.nbytes >> 10} KiB {self.path or 'anonymous'}>"
+        return f"<Memory {self.nbytes >> 10} KiB {self._path or 'anonymous'}>"
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return self._view
+
+    @property
+    def path(self) -> Path | None:
+        """Its file."""
+        return self._path
+
+
+class GpuMemory(Memory):
+    """The first `nbytes` of a block of GPU memory. It has no view and no file; asking for them is the error that a
+    backend which moves host memory only must raise anyway.
+
+    `device` stays its owner's, who closes it, after every region over it.
+    """
+
+    def __init__(self, device: DeviceMemory, nbytes: int = 0) -> None:
+        """`nbytes`: less than all of it; the driver rounds up."""
+        self._device = device
+        self.nbytes = nbytes or device.nbytes
+        self.address = device.address
+        self.gpu = device.gpu
+
+    def __repr__(self) -> str:
+        return f"<GpuMemory {self.nbytes >> 10} KiB of {self.gpu}>"
+
+    @property
+    def view(self) -> memoryview:
+        """:raises ChannelUnavailable: always."""
+        raise ChannelUnavailable(f"{self} cannot be read or written by the processor")
+
+    @property
+    def path(self) -> Path | None:
+        """:raises ChannelUnavailable: always."""
+        raise ChannelUnavailable(f"{self} is no file")
+
+    def export(self) -> tuple[Handle, int]:
+        """What another process of this host opens it with: a handle and a descriptor, which is the caller's to close
+        (-1 if there is none).
+
+        :raises GpuError: the driver cannot.
+        """
+        return self._device.export()
+
+
+def check_on_host(memory: Memory, scheme: str) -> None:
+    """What `register` of a backend that moves host memory only checks first.
+
+    :raises ChannelUnavailable: it is a GPU's.
+    """
+    if memory.gpu:
+        raise ChannelUnavailable(
+            f"{scheme} moves host memory, and {memory} is a GPU's; use cuda_ipc on one host, nixl or ucx between hosts"
+        )
 
 
 class Transfer(ABC):

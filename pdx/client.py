@@ -49,6 +49,9 @@ from pdx.messages import (
 if TYPE_CHECKING:
     import torch
 
+    from pdx.cuda.arena import DeviceSpan
+    from pdx.memory import Arena
+
 _A = TypeVar("_A", bound=Answer)
 _ASK_AGAIN_S = 0.002
 _FETCH_S = 5.0
@@ -76,6 +79,7 @@ class Node:
     def __init__(self, connection: Connection, timeout_s: float) -> None:
         self._connection = connection
         self._timeout_s = timeout_s
+        self._arena: Arena | None = connection.arena
 
     def __repr__(self) -> str:
         return f"<Node {self._connection!r}>"
@@ -148,8 +152,14 @@ class Node:
         return self._call(Status(), NodeStatus)
 
     def close(self) -> None:
-        """Detach: leases end, unsealed chunks are given back. Idempotent."""
+        """Detach: leases end, unsealed chunks are given back. Idempotent.
+
+        Memory of a GPU stays mapped as long as a tensor of it lives.
+        """
+        arena, self._arena = self._arena, None
         self._connection.close()
+        if arena is not None and arena.gpu:
+            arena.close()
 
     def __enter__(self) -> Node:
         return self
@@ -168,7 +178,7 @@ class Node:
 
 
 class _MappedChunk:
-    """A slot of the arena in this process's address space."""
+    """A slot of the arena in this process's address space; on a GPU, from the first `tensor` on."""
 
     def __init__(self, node: Node, name: str, slot: Slot) -> None:
         self._node = node
@@ -176,6 +186,7 @@ class _MappedChunk:
         self.name = name
         self.slot = slot
         self._open = True
+        self._device = -1  # ordinal of the GPU that may be working on a tensor of it
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self.slot.nbytes} bytes{'' if self._open else ' closed'}>"
@@ -190,13 +201,35 @@ class _MappedChunk:
         self._arena.check(self.slot)
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> torch.Tensor:
-        """The chunk's bytes as a tensor that shares them. Of a readable chunk: read, do not write.
+        """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one. Of a readable chunk: read,
+        do not write.
 
         :raises StaleSlot: see `check`.
+        :raises GpuError: this process cannot map memory of that GPU. :raises NodeError: the node does not let it.
         """
         import torch
 
+        if self._arena.gpu:
+            self._device, span = self._on_gpu()
+            return torch.as_tensor(span, device=f"cuda:{self._device}").view(dtype).view(tuple(shape))
         return torch.frombuffer(self._arena.view(self.slot), dtype=dtype).view(tuple(shape))
+
+    def _on_gpu(self) -> tuple[int, DeviceSpan]:
+        """The GPU's ordinal in this process, and the chunk's bytes, mapped for it."""
+        from pdx.cuda.arena import GpuArena
+        from pdx.cuda.gpu import Gpu
+
+        assert isinstance(self._arena, GpuArena)
+        gpu = Gpu.find(self._arena.gpu)
+        self._arena.map(gpu)
+        return gpu.ordinal, self._arena.span(self.slot)
+
+    def _finish(self) -> None:
+        """What this process has asked a GPU to do with the chunk's tensors is done."""
+        if self._device >= 0:
+            import torch
+
+            torch.cuda.synchronize(self._device)
 
 
 class WritableChunk(_MappedChunk):
@@ -211,12 +244,15 @@ class WritableChunk(_MappedChunk):
         """The chunk's bytes, writable until it is sealed.
 
         :raises StaleSlot: see `check`.
+        :raises LayoutError: they are on a GPU; use `tensor`.
         """
         view = self._arena.view(self.slot)
         return view if self._open else view.toreadonly()
 
     def fill(self, part: int) -> None:
         """Part `part` is filled. Parts not named are taken as filled by `seal()`.
+
+        On a GPU, this and `seal` wait for what the GPU has been asked to do.
 
         :raises StaleSlot: the reservation ended before.
         """
@@ -231,6 +267,7 @@ class WritableChunk(_MappedChunk):
         self._open = False
 
     def _fill(self, fill: Fill) -> None:
+        self._finish()
         if not self._node._call(fill, Done).count:
             raise StaleSlot(f"the reservation of {self!r} ended before it was sealed")
 
@@ -238,6 +275,7 @@ class WritableChunk(_MappedChunk):
         """Give the room back. Idempotent."""
         if self._open:
             self._open = False
+            self._finish()
             self._node._call(Abort([self.slot]), Done)
 
     def __enter__(self) -> WritableChunk:
@@ -261,6 +299,7 @@ class ReadableChunk(_MappedChunk):
         """The chunk's bytes, read-only.
 
         :raises StaleSlot: see `check`.
+        :raises LayoutError: they are on a GPU; use `tensor`.
         """
         return self._arena.view(self.slot).toreadonly()
 
@@ -278,6 +317,7 @@ class ReadableChunk(_MappedChunk):
         """
         if self._open and self._lease:
             self._open = False
+            self._finish()
             self._node._call(Release(self._lease), Done)
 
     def __enter__(self) -> ReadableChunk:

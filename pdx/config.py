@@ -23,6 +23,7 @@ from pdx.errors import ConfigError
 _T = TypeVar("_T")
 
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -86,6 +87,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str
     arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30
+    gpu: Annotated[str, Meta(max_length=64)] = ""  # ordinal or UUID of the GPU that has the arena; empty: host memory
+    numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
     listen: str = ""  # where peers connect: ipc or tcp; empty: a socket beside `address`, for peers on this host
@@ -120,12 +123,19 @@ def listen_address(config: NodeConfig) -> str:
     return config.listen or f"{config.address}.peers"
 
 
+def handover_path(address: str) -> Path:
+    """Where a node hands over its GPU memory."""
+    return Path(f"{socket_path(address)}.gpu")
+
+
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config` of `PdxConnector`; the same for every role."""
 
     node: str = ""  # empty: PDX_NODE, else this host's default socket
     start_node: bool = True  # start a node where none runs
     arena: str | int = "4GiB"  # size of the arena if this engine has to start the node
+    gpu: Annotated[str, Meta(max_length=64)] = ""  # of a node that this engine starts, see NodeConfig; as is `numa`
+    numa: NumaChoice = "auto"
     proxy: str = ""  # told to a node that this engine starts
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     save: bool = True  # put prompts into the store

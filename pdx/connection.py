@@ -87,7 +87,7 @@ class Connection:
             return False
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"the node at {self.address} answers {answer} to hello")
-        self._arena = Arena.open(Path(answer.arena_path), answer.arena_bytes)
+        self._arena = self._open(answer)
         try:
             self._pidfd = os.pidfd_open(answer.pid)
         except OSError as error:
@@ -95,6 +95,17 @@ class Connection:
         self._welcome = answer
         self._heart.start()
         return True
+
+    def _open(self, welcome: Welcome) -> Arena:
+        path = Path(welcome.arena_path)
+        if not welcome.gpu:
+            return Arena.open(path, welcome.arena_bytes)
+        from pdx.cuda.arena import GpuArena
+
+        handover = Path(welcome.handover)
+        return GpuArena.open(
+            path, welcome.arena_bytes, welcome.gpu, handover, welcome.ticket, is_node_alive=lambda: self.is_alive
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -104,10 +115,11 @@ class Connection:
     @property
     def is_alive(self) -> bool:
         """Whether the node process that welcomed this one still runs."""
-        if self._pidfd < 0:
+        pidfd = self._pidfd
+        if pidfd < 0:
             return False
         poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
+        poller.register(pidfd, select.POLLIN)
         return not poller.poll(0)
 
     @property
@@ -117,7 +129,8 @@ class Connection:
 
     @property
     def arena(self) -> Arena:
-        """The node's arena; only when attached."""
+        """The node's arena; only when attached. Of one on a GPU this maps the generations: who maps its data (a
+        `pdx.cuda.arena.GpuArena`) also closes it."""
         if self._arena is None:
             raise NodeUnavailable(f"not attached to the node at {self.address}")
         return self._arena
@@ -246,9 +259,9 @@ class Connection:
             self._heart.join()
         self._context.term()
         self._arena = None  # unmapped when the last view of it is gone
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
 
     def __enter__(self) -> Connection:
         return self

@@ -6,10 +6,20 @@ Hashing releases the GIL for all but the smallest slices.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import xxhash
 
 
-def digests(memory: memoryview, spans: Iterable[tuple[int, int]]) -> bytes:
+class Readable(Protocol):
+    """Memory that the CPU can read, itself or as copies: an `Arena`."""
+
+    nbytes: int
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """These bytes."""
+
+
+def digests(memory: Readable, spans: Iterable[tuple[int, int]]) -> bytes:
     """One digest after the other for these (offset, bytes) of `memory`."""
-    return b"".join(xxhash.xxh3_64_digest(memory[offset : offset + nbytes]) for offset, nbytes in spans)
+    return b"".join(xxhash.xxh3_64_digest(memory.read(offset, nbytes)) for offset, nbytes in spans)

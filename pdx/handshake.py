@@ -14,7 +14,7 @@ never opens again: its peer must say hello anew, and gets new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -89,6 +89,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     schemes: Sequence[str]
     layouts: Sequence[bytes] = ()
+    without: Mapping[str, str] = {}  # why it has not got other schemes; told to a peer that has no other
 
     def hello(self) -> PeerHello:
         """The first message of a link."""
@@ -115,7 +116,7 @@ def check_hello(own: Identity, hello: PeerHello, *, authenticated: str | None, b
     if buried:
         raise PeerRefused(f"this life of {hello.name!r} (epoch {hello.epoch}) has ended")
     _check_layouts(own, hello.name, hello.layouts)
-    return _common(own.schemes, hello.schemes, hello.name)
+    return _common(own, hello.schemes, hello.name)
 
 
 def check_welcome(own: Identity, expected: str, welcome: PeerWelcome) -> list[str]:
@@ -129,7 +130,7 @@ def check_welcome(own: Identity, expected: str, welcome: PeerWelcome) -> list[st
     if welcome.epoch == own.epoch:
         raise PeerRefused(f"{expected!r} is this node itself")
     _check_layouts(own, welcome.name, welcome.layouts)
-    return _common(own.schemes, [region.scheme for region in welcome.regions], welcome.name)
+    return _common(own, [region.scheme for region in welcome.regions], welcome.name)
 
 
 def _check_version(version: int) -> None:
@@ -145,11 +146,12 @@ def _check_layouts(own: Identity, name: str, theirs: Sequence[bytes]) -> None:
         )
 
 
-def _common(ours: Sequence[str], theirs: Sequence[str], name: str) -> list[str]:
-    common = [scheme for scheme in ours if scheme in set(theirs)]
+def _common(own: Identity, theirs: Sequence[str], name: str) -> list[str]:
+    common = [scheme for scheme in own.schemes if scheme in set(theirs)]
     if not common:
+        reasons = "".join(f"; {scheme}: {own.without[scheme]}" for scheme in theirs if scheme in own.without)
         raise PeerRefused(
-            f"no channel in common with {name!r}: one side has {', '.join(ours) or 'none'}, "
-            f"the other {', '.join(theirs) or 'none'}; `pdx doctor` says what is missing"
+            f"no channel in common with {name!r}: one side has {', '.join(own.schemes) or 'none'}, "
+            f"the other {', '.join(theirs) or 'none'}; `pdx doctor` says what is missing{reasons}"
         )
     return common

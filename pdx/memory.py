@@ -3,6 +3,8 @@
 The file is [data][generations]: one 64-bit generation per 4 KB granule of data. The node alone writes generations;
 a slot is what it was promised to be as long as the generation at its offset is the promised one. So an engine
 checks before and after a copy, without a message, that nobody took the slot away meanwhile.
+
+Where the data lies on a GPU (`pdx.cuda.arena`), the file holds the generations alone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar, Self
 
 from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
 from pdx.messages import Slot
@@ -21,6 +24,7 @@ from pdx.messages import Slot
 GRANULE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: map all pages now instead of at the first touch
 _POPULATE_BYTES = 64 << 20
+_GENERATION_BYTES = 8
 
 
 def round_up(nbytes: int) -> int:
@@ -51,26 +55,37 @@ def _populate(address: int, nbytes: int, owner: object) -> None:
 
 
 class Arena:
-    """A mapping of a node's chunk memory. `slice()` and `check()` may be called from any thread.
+    """A mapping of a node's chunk memory. Every method but `close` may be called from any thread.
 
     Whoever holds a view of it keeps the mapping alive; `close()` then only drops this object's own reference.
     """
 
+    gpu: str = ""  # UUID of the GPU that has the data; empty: host memory
+    address: int  # of the data, in this process
+    _has_data_in_file: ClassVar[bool] = True
+
     def __init__(self, path: Path, nbytes: int, *, writable_generations: bool) -> None:
         self.path = path
         self.nbytes = nbytes
-        total = nbytes + nbytes // GRANULE_BYTES * 8
+        total = self._file_bytes(nbytes)
+        table_bytes = nbytes // GRANULE_BYTES * _GENERATION_BYTES
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(fd).st_size != total:
                 raise NodeUnavailable(f"{path} has {os.fstat(fd).st_size} bytes, expected {total}")
-            self._data = mmap.mmap(fd, nbytes)
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable_generations else 0)
-            self._table = mmap.mmap(fd, total - nbytes, prot=protection, offset=nbytes)
+            self._table = mmap.mmap(fd, table_bytes, prot=protection, offset=total - table_bytes)
+            self._data = mmap.mmap(fd, nbytes) if self._has_data_in_file else None
         finally:
             os.close(fd)
-        self.data = memoryview(self._data)
         self.generations = memoryview(self._table).cast("Q")
+        if self._data is not None:
+            self._bytes = memoryview(self._data)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._data))
+
+    @classmethod
+    def _file_bytes(cls, nbytes: int) -> int:
+        return (nbytes if cls._has_data_in_file else 0) + nbytes // GRANULE_BYTES * _GENERATION_BYTES
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Arena:
@@ -79,7 +94,12 @@ class Arena:
         :raises ArenaTooSmall: the file system cannot hold it.
         """
         nbytes = round_up(nbytes)
-        total = nbytes + nbytes // GRANULE_BYTES * 8
+        cls._allocate(path, nbytes)
+        return cls(path, nbytes, writable_generations=True)
+
+    @classmethod
+    def _allocate(cls, path: Path, nbytes: int) -> None:
+        total = cls._file_bytes(nbytes)
         stats = os.statvfs(path.parent)
         available = stats.f_bavail * stats.f_frsize
         if total > available:
@@ -96,7 +116,6 @@ class Arena:
             raise ArenaTooSmall(f"cannot allocate {total >> 20} MiB at {path}: {error}") from error
         finally:
             os.close(fd)
-        return cls(path, nbytes, writable_generations=True)
 
     @classmethod
     def open(cls, path: Path, nbytes: int) -> Arena:
@@ -110,7 +129,15 @@ class Arena:
             raise NodeUnavailable(f"cannot map the node's arena {path}: {error}") from error
 
     def __repr__(self) -> str:
-        return f"<Arena {self.path} {self.nbytes >> 20} MiB>"
+        return f"<{type(self).__name__} {self.path} {self.nbytes >> 20} MiB>"
+
+    @property
+    def data(self) -> memoryview:
+        """All of it, writable, without a copy.
+
+        :raises LayoutError: it is on a GPU.
+        """
+        return self._bytes
 
     def is_current(self, slot: Slot) -> bool:
         """Whether the slot is still what it was promised to be."""
@@ -127,27 +154,50 @@ class Arena:
         """The slot's bytes, without a copy.
 
         :raises StaleSlot: see `check`.
+        :raises LayoutError: they are on a GPU.
         """
         self.check(slot)
         return self.data[slot.offset : slot.offset + slot.nbytes]
 
-    def populate_in_background(self) -> threading.Thread:
-        """Map all pages into this process from a daemon thread, so that first copies run at full speed."""
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes to be read by the CPU: these very bytes where they are in host memory, else a copy of them.
+
+        :raises ValueError: they lie outside the arena.
+        :raises GpuError: they could not be copied.
+        """
+        check_span(offset, nbytes, self.nbytes)
+        return self.data[offset : offset + nbytes]
+
+    def populate_in_background(self) -> threading.Thread | None:
+        """Map all pages into this process from a daemon thread, so that first copies run at full speed.
+
+        Memory of a GPU has no such pages: None.
+        """
+        if self._data is None:
+            return None
         anchor = (ctypes.c_char * self.nbytes).from_buffer(self._data)  # keeps the mapping alive meanwhile
-        return populate_in_background(ctypes.addressof(anchor), self.nbytes, anchor)
+        return populate_in_background(self.address, self.nbytes, anchor)
 
     def close(self) -> None:
         """Drop this mapping; memory stays mapped as long as a view of it lives. Idempotent."""
         self.generations.release()
-        self.data.release()
+        if self._data is not None:
+            self._bytes.release()
         for mapping in (self._table, self._data):
             with contextlib.suppress(BufferError):  # a view is alive: the mapping goes with it
-                mapping.close()
+                if mapping is not None:
+                    mapping.close()
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_span(offset: int, nbytes: int, total: int) -> None:
+    """:raises ValueError: [offset, offset + nbytes) is not inside `total` bytes."""
+    if not (offset >= 0 and 0 <= nbytes <= total - offset):
+        raise ValueError(f"{nbytes} bytes at {offset} are not inside {total} bytes")

@@ -16,7 +16,7 @@ from pdx.errors import ProtocolError
 
 _T = TypeVar("_T")
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 4 << 20
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024
@@ -33,6 +33,7 @@ Bytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # CLOCK_MONOTONIC of the sender's host, nanoseconds
 Handle = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+GpuId = Annotated[str, Meta(max_length=64)]  # UUID, the same for every process of a host; empty: host memory
 PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
 ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
@@ -194,13 +195,20 @@ class Status(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Attached. Map `arena_path`; every slot of this node is in there while `epoch` stands."""
+    """Attached. Map `arena_path`; every slot of this node is in there while `epoch` stands.
+
+    If `gpu` is not empty, that file has the generations alone; who needs the data asks at the socket `handover` for it
+    and shows this session's secret `ticket` (`pdx.cuda.handover`).
+    """
 
     epoch: Handle
     pid: Count
     arena_path: Name
     arena_bytes: Bytes
     granule_bytes: Bytes
+    gpu: GpuId = ""
+    handover: Name = ""
+    ticket: Annotated[bytes, Meta(max_length=16)] = b""
 
 
 class Found(Message, frozen=True):
@@ -283,6 +291,8 @@ class NodeStatus(Message, frozen=True):
     counters: dict[str, int]
     listen: str = ""
     peers: list[PeerStatus] = []
+    gpu: str = ""  # UUID of the GPU that the arena is on; empty: host memory
+    mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
 
 
 Ask = (

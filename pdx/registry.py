@@ -17,6 +17,7 @@ from pdx.errors import ChannelUnavailable, ConfigError
 GROUP = "pdx.channels"
 _OURS = {
     "shm": "pdx.transports.shm:ShmRegion",
+    "cuda_ipc": "pdx.transports.cuda_ipc:CudaIpcRegion",
     "tcp": "pdx.transports.tcp:TcpRegion",
     "nixl": "pdx.transports.nixl:NixlRegion",
     "ucx": "pdx.transports.ucx:UcxRegion",
@@ -27,10 +28,14 @@ CLASHES = {"ucx": "nixl"}
 INSIDE_ONE_PROCESS = frozenset({"inproc"})  # never between nodes
 
 
-def schemes() -> list[str]:
-    """All names, ours first."""
+FOR_GPUS = "cuda_ipc"  # comes first where the memory is a GPU's
+
+
+def schemes(*, on_gpu: bool = False) -> list[str]:
+    """All names, ours first, in the order in which to try them for memory of the host or of a GPU."""
     found = {point.name for point in entry_points(group=GROUP)}
-    return [*_OURS, *sorted(found - _OURS.keys())]
+    names = [*_OURS, *sorted(found - _OURS.keys())]
+    return sorted(names, key=lambda name: name != FOR_GPUS) if on_gpu else names
 
 
 def find(scheme: str) -> type[Region]:

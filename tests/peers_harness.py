@@ -48,12 +48,15 @@ class Cluster:
         """Start these nodes, also again, and attach to them."""
         for name in names:
             settings = {**self._settings, **self._of_one.get(name, {})}
-            self.nodes[name] = NodeProcess(
-                NodeConfig(address=self.address(name), name=name, roster=self._roster, **settings)
-            )
+            config = NodeConfig(address=self.address(name), name=name, roster=self._roster, **settings)
+            self.nodes[name] = self.node(name, config)
         for name in names:
             self.nodes[name].wait_ready()
             self.attach(name)
+
+    def node(self, name: str, config: NodeConfig) -> NodeProcess:
+        """A process that is this node."""
+        return NodeProcess(config)
 
     def attach(self, name: str) -> pdx.Node:
         """A client of this process, also in the place of one whose node was killed."""

@@ -50,7 +50,11 @@ RULES = [
     rule("pdx/cuda", CORE - ATTACHED, "msgspec", lazy="cuda"),
     rule("pdx/store", CORE - ATTACHED, "msgspec"),
     rule("pdx/node", CORE - ATTACHED | {"pdx.store", "pdx.cuda"}, "msgspec zmq"),
-    rule("pdx/vllm", CORE | {"pdx.cuda", "pdx.kernels", "pdx.node.start"}, "msgspec numpy torch vllm prometheus_client"),
+    rule(
+        "pdx/vllm",
+        CORE | {"pdx.cuda", "pdx.kernels", "pdx.node.start"},
+        "msgspec numpy torch vllm prometheus_client",
+    ),
     rule("pdx/cli", CORE, "click rich msgspec", lazy="*"),
     rule("pdx/testing", CORE | {"pdx.cuda", "pdx.kernels", "pdx.transports"}, "*", lazy="*"),
     rule("transports", CORE - ATTACHED | {"pdx.cuda"}, "*"),

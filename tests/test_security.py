@@ -113,6 +113,7 @@ def test_every_place_that_listens_is_known():
     """Each of them is tested for what it listens on: here, and in tests/transports for the channels."""
     binds = {where.partition(":")[0] for where, node in nodes(ast.Attribute) if node.attr == "bind"}
     assert {path for path in binds if not path.startswith("transports/")} == {
+        "pdx/cuda/handover.py",  # tests/node/test_gpu_handover.py
         "pdx/gate.py",
         "pdx/node/daemon.py",
         "pdx/node/door.py",

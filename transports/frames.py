@@ -1,7 +1,8 @@
 """What travels over a stream, as bytes: greeting and answer, the head of a write, acknowledgements. No I/O.
 
     writer → reader   Greeting, then for each part of a write: head with a short body in it, or head, body; payload
-    reader → writer   Answer, then for each write that is over: Ack
+    reader → writer   Answer, an Ack; UNREACHABLE has a reason of `number` bytes behind it; then for each write that is
+                      over: Ack
 
 Every frame carries the session's token. All sizes are bounded here, before anything is allocated for them. A large
 write travels in parts, over several streams; all its parts carry the same body, so any of them may be the first to
@@ -33,6 +34,7 @@ MAX_GREETING_BYTES = 256
 HEAD_BYTES = 256  # the rest of it is room for a body, so that most writes are one receive and their payload
 INLINE_BYTES = HEAD_BYTES - _HEAD.size
 ACK_BYTES = _ACK.size
+MAX_REASON_BYTES = 1024
 MAX_BODY_BYTES = MAX_NOTIFY_BYTES + MAX_PIECES * 32 + 64
 
 # Answers to a greeting and to a write.
@@ -162,6 +164,27 @@ def unpack_ack(packed: bytes | bytearray | memoryview) -> Ack:
     if status not in (OK, UNKNOWN, UNREACHABLE, REFUSED):
         raise ProtocolError(f"an acknowledgement of kind {status}")
     return Ack(token, number, status)
+
+
+def pack_answer(token: bytes, status: int, reason: str = "") -> bytes:
+    """To a greeting; only UNREACHABLE has a reason."""
+    text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
+    return pack_ack(Ack(token, len(text), status)) + text
+
+
+def reason_bytes(answer: Ack) -> int:
+    """How many bytes of a reason follow.
+
+    :raises ProtocolError: too many.
+    """
+    if answer.number > MAX_REASON_BYTES:
+        raise ProtocolError(f"a reason of {answer.number} bytes; at most {MAX_REASON_BYTES} are possible")
+    return answer.number
+
+
+def unpack_reason(packed: bytes | bytearray) -> str:
+    """One line that may be logged, whatever the peer has sent."""
+    return "".join(letter if letter.isprintable() else "?" for letter in packed.decode(errors="replace"))
 
 
 def parts_of(nbytes: int, streams: int) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdx.channel import Memory, Piece, RemoteRegion
-from pdx.errors import ChannelUnavailable, ProtocolError
+from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports.arrivals import Arrival, Arrivals
 from pdx.transports.frames import (
     GREETING_HEAD_BYTES,
@@ -33,6 +33,7 @@ from pdx.transports.frames import (
     greeting_bytes,
     inline_body,
     pack_ack,
+    pack_answer,
     unpack_greeting,
     unpack_head,
 )
@@ -130,6 +131,7 @@ class StreamListener(SessionListener):
         """Bring the payload of these pieces, all of which may land, into memory.
 
         :raises OSError: the stream ended or broke before it was complete.
+        :raises ChannelBroken: it cannot be brought there.
         """
 
     @abstractmethod
@@ -215,6 +217,8 @@ class StreamListener(SessionListener):
             self._fault("greeting" if group is None else "frame", error)
         except OSError as error:
             self._fault("silence" if group is None else "lost", error)
+        except ChannelBroken as error:
+            self._fault("broken", error)
         finally:
             self._forget(stream, group)
 
@@ -231,27 +235,27 @@ class StreamListener(SessionListener):
         greeting = unpack_greeting(packed)
         group = self._join(stream, greeting)
         if group is None:
-            send_all(stream, [pack_ack(Ack(greeting.token, 0, UNKNOWN))])
+            send_all(stream, [pack_answer(greeting.token, UNKNOWN)])
             self._fault("token", "a token that opens nothing")
             return None
         try:
-            status = self._status_of(stream, group, greeting)
-            send_all(stream, [pack_ack(Ack(greeting.token, 0, status))])
+            why = self._why_not(stream, group, greeting)
+            send_all(stream, [pack_answer(greeting.token, UNREACHABLE if why else OK, why)])
         except (OSError, ProtocolError):
             self._leave(stream, group)
             raise
-        if status != OK:
+        if why:
             self._leave(stream, group)
             return None
         return group
 
-    def _status_of(self, stream: socket.socket, group: Group, greeting: Greeting) -> int:
+    def _why_not(self, stream: socket.socket, group: Group, greeting: Greeting) -> str:
         try:
             self._admit(stream, group, is_first=greeting.index == 0)
         except ChannelUnavailable as error:
             self._fault("unreachable", error)
-            return UNREACHABLE
-        return OK
+            return str(error) or "it cannot be reached"
+        return ""
 
     def _join(self, stream: socket.socket, greeting: Greeting) -> Group | None:
         session = self._sessions.find(greeting.token)

@@ -16,6 +16,7 @@ from pdx.channel import (
     Region,
     RemoteRegion,
     Transfer,
+    check_on_host,
     check_write,
 )
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, WriteRefused
@@ -145,6 +146,7 @@ class InprocRegion(Region):
         cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None
     ) -> InprocRegion:
         """See `Region.register`; there is nothing to do."""
+        check_on_host(memory, cls.scheme)
         return cls(memory, wake)
 
     def listen(self) -> InprocListener:

@@ -4,6 +4,8 @@ region → one agent, with the memory registered once · remote region → the a
 loaded · write → one transfer request with a descriptor per piece · notification → NIXL's own, sent when the request has
 completed, and a completed request has been flushed: its bytes are in the remote memory.
 
+Memory of a GPU is registered as such, where NIXL's UCX is one with CUDA; either side of a write may be a GPU's.
+
 Writes are one-sided: the receiver's processor sees none of them and cannot refuse any. Expelling a session closes its
 mouth, not its hands. Memory comes free when its writers have said goodbye or were processes of this host that are gone.
 
@@ -50,7 +52,7 @@ class NixlListener(Listener):
         """See `Listener.invite`."""
         agent, memory = self._region.agent, self._region.memory
         self._ledger.open(token)
-        detail = NixlDetail(agent.name, agent.metadata, memory.address, memory.nbytes)
+        detail = NixlDetail(agent.name, agent.metadata, memory.address, memory.nbytes, agent.place)
         return seal(NixlRegion.scheme, memory.nbytes, token, msgspec.msgpack.encode(detail))
 
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:

@@ -12,26 +12,56 @@ import importlib
 import mmap
 import secrets
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from pdx.channel import Availability, Memory
-from pdx.errors import ChannelUnavailable
+from pdx.cuda import driver
+from pdx.cuda.gpu import Gpu
+from pdx.errors import ChannelUnavailable, GpuError
 
-Span = tuple[int, int, int]  # address, bytes, device: 0 for host memory
+Span = tuple[int, int]  # address, bytes
 
 _WHEELS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")  # host memory is the same to all of them
+_CUDA_13 = 13000  # a driver older than that runs nothing that was built for it
 _FIX = "pip install 'pdx-transport[nixl]'"
 _PROGRESS_US = 1000  # NIXL's thread sleeps until UCX wakes it, at most so long; with 0 it would take a whole core
 
 
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """Where memory lies: the host's, or of the device with this number in the process that registered it."""
+
+    segment: Literal["DRAM_SEG", "VRAM_SEG"] = "DRAM_SEG"
+    device: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+
+    @classmethod
+    def of(cls, memory: Memory) -> Place:
+        """:raises ChannelUnavailable: it is a GPU's that this process does not see."""
+        if not memory.gpu:
+            return cls()
+        try:
+            return cls("VRAM_SEG", Gpu.find(memory.gpu).ordinal)
+        except GpuError as error:
+            raise ChannelUnavailable(str(error)) from error
+
+
+_HOST = Place()
+
+
 @functools.cache
 def _load() -> Any:
-    """The bindings of the wheel that is loaded already, else of the first that is installed.
+    """The bindings of the wheel that is loaded already, else of the first that is installed and suits the driver.
 
     :raises ImportError: there is none.
     """
-    names = sorted(_WHEELS, key=lambda name: name not in sys.modules)
-    for name in names:
+    try:
+        suits = "nixl_cu12" if driver.version() < _CUDA_13 else "nixl_cu13"
+    except GpuError:
+        suits = ""
+    for name in sorted(_WHEELS, key=lambda name: (name not in sys.modules, name != suits)):
         try:
             return importlib.import_module(f"{name}._bindings")
         except ModuleNotFoundError as error:
@@ -74,20 +104,36 @@ class NixlAgent:
         """
         self._bindings = _load()
         self.errors = _errors(self._bindings)
+        self.place = Place.of(memory)
         self.name = f"pdx-{secrets.token_hex(16)}"
         config = ",".join(f"{key}={value}" for key, value in settings.items())
         try:
             self._agent = _new_agent(self._bindings, self.name)
+            self._make_ready(memory)
             self._backends = [self._agent.createBackend("UCX", {"engine_config": config})]
-            self._registered = [self._register(memory)]
+            self._registered = [self._register(memory, self.place)]
             self.metadata: bytes = self._agent.getLocalMD()
             self._page = Memory(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))  # where greetings read to; no peer knows it
-            self._registered.append(self._register(self._page))
+            self._registered.append(self._register(self._page, _HOST))
         except self.errors as error:
-            raise ChannelUnavailable(f"NIXL cannot register {memory}: {error}") from error
+            hint = "; is its UCX one with CUDA?" if memory.gpu else ""
+            raise ChannelUnavailable(f"NIXL cannot register {memory}: {error}{hint}") from error
 
-    def _register(self, memory: Memory) -> Any:
-        descriptors = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [(memory.address, memory.nbytes, 0, "")])
+    def _make_ready(self, memory: Memory) -> None:
+        """What a GPU's memory needs before UCX starts: a plugin that takes it, and its context in this thread."""
+        if not memory.gpu:
+            return
+        _, segments = self._agent.getPluginParams("UCX")
+        if self.place.segment not in segments:
+            raise ChannelUnavailable(f"NIXL's UCX plugin takes no memory of GPUs, only {', '.join(segments)}")
+        try:
+            Gpu.find(memory.gpu).use()
+        except GpuError as error:
+            raise ChannelUnavailable(str(error)) from error
+
+    def _register(self, memory: Memory, place: Place) -> Any:
+        segment = getattr(self._bindings, place.segment)
+        descriptors = self._bindings.nixlRegDList(segment, [(memory.address, memory.nbytes, place.device, "")])
         self._agent.registerMem(descriptors, self._backends)
         return descriptors
 
@@ -101,17 +147,22 @@ class NixlAgent:
         with contextlib.suppress(self._bindings.nixlNotFoundError):  # NIXL has unloaded it when it lost it
             self._agent.invalidateRemoteMD(name)
 
-    def write(self, name: str, local: list[Span], remote: list[Span]) -> int:
-        """Begin to write; the handle."""
-        return self._post(self._bindings.NIXL_WRITE, name, local, remote)
+    def write(self, name: str, local: Sequence[Span], remote: Sequence[Span], place: Place) -> int:
+        """Begin to write from the registered memory to the other agent's, which lies at `place`; the handle."""
+        lists = self._descriptors(local, self.place), self._descriptors(remote, place)
+        return self._post(self._bindings.NIXL_WRITE, name, *lists)
 
-    def read_byte(self, name: str, address: int) -> int:
+    def read_byte(self, name: str, address: int, place: Place) -> int:
         """Begin to read one byte, into nowhere; the handle."""
-        return self._post(self._bindings.NIXL_READ, name, [(self._page.address, 1, 0)], [(address, 1, 0)])
+        lists = self._descriptors([(self._page.address, 1)], _HOST), self._descriptors([(address, 1)], place)
+        return self._post(self._bindings.NIXL_READ, name, *lists)
 
-    def _post(self, verb: Any, name: str, local: list[Span], remote: list[Span]) -> int:
-        lists = [self._bindings.nixlXferDList(self._bindings.DRAM_SEG, each) for each in (local, remote)]
-        handle: int = self._agent.createXferReq(verb, *lists, name, b"", self._backends)
+    def _descriptors(self, spans: Sequence[Span], place: Place) -> Any:
+        segment = getattr(self._bindings, place.segment)
+        return self._bindings.nixlXferDList(segment, [(address, nbytes, place.device) for address, nbytes in spans])
+
+    def _post(self, verb: Any, name: str, local: Any, remote: Any) -> int:
+        handle: int = self._agent.createXferReq(verb, local, remote, name, b"", self._backends)
         try:
             self._agent.postXferReq(handle, b"")
         except self.errors:

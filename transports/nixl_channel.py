@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from pdx.channel import MAX_DETAIL_BYTES, Channel, Offset, Piece, RemoteRegion, Transfer, check_write
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
+from pdx.transports.nixl_agent import Place
 from pdx.transports.onesided import BYE, HELLO, WRITE, compose, this_process
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class NixlDetail(msgspec.Struct, array_like=True, frozen=True):
     metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_DETAIL_BYTES)]
     address: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     nbytes: Offset
+    place: Place
 
 
 class NixlPeer:
@@ -37,6 +39,7 @@ class NixlPeer:
     def __init__(self, detail: NixlDetail) -> None:
         self.name = detail.agent
         self.address = detail.address
+        self.place = detail.place
         self.channels = 0  # guarded by the region's lock
         self.is_broken = False
 
@@ -138,7 +141,7 @@ class NixlChannel(Channel):
 
         :raises ChannelBroken: it does not answer.
         """
-        begin = functools.partial(self.agent.read_byte, self.peer.name, self.peer.address)
+        begin = functools.partial(self.agent.read_byte, self.peer.name, self.peer.address, self.peer.place)
         greeting = self._begin(begin, self._message(HELLO, this_process()))
         if not greeting.wait(timeout_s):
             raise ChannelBroken(f"{self.peer.name} does not answer within {timeout_s} s")
@@ -149,9 +152,9 @@ class NixlChannel(Channel):
         """See `Channel.write`. Between processes of one host the copying is done here, at the speed of memory."""
         source, target = self.region.memory, self.peer.address
         check_write(pieces, notify, source.nbytes, self._remote.nbytes)
-        local = [(source.address + piece.local, piece.nbytes, 0) for piece in pieces]
-        remote = [(target + piece.remote, piece.nbytes, 0) for piece in pieces]
-        begin = functools.partial(self.agent.write, self.peer.name, local, remote)
+        local = [(source.address + piece.local, piece.nbytes) for piece in pieces]
+        remote = [(target + piece.remote, piece.nbytes) for piece in pieces]
+        begin = functools.partial(self.agent.write, self.peer.name, local, remote, self.peer.place)
         return self._begin(begin, self._message(WRITE, notify))
 
     def close(self) -> None:

@@ -37,7 +37,9 @@ from pdx.transports.frames import (
     pack_greeting,
     pack_part,
     parts_of,
+    reason_bytes,
     unpack_ack,
+    unpack_reason,
 )
 from pdx.transports.streams import Buffer, fill, send_all, send_some, shut
 
@@ -332,7 +334,7 @@ def greet(stream: socket.socket, greeting: Greeting, *, deadline: float, hand_ov
     """Say whose stream this is and wait for the answer; `hand_over` sends what belongs to the greeting.
 
     :raises ChannelBroken: the token is not known there.
-    :raises ChannelUnavailable: the reader cannot take what was handed over.
+    :raises ChannelUnavailable: the reader cannot take what was handed over, or there is nothing to hand over.
     :raises ProtocolError: the other side does not speak our protocol.
     :raises OSError: the stream broke, or the deadline is over.
     """
@@ -346,7 +348,10 @@ def greet(stream: socket.socket, greeting: Greeting, *, deadline: float, hand_ov
     if not hmac.compare_digest(ack.token, greeting.token):
         raise ProtocolError("the answer is for somebody else")
     if ack.status == UNREACHABLE:
-        raise ChannelUnavailable("the peer cannot reach this region's memory")
+        reason = bytearray(reason_bytes(ack))
+        if reason:
+            fill(stream, reason, deadline=deadline)
+        raise ChannelUnavailable(f"the peer cannot reach this region's memory: {unpack_reason(reason)}")
     if ack.status != OK:
         raise ChannelBroken("the peer does not know this token")
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import Availability, Memory, Piece, RemoteRegion
+from pdx.channel import Availability, Memory, Piece, RemoteRegion, check_on_host
 from pdx.errors import ChannelUnavailable
 from pdx.transports.inbound import Group, StreamListener
 from pdx.transports.outbound import StreamChannel, open_streams
@@ -92,6 +92,7 @@ class TcpRegion(StreamRegion):
     @classmethod
     def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> TcpRegion:
         """See `Region.register`. It listens on `host` and no other address, at a port that is free."""
+        check_on_host(memory, cls.scheme)
         return cls(memory, host, wake)
 
     def _listening(self) -> TcpListener:

@@ -7,6 +7,8 @@ UCXX has no one-sided operations for Python, so a write is received: what it say
 first, then each run is received straight to its place, and the reader answers. A receive that is over, or was cancelled
 with its endpoint, lands nothing more: that is what `revoke` waits for.
 
+Memory of a GPU is sent and received as such, where UCX is one with CUDA; either side of a write may be a GPU's.
+
 UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
 """
 
@@ -27,7 +29,7 @@ from pdx.transports import ucx_engine
 from pdx.transports.sealed import seal, unseal
 from pdx.transports.sessions import Session, SessionListener
 from pdx.transports.ucx_channel import GRACE_S, UcxChannel
-from pdx.transports.ucx_engine import Endpoint, UcxEngine
+from pdx.transports.ucx_engine import Buffer, Endpoint, GpuSpan, UcxEngine
 from pdx.transports.ucx_messages import (
     CONTROL_TAG,
     FAILED,
@@ -132,8 +134,7 @@ class UcxListener(SessionListener):
             scrap = [bytearray(1) for _ in places]  # too small, so that UCX drops what comes
             inbound.endpoint.receive(scrap, tag, lambda _: self._refused(inbound, message.number))
             return
-        view = self._region.memory.view
-        targets = [view[place.remote : place.remote + place.nbytes] for place in places]
+        targets = [self._region.span(place.remote, place.nbytes) for place in places]
         inbound.endpoint.receive(targets, tag, lambda is_good: self._landed(inbound, message, is_good))
 
     def end(self, channel: bytes) -> None:
@@ -184,7 +185,7 @@ class UcxRegion(Region):
         self.wake = wake
         self.channels: dict[bytes, UcxChannel] = {}  # the engine's thread's
         self._listener = UcxListener(self)
-        self.engine = UcxEngine(settings, CONTROL_TAG, MAX_MESSAGE_BYTES, self._receive)
+        self.engine = UcxEngine(settings, CONTROL_TAG, MAX_MESSAGE_BYTES, self._receive, gpu=memory.gpu)
 
     def __repr__(self) -> str:
         return f"<UcxRegion {self.memory} {len(self.channels)} channels>"
@@ -220,6 +221,12 @@ class UcxRegion(Region):
             channel.lose("nobody answered")
             raise ChannelBroken(f"nobody answers within {timeout_s} s, or does not know the token")
         return channel
+
+    def span(self, offset: int, nbytes: int) -> Buffer:
+        """Bytes of the memory, for UCX."""
+        if self.memory.gpu:
+            return GpuSpan(self.memory.address + offset, nbytes)
+        return self.memory.view[offset : offset + nbytes]
 
     def on_thread(self, work: Callable[[], None]) -> None:
         """Have the engine's thread do this, unless it has ended and everything with it."""

@@ -165,8 +165,7 @@ class UcxChannel(Channel):
             self._finish(number, transfer)
 
         self._say(Put(self.id, number, list(transfer.pieces), transfer.notify))
-        view = self._region.memory.view
-        views = [view[run.local : run.local + run.nbytes] for run in merged(transfer.pieces)]
+        views = [self._region.span(run.local, run.nbytes) for run in merged(transfer.pieces)]
         endpoint.send(views, payload_tag(self.lane, number), sent)
 
     def _finish(self, number: int, transfer: UcxTransfer) -> None:

@@ -11,17 +11,20 @@ import functools
 import importlib
 import logging
 import os
+import re
 import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pdx.channel import Availability
-from pdx.errors import ChannelBroken, ChannelUnavailable
+from pdx.cuda.gpu import Gpu
+from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
 
 _FIX = "pip install 'pdx-transport[ucx]'"
+_GPU_FIX = "pip install 'pdx-transport[ucx]' (libucx with its CUDA plugin), and look at UCX_TLS"
 _CALL_S = 10.0  # a bound for what the thread does at once; it does not wait for peers
 _POLL_MS = 50  # UCX is known to miss waking somebody now and then
 _CLOSING_POLL_MS = 1  # and it wakes nobody for what is left to do when an endpoint was closed
@@ -54,6 +57,27 @@ def availability() -> Availability:
     except (ImportError, OSError) as error:
         return Availability(False, f"UCXX does not import: {error}", _FIX)
     return Availability(True)
+
+
+class GpuSpan:
+    """Bytes of a GPU's memory, as UCXX takes them. Whoever made it keeps the memory."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),  # not read-only
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+
+
+Buffer: TypeAlias = memoryview | bytes | bytearray | GpuSpan
+
+
+def gpu_transports(context_info: str) -> list[str]:
+    """Those of UCX that reach a GPU's memory, from what a context says of itself."""
+    return sorted(set(re.findall(r"^#\s+resource .* (cuda_\w+|gdr_copy)/\S+$", context_info, re.MULTILINE)))
 
 
 class Batch:
@@ -97,11 +121,11 @@ class Endpoint:
         """Whether it has nothing under way, or has lost its peer, which ends what was."""
         return not self._pending or not self._native or not self._native.alive
 
-    def send(self, views: Iterable[memoryview | bytes], tag: int, then: Callable[[bool], None]) -> None:
+    def send(self, views: Iterable[Buffer], tag: int, then: Callable[[bool], None]) -> None:
         """Send each as a message of its own; they must not change until `then`."""
         self._batch("tag_send", list(views), tag, then)
 
-    def receive(self, views: Iterable[memoryview | bytearray], tag: int, then: Callable[[bool], None]) -> None:
+    def receive(self, views: Iterable[Buffer], tag: int, then: Callable[[bool], None]) -> None:
         """Receive as many messages, in the order in which they were sent."""
         self._batch("tag_recv", list(views), tag, then)
 
@@ -139,12 +163,20 @@ class UcxEngine:
     """A worker and its thread. `receive` is called by the thread with each message that came under `control_tag`."""
 
     def __init__(
-        self, settings: dict[str, str], control_tag: int, max_bytes: int, receive: Callable[[bytes], None]
+        self,
+        settings: dict[str, str],
+        control_tag: int,
+        max_bytes: int,
+        receive: Callable[[bytes], None],
+        *,
+        gpu: str = "",
     ) -> None:
-        """Variables of the environment (UCX_…) have precedence over `settings`.
+        """Variables of the environment (UCX_…) have precedence over `settings`. `gpu`: the UUID of the one whose memory
+        is sent and received, empty for host memory.
 
-        :raises ChannelUnavailable: UCX cannot be started so.
+        :raises ChannelUnavailable: UCX cannot be started so, or has nothing that reaches that GPU.
         """
+        self._gpu = _used(gpu) if gpu else None  # its context is there before UCX looks for one
         self.library = library = load()
         self.array = importlib.import_module("ucxx._lib.arr").Array
         self._control = library.UCXXTag(control_tag), library.UCXXTagMask(control_tag)
@@ -154,6 +186,8 @@ class UcxEngine:
         try:
             features = (library.Feature.TAG, library.Feature.WAKEUP)
             self._context: Any = library.UCXContext(config, feature_flags=features)
+            if gpu and "cuda_copy" not in gpu_transports(self._context.info):
+                raise ChannelUnavailable(f"UCX has no cuda_copy here, which memory of GPU {gpu} needs; {_GPU_FIX}")
             self._worker: Any = library.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
             self.address: bytes = self._worker.address.tobytes()
@@ -270,6 +304,8 @@ class UcxEngine:
                 endpoint.close()
 
     def _main(self) -> None:
+        if self._gpu is not None:
+            self._gpu.use()
         poll = select.poll()
         poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
         poll.register(self._bell, select.POLLIN)
@@ -319,3 +355,12 @@ class UcxEngine:
     def _take(self, found: Any, buffer: bytearray, then: Callable[[bool], None]) -> None:
         request = self._worker.tag_recv_with_handle(self.array(buffer), found)
         self.watch(Batch([request], buffer, then))
+
+
+def _used(uuid: str) -> Gpu:
+    try:
+        gpu = Gpu.find(uuid)
+        gpu.use()
+    except GpuError as error:
+        raise ChannelUnavailable(str(error)) from error
+    return gpu

@@ -26,6 +26,7 @@ from pdx.registry import INSIDE_ONE_PROCESS, schemes
 
 REGION_BYTES = 64 << 20
 SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more
+_LOOPBACK = "pdx.cli.loopback"
 _STATES = {
     "ok": Text("works", style="green"),
     "unavailable": Text("not here", style="yellow"),
@@ -83,7 +84,7 @@ def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Repo
             found.append(Finding(scheme, try_channel(scheme, nbytes, timeout_s)))
         status.update("looking at the machine")
         reference = memcpy(nbytes)
-        machine = facts(_ucx_transports(timeout_s), os.environ)
+        machine = [*facts(_ucx_transports(timeout_s), os.environ), *_gpus(timeout_s)]
     bad = ("broken", "unavailable") if channels else ("broken",)
     is_well = any(each.trial.state == "ok" for each in found) and all(each.trial.state not in bad for each in found)
     return Report(is_well, found, reference, machine)
@@ -93,7 +94,7 @@ def try_channel(scheme: str, nbytes: int, timeout_s: float) -> Trial:
     """What becomes of a channel in processes of their own, which do not outlive this call."""
     folder = Path(tempfile.mkdtemp(prefix="pdx-doctor-", dir=SHM))
     try:
-        command = ["measure", scheme, str(folder), str(nbytes)]
+        command = [_LOOPBACK, "measure", scheme, str(folder), str(nbytes)]
         with (folder / "errors").open("w+b") as errors:
             out, status = _run(command, timeout_s, errors.fileno())
             errors.seek(0)
@@ -142,14 +143,22 @@ def _region_bytes() -> int:
 
 
 def _ucx_transports(timeout_s: float) -> list[str]:
-    out, status = _run(["ucx"], timeout_s, subprocess.DEVNULL)
+    out, status = _run([_LOOPBACK, "ucx"], timeout_s, subprocess.DEVNULL)
     return [] if status else msgspec.json.decode(out, type=list[str])
 
 
-def _run(arguments: Sequence[str], timeout_s: float, errors: int) -> tuple[bytes, int | None]:
-    """What a `pdx.cli.loopback` program says, and its status, None if it was ended at the deadline."""
+def _gpus(timeout_s: float) -> list[Fact]:
+    out, status = _run(["pdx.cli.gpus"], timeout_s, subprocess.DEVNULL)
+    if status == 0:
+        return msgspec.json.decode(out, type=list[Fact])
+    end = f"no answer within {timeout_s:g} s" if status is None else f"the process that looked ended with {status}"
+    return [Fact("GPU", end, False, "see what `python -m pdx.cli.gpus` says")]
+
+
+def _run(command: Sequence[str], timeout_s: float, errors: int) -> tuple[bytes, int | None]:
+    """What one of our programs (a module, its arguments) says, and its status, None if it was ended at the deadline."""
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "pdx.cli.loopback", *arguments],
+        [sys.executable, "-P", "-m", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,

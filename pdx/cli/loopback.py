@@ -27,6 +27,7 @@ from typing import IO, Literal
 import msgspec
 
 from pdx.channel import TOKEN_BYTES, Channel, Memory, Piece, Region, RemoteRegion
+from pdx.cli.loopback_memory import Block, block
 from pdx.errors import ChannelBroken, PdxError
 from pdx.registry import find
 
@@ -34,6 +35,7 @@ PIECE_BYTES = 1 << 20
 PIECES = 4  # in one write
 ROUNDS = 5
 POLL_S = 50e-6
+_PROGRAM = ("pdx.cli.loopback",)  # the other side's module, with what it needs before its arguments
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -91,10 +93,11 @@ def measure(scheme: str, folder: Path, nbytes: int) -> Trial:
         return Trial("broken", f"{type(error).__name__}: {error}", provider=provider)
 
 
-def receive(kind: type[Region], folder: Path, nbytes: int, out: IO[bytes]) -> None:
-    """Invite one peer to write to all of a file; say how many notifications came whenever a line comes in."""
-    memory = _memory(folder / "receiver", nbytes)
-    region = kind.register(memory)
+def receive(scheme: str, folder: Path, nbytes: int, out: IO[bytes]) -> None:
+    """Invite one peer to write to all of a block of memory; say how many notifications came, or what the memory's
+    digest is, whenever a line comes in that asks for it."""
+    target = block(scheme, folder / "receiver", nbytes)
+    region = find(scheme).register(target.memory)
     listener = region.listen()
     token = secrets.token_bytes(TOKEN_BYTES)
     remote = listener.invite(token)
@@ -104,10 +107,12 @@ def receive(kind: type[Region], folder: Path, nbytes: int, out: IO[bytes]) -> No
     while True:
         count += len(listener.take())
         if select.select([sys.stdin], [], [], 0.001)[0]:
-            if not sys.stdin.readline():
+            line = sys.stdin.readline()
+            if not line:
                 break
-            _say(out, str(count))
+            _say(out, target.digest() if line.strip() == "digest" else str(count))
     region.close()
+    target.close()
 
 
 def ucx_transports() -> list[str]:
@@ -120,24 +125,22 @@ def ucx_transports() -> list[str]:
 
 
 def _transfer(scheme: str, kind: type[Region], folder: Path, nbytes: int) -> Rate:
-    source = _memory(folder / "sender", nbytes)
-    source.view[:] = os.urandom(nbytes)
+    source = block(scheme, folder / "sender", nbytes)
+    source.write(os.urandom(nbytes))
     bell = threading.Event()
-    region = kind.register(source, wake=bell.set)
-    command = [sys.executable, "-P", "-m", "pdx.cli.loopback", "receive", scheme, str(folder), str(nbytes)]
-    receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        line = _ask(receiver)
-        remote = msgspec.msgpack.decode(bytes.fromhex(line), type=RemoteRegion)
-        channel = region.connect(remote)
-        result = rate(nbytes, lambda: _write_all(channel, nbytes, None if kind.is_polled else bell))
-        _check(receiver, source, folder / "receiver", nbytes)
-        return result
-    finally:
-        region.close()
-        assert receiver.stdin is not None
-        receiver.stdin.close()
-        receiver.wait()
+    region = kind.register(source.memory, wake=bell.set)
+    command = [sys.executable, "-P", "-m", *_PROGRAM, "receive", scheme, str(folder), str(nbytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as receiver:  # it ends with its input
+        try:
+            line = _ask(receiver)
+            remote = msgspec.msgpack.decode(bytes.fromhex(line), type=RemoteRegion)
+            channel = region.connect(remote)
+            result = rate(nbytes, lambda: _write_all(channel, nbytes, None if kind.is_polled else bell))
+            _check(receiver, source, nbytes)
+            return result
+        finally:
+            region.close()
+            source.close()
 
 
 def _write_all(channel: Channel, nbytes: int, bell: threading.Event | None) -> None:
@@ -157,11 +160,10 @@ def _write_all(channel: Channel, nbytes: int, bell: threading.Event | None) -> N
             raise transfer.error
 
 
-def _check(receiver: subprocess.Popen[bytes], source: Memory, path: Path, nbytes: int) -> None:
+def _check(receiver: subprocess.Popen[bytes], source: Block, nbytes: int) -> None:
     """:raises ChannelBroken: bytes differ, or a notification is missing or came twice."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) as landed:
-        if landed[:] != source.view:
-            raise ChannelBroken("the transfers ended without an error, but other bytes arrived")
+    if _ask(receiver, "digest") != source.digest():
+        raise ChannelBroken("the transfers ended without an error, but other bytes arrived")
     expected = (ROUNDS + 1) * -(-nbytes // (PIECES * PIECE_BYTES))
     count = -1
     while count < expected:  # whoever started this program has a deadline
@@ -182,15 +184,6 @@ def _ask(receiver: subprocess.Popen[bytes], line: str = "") -> str:
     return answer.strip()
 
 
-def _memory(path: Path, nbytes: int) -> Memory:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        return Memory(memoryview(mmap.mmap(fd, nbytes)), path)
-    finally:
-        os.close(fd)
-
-
 def _say(out: IO[bytes], line: str) -> None:
     out.write(f"{line}\n".encode())
     out.flush()
@@ -208,7 +201,7 @@ def main() -> None:
         if verb == "measure":
             _say(out, msgspec.json.encode(measure(scheme, Path(folder), int(nbytes))).decode())
         else:
-            receive(find(scheme), Path(folder), int(nbytes), out)
+            receive(scheme, Path(folder), int(nbytes), out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ from pdx.registry import INSIDE_ONE_PROCESS, schemes
 
 @click.command()
 @click.option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
-@click.option("--arena", default="4GiB", show_default=True, help="Shared memory for chunks.")
+@click.option("--arena", default="4GiB", show_default=True, help="Memory for chunks.")
+@click.option("--gpu", default="", metavar="WHICH", help="The GPU that has it: 0, 1, … or a UUID. [default: the host]")
+@click.option(
+    "--numa",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|N",
+    help="NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they have the same.",
+)
 @click.option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
 @click.option("--name", default="", help="What peers and the proxy call it. [default: made from host and address]")
 @click.option("--listen", default="", metavar="ADDRESS", help="Where peers connect. [default: a socket on this host]")
@@ -48,6 +56,8 @@ from pdx.registry import INSIDE_ONE_PROCESS, schemes
 def node(
     address: str | None,
     arena: str,
+    gpu: str,
+    numa: str,
     proxy: str | None,
     name: str,
     listen: str,
@@ -74,6 +84,8 @@ def node(
     settings = {
         "address": address,
         "arena_bytes": parse_bytes(arena),
+        "gpu": gpu,
+        "numa": numa,
         "proxy": default_proxy() if proxy is None else proxy,
         "name": name,
         "listen": listen,

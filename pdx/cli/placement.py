@@ -27,13 +27,22 @@ def cores() -> list[int]:
 
 
 def place(
-    num_engines: int, cores: Sequence[int], gpus: Sequence[str], environ: Mapping[str, str]
+    num_engines: int,
+    cores: Sequence[int],
+    gpus: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    sees_others: bool = False,
 ) -> list[dict[str, str]]:
     """Variables for each engine: a GPU of its own, or a share of the cores; what the user has set stays.
 
     With more engines than GPUs or cores they share; more than one engine on a GPU needs vLLM's
-    --gpu-memory-utilization to be set accordingly.
+    --gpu-memory-utilization to be set accordingly. `sees_others`: behind its own GPU an engine sees the others,
+    because it maps memory of one of them.
     """
+    if gpus and sees_others:
+        starts = [index % len(gpus) for index in range(num_engines)]
+        return [{"CUDA_VISIBLE_DEVICES": ",".join([*gpus[start:], *gpus[:start]])} for start in starts]
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} for index in range(num_engines)]
     if "VLLM_CPU_OMP_THREADS_BIND" in environ:

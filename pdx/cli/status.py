@@ -16,12 +16,14 @@ def view(status: NodeStatus, address: str) -> RenderableType:
     """Everything in `status` on one page."""
     used = status.arena_bytes - status.free_bytes
     share = used / status.arena_bytes if status.arena_bytes else 0.0
+    place = f" on {status.gpu}" if status.gpu else ""
     head = Text.assemble(
         ("node ", "bold"),
         f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
         f"peers connect to {status.listen}\n" if status.listen else "",
-        f"arena {size(status.arena_bytes)}, used {size(used)} ({share:.0%}); "
+        f"arena {size(status.arena_bytes)}{place}, used {size(used)} ({share:.0%}); "
         f"{status.leases} leases, {status.pins} pins, {status.transfers} transfers under way",
+        f"; {status.mapped} blocks of GPU memory mapped" if status.mapped else "",
     )
     peers = [_peers(status)] if status.peers else []
     return Group(head, _attached(status), *peers, _chunks(status), _counters(status))

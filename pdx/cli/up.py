@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     arena: str  # of each node
+    is_on_gpu: bool  # the arenas are
     nodes: list[Node]
     control: str  # where nodes and the proxy meet
     flags: Sequence[str]
@@ -75,7 +76,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode engines.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address the proxy serves on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65_535), help="The proxy's port.")
-@click.option("--arena", default="4GiB", show_default=True, help="Shared memory for chunks.")
+@click.option("--arena", default="4GiB", show_default=True, help="Memory for chunks, of each node.")
+@click.option(
+    "--gpu",
+    default="",
+    metavar="WHICH",
+    help="The GPU that has the arena: 0, 1, … or a UUID; with --channel, one for each node: 0,1. [default: the host]",
+)
 @click.option("--node", help="Use the node at this address. [default: start one for this command alone]")
 @click.option(
     "--channel",
@@ -92,6 +99,7 @@ def up(
     host: str,
     port: int,
     arena: str,
+    gpu: str,
     node: str | None,
     channel: str | None,
     logs: Path,
@@ -107,6 +115,11 @@ def up(
     parse_bytes(arena)
     if node and channel:
         raise ConfigError("--channel starts two nodes of its own, --node uses one that is there; choose one of them")
+    if node and gpu:
+        raise ConfigError(
+            "--gpu is for nodes that this command starts, --node uses one that is there; choose one of them"
+        )
+    gpus = _arena_gpus(gpu, 1 if channel is None else 2)
     check_channels([channel] if channel and channel != "auto" else [])
     if not _is_free(host, port):
         raise ConfigError(f"port {port} on {host} is in use; choose another with --port")
@@ -117,7 +130,8 @@ def up(
             host=host,
             port=port,
             arena=arena,
-            nodes=[Node("node", node, is_own=False)] if node else nodes_of(folder, channel),
+            is_on_gpu=bool(gpus),
+            nodes=[Node("node", node, is_own=False)] if node else nodes_of(folder, channel, gpus),
             control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
             flags=flags,
         )
@@ -170,7 +184,8 @@ def _start_nodes(plan: Plan, processes: Processes) -> None:
 
 
 def _start_engines(plan: Plan, processes: Processes) -> None:
-    homes = placement.place(len(plan.engines), placement.cores(), placement.gpus(), os.environ)
+    cores, gpus = placement.cores(), placement.gpus()
+    homes = placement.place(len(plan.engines), cores, gpus, os.environ, sees_others=plan.is_on_gpu)
     for engine, home in zip(plan.engines, homes, strict=True):
         command = engine_command(
             plan.model,
@@ -194,15 +209,30 @@ def _start_proxy(plan: Plan, processes: Processes) -> None:
     processes.start("proxy", [*PDX, "proxy", *options], is_ready=is_ready)
 
 
-def nodes_of(folder: Path, channel: str | None) -> list[Node]:
-    """One for all engines, or one for each role; the proxy tells them of each other."""
+def nodes_of(folder: Path, channel: str | None, gpus: Sequence[str] = ()) -> list[Node]:
+    """One for all engines, or one for each role; the proxy tells them of each other. `gpus`: of each node, or none."""
+    on_gpu = [["--gpu", gpu] for gpu in gpus] or [[], []]
     if channel is None:
-        return [Node("node", f"ipc://{folder}/node.sock")]
+        return [Node("node", f"ipc://{folder}/node.sock", options=on_gpu[0])]
     options = [] if channel == "auto" else ["--channel", channel]
     return [
-        Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=["--name", role, *options])
-        for role in ("prefill", "decode")
+        Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=["--name", role, *options, *home])
+        for role, home in zip(("prefill", "decode"), on_gpu, strict=True)
     ]
+
+
+def _arena_gpus(text: str, num_nodes: int) -> list[str]:
+    """The GPU of each node; none for host memory.
+
+    :raises ConfigError: not one for each node, nor one for all.
+    """
+    if not text:
+        return []
+    gpus = [part.strip() for part in text.split(",")]
+    if not all(gpus) or len(gpus) not in (1, num_nodes):
+        nodes = "two nodes: name one or two" if num_nodes > 1 else "one node: name one (two nodes need --channel)"
+        raise ConfigError(f"--gpu {text!r} for {nodes}")
+    return gpus if len(gpus) == num_nodes else gpus * num_nodes
 
 
 def _engines(prefill: int, decode: int) -> list[Engine]:

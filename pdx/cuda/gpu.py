@@ -66,11 +66,18 @@ class Gpu:
         return _attribute(self.device(), name)
 
     def can_access(self, other_uuid: str) -> bool:
-        """Whether it reads and writes that GPU's memory: it is the same one, or a peer that this process sees, too."""
+        """Whether it may read and write that GPU's memory: the driver does not say no.
+
+        Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) nothing is said before its memory is mapped.
+        """
         if other_uuid == self.uuid:
             return True
         other = next((gpu for gpu in all_gpus() if gpu.uuid == other_uuid), None)
-        return other is not None and bool(call("cuDeviceCanAccessPeer", self.device(), other.device()))
+        return other is None or bool(call("cuDeviceCanAccessPeer", self.device(), other.device()))
+
+    def sees(self, other_uuid: str) -> bool:
+        """Whether this process sees that GPU, too."""
+        return any(gpu.uuid == other_uuid for gpu in all_gpus())
 
     def free_bytes(self) -> int:
         """What is free on it now. Makes its context current in the calling thread."""

@@ -125,11 +125,20 @@ class DeviceMemory:
         _check(handle, fd)
         if not on.can_access(handle.gpu):
             raise GpuUnavailable(
-                f"GPU {on.uuid} cannot access memory of GPU {handle.gpu}: no peer access between them, or this process "
-                f"does not see that GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')})"
+                f"GPU {on.uuid} cannot access memory of GPU {handle.gpu}: there is no peer access between them"
             )
         on.use()
-        return cls._open_vmm(handle, fd, on) if handle.kind == "vmm" else cls._open_ipc(handle, on)
+        try:
+            return cls._open_vmm(handle, fd, on) if handle.kind == "vmm" else cls._open_ipc(handle, on)
+        except (GpuHandleDead, GpuMemoryFull):
+            raise
+        except GpuError as error:
+            if on.sees(handle.gpu):
+                raise
+            raise GpuUnavailable(
+                f"{error}; this process does not see GPU {handle.gpu} "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')})"
+            ) from error
 
     def __repr__(self) -> str:
         state = "closed" if self._held is None else f"at {self.address:#x}"

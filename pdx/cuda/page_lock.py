@@ -95,6 +95,8 @@ class PageLock:
     def _register(self) -> None:
         try:
             self._gpu.use()
+            # An engine may be capturing a graph on another thread, which registering memory here would spoil.
+            call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
             flags = self._flags()
             address = self._start
             while address < self._end and not self._stop.is_set():

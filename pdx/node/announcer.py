@@ -8,7 +8,7 @@ from types import TracebackType
 import msgspec
 
 from pdx.channel import Region
-from pdx.digest import digests
+from pdx.digest import Readable, digests
 from pdx.node.job import Job
 from pdx.peer_messages import Landed, encode_landed
 
@@ -24,7 +24,7 @@ class Announcer:
     For one thread, which takes what it began, or does not.
     """
 
-    def __init__(self, memory: memoryview, *, digested: bool) -> None:
+    def __init__(self, memory: Readable, *, digested: bool) -> None:
         self._memory = memory
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pdx-digest") if digested else None
         self._begun: tuple[Job, Future[bytes]] | None = None

@@ -19,8 +19,11 @@ from types import FrameType, TracebackType
 import zmq
 
 from pdx.address import check_address, data_host, needs_ipv6
-from pdx.config import NodeConfig, listen_address, private_folder, socket_path
-from pdx.errors import NodeError, NodeRunning, PdxError, ProtocolError
+from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path
+from pdx.cuda.arena import GpuArena
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.handover import HandoverServer
+from pdx.errors import GpuUnavailable, NodeError, NodeRunning, PdxError, ProtocolError
 from pdx.memory import Arena, round_up
 from pdx.messages import (
     MAX_FRAME_BYTES,
@@ -35,6 +38,7 @@ from pdx.messages import (
     encode,
 )
 from pdx.node.service import PROBE_BYTES, Service
+from pdx.numa import choose, memory_on, run_on
 from pdx.ownership import owned
 
 log = logging.getLogger("pdx.node")
@@ -49,9 +53,12 @@ def run(config: NodeConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
     :raises NodeRunning: another node owns the address.
-    :raises ArenaTooSmall: /dev/shm cannot hold the arena.
+    :raises ArenaTooSmall: /dev/shm, or the GPU, cannot hold the arena.
+    :raises GpuError: there is no such GPU, or its memory cannot be shared.
     """
     stop = False
+    near = choose(config.numa, config.gpu)
+    run_on(near)  # before there are other threads
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal stop
@@ -59,8 +66,9 @@ def run(config: NodeConfig) -> None:
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
-    with Daemon(config) as daemon:
-        log.info("node at %s with %d MiB", config.address, config.arena_bytes >> 20)
+    with Daemon(config, near=near) as daemon:
+        place = f" on GPU {config.gpu}" if config.gpu else ""
+        log.info("node at %s with %d MiB%s", config.address, config.arena_bytes >> 20, place)
         while not stop and not daemon.is_idle_too_long():
             daemon.turn(TICK_S)
 
@@ -68,7 +76,8 @@ def run(config: NodeConfig) -> None:
 class Daemon:
     """The sockets, the lock, the arena and the loop around a `Service`."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, *, near: int | None = None) -> None:
+        """`near`: the NUMA node where an arena in host memory should lie; None: anywhere."""
         path = socket_path(config.address)
         if config.proxy:
             check_address(config.proxy, bool(config.keys))
@@ -78,7 +87,7 @@ class Daemon:
         with contextlib.ExitStack() as undo:
             undo.enter_context(owned(path, lambda owner: _running(path, owner)))
             path.unlink(missing_ok=True)  # left by a node that was killed
-            arena = _fresh_arena(config, epoch)
+            arena = _fresh_arena(config, epoch, near)
             undo.callback(arena.close)
             undo.callback(arena.path.unlink, missing_ok=True)
             undo.callback(path.unlink, missing_ok=True)
@@ -88,6 +97,9 @@ class Daemon:
             self._poller.register(self._router, zmq.POLLIN)
             self.service = Service(config, arena, epoch)
             undo.callback(self.service.detach_all)
+            self._handover = self._open_handover(arena) if isinstance(arena, GpuArena) else None
+            if self._handover is not None:
+                undo.callback(self._handover.close)
             self._peers = self.service.peers
             undo.callback(self._peers.close)
             self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
@@ -112,6 +124,18 @@ class Daemon:
         finally:
             os.umask(mask)
         return router
+
+    def _open_handover(self, arena: GpuArena) -> HandoverServer:
+        sessions = self.service.sessions
+        return HandoverServer(
+            handover_path(self._config.address),
+            is_attached=sessions.is_attached,
+            admits=sessions.admits,
+            export=arena.device.export,
+            watch=lambda fd: self._poller.register(fd, zmq.POLLIN),
+            unwatch=self._poller.unregister,
+            counters=self.service.counters,
+        )
 
     def _watch(self, socket: zmq.Socket[bytes]) -> None:
         self._poller.register(socket, zmq.POLLIN)
@@ -143,13 +167,18 @@ class Daemon:
                 self._serve_proxy()
             elif source == self._peers.mailbox.fd:
                 self._peers.mailbox.deliver()
-            elif not self._peers.links.serve(source) and isinstance(source, int):
-                self._bury(source)
+            elif isinstance(source, int):
+                if self._handover is None or not self._handover.serve(source):
+                    self._bury(source)
+            else:
+                self._peers.links.serve(source)
         self._peers.turn()
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self.service.tick()
+            if self._handover is not None:
+                self._handover.tick()
         self._report(now)
 
     def is_idle_too_long(self) -> bool:
@@ -265,9 +294,16 @@ def _running(path: Path, owner: str) -> NodeRunning:
     return NodeRunning(f"a node (process {owner}) already owns {path}; use it, or give this one another --address")
 
 
-def _fresh_arena(config: NodeConfig, epoch: int) -> Arena:
+def _fresh_arena(config: NodeConfig, epoch: int, near: int | None) -> Arena:
     """An arena under a name that only this address uses; what a killed node of this address left is removed."""
     prefix = "pdx-" + hashlib.blake2b(config.address.encode(), digest_size=8).hexdigest()
     for stale in SHM.glob(f"{prefix}-*.arena"):
         stale.unlink(missing_ok=True)
-    return Arena.create(SHM / f"{prefix}-{epoch:016x}.arena", round_up(config.arena_bytes) + PROBE_BYTES)
+    path, nbytes = SHM / f"{prefix}-{epoch:016x}.arena", round_up(config.arena_bytes) + PROBE_BYTES
+    if config.gpu:
+        try:
+            return GpuArena.create(path, nbytes, Gpu.find(config.gpu))
+        except GpuUnavailable as error:
+            raise GpuUnavailable(f"--gpu {config.gpu}: {error}; without --gpu chunks lie in host memory") from error
+    with memory_on(near):
+        return Arena.create(path, nbytes)

@@ -104,7 +104,8 @@ class Guests:
                 regions.append(listener.invite(session.token))
                 listener.grant(session.token, self._probe.offset, self._probe.nbytes)
         if not regions:
-            session.turn_down(f"none of {', '.join(schemes)} works at {self._name}; see `pdx doctor` there")
+            reasons = "; ".join(f"{scheme}: {self._regions.why.get(scheme, 'closed')}" for scheme in schemes)
+            session.turn_down(f"no channel works at {self._name}: {reasons}; see `pdx doctor` there")
             return
         session.welcome(regions, self._probe)
 
@@ -187,7 +188,7 @@ class Guests:
                 self._landers[scheme] = Lander(
                     scheme,
                     listener=listener,
-                    memory=self._arena.data,
+                    memory=self._arena,
                     rooms=self.incoming.rooms,
                     wake=self._regions.wakes[scheme],
                     is_polled=region.is_polled,

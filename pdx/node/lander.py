@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from pdx.channel import Listener, Notification
-from pdx.digest import digests
+from pdx.digest import Readable, digests
 from pdx.errors import ProtocolError
 from pdx.layout import slice_span
 from pdx.node.mailbox import Mailbox
@@ -49,7 +49,7 @@ class Lander:
         scheme: str,
         *,
         listener: Listener,
-        memory: memoryview,
+        memory: Readable,
         rooms: Mapping[int, Room],
         wake: Wake,
         is_polled: bool,

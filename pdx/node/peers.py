@@ -85,7 +85,14 @@ class Peers:
         :raises ConfigError: the address, the keys or the roster cannot be used.
         """
         config = self._config
-        self.regions = Regions(self._arena, config.channels, host, self.mailbox, trusts_network=config.trusted_network)
+        self.regions = Regions(
+            self._arena,
+            config.channels,
+            host,
+            self.mailbox,
+            counters=self._counters,
+            trusts_network=config.trusted_network,
+        )
         self.links = Links(
             context,
             self,
@@ -184,6 +191,7 @@ class Peers:
             pid=os.getpid(),
             schemes=self.regions.schemes if self.regions.is_open else self.regions.candidates,
             layouts=[layout for layout in self._layouts() if layout],
+            without=self.regions.why,
         )
 
     def link_ready(self, link: Link, welcome: PeerWelcome, schemes: list[str]) -> None:

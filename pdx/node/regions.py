@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pdx.channel import Listener, Memory, Region
+from pdx.channel import GpuMemory, Listener, Memory, Region
+from pdx.cuda.arena import GpuArena
 from pdx.errors import PdxError
 from pdx.memory import Arena
 from pdx.node.mailbox import Mailbox
@@ -51,6 +53,7 @@ class Regions:
         host: str,
         mailbox: Mailbox,
         *,
+        counters: Counter[str],
         trusts_network: bool = False,
     ) -> None:
         """`channels`: those to use; none: all that work and authenticate, and the others if `trusts_network`."""
@@ -59,6 +62,7 @@ class Regions:
         self._trusts_network = trusts_network
         self._host = host
         self._mailbox = mailbox
+        self._counters = counters
         self._thread: threading.Thread | None = None
         self._waiting: list[Callable[[], None]] = []
         self._closing = threading.Event()
@@ -76,7 +80,8 @@ class Regions:
     @property
     def candidates(self) -> list[str]:
         """Those that may work here, in the order they were asked for."""
-        return self._channels or [name for name in schemes() if name not in INSIDE_ONE_PROCESS]
+        known = schemes(on_gpu=bool(self._arena.gpu))
+        return self._channels or [name for name in known if name not in INSIDE_ONE_PROCESS]
 
     def when_open(self, call: Callable[[], None]) -> None:
         """Call this on the control loop as soon as the regions are open, which the first caller sets off."""
@@ -91,7 +96,7 @@ class Regions:
     def _open(self) -> None:
         opened: list[tuple[str, Region, Listener, Wake]] = []
         why: dict[str, str] = {}
-        memory = Memory(self._arena.data, self._arena.path)
+        memory = self._memory()
         for scheme in self.candidates:
             if self._closing.is_set():
                 break
@@ -123,13 +128,20 @@ class Regions:
                         region.close()
         self._mailbox.post(lambda: self._opened(opened, why))
 
+    def _memory(self) -> Memory:
+        if isinstance(self._arena, GpuArena):
+            return GpuMemory(self._arena.device, self._arena.nbytes)
+        return Memory(self._arena.data, self._arena.path)
+
     def _opened(self, opened: list[tuple[str, Region, Listener, Wake]], why: dict[str, str]) -> None:
         self.why = why
         for scheme, region, listener, wake in opened:
             self.regions[scheme], self.listeners[scheme], self.wakes[scheme] = region, listener, wake
         for scheme, text in why.items():
             # Asked for by name, its absence is worth a warning; otherwise `pdx doctor` tells.
-            log.log(logging.WARNING if scheme in self._channels else logging.INFO, "no channel %s: %s", scheme, text)
+            is_missed = scheme in self._channels
+            self._counters["channels_unavailable"] += is_missed
+            log.log(logging.WARNING if is_missed else logging.INFO, "no channel %s: %s", scheme, text)
         self.is_open = True
         waiting, self._waiting = self._waiting, []
         for call in waiting:

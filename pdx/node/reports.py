@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from pdx.cuda.memory import num_mapped
 from pdx.host import host_id
 from pdx.messages import VERSION, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
 from pdx.node.peers import Peers
@@ -30,6 +31,7 @@ class Reports:
         transfers: Transfers,
         peers: Peers,
         counters: Counter[str],
+        gpu: str,
         clock: Callable[[], float],
     ) -> None:
         self._name = name
@@ -39,6 +41,7 @@ class Reports:
         self._transfers = transfers
         self._peers = peers
         self._counters = counters
+        self._gpu = gpu
         self._clock = clock
         self._started = clock()
         self._marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
@@ -69,6 +72,8 @@ class Reports:
             counters={**self._counters, **self._store.counters},
             listen=self._peers.links.address,
             peers=self._peers.statuses(),
+            gpu=self._gpu,
+            mapped=num_mapped(),
         )
 
     def heartbeat(self) -> NodeReport:

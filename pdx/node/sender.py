@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
+from pdx.digest import Readable
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
 from pdx.messages import Slot
 from pdx.node.announcer import Announcer, are_digests_due
@@ -36,6 +37,7 @@ class Route(msgspec.Struct, frozen=True):
     measure: bool  # use the fastest instead of the first
     probe: Slot | None  # the peer's, to be written to for measuring
     probe_from: int = 0  # offset of as many local bytes
+    preferred: str = ""  # used without measuring if it connects
 
 
 class Sender:
@@ -45,7 +47,7 @@ class Sender:
         self,
         name: str,
         *,
-        memory: memoryview,
+        memory: Readable,
         regions: Mapping[str, Region],
         wakes: Mapping[str, Wake],
         route: Route,
@@ -72,6 +74,7 @@ class Sender:
         self._event = threading.Event()
         self._closing = False
         self._aborted: set[int] = set()  # pushes
+        self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when `on_chosen` is called
         self._thread = threading.Thread(target=self._run, name=f"pdx-push-{name}"[:15], daemon=True)
         self._thread.start()
 
@@ -201,7 +204,8 @@ class Sender:
         """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
         why: list[str] = []
         for scheme in self._route.order:
-            if self._closing or (connected and not self._route.measure):
+            is_enough = not self._route.measure or self._route.preferred in connected
+            if self._closing or (connected and is_enough):
                 break
             self._wakes[scheme].add(self._event)
             try:
@@ -218,6 +222,7 @@ class Sender:
         # Asked for by name, it should work; among all there are, some never lead to some peers.
         log.log(logging.INFO if self._route.measure else logging.WARNING, "no %s to %s: %s", scheme, self.name, error)
         self._wakes[scheme].remove(self._event)
+        self.missing[scheme] = str(error)
         return f"{scheme}: {error}"
 
     def _measure(self, connected: dict[str, Channel], why: list[str]) -> dict[str, float]:
@@ -239,7 +244,7 @@ class Sender:
     def _rate(self, channel: Channel, probe: Slot) -> float:
         """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
         notify = encode_landed(Landed(0, []))
-        nbytes = min(probe.nbytes, len(self._memory) - self._route.probe_from)
+        nbytes = min(probe.nbytes, self._memory.nbytes - self._route.probe_from)
         piece = Piece(self._route.probe_from, probe.offset, nbytes)
         start = time.perf_counter()
         transfers = [channel.write([piece], notify) for _ in range(PROBE_WRITES)]

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdx.config import NodeConfig, node_name
+import msgspec
+
+from pdx.config import NodeConfig, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError, ProtocolError
 from pdx.lifecycle import State
 from pdx.memory import GRANULE_BYTES, Arena, round_up
@@ -91,6 +93,7 @@ class Service:
             transfers=self.transfers,
             peers=self.peers,
             counters=self.counters,
+            gpu=arena.gpu,
             clock=clock,
         )
         self._handlers: dict[type[Ask], Callable[[Session, Any], Answer]] = {
@@ -118,7 +121,11 @@ class Service:
             raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
         session = self.sessions.attach(route, hello, self._clock())
         self.reports.news = True
-        welcome = Welcome(self._epoch, os.getpid(), str(self._arena.path), self._arena.nbytes, GRANULE_BYTES)
+        arena = self._arena
+        welcome = Welcome(self._epoch, os.getpid(), str(arena.path), arena.nbytes, GRANULE_BYTES)
+        if arena.gpu:
+            handover = str(handover_path(self._config.address))
+            welcome = msgspec.structs.replace(welcome, gpu=arena.gpu, handover=handover, ticket=session.ticket)
         return session, welcome
 
     def end(self, session: Session) -> None:

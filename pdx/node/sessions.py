@@ -6,11 +6,14 @@ writing when it is continued (docs/architecture.md, invariant 3).
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import select
 from collections.abc import Iterator
 from pathlib import Path
 
+from pdx.cuda.handover import TICKET_BYTES
 from pdx.errors import ProtocolError
 from pdx.messages import Hello
 
@@ -26,6 +29,7 @@ class Session:
         self.last_seen = now
         self.last_seq = 0
         self.running = 0
+        self.ticket = secrets.token_bytes(TICKET_BYTES)  # what its process shows to map memory of a GPU
 
     def __repr__(self) -> str:
         return f"<Session {self.number} {self.hello.kind} {self.hello.engine} pid={self.hello.pid}>"
@@ -60,6 +64,15 @@ class Sessions:
     def of_pidfd(self, pidfd: int) -> Session | None:
         """The session whose process this file descriptor watches."""
         return self._by_pidfd.get(pidfd)
+
+    def is_attached(self, pid: int) -> bool:
+        """Whether this process is attached, and lives."""
+        return any(session.hello.pid == pid and not session.is_dead for session in self._by_route.values())
+
+    def admits(self, pid: int, ticket: bytes) -> bool:
+        """Whether a session of this process has this ticket."""
+        sessions = [session for session in self._by_route.values() if session.hello.pid == pid]
+        return any(hmac.compare_digest(session.ticket, ticket) and not session.is_dead for session in sessions)
 
     def workers(self, engine: str, shards: int) -> list[Session] | None:
         """The workers of ranks 0 … shards-1 of an engine; None unless all are attached."""

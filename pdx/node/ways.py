@@ -12,6 +12,7 @@ import msgspec
 from pdx.config import NodeConfig
 from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
 from pdx.handshake import LinkState
+from pdx.host import host_id
 from pdx.memory import Arena
 from pdx.messages import Slot
 from pdx.node.job import Job
@@ -21,6 +22,7 @@ from pdx.node.outgoing import Outgoing, Push
 from pdx.node.regions import Regions
 from pdx.node.sender import Route, Sender
 from pdx.peer_messages import Chosen, LetGo, Offer, PeerWelcome
+from pdx.registry import FOR_GPUS
 from pdx.store.chunk import Chunk
 from pdx.store.store import Store
 from pdx.timeline import Event
@@ -40,6 +42,7 @@ class Way:
         self.sender: Sender | None = None
         self.scheme = ""  # chosen
         self.rates: dict[str, float] = {}
+        self.expected = ""  # the scheme that ought to work there
         self.sent_bytes = 0
         self.why = ""
 
@@ -207,13 +210,15 @@ class Ways:
             measure=not self._config.channels and cached not in order,
             probe=welcome.probe,
             probe_from=self._probe.offset,
+            preferred=FOR_GPUS if self._arena.gpu else "",
         )
+        way.expected = FOR_GPUS if self._arena.gpu and FOR_GPUS in order and welcome.host == host_id() else ""
         way.sender = self._sender(way, route)
 
     def _sender(self, way: Way, route: Route) -> Sender:
         sender = Sender(
             way.name,
-            memory=self._arena.data,
+            memory=self._arena,
             regions=self._regions.regions,
             wakes=self._regions.wakes,
             route=route,
@@ -229,13 +234,22 @@ class Ways:
     def _channel_chosen(self, way: Way, sender: Sender, scheme: str, rates: dict[str, float]) -> None:
         if way.sender is not sender or not way.is_ready:
             return
-        way.scheme, way.why = scheme, ""
+        way.scheme, way.why = scheme, self._step_down(way, sender)
         way.rates = rates or way.rates
         self._chosen[way.name] = scheme
         way.send(Chosen(scheme))
         measured = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
         log.info("writing to %s by %s%s", way.name, scheme, f" ({measured})" if measured else "")
         self.outgoing.usable(way.name)
+
+    def _step_down(self, way: Way, sender: Sender) -> str:
+        """What is to be said if another channel must do for the one that this peer ought to be reached by."""
+        why = sender.missing.get(way.expected)
+        if why is None:
+            return ""
+        self._counters["channels_stepped_down"] += 1
+        log.warning("no %s to %s, which is slower without: %s", way.expected, way.name, why)
+        return f"no {way.expected}: {why}"
 
     def _written(self, way: Way, sender: Sender, job: Job, error: ChannelError | None) -> None:
         if error is None:

@@ -5,12 +5,14 @@ A test file needs no more than
     class TestMyScheme(ChannelConformance):
         region = MyRegion
 
-and pytest. Regions lie in files in /dev/shm; peers that die, stop and restart are processes of their own.
+and pytest. Regions lie in files in /dev/shm; `memories` names other kinds, which sides and peers are given in turn.
+Peers that die, stop and restart are processes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
@@ -25,19 +27,28 @@ pytest.register_assert_rewrite(
 from pdx.channel import Region  # noqa: E402
 from pdx.testing.channel_faults import Deaths, Endings, Malformed  # noqa: E402
 from pdx.testing.channel_grants import Grants  # noqa: E402
-from pdx.testing.channel_stage import Peer, Stage  # noqa: E402
+from pdx.testing.channel_memory import HostFile, SideMemory  # noqa: E402
+from pdx.testing.channel_stage import Peer, Stage, World  # noqa: E402
 from pdx.testing.channel_writes import Writes  # noqa: E402
 
 
-class ChannelConformance(Writes, Grants, Endings, Deaths, Malformed):
-    """Subclass it, name the region class. `is_in_one_process`: the scheme never leaves its process, as `inproc`."""
+class ChannelSetting:
+    """What tests of the suite need: subclass it beside some of them where not all are wanted."""
 
     region: ClassVar[type[Region]]
+    memories: ClassVar[Sequence[type[SideMemory]]] = (HostFile,)
+    world: ClassVar[World] = nullcontext
     is_in_one_process: ClassVar[bool] = False
     death_s: ClassVar[float] = 20.0  # until a write to a dead peer must be over
 
     @pytest.fixture(autouse=True)
-    def available(self) -> None:
+    def around(self) -> Iterator[None]:
+        """The world."""
+        with type(self).world():
+            yield
+
+    @pytest.fixture(autouse=True)
+    def available(self, around: None) -> None:
         """Skips with the reason where the scheme cannot work."""
         found = self.region.availability()
         if not found.is_ok:
@@ -46,7 +57,7 @@ class ChannelConformance(Writes, Grants, Endings, Deaths, Malformed):
     @pytest.fixture
     def stage(self, available: None) -> Iterator[Stage]:
         """Where the test makes its sides and peers."""
-        with Stage(self.region) as stage:
+        with Stage(self.region, memories=self.memories, world=type(self).world) as stage:
             yield stage
 
     @pytest.fixture
@@ -60,6 +71,32 @@ class ChannelConformance(Writes, Grants, Endings, Deaths, Malformed):
     def peer(self, new_peer: Callable[[], Peer]) -> Peer:
         """One peer in a process of its own."""
         return new_peer()
+
+
+class BetweenKindsOfMemory(ChannelSetting):
+    """The part of the suite that may depend on what either side's memory is: for two kinds in `memories`, both ways."""
+
+    _stopped_in_the_middle = Deaths._stopped_in_the_middle
+    test_every_byte_arrives_and_no_other_changes = Writes.test_every_byte_arrives_and_no_other_changes
+    test_both_directions_at_once = Writes.test_both_directions_at_once
+    test_to_and_from_another_process = Writes.test_to_and_from_another_process
+    test_closing_a_side_ends_what_is_in_flight = Endings.test_closing_a_side_ends_what_is_in_flight
+    test_nothing_lands_behind_a_closed_listener = Endings.test_nothing_lands_behind_a_closed_listener
+    test_nothing_is_left_behind = Endings.test_nothing_is_left_behind
+    test_death_with_writes_in_flight = Deaths.test_death_with_writes_in_flight
+    test_the_memory_a_lost_writer_wrote_to_comes_free = Deaths.test_the_memory_a_lost_writer_wrote_to_comes_free
+
+
+class BetweenProcesses(ChannelSetting, Deaths):
+    """The part of the suite in which no process writes to itself, which some kinds of memory cannot."""
+
+    checks = Grants.checks
+    test_to_and_from_another_process = Writes.test_to_and_from_another_process
+    test_nothing_lands_where_it_was_taken_back = Grants.test_nothing_lands_where_it_was_taken_back
+
+
+class ChannelConformance(ChannelSetting, Writes, Grants, Endings, Deaths, Malformed):
+    """Subclass it, name the region class. `is_in_one_process`: the scheme never leaves its process, as `inproc`."""
 
     def test_it_is_declared(self) -> None:
         """The class says what it is; `Region` alone would not."""

@@ -1,8 +1,8 @@
 """A region on strings: reads one JSON list [verb, arguments…] per line, answers one JSON value per line.
 
-    python -m pdx.testing.channel_peer module:RegionClass BYTES SEED
+    python -m pdx.testing.channel_peer module:RegionClass module:SideMemoryClass module:world BYTES SEED
 
-Tests of channels kill and stop it. Its first line is the path of its memory. Bytes are hexadecimal.
+Tests of channels kill and stop it. Its first line is the path of its memory, if it has one. Bytes are hexadecimal.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class Actor:
         """Wait for all transfers; the names of their errors."""
         return self._stage.finish(self._transfers)
 
+    def read(self, offset: int, nbytes: int) -> str:
+        """Bytes of the memory."""
+        return bytes(self._side.view[offset : offset + nbytes]).hex()
+
     def close(self) -> None:
         """Close all channels."""
         for channel in self._channels:
@@ -72,15 +76,12 @@ class Actor:
 def main() -> None:
     """Serve standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    target, nbytes, seed = sys.argv[1:]
-    module, _, name = target.partition(":")
-    region: Any = importlib.import_module(module)
-    for part in name.split("."):
-        region = getattr(region, part)
-    with Stage(region, first_seed=int(seed)) as stage:
-        side = stage.side(int(nbytes))
+    region, memory, world = map(_find, sys.argv[1:4])
+    nbytes, seed = map(int, sys.argv[4:])
+    with world(), Stage(region, first_seed=seed, memories=[memory]) as stage:
+        side = stage.side(nbytes)
         actor = Actor(stage, side)
-        _say(str(side.path))
+        _say(str(side.path or ""))
         for line in sys.stdin:
             verb, *arguments = json.loads(line)
             try:
@@ -88,6 +89,14 @@ def main() -> None:
             except (ChannelError, ValueError, AssertionError) as error:
                 result = {"error": type(error).__name__, "text": str(error)}
             _say(result)
+
+
+def _find(target: str) -> Any:
+    module, _, name = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def _say(value: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import mmap
 import os
 import random
 import secrets
@@ -14,17 +13,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from pdx.channel import TOKEN_BYTES, Channel, Memory, Notification, Piece, Region, RemoteRegion, Transfer
+from pdx.channel import TOKEN_BYTES, Channel, Notification, Piece, Region, RemoteRegion, Transfer
+from pdx.testing.channel_memory import HostFile, SideMemory, View
 
 MIB = 1 << 20
 DEADLINE_S = 30.0
+
+# What is around a test and in each of its peers, as a fake driver; a function or class of some module.
+World: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def noise(nbytes: int, seed: int) -> bytes:
@@ -43,25 +46,27 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADL
 
 
 class Side:
-    """One region over a file of its own in /dev/shm, filled with noise."""
+    """One region over memory of its own, filled with noise."""
 
-    def __init__(self, region: type[Region], nbytes: int, wake: Callable[[], None], *, seed: int) -> None:
-        self.path = Path("/dev/shm") / f"pdx-side-{os.getpid()}-{secrets.token_hex(4)}"
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def __init__(self, region: type[Region], memory: SideMemory, wake: Callable[[], None], *, seed: int) -> None:
+        """Takes `memory` over."""
+        self._memory = memory
         try:
-            os.ftruncate(fd, nbytes)
-            self.view = memoryview(mmap.mmap(fd, nbytes))
-            self.view[:] = noise(nbytes, seed)
-            self.region = region.register(Memory(self.view, self.path), wake=wake)
+            self.view: View = memory.view
+            self.view[:] = noise(memory.memory.nbytes, seed)
+            self.region = region.register(memory.memory, wake=wake)
         except BaseException:
-            self.path.unlink()
+            memory.close()
             raise
-        finally:
-            os.close(fd)
         self.seen: list[Notification] = []
 
     def __repr__(self) -> str:
-        return f"<Side {self.path.name} {self.view.nbytes >> 10} KiB>"
+        return f"<Side {self._memory.memory}>"
+
+    @property
+    def path(self) -> Path | None:
+        """The file of its memory, if it is one."""
+        return self._memory.path
 
     def session(self, *spans: tuple[int, int]) -> tuple[bytes, RemoteRegion]:
         """A fresh session that may write to these (offset, nbytes): its token, and what its peer needs."""
@@ -81,12 +86,12 @@ class Side:
         return [each.payload for each in self.take()]
 
     def close(self) -> None:
-        """Close the region and remove the file. Idempotent."""
+        """Close the region, then the memory. Idempotent."""
         self.region.close()
-        self.path.unlink(missing_ok=True)
+        self._memory.close()
 
 
-def landed(before: bytes, source: bytes | memoryview, pieces: Iterable[Piece]) -> bytes:
+def landed(before: bytes, source: bytes | View, pieces: Iterable[Piece]) -> bytes:
     """What memory that held `before` must hold when these pieces of `source` have landed, and nothing else has."""
     after = bytearray(before)
     for piece in pieces:
@@ -97,17 +102,18 @@ def landed(before: bytes, source: bytes | memoryview, pieces: Iterable[Piece]) -
 class Peer:
     """A region in a process of its own that does what it is told (see `channel_peer`)."""
 
-    def __init__(self, region: type[Region], nbytes: int, *, seed: int) -> None:
-        target = f"{region.__module__}:{region.__qualname__}"
+    def __init__(self, region: type[Region], nbytes: int, *, seed: int, memory: type[SideMemory], world: World) -> None:
+        targets = [f"{each.__module__}:{each.__qualname__}" for each in (region, memory, world)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdx.testing.channel_peer", target, str(nbytes), str(seed)],
+            [sys.executable, "-m", "pdx.testing.channel_peer", *targets, str(nbytes), str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        self._path = Path(self.result())
+        path = self.result()
+        self._path = Path(path) if path else None
 
     def send(self, verb: str, *arguments: Any) -> None:
         """Tell it to do something; it may be stopped."""
@@ -144,7 +150,9 @@ class Peer:
         return self.do("write", channel, [[piece.local, piece.remote, piece.nbytes] for piece in pieces], notify.hex())
 
     def bytes(self, offset: int, nbytes: int) -> bytes:
-        """Its memory, read by way of its file; it may be stopped or dead."""
+        """Its memory, read by way of its file if it has one: then it may be stopped or dead."""
+        if self._path is None:
+            return bytes.fromhex(self.do("read", offset, nbytes))
         with open(self._path, "rb", buffering=0) as file:
             file.seek(offset)
             return file.read(nbytes)
@@ -178,27 +186,39 @@ class Peer:
         self._process.wait(10)
         if self._process.stdout is not None:
             self._process.stdout.close()
-        self._path.unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 class Stage:
     """The sides and peers of one test; leaving it closes them. One bell rings for all regions of this process."""
 
-    def __init__(self, region: type[Region], *, first_seed: int = 1) -> None:
+    def __init__(
+        self,
+        region: type[Region],
+        *,
+        first_seed: int = 1,
+        memories: Sequence[type[SideMemory]] = (HostFile,),
+        world: World = contextlib.nullcontext,
+    ) -> None:
+        """`memories`: what sides and peers lie in, in turn. `world` is around each peer, and already around us."""
         self._region = region
+        self._memories = itertools.cycle(memories)
+        self._world = world
         self._bell = threading.Event()
         self._seeds = itertools.count(first_seed)
         self._open: list[Side | Peer] = []
 
     def side(self, nbytes: int = 8 * MIB) -> Side:
         """A region in this process."""
-        side = Side(self._region, nbytes, self._bell.set, seed=next(self._seeds))
+        side = Side(self._region, next(self._memories)(nbytes), self._bell.set, seed=next(self._seeds))
         self._open.append(side)
         return side
 
     def peer(self, nbytes: int = 8 * MIB) -> Peer:
         """A region in a process of its own."""
-        peer = Peer(self._region, nbytes, seed=next(self._seeds))
+        memory = next(self._memories)
+        peer = Peer(self._region, nbytes, seed=next(self._seeds), memory=memory, world=self._world)
         self._open.append(peer)
         return peer
 

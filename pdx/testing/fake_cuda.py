@@ -38,13 +38,17 @@ class FakeCuda:
         nbytes: int = 1 << 30,
         vmm: bool = True,
         peer_access: bool = True,
+        reaches_unseen: bool = False,
         driver_version: int = 12090,
         lag_s: float = 0.002,
         read_only_register: bool = True,
     ) -> None:
-        """`nbytes`: memory of each GPU, as this process sees it. `lag_s`: what streams lag at most at each copy."""
+        """`nbytes`: memory of each GPU, as this process sees it. `lag_s`: what streams lag at most at each copy.
+
+        `reaches_unseen`: memory of GPUs of other processes can be mapped that this one does not have.
+        """
         self.bindings = driver.real_api()
-        self.memory = FakeMemory(gpus, nbytes, has_peer_access=peer_access)
+        self.memory = FakeMemory(gpus, nbytes, has_peer_access=peer_access, reaches_unseen=reaches_unseen)
         self.calls: Counter[str] = Counter()  # by name, also those that failed
         self.failed: list[str] = []  # calls that `fail` made fail
         has = {"vmm": vmm, "rdma": vmm, "host_pointers": True, "read_only_register": read_only_register}
@@ -55,6 +59,10 @@ class FakeCuda:
         self._functions: dict[str, Callable[..., Any]] = {"cuGetErrorString": _error_string}
         for part in (self._devices, MemoryCalls(self._devices), self._streams):
             self._functions |= {name: getattr(part, name) for name in dir(part) if name.startswith("cu")}
+
+    def capture(self, *, is_under_way: bool) -> None:
+        """Another thread, whose calls are not ours, begins or ends to capture a graph."""
+        self._devices.is_capturing = is_under_way
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cu") and not name.startswith("cuda"):

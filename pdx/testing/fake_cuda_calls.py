@@ -28,6 +28,7 @@ class DeviceCalls:
         self.memory = memory
         self.has = has
         self.is_initialised = False
+        self.is_capturing = False  # another thread captures a graph, in the global mode
         self.contexts: Counter[int] = Counter()  # ordinal -> how often its primary context is retained
         self._version = version
         self._current = threading.local()
@@ -107,6 +108,18 @@ class DeviceCalls:
         if not self.contexts[ordinal]:
             raise Refused("INVALID_CONTEXT")
         self._current.ordinal = ordinal
+
+    def check_capture(self) -> None:
+        """A call that allocates spoils such a capture, unless its thread has said that it has nothing to do with it."""
+        modes = self.bindings.CUstreamCaptureMode
+        mode = getattr(self._current, "capture_mode", modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        if self.is_capturing and mode == modes.CU_STREAM_CAPTURE_MODE_GLOBAL:
+            raise Refused("STREAM_CAPTURE_UNSUPPORTED")
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        before = getattr(self._current, "capture_mode", self.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        self._current.capture_mode = mode
+        return before
 
     def cuMemGetInfo(self) -> tuple[int, int]:
         return self.memory.free[self.here()], self.memory.total
@@ -200,6 +213,7 @@ class MemoryCalls:
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
         self._devices.here()
+        self._devices.check_capture()
         is_read_only = bool(flags & int(self._bindings.CU_MEMHOSTREGISTER_READ_ONLY))
         self._memory.register(address, nbytes, is_read_only=is_read_only)
 

@@ -65,11 +65,12 @@ class FakeMemory:
     One lock guards all of it, and is held while bytes are copied: nothing is unmapped under a copy.
     """
 
-    def __init__(self, gpus: int, nbytes: int, *, has_peer_access: bool) -> None:
+    def __init__(self, gpus: int, nbytes: int, *, has_peer_access: bool, reaches_unseen: bool) -> None:
         self.lock = threading.RLock()
         self.free = [nbytes] * gpus
         self.total = nbytes
         self._has_peer_access = has_peer_access
+        self._reaches_unseen = reaches_unseen  # also GPUs that this process has no ordinal of
         self._handles: dict[int, Allocation] = {}
         self._next_handle = 0x1000
         self._ranges: dict[int, Range] = {}
@@ -98,7 +99,8 @@ class FakeMemory:
 
     def can_access(self, ordinal: int, other: int) -> bool:
         """Whether one GPU reaches the other's memory."""
-        return ordinal == other or self._has_peer_access
+        is_seen = other < len(self.free)
+        return ordinal == other or (self._has_peer_access and (is_seen or self._reaches_unseen))
 
     # --- the virtual-memory API
 
@@ -130,7 +132,7 @@ class FakeMemory:
             nbytes = os.fstat(fd).st_size
         except OSError:
             raise Refused("INVALID_VALUE") from None
-        if match is None or int(match[1]) >= len(self.free):
+        if match is None:
             raise Refused("INVALID_VALUE")
         with self.lock:
             return self._new_handle(Allocation(os.dup(fd), nbytes, int(match[1]), is_ours=False))
@@ -213,7 +215,7 @@ class FakeMemory:
     def open_ipc(self, raw: bytes, ordinal: int) -> int:
         """Map what a living process has; once for all opens of the same handle."""
         mark, pid, fd, started, nbytes, owner = _IPC.unpack(raw)
-        if mark != _IPC_MARK or owner >= len(self.free):
+        if mark != _IPC_MARK:
             raise Refused("INVALID_VALUE")
         if pid == os.getpid():
             raise Refused("INVALID_CONTEXT")

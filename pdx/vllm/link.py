@@ -10,10 +10,12 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from pdx.config import ConnectorConfig, NodeConfig, default_proxy, parse_bytes
 from pdx.connection import Connection
 from pdx.errors import PdxError
+from pdx.memory import Arena
 from pdx.messages import Hello
 from pdx.node.start import start_detached
 
@@ -25,7 +27,10 @@ START_AGAIN_S = 10.0
 
 
 class NodeLink:
-    """Keeps one process attached. `starter`: start a node when none answers."""
+    """Keeps one process attached. `starter`: start a node when none answers.
+
+    `_lock` guards who uses the arena (`_use`) against `_attached`; everything else is the link's thread's.
+    """
 
     def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
         self._config = config
@@ -33,8 +38,12 @@ class NodeLink:
         self._starter = starter and config.start_node
         self._connection: Connection | None = None
         self._uncounted: Counter[str] = Counter()  # what happened while there was no node to tell
+        self._lock = threading.Lock()
+        self._use: Callable[[Arena | None], None] | None = None
+        self._used: Connection | None = None  # the one whose arena `_use` has
         self._attached = threading.Event()
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._start_again_at = 0.0
         self._thread = threading.Thread(target=self._keep_attached, name="pdx-link", daemon=True)
         self._thread.start()
@@ -46,7 +55,19 @@ class NodeLink:
     def connection(self) -> Connection | None:
         """The connection to a living node, or None."""
         connection = self._connection
-        return connection if connection is not None and connection.is_alive else None
+        if connection is None or (self._use is not None and self._used is not connection):
+            return None
+        return connection if connection.is_alive else None
+
+    def serve(self, use: Callable[[Arena | None], None]) -> None:
+        """Call `use` with each node's arena before `connection` tells of that node, and with None when it is gone.
+
+        On the link's thread, so `use` may take long. Once, before the first `wait_attached`.
+        """
+        with self._lock:
+            self._attached.clear()
+            self._use = use
+        self._wake.set()
 
     def count(self, reason: str) -> None:
         """Something was done without PDX, or with less of it: told to this node, or to the next one."""
@@ -63,22 +84,43 @@ class NodeLink:
     def close(self) -> None:
         """Detach. Idempotent."""
         self._stop.set()
+        self._wake.set()
         self._thread.join()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._detach()
 
     def _keep_attached(self) -> None:
-        while not self._stop.wait(CHECK_S if self._attached.is_set() else 0.01):
-            if self.connection is None:
+        while not self._stop.is_set():
+            if self._connection is None or not self._connection.is_alive:
                 self._attached.clear()
                 self._attach()
+            self._give_arena()
+            self._wake.wait(CHECK_S if self._attached.is_set() else 0.01)
+            self._wake.clear()
+
+    def _give_arena(self) -> None:
+        connection = self._connection
+        with self._lock:
+            use = self._use
+            if connection is None or use is None or self._used is connection:
+                if connection is not None:
+                    self._attached.set()
+                return
+        use(connection.arena)
+        self._used = connection
+        self._attached.set()
+
+    def _detach(self) -> None:
+        if self._connection is None:
+            return
+        if self._used is not None and self._use is not None:
+            self._use(None)
+        self._connection.close()
+        self._connection = self._used = None
 
     def _attach(self) -> None:
         if self._connection is not None:
             log.warning("the node at %s is gone: running without PDX until the next one", self._connection.address)
-            self._connection.close()
-            self._connection = None
+            self._detach()
         try:
             connection = Connection(self._config.node_address(), self._hello)
         except PdxError as error:
@@ -92,7 +134,6 @@ class NodeLink:
                     connection.count(reason)
                 self._uncounted.clear()
                 self._connection = connection
-                self._attached.set()
                 log.info("attached to the node at %s", connection.address)
                 return
         except PdxError as error:
@@ -107,5 +148,7 @@ class NodeLink:
         return NodeConfig(
             address=self._config.node_address(),
             arena_bytes=parse_bytes(self._config.arena),
+            gpu=self._config.gpu,
+            numa=self._config.numa,
             proxy=self._config.proxy or default_proxy(),
         )

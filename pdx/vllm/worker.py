@@ -1,31 +1,31 @@
-"""The worker half: gathers final pages into slots layer by layer, and scatters loads from a thread of its own.
+"""The worker half: has final pages gathered into slots layer by layer, and loads scattered into the engine's pages.
 
-Gathering runs inside the forward pass, right after a layer's attention, on the thread that computes: on a CPU the
-copy is done when the hook returns. Loads are scattered by the load thread; torch's copies release the GIL.
+What copies is a `Mover`: on a CPU the hook returns when the copy is done, on a GPU it has only been queued. Whatever is
+told to the node goes through the mover, so that it is told when the copies behind it have ended.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pdx.config import ConnectorConfig
 from pdx.connection import Connection
 from pdx.errors import LayoutError, NodeUnavailable
-from pdx.kernels.pages import gather, page_rows
+from pdx.kernels.pages import page_rows
 from pdx.layout import KvLayout
-from pdx.memory import populate_in_background
-from pdx.messages import VERSION, Abort, Fill, Hello, Mark, Slot
-from pdx.timeline import Event
+from pdx.memory import Arena, populate_in_background
+from pdx.messages import VERSION, Abort, Hello, Slot
+from pdx.vllm.host_mover import HostMover
 from pdx.vllm.link import NodeLink
 from pdx.vllm.loader import Loader
+from pdx.vllm.mover import Mover
 from pdx.vllm.plan import PagesPlan, SavePlan, StepPlan
-from pdx.vllm.rows import ArenaRows
+from pdx.vllm.saving import Saving
+from pdx.vllm.streams import Streams, TorchStreams
 
 log = logging.getLogger("pdx")
 
@@ -34,64 +34,76 @@ IDLE_WAIT_S = 0.01
 
 
 class WorkerHalf:
-    """One per rank. All methods are called by vLLM's model runner, on its thread."""
+    """One per rank. All methods are called by vLLM's model runner, on its thread.
 
-    def __init__(self, config: ConnectorConfig, layout: KvLayout, engine: str, shard: int) -> None:
+    `streams`: where copies run, if not on those of the GPU that the KV cache is on.
+    """
+
+    def __init__(
+        self, config: ConnectorConfig, layout: KvLayout, engine: str, shard: int, streams: Streams | None = None
+    ) -> None:
         self._layout = layout
         self._shard = shard
-        self._pages: list[torch.Tensor] = []  # per layer: rows [num_blocks, page_bytes / 16]
+        self._streams = streams
         self._layers: dict[str, int] = {}
         hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role)
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self._link = NodeLink(config, hello, starter=shard == 0)
-        self._loader = Loader(layout, shard, self._link.count)
+        self._loader = Loader(layout, self._link.count)
+        self._mover: Mover | None = None  # once there is a KV cache
         self._idle = True
-        self._saves: list[SavePlan] = []
-        self._connection: Connection | None = None  # of this step, only if it is the one the plan is about
-        self._rows: ArenaRows | None = None
-        self._targets: list[tuple[PagesPlan, torch.Tensor, torch.Tensor]] = []  # with slot rows and block ids
-        self._done_layers: set[int] = set()
+        self._saving: Saving | None = None  # of this step, if the node that the plan is about is still there
+        self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
+        self._epoch = 0  # the node's life that they are of
+        self._has_warned = False  # in that life, of saves that were skipped
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order.
 
-        :raises LayoutError: the tensors are not what the layout says, or not in host memory.
+        :raises LayoutError: the tensors are not what the layout says, or not all in one place.
+        :raises GpuUnavailable: they are on a GPU whose driver PDX cannot call.
         """
-        devices = {tensor.device.type for tensor in kv_caches.values()}
-        if devices != {"cpu"}:
-            raise LayoutError(f"KV cache on {', '.join(sorted(devices))}: PDX moves only KV in host memory so far")
+        layers: list[torch.Tensor] = []
         rows: dict[int, int] = {}  # address -> layer; layers that share KV come with one address
         for name, tensor in kv_caches.items():
-            layer = rows.setdefault(tensor.data_ptr(), len(rows))
-            self._layers[name] = layer
-            if layer == len(self._pages):
-                self._pages.append(self._block_rows(name, tensor, num_blocks))
-        if len(self._pages) != self._layout.num_layers:
-            raise LayoutError(f"{len(self._pages)} layers with a KV cache, expected {self._layout.num_layers}")
-        self._loader.pages = self._pages
-        self._populate(kv_caches)
+            self._layers[name] = rows.setdefault(tensor.data_ptr(), len(rows))
+            if len(rows) > len(layers):
+                layers.append(tensor)
+        if len(layers) != self._layout.num_layers:
+            raise LayoutError(f"{len(layers)} layers with a KV cache, expected {self._layout.num_layers}")
+        self._mover = self._mover_for(layers, num_blocks)
+        self._link.serve(self._mover.use)
         if not self._link.wait_attached(ATTACH_S):
             log.warning("not attached to a node after %s s: running without PDX until one answers", ATTACH_S)
 
-    @staticmethod
-    def _populate(kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """The cache's memory comes at its first touch: have it now, or loads pay for it."""
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
-        for address, tensor in storages.items():
-            populate_in_background(address, tensor.untyped_storage().nbytes(), tensor)
+    def _mover_for(self, layers: list[torch.Tensor], num_blocks: int) -> Mover:
+        devices = {tensor.device for tensor in layers}
+        if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", "cuda"}:
+            raise LayoutError(
+                f"KV cache on {', '.join(sorted(map(str, devices)))}: PDX moves what is all in host memory or all on "
+                "one NVIDIA GPU"
+            )
+        device = devices.pop()
+        if device.type == "cpu" and self._streams is None:
+            _populate(layers)
+            blocks = [self._block_rows(tensor, num_blocks) for tensor in layers]
+            return HostMover(blocks, self._layout, self._shard, self._link.count)
+        from pdx.vllm.stream_mover import StreamMover, page_map  # needs Triton, which not every CPU machine has
 
-    def _block_rows(self, name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        pages = page_map(layers, num_blocks, self._layout.page_bytes)
+        return StreamMover.start(pages, self._shard, self._streams or TorchStreams(device), self._link.count)
+
+    def _block_rows(self, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         ratio, rest = divmod(tensor.shape[0], num_blocks)
         if rest or (ratio > 1 and not tensor.is_contiguous()):
-            raise LayoutError(f"layer {name}: {tensor.shape[0]} pages over {num_blocks} blocks")
-        blocks = tensor.view(num_blocks, -1) if ratio > 1 else tensor
+            raise LayoutError(f"KV cache: {tensor.shape[0]} pages over {num_blocks} blocks")
         try:
-            rows = page_rows(blocks)
+            rows = page_rows(tensor.view(num_blocks, -1) if ratio > 1 else tensor)
         except ValueError as error:
-            raise LayoutError(f"layer {name}: {error}") from error
+            raise LayoutError(f"KV cache: {error}") from error
         page_bytes = rows.shape[1] * rows.element_size()
         if page_bytes != self._layout.page_bytes:
-            raise LayoutError(f"layer {name}: pages of {page_bytes} bytes, expected {self._layout.page_bytes}")
+            raise LayoutError(f"KV cache: pages of {page_bytes} bytes, expected {self._layout.page_bytes}")
         return rows
 
     # ---- each step --------------------------------------------------------------------------
@@ -99,89 +111,78 @@ class WorkerHalf:
     def begin(self, plan: StepPlan) -> None:
         """A step starts: let go of what is aborted, start its loads, look up where its saves go."""
         self._idle = not plan.num_scheduled_tokens
-        self._done_layers.clear()
-        self._saves = plan.saves
-        self._targets = []
-        connection = self._connection = self._current_connection(plan)
-        if connection is None or self._rows is None:
+        self._give_up()
+        connection, mover = self._link.connection, self._mover
+        arena = _arena_of(connection, plan.epoch)
+        if mover is None or connection is None or arena is None:
             self._loader.fail(plan.loads)
             return
-        self._loader.submit(plan.loads, self._rows, connection)
+        if self._epoch != plan.epoch:
+            self._epoch, self._has_warned = plan.epoch, False
+            self._spoiled.clear()
+        for load in plan.loads:
+            scatter = mover.loading(arena)
+            if scatter is None:
+                self._loader.fail([load])
+            else:
+                self._loader.submit(load, scatter, connection)
         if plan.aborts:
-            connection.tell(Abort([slots[self._shard] for slots in plan.aborts]))
-        self._targets = list(self._open_targets(plan.saves, self._rows))
+            aborted = [slots[self._shard] for slots in plan.aborts]
+            self._spoiled.difference_update(aborted)
+            mover.then(lambda: connection.tell(Abort(aborted)))
+        if plan.saves:
+            self._saving = self._open(plan.saves, mover, connection, arena)
 
-    def _current_connection(self, plan: StepPlan) -> Connection | None:
-        """The connection to the node that the plan is about, with its arena's rows; None if it is gone."""
-        connection = self._link.connection
-        if connection is None or connection.epoch != plan.epoch:
-            return None
-        try:
-            arena = connection.arena
-        except NodeUnavailable:  # the link has closed it just now
-            return None
-        if self._rows is None or self._rows.arena is not arena:
-            self._rows = ArenaRows(arena)
-        return connection
+    def _open(self, saves: list[SavePlan], mover: Mover, connection: Connection, arena: Arena) -> Saving:
+        wanted = [pages for save in saves for pages in save.pages]
+        whole = [pages for pages in wanted if pages.slots[self._shard] not in self._spoiled]
+        taken = mover.begin(arena, whole, timed=any(save.ends_transfer for save in saves))
+        if len(taken) < len(wanted):
+            kept = {id(pages) for pages in taken}
+            self._spoil([pages for pages in wanted if id(pages) not in kept], mover, connection)
+        return Saving(
+            saves,
+            taken,
+            self._layout,
+            self._shard,
+            mover=mover,
+            connection=connection,
+            arena=arena,
+            count=self._link.count,
+        )
 
-    def _open_targets(self, saves: list[SavePlan], rows: ArenaRows) -> Any:
-        for save in saves:
-            for pages in save.pages:
-                slot = pages.slots[self._shard]
-                if not rows.arena.is_current(slot):
-                    log.warning("%s of request %s is not ours any more: not saved", slot, save.request_id)
-                    self._link.count("save_skipped")
-                    continue
-                target = rows.of(slot, self._layout.num_layers * pages.num_blocks)
-                yield pages, target, torch.tensor(pages.block_ids, dtype=torch.int64)
+    def _spoil(self, lost: Sequence[PagesPlan], mover: Mover, connection: Connection) -> None:
+        """These are not saved, so what they belong to will never be whole: give its room back."""
+        slots = [pages.slots[self._shard] for pages in lost]
+        for slot, pages in zip(slots, lost, strict=True):
+            self._link.count("save_skipped")
+            if pages.completes:  # nothing more comes for it
+                self._spoiled.discard(slot)
+            else:
+                self._spoiled.add(slot)
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        self._has_warned = True
+        log.log(level, "%d chunks are not saved: their slots are not ours any more, or out of reach", len(slots))
+        if slots:
+            mover.then(lambda: connection.tell(Abort(slots)))
+
+    def _give_up(self) -> None:
+        """If the last step was not finished, its forward pass failed, and nobody knows what its pages are."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.give_up()
+            self._spoil(saving.pages, saving.mover, saving.connection)
 
     def save_layer(self, name: str) -> None:
         """The pages of this layer that become final in this step are final now: gather them."""
-        if self._targets:
-            self._save(self._layers[name])
-
-    def _save(self, layer: int) -> None:
-        if layer in self._done_layers or self._connection is None:
-            return
-        self._done_layers.add(layer)
-        for pages, target, block_ids in self._targets:
-            first = layer * pages.num_blocks + pages.first
-            gather(self._pages[layer], block_ids, target[first : first + len(block_ids)])
-        filled = self._completed()
-        if filled:
-            self._connection.tell(Fill(filled, first_layer=layer))
-
-    def _completed(self) -> list[Slot]:
-        return [pages.slots[self._shard] for pages, _, _ in self._targets if pages.completes]
+        if self._saving is not None:
+            self._saving.gather(self._layers[name])
 
     def end_forward(self) -> None:
         """The forward pass is over: gather what no hook was called for, seal what is whole."""
-        connection = self._connection
-        if connection is None or not self._saves:
-            return
-        self._mark(connection, Event.PREFILL_END)
-        if self._targets:
-            missing = [layer for layer in range(self._layout.num_layers) if layer not in self._done_layers]
-            for layer in missing:
-                self._save(layer)
-            sealed = self._completed()
-            if sealed:
-                connection.tell(Fill(sealed, layers=self._layout.num_layers, seal=True))
-            if missing:
-                log.debug("%d layers were gathered after the forward pass", len(missing))
-        self._mark(connection, Event.SEALED)
-        self._targets = []
-        self._saves = []
-
-    def _mark(self, connection: Connection, event: Event) -> None:
-        """Tell the bytes of each transfer that were gathered by now, where its prefill ends in this step."""
-        for save in self._saves:
-            if save.transfer is None or not save.ends_transfer:
-                continue
-            pages = sum(len(plan.block_ids) for plan in save.pages)
-            moved = save.blocks_before * self._layout.num_layers + pages * len(self._done_layers)
-            nbytes, tokens = moved * self._layout.page_bytes, save.num_tokens
-            connection.tell(Mark(save.transfer, event, time.monotonic_ns(), nbytes=nbytes, tokens=tokens))
+        saving, self._saving = self._saving, None
+        if saving is not None and not saving.finish():
+            self._spoil(saving.pages, saving.mover, saving.connection)
 
     def finished_loads(self) -> tuple[set[str], set[int]]:
         """Requests whose load is over since the last call, and the blocks that were not loaded.
@@ -194,13 +195,31 @@ class WorkerHalf:
         return self._loader.take_finished()
 
     def close(self) -> None:
-        """Stop the load thread and detach. Idempotent."""
+        """Wait for the copies under way, stop the threads and detach. Idempotent."""
         self._loader.close()
-        self._targets = []
-        self._rows = None
+        self._give_up()
+        if self._mover is not None:
+            self._mover.close()
         self._link.close()
 
     @property
     def is_attached(self) -> bool:
         """Whether this half is attached to a living node."""
         return self._link.connection is not None
+
+
+def _populate(layers: Sequence[torch.Tensor]) -> None:
+    """The cache's memory comes at its first touch: have it now, or loads pay for it."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in layers}
+    for address, tensor in storages.items():
+        populate_in_background(address, tensor.untyped_storage().nbytes(), tensor)
+
+
+def _arena_of(connection: Connection | None, epoch: int) -> Arena | None:
+    """The arena of the node's life `epoch`; None if that is over."""
+    if connection is None or connection.epoch != epoch:
+        return None
+    try:
+        return connection.arena
+    except NodeUnavailable:  # the link has closed it just now
+        return None

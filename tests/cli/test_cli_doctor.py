@@ -111,7 +111,7 @@ def test_what_cannot_work_here_matters_only_where_it_was_asked_for(monkeypatch):
 def test_unknown_channels_are_named():
     result = CliRunner().invoke(main, ["doctor", "--channel", "pigeon"])
     assert result.exit_code == 1
-    assert "no channel between nodes is named 'pigeon'; there are shm, tcp" in result.output
+    assert "no channel between nodes is named 'pigeon'; there are shm, cuda_ipc, tcp" in result.output
     assert "inproc" not in result.output
 
 

@@ -95,7 +95,7 @@ def test_options_become_the_nodes_settings(monkeypatch, place):
 def test_a_channel_that_cannot_be_is_one_line_and_status_1(place, channel):
     result = pdx("node", "--channel", channel, "--address", f"ipc://{place}/node.sock")
     assert result.exit_code == 1
-    assert f"no channel between nodes is named '{channel}'; there are shm, tcp" in result.output
+    assert f"no channel between nodes is named '{channel}'; there are shm, cuda_ipc, tcp" in result.output
 
 
 def test_no_node_is_one_line_and_status_1(place, monkeypatch):

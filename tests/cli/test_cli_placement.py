@@ -28,6 +28,8 @@ def test_what_the_user_has_bound_stays():
 
 
 def test_each_engine_gets_a_gpu_until_they_run_out():
+    homes = place(3, [0, 1], ["4", "6"], {}, sees_others=True)
+    assert homes == [{"CUDA_VISIBLE_DEVICES": gpus} for gpus in ("4,6", "6,4", "4,6")]
     assert place(3, [0, 1], ["4", "6"], {}) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("4", "6", "4")]
 
 

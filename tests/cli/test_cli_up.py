@@ -166,8 +166,30 @@ def test_nodes_choose_their_channel_where_none_is_named(channel, options):
 
 
 @pytest.mark.parametrize(
+    ("channel", "gpus", "options"),
+    [
+        (None, ["GPU-1"], [["--gpu", "GPU-1"]]),
+        ("auto", ["0", "1"], [["--name", "prefill", "--gpu", "0"], ["--name", "decode", "--gpu", "1"]]),
+    ],
+)
+def test_arenas_go_to_the_gpus_that_are_named(channel, gpus, options):
+    assert [list(node.options) for node in nodes_of(Path("/run"), channel, gpus)] == options
+
+
+def test_an_arena_on_a_gpu_that_is_not_there_ends_it_with_the_reason(start_up):
+    running = start_up("--gpu", "0")
+    assert running.process.wait(30) == 1
+    assert "node ended with status 1" in running.text()
+    assert "without --gpu chunks lie in host memory" in running.text()
+    running.wait_gone()
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--gpu", "0,1"], "one node: name one (two nodes need --channel)"),
+        (["--gpu", "0,", "--channel", "auto"], "two nodes: name one or two"),
+        (["--gpu", "0", "--node", "ipc:///tmp/x.sock"], "choose one of them"),
         (["--channel", "pigeon"], "no channel between nodes is named 'pigeon'"),
         (["--channel", "inproc"], "no channel between nodes is named 'inproc'"),
         (["--channel", "tcp", "--node", "ipc:///tmp/x.sock"], "choose one of them"),

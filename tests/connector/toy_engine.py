@@ -2,14 +2,17 @@
 
 It computes nothing: the KV of a token is a function of all tokens up to it, as in a real model, so a page at the wrong
 place is seen. It calls the halves as vLLM 0.32 does, hooks included, and can skip hooks as a full CUDA graph does.
+With `streams` it queues its work as an engine on a GPU does, and with `graphs` it captures each step and replays it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +21,9 @@ from pdx.layout import KvLayout
 from pdx.vllm.plan import StepPlan
 from pdx.vllm.scheduler import SchedulerHalf
 from pdx.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from lagging_streams import LaggingStreams
 
 BLOCK = 4
 CHUNK = 16
@@ -69,12 +75,23 @@ class Request(SimpleNamespace):
 
 
 class ToyEngine:
-    """One engine of `shards` ranks in this process."""
+    """One engine of `shards` ranks in this process. `streams`: where its single rank works, the caller's to close."""
 
-    def __init__(self, address: str, name: str = "toy", shards: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str = "toy",
+        shards: int = 1,
+        *,
+        streams: LaggingStreams | None = None,
+        graphs: bool = False,
+        **settings: Any,
+    ) -> None:
         config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
         shape = layout(num_shards=shards)
-        self.workers = [WorkerHalf(config, shape, name, shard) for shard in range(shards)]
+        assert streams is None or shards == 1
+        self.streams, self.graphs = streams, graphs
+        self.workers = [WorkerHalf(config, shape, name, shard, streams) for shard in range(shards)]
         self.caches = [
             torch.zeros(LAYERS, NUM_BLOCKS, BLOCK, PAGE_BYTES // BLOCK, dtype=torch.uint8) for _ in range(shards)
         ]
@@ -160,21 +177,55 @@ class ToyEngine:
     def run_worker(self, shard: int, plan: Any, scheduled: dict[str, tuple[Request, int]]) -> tuple[set[str], set[int]]:
         worker = self.workers[shard]
         worker.begin(plan)
+        if self.graphs and scheduled:
+            self.replay(self.capture(shard, scheduled))
+        else:
+            self.forward(shard, scheduled)
+        worker.end_forward()
+        return worker.finished_loads()
+
+    def forward(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> None:
         for layer in range(LAYERS) if scheduled else ():
             for request, count in scheduled.values():
                 self.compute(shard, layer, request, request.num_computed, request.num_computed + count)
             if not self.skip_hooks:
-                worker.save_layer(f"layer.{layer}")
-        worker.end_forward()
-        return worker.finished_loads()
+                self.workers[shard].save_layer(f"layer.{layer}")
+
+    def capture(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> list[Callable[[], None]]:
+        """The step as a graph: the hooks are called now, and not when it is replayed."""
+        assert self.streams is not None
+        graph = self.streams.captured = []
+        self.forward(shard, scheduled)
+        self.streams.captured = None
+        return graph
+
+    def replay(self, graph: list[Callable[[], None]]) -> None:
+        assert self.streams is not None
+        for work in graph:
+            self.streams.do(work)
 
     def compute(self, shard: int, layer: int, request: Request, start: int, end: int) -> None:
+        work = partial(self._compute, shard, layer, list(request.block_ids), list(request.all_token_ids), start, end)
+        if self.streams is None:
+            work()
+        else:
+            self.streams.do(work)
+
+    def _compute(self, shard: int, layer: int, blocks: list[int], tokens: list[int], start: int, end: int) -> None:
         for position in range(start, end):
-            page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
-            page[position % BLOCK] = kv_bytes(request.all_token_ids[: position + 1], layer, shard)
+            page = self.caches[shard][layer, blocks[position // BLOCK]]
+            page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard)
+
+    def overwrite(self, blocks: list[int]) -> None:
+        """Somebody else's work on these blocks, as their next owner's or as zeroing."""
+        assert self.streams is not None
+        for block in blocks:
+            self.streams.do(partial(self.caches[0][:, block].fill_, 0xEE))
 
     def check_cache(self, request: Request, end: int) -> None:
         """The engine's own pages hold what computing tokens [0, end) would have put there."""
+        if self.streams is not None:
+            self.streams.synchronize()
         for shard in range(len(self.workers)):
             for layer in range(LAYERS):
                 for position in range(end):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from pdx.peer_messages import PeerHello, PeerWelcome
 
 TABLES = [(LINK, LinkState, LinkStep, LinkState.CLOSED), (SESSION, SessionState, SessionStep, SessionState.NEW)]
 OWN = Identity(name="own", epoch=1, host="h", pid=2, schemes=("nixl", "shm", "tcp"), layouts=(b"a", b"b"))
+OWN = msgspec.structs.replace(OWN, without={"fog": "too thick", "rain": "too wet"})
 
 
 def hello(**fields):
@@ -151,12 +153,13 @@ def test_a_welcome_gives_what_was_opened_in_our_order():
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (welcome(version=2), "upgrade the older"),
+        (welcome(version=VERSION + 1), "upgrade the older"),
         (welcome(name="third"), "the roster has a wrong address"),
         (welcome(epoch=1), "this node itself"),
         (welcome(layouts=[b"c"]), "no engine of 'peer'"),
         (welcome([]), "no channel in common"),
         (welcome(["smoke"]), "no channel in common"),
+        (welcome(["smoke", "fog"]), "; fog: too thick$"),
     ],
 )
 def test_a_welcome_is_refused_with_the_reason(message, why):

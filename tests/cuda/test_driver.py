@@ -166,7 +166,8 @@ def test_peer_access():
         first, second = all_gpus()
         assert first.can_access(first.uuid)
         assert not first.can_access(second.uuid)
-        assert not first.can_access("GPU-00000000-0000-0000-0000-000000000000")
+        unseen = "GPU-00000000-0000-0000-0000-000000000000"
+        assert (first.can_access(unseen), first.sees(unseen), first.sees(second.uuid)) == (True, False, True)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1\n", 1), ("-1\n", None), ("what", None), (None, None)])

@@ -161,11 +161,16 @@ def test_a_peer_without_access_is_refused_by_name():
         assert fake.leftovers() == {}
 
 
-def test_a_gpu_that_this_process_does_not_see(fake, spawn, monkeypatch):
-    other = spawn(gpus=1)
-    with DeviceMemory.create(Gpu.find("1"), MIB) as made, exported(made) as (handle, fd):
-        assert other.open(handle, fd).startswith("GpuUnavailable")
-        assert other.mapped() == "0"
+@pytest.mark.parametrize("kind", ["vmm", "ipc"])
+def test_whether_memory_of_a_gpu_that_this_process_does_not_see_can_be_mapped_is_the_drivers_to_say(fake, spawn, kind):
+    strict, open_minded = spawn(gpus=1), spawn(gpus=1, reaches_unseen=True)
+    with DeviceMemory.create(Gpu.find("1"), MIB, kind) as made, exported(made) as (handle, fd):
+        said = strict.open(handle, fd)
+        assert said.startswith("GpuUnavailable")
+        assert f"does not see GPU {made.gpu} (CUDA_VISIBLE_DEVICES=" in said
+        assert strict.mapped() == "0"
+        assert not open_minded.open(handle, fd).startswith("Gpu")
+        assert open_minded.mapped() == "1"
 
 
 @pytest.mark.parametrize("kind", ["vmm", "ipc"])

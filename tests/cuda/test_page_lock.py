@@ -40,6 +40,15 @@ def lock(gpu, host, *, refusals=None, **settings):
     return PageLock(host.address, host.nbytes, gpu, anchor=host, on_refused=said.append, **settings)
 
 
+def test_a_graph_that_the_engine_captures_meanwhile_is_not_spoiled(fake, gpu):
+    fake.capture(is_under_way=True)
+    host = Host(PIECE_BYTES)
+    locked = lock(gpu, host)
+    wait_until(lambda: locked.covers(0, host.nbytes) or locked.error)
+    assert locked.error == ""
+    locked.close()
+
+
 def test_all_of_it_is_covered_in_the_end(fake, gpu):
     host = Host(2 * PIECE_BYTES + 4096)
     locked = lock(gpu, host)

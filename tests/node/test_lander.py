@@ -5,6 +5,7 @@ import threading
 import msgspec
 import pytest
 from node_harness import wait_until
+from plain_memory import PlainMemory
 
 from pdx.channel import Notification
 from pdx.digest import digests
@@ -51,7 +52,7 @@ class Stage:
         self.lander = Lander(
             "test",
             listener=self.listener,
-            memory=self.memory,
+            memory=PlainMemory(self.memory),
             rooms=self.rooms,
             wake=self.wake,
             is_polled=is_polled,
@@ -73,7 +74,9 @@ class Stage:
         return self.verdicts[-1]
 
     def digests(self, first, count):
-        return digests(self.memory, [(GRANULE_BYTES + layer * SLICE, SLICE) for layer in range(first, first + count)])
+        return digests(
+            PlainMemory(self.memory), [(GRANULE_BYTES + layer * SLICE, SLICE) for layer in range(first, first + count)]
+        )
 
     def close(self):
         self.lander.close()

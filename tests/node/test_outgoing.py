@@ -141,7 +141,7 @@ def test_slices_that_do_not_divide_evenly_are_sent_to_the_byte(stage):
     assert job.spans == [
         [(slots[0].offset + slice_span(10_007, 7, n, 1)[0], slice_span(10_007, 7, n, 1)[1]) for n in range(7)]
     ]
-    assert digests(stage.arena.data, job.spans[0])
+    assert digests(stage.arena, job.spans[0])
 
 
 def test_layers_that_are_filled_out_of_order_are_sent_as_the_runs_they_form(stage):

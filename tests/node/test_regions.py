@@ -2,21 +2,26 @@
 
 import sys
 import threading
+from collections import Counter
 
 import pytest
 from node_harness import wait_until
 from push_stage import MIB
 
 from pdx import registry
+from pdx.cuda.arena import GpuArena
+from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelUnavailable
 from pdx.memory import Arena
 from pdx.node.mailbox import Mailbox
 from pdx.node.regions import Regions, Wake
+from pdx.testing.fake_cuda import fake_cuda
 from pdx.transports.inproc import InprocRegion
 
 OPENING = threading.Event()
 GO_ON = threading.Event()
 CLOSED = []
+TAKEN = []
 
 
 class SlowRegion(InprocRegion):
@@ -40,6 +45,15 @@ class DeafRegion(SlowRegion):
         raise ChannelUnavailable("no address")
 
 
+class DeviceRegion(InprocRegion):
+    """Sees what it is given."""
+
+    @classmethod
+    def register(cls, memory, *, host="127.0.0.1", wake=lambda: None):
+        TAKEN.append((memory.gpu, memory.address, memory.nbytes))
+        raise ChannelUnavailable("not today")
+
+
 class BrokenRegion(InprocRegion):
     """A third party's, with a bug."""
 
@@ -53,7 +67,12 @@ def schemes(monkeypatch):
     for event in (OPENING, GO_ON):
         event.clear()
     CLOSED.clear()
-    for name, kind in {"slow": "SlowRegion", "deaf": "DeafRegion", "broken": "BrokenRegion"}.items():
+    for name, kind in {
+        "slow": "SlowRegion",
+        "deaf": "DeafRegion",
+        "broken": "BrokenRegion",
+        "device": "DeviceRegion",
+    }.items():
         monkeypatch.setitem(registry._OURS, name, f"{__name__}:{kind}")
 
 
@@ -64,7 +83,7 @@ def open_regions(tmp_path):
     made = []
 
     def make(*schemes):
-        made.append(Regions(arena, schemes, "127.0.0.1", mailbox))
+        made.append(Regions(arena, schemes, "127.0.0.1", mailbox, counters=Counter()))
         made[-1].mailbox = mailbox
         return made[-1]
 
@@ -86,6 +105,7 @@ def test_what_works_is_opened_once_and_what_does_not_says_why(open_regions, capl
     assert regions.schemes == ["inproc", "slow"]
     assert set(regions.why) == {"deaf", "broken", "nonsense"}
     assert "ZeroDivisionError: a bug" in regions.why["broken"]
+    assert regions._counters == {"channels_unavailable": 3}
     assert len(CLOSED) == 1, "what was registered and cannot listen is closed"
     regions.when_open(lambda: called.append(3))
     assert called == [1, 2, 3]
@@ -107,6 +127,22 @@ def test_closed_while_they_are_being_opened_nothing_is_begun_with_them(open_regi
 def test_all_candidates_but_those_for_one_process(open_regions):
     assert {"shm", "tcp"} <= set(open_regions().candidates)
     assert "inproc" not in open_regions().candidates
+
+
+def test_an_arena_on_a_gpu_is_registered_as_device_memory_and_only_where_that_works(tmp_path, caplog):
+    TAKEN.clear()
+    mailbox = Mailbox()
+    with fake_cuda(), GpuArena.create(tmp_path / "arena", MIB, Gpu.find("0")) as arena:
+        regions = Regions(arena, ["shm", "tcp", "device"], "127.0.0.1", mailbox, counters=Counter())
+        regions.when_open(lambda: None)
+        wait_until(lambda: mailbox.deliver() or regions.is_open)
+        regions.close()
+        assert (arena.gpu, arena.address, MIB) in TAKEN
+        assert Regions(arena, [], "127.0.0.1", mailbox, counters=Counter()).candidates[0] == "cuda_ipc"
+    mailbox.close()
+    assert regions.schemes == []
+    assert all("moves host memory" in regions.why[scheme] for scheme in ("shm", "tcp"))
+    assert caplog.text.count("no channel tcp") == 1
 
 
 def test_no_event_is_forgotten_when_several_threads_wait():

@@ -1,9 +1,12 @@
 """The thread that writes to a peer: every write that was submitted is answered, whatever becomes of the channel."""
 
 import threading
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from node_harness import wait_until
+from plain_memory import PlainMemory
 from push_stage import MIB
 
 from pdx.channel import TOKEN_BYTES, Memory, Piece, RemoteRegion
@@ -14,6 +17,7 @@ from pdx.node.job import Job
 from pdx.node.mailbox import Mailbox
 from pdx.node.regions import Wake
 from pdx.node.sender import Route, Sender
+from pdx.node.ways import Ways
 from pdx.peer_messages import Slices, decode_landed
 
 TOKEN = bytes(TOKEN_BYTES)
@@ -86,7 +90,7 @@ class FakeRegion:
 class Stage:
     """A sender with these regions, and what came of it."""
 
-    def __init__(self, regions, *, measure=False, digests="wire"):
+    def __init__(self, regions, *, measure=False, digests="wire", preferred=""):
         self.regions = regions
         self.mailbox = Mailbox()
         self.view = memoryview(bytearray(MIB))
@@ -97,7 +101,7 @@ class Stage:
         self.ended = 0
         self.sender = Sender(
             "peer",
-            memory=self.view,
+            memory=PlainMemory(self.view),
             regions=regions,
             wakes={name: region.wake for name, region in regions.items()},
             route=Route(
@@ -105,6 +109,7 @@ class Stage:
                 order=list(regions),
                 measure=measure,
                 probe=Slot(0, 4096, 0),
+                preferred=preferred,
             ),
             digests=digests,
             mailbox=self.mailbox,
@@ -185,7 +190,7 @@ def test_what_crosses_a_wire_has_digests(stage_with, wire, settings, expected):
     stage.submit(0)
     stage.until(lambda: stage.done)
     (slices,) = channel.notes[0].slices
-    assert slices.digests == (digests(stage.view, [(0, 4), (4, 6)]) if expected else b"")
+    assert slices.digests == (digests(PlainMemory(stage.view), [(0, 4), (4, 6)]) if expected else b"")
 
 
 def test_a_push_that_is_given_up_is_aborted_written_or_not(stage_with):
@@ -252,3 +257,30 @@ def test_channels_that_were_tried_are_closed_when_another_has_a_bug(stage_with):
     stage.until(lambda: stage.ended)
     assert stage.broken == ["ZeroDivisionError: a bug"]
     assert stage.regions["s0"].channels[0].is_closed
+
+
+def test_the_preferred_channel_is_used_without_measuring_it_against_others(stage_with):
+    stage = stage_with(FakeRegion(), FakeRegion(), measure=True, preferred="s0")
+    assert stage.channel is stage.regions["s0"].channels[0]
+    assert stage.chosen == [("s0", {})]
+    assert stage.regions["s1"].channels == []
+
+
+def test_where_the_preferred_one_does_not_connect_the_others_are_measured_and_the_reason_is_kept(stage_with):
+    fault = ChannelUnavailable("no peer access")
+    stage = stage_with(FakeRegion(fault=fault), FakeRegion(), FakeRegion(), measure=True, preferred="s0")
+    assert stage.channel in (stage.regions["s1"].channels[0], stage.regions["s2"].channels[0])
+    assert set(stage.chosen[0][1]) == {"s1", "s2"}
+    assert stage.sender.missing == {"s0": "no peer access"}
+
+
+def test_a_step_down_to_another_channel_is_said_and_counted(caplog):
+    ways = SimpleNamespace(_counters=Counter())
+    way = SimpleNamespace(name="b", expected="cuda_ipc")
+    assert Ways._step_down(ways, way, SimpleNamespace(missing={"tcp": "far"})) == ""
+    assert (ways._counters, caplog.records) == ({}, [])
+    assert Ways._step_down(ways, way, SimpleNamespace(missing={"cuda_ipc": "no peer access"})) == (
+        "no cuda_ipc: no peer access"
+    )
+    assert ways._counters == {"channels_stepped_down": 1}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

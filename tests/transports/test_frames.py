@@ -25,6 +25,23 @@ def addresses(pieces):
     return [(piece.local, piece.remote, piece.nbytes) for piece in merged(pieces)]
 
 
+def test_a_reason_comes_back_in_one_line_that_can_be_logged():
+    packed = frames.pack_answer(TOKEN, frames.UNREACHABLE, "no way\nto GPU\x1b[31m é")
+    ack = frames.unpack_ack(packed[: frames.ACK_BYTES])
+    assert frames.reason_bytes(ack) == len(packed) - frames.ACK_BYTES
+    assert frames.unpack_reason(packed[frames.ACK_BYTES :]) == "no way?to GPU?[31m é"
+    assert frames.pack_answer(TOKEN, OK) == frames.pack_ack(Ack(TOKEN, 0, OK))
+
+
+@given(st.text(max_size=4000))
+def test_a_reason_is_bounded(text):
+    packed = frames.pack_answer(TOKEN, frames.UNREACHABLE, text)
+    ack = frames.unpack_ack(packed[: frames.ACK_BYTES])
+    assert frames.reason_bytes(ack) == len(packed) - frames.ACK_BYTES <= frames.MAX_REASON_BYTES
+    with pytest.raises(ProtocolError):
+        frames.reason_bytes(Ack(TOKEN, frames.MAX_REASON_BYTES + 1, frames.UNREACHABLE))
+
+
 def head_of(body, **changes):
     return Head(**{"token": TOKEN, "number": 0, "part": 0, "parts": 1, "body_bytes": len(body), **changes})
 

@@ -16,10 +16,11 @@ from pdx.channel import Memory, Piece, RemoteRegion
 from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage, wait_until
-from pdx.transports import shm
+from pdx.transports import local_socket, shm
 from pdx.transports.frames import ACK_BYTES, OK, Greeting, Head, pack_body, pack_greeting, pack_part, unpack_ack
+from pdx.transports.local_socket import Address, Credentials
 from pdx.transports.mapping import Mapping
-from pdx.transports.shm import Address, ShmRegion
+from pdx.transports.shm import ShmRegion
 
 
 class TestShm(ChannelConformance):
@@ -48,7 +49,7 @@ def greeted(remote, fds):
         sock.settimeout(10)
         sock.connect(f"\0pdx-shm-{address_of(remote).name}")
         sock.sendall(pack_greeting(Greeting(remote.token, secrets.token_bytes(16), 0, 1)))
-        socket.send_fds(sock, [b"m"], fds)
+        socket.send_fds(sock, [b"\0\0"], fds)
         answer = sock.recv(ACK_BYTES)
         yield sock, unpack_ack(answer).status if answer else None
 
@@ -88,7 +89,7 @@ def test_another_user_is_not_listened_to(monkeypatch):
     with Stage(ShmRegion) as stage:
         side = stage.side(MIB)
         _, remote = side.session((0, MIB))
-        monkeypatch.setattr(shm, "_uid_of_peer", lambda stream: os.geteuid() + 1)
+        monkeypatch.setattr(local_socket, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(f"\0pdx-shm-{address_of(remote).name}")
             assert sock.recv(1) == b""
@@ -104,7 +105,7 @@ def test_another_user_is_not_told_the_token(monkeypatch):
         server.bind(f"\0pdx-shm-{name}")
         server.listen()
         detail = msgspec.msgpack.encode(msgspec.structs.replace(address_of(remote), name=name))
-        monkeypatch.setattr(shm, "_uid_of_peer", lambda stream: os.geteuid() + 1)
+        monkeypatch.setattr(local_socket, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
         with pytest.raises(ChannelBroken, match="user"):
             side.region.connect(msgspec.structs.replace(remote, detail=detail))
         taken, _ = server.accept()

@@ -1,0 +1,144 @@
+"""What the GPU benches run on: a real GPU, or a toy that tests use where there is none.
+
+The toy is the fake CUDA driver of `pdx.testing` with the Triton interpreter: the same calls in the same order, on host
+memory. Nothing that is timed on it means anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pdx.cuda.gpu import Gpu
+
+REAL, TOY = "real", "toy"
+FLUSH_BYTES = 256 << 20  # more than any L2 cache
+TOY_BYTES = 64 << 20
+
+
+class Bed(ABC):
+    """One GPU as torch and as the driver see it. `clock`: for `bench.timing.measure`, times of the current stream."""
+
+    name: ClassVar[str]
+    device: ClassVar[str]
+    clock: Callable[[], Any]
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def noise(self, nbytes: int, seed: int) -> Tensor:
+        """Bytes that do not repeat."""
+        source = torch.Generator(self.device).manual_seed(seed)
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device, generator=source)
+
+    def zeros(self, nbytes: int) -> Tensor:
+        """Bytes on the GPU."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> Tensor:
+        """Page-locked host memory as torch allocates it."""
+
+    @abstractmethod
+    def mark(self) -> Callable[[], None]:
+        """A point on the current stream; calling what is returned waits for it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until the current stream has done all."""
+
+
+class Moment:
+    """A point on the current stream, as the clock of a measurement: `later - earlier` waits and gives seconds.
+
+    Between two moments the L2 cache is overwritten, outside of what is timed. While that runs, the work to be timed is
+    launched, so that the time of the launch is not in the result.
+    """
+
+    def __init__(self, flush: Tensor) -> None:
+        self._end_of_last = torch.cuda.Event(enable_timing=True)
+        self._start_of_next = torch.cuda.Event(enable_timing=True)
+        self._end_of_last.record()
+        flush.zero_()
+        self._start_of_next.record()
+
+    def __sub__(self, earlier: Moment) -> float:
+        self._end_of_last.synchronize()
+        return earlier._start_of_next.elapsed_time(self._end_of_last) / 1e3
+
+
+class RealBed(Bed):
+    """The first GPU that the driver shows."""
+
+    name = REAL
+    device = "cuda"
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__(gpu)
+        torch.cuda.set_device(gpu.ordinal)
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        self.clock = lambda: Moment(self._flush)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+
+class ToyBed(Bed):
+    """Host memory; whatever is asked for is done at once."""
+
+    name = TOY
+    device = "cpu"
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__(gpu)
+        self.clock = time.perf_counter
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return self.zeros(nbytes)
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+    def wait(self) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def bed(name: str) -> Iterator[Bed]:
+    """The bed of that name; the toy's driver is gone behind it.
+
+    :raises GpuUnavailable: there is no GPU.
+    """
+    if name == REAL:
+        yield RealBed(Gpu.find("0"))
+        return
+    import triton  # noqa: F401  # natively: parts of it cannot be imported later when it was under the interpreter
+
+    from pdx.testing.fake_cuda import fake_cuda
+
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"  # is read when a kernel is defined
+    try:
+        import pdx.kernels.paged  # noqa: F401
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    with fake_cuda(gpus=1, nbytes=TOY_BYTES):
+        yield ToyBed(Gpu.find("0"))

@@ -1,0 +1,107 @@
+"""NIXL called directly on GPU memory: reads of single pages, which `bench.gpu_ipc` compares with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from bench.channel_raw import NIXL_DELAY_US
+from bench.gpu_bed import REAL, Bed
+from pdx.registry import find
+
+PAGES_IN_FLIGHT = 64
+READ_S = 60.0
+
+Span = tuple[int, int, int]  # address, bytes, ordinal of the GPU
+
+
+def start_nixl(bed: Bed, memory: Tensor) -> tuple[VramNixl | None, str]:
+    """An agent over that memory, or why there is none."""
+    if bed.name != REAL:
+        return None, "NIXL needs a GPU"
+    if importlib.util.find_spec("nixl") is None:
+        return None, "nixl is not installed"
+    found = find("nixl").availability()
+    if not found.is_ok:
+        return None, found.why
+    try:
+        return VramNixl(memory, bed.gpu.ordinal), ""
+    except Exception as error:  # noqa: BLE001  # NIXL's errors have no base of their own; the reason is reported
+        return None, f"NIXL cannot use this GPU's memory: {type(error).__name__}: {error}"
+
+
+class VramNixl:
+    """One end: an agent with the UCX backend. The other end only lends its memory."""
+
+    def __init__(self, memory: Tensor, ordinal: int) -> None:
+        # A process can load one wheel only: the one that our channel has chosen.
+        self._bindings = next(sys.modules[name] for name in sys.modules if re.fullmatch(r"nixl_\w+\._bindings", name))
+        self.address = memory.data_ptr()
+        self.ordinal = ordinal
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = NIXL_DELAY_US
+        self._agent = self._bindings.nixlAgent(f"gpu-{os.getpid()}", config)
+        self._backends = [self._agent.createBackend("UCX", {})]
+        span = (self.address, memory.numel() * memory.element_size(), ordinal, "")
+        self._registered = self._bindings.nixlRegDList(self._bindings.VRAM_SEG, [span])
+        self._agent.registerMem(self._registered, self._backends)
+        self._peer = ""
+        self._peer_address = 0
+        self._peer_ordinal = 0
+
+    def detail(self) -> bytes:
+        """What the other end needs."""
+        return self.address.to_bytes(8) + self.ordinal.to_bytes(1) + bytes(self._agent.getLocalMD())
+
+    def connect(self, detail: bytes) -> None:
+        """To the end that lends its memory."""
+        self._peer_address, self._peer_ordinal = int.from_bytes(detail[:8]), detail[8]
+        self._peer = self._agent.loadRemoteMD(detail[9:]).decode()
+
+    def read(self, local: Iterable[int], remote: Iterable[int], nbytes: int) -> None:
+        """Read the peer's pages of `nbytes` at these offsets to these of ours, a request per page; returns when all
+        are here.
+
+        :raises RuntimeError: not within READ_S seconds. NIXL's own errors come as they are.
+        """
+        under_way: deque[Any] = deque()
+        deadline = time.monotonic() + READ_S
+        for mine, theirs in zip(local, remote, strict=True):
+            under_way.append(
+                self._begin(
+                    (self.address + mine, nbytes, self.ordinal),
+                    (self._peer_address + theirs, nbytes, self._peer_ordinal),
+                )
+            )
+            if len(under_way) == PAGES_IN_FLIGHT:
+                self._finish(under_way.popleft(), deadline)
+        while under_way:
+            self._finish(under_way.popleft(), deadline)
+
+    def _begin(self, local: Span, remote: Span) -> Any:
+        bindings = self._bindings
+        lists = [bindings.nixlXferDList(bindings.VRAM_SEG, [span]) for span in (local, remote)]
+        handle = self._agent.createXferReq(bindings.NIXL_READ, *lists, self._peer, b"", self._backends)
+        self._agent.postXferReq(handle)
+        return handle
+
+    def _finish(self, handle: Any, deadline: float) -> None:
+        while self._agent.getXferStatus(handle) != self._bindings.NIXL_SUCCESS:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"NIXL did not read all pages within {READ_S} s")
+        self._agent.releaseXferReq(handle)
+
+    def close(self) -> None:
+        """End the agent. Idempotent."""
+        if self._agent is not None:
+            self._agent.deregisterMem(self._registered, self._backends)
+            self._agent = None

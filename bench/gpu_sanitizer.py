@@ -1,0 +1,50 @@
+"""Runs the kernel tests under NVIDIA's compute-sanitizer, memcheck and racecheck: `python -m bench.gpu_sanitizer`.
+
+Says so, and succeeds, where it is not installed or there is no GPU: it comes with the CUDA toolkit, not with what PDX
+needs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pdx.cuda.gpu import why_no_gpu
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck")
+TESTS = ["tests/gpu/test_real_kernels.py", "-k", "test_whole_batches or test_slots_in_memory_of_the_driver"]
+FOUND = 86  # exit status that stands for an error found by the sanitizer
+
+
+def find() -> str | None:
+    """The program."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+
+
+def main() -> int:
+    if why := why_no_gpu():
+        print(f"compute-sanitizer is not run: {why}")
+        return 0
+    program = find()
+    if program is None:
+        print("compute-sanitizer is not run: it is not installed (CUDA toolkit, or /usr/local/cuda/bin)")
+        return 0
+    # Each tensor is an allocation of its own, so that a byte behind it is seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in TOOLS:
+        command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only"]
+        command += [sys.executable, "-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider", "-o", "timeout=0"]
+        print(f"compute-sanitizer {tool}", flush=True)
+        if code := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
+            print(f"compute-sanitizer {tool}: {'errors were found' if code == FOUND else 'the tests failed'}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The arena of a node whose chunks lie on a GPU: generations in a shared file as ever, the data in device memory.
+
+Opening it maps the generations alone, so a scheduler half or `pdx node --status` never has a CUDA context. Who moves
+bytes maps the data, too (`map`), by a handle that the node hands over (`pdx.cuda.handover`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pdx.cuda.copies import CopyStream
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.handover import fetch_handle
+from pdx.cuda.memory import DeviceMemory, Handle
+from pdx.errors import ArenaTooSmall, GpuMemoryFull, GpuUnavailable, LayoutError, NodeUnavailable, ProtocolError
+from pdx.memory import Arena, check_span, round_up
+from pdx.messages import Slot
+
+HANDOVER_S = 5.0
+
+
+class DeviceSpan:
+    """Bytes of a mapped arena as others' libraries take them. As long as it lives, they stay mapped."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None}
+
+
+class GpuArena(Arena):
+    """See `Arena`. `address` is 0 until the data is mapped.
+
+    The data stays mapped until `close`, and beyond it as long as somebody holds it (`hold`, or a `DeviceSpan`).
+    """
+
+    _has_data_in_file: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        path: Path,
+        nbytes: int,
+        *,
+        writable_generations: bool,
+        gpu: str,
+        handover: Path | None = None,
+        ticket: bytes = b"",
+        is_node_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__(path, nbytes, writable_generations=writable_generations)
+        self.gpu = gpu
+        self.address = 0
+        self._handover = handover
+        self._ticket = ticket
+        self._is_node_alive = is_node_alive
+        # Guards the next four; not held during calls of the driver. Reentrant: the collector may end a span anywhere.
+        self._lock = threading.RLock()
+        self._memory: DeviceMemory | None = None
+        self._on: Gpu | None = None
+        self._holds = 0
+        self._is_closed = False
+        self._streams: list[CopyStream] = []  # idle ones of `read`
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int, gpu: Gpu) -> GpuArena:  # type: ignore[override]  # by class, not object
+        """Allocate the data on `gpu` and the file of generations (mode 0600), and map both.
+
+        :raises ArenaTooSmall: the GPU, or the file system, cannot hold it.
+        :raises GpuUnavailable: memory of this GPU cannot be shared between processes.
+        """
+        nbytes = round_up(nbytes)
+        try:
+            memory = DeviceMemory.create(gpu, nbytes)
+        except GpuMemoryFull as error:
+            raise ArenaTooSmall(
+                f"an arena of {nbytes >> 20} MiB does not fit on GPU {gpu.ordinal}: choose a smaller --arena, start "
+                f"the node before the engines, or let them leave it room (vllm --gpu-memory-utilization); {error}"
+            ) from error
+        try:
+            cls._allocate(path, nbytes)
+            arena = cls(path, nbytes, writable_generations=True, gpu=gpu.uuid)
+        except BaseException:
+            memory.close()
+            raise
+        arena._take(memory, gpu)
+        return arena
+
+    @classmethod
+    def open(  # type: ignore[override]  # by class, not by object
+        cls,
+        path: Path,
+        nbytes: int,
+        gpu: str,
+        handover: Path,
+        ticket: bytes,
+        is_node_alive: Callable[[], bool] = lambda: True,
+    ) -> GpuArena:
+        """Map the generations of an arena that a node made, read-only. Needs neither a GPU nor its driver.
+
+        `is_node_alive`: asked about legacy IPC memory, which is gone with its node.
+
+        :raises NodeUnavailable: the file is gone (the node ended) or is not that arena.
+        """
+        try:
+            return cls(
+                path,
+                nbytes,
+                writable_generations=False,
+                gpu=gpu,
+                handover=handover,
+                ticket=ticket,
+                is_node_alive=is_node_alive,
+            )
+        except OSError as error:
+            raise NodeUnavailable(f"cannot map the node's arena {path}: {error}") from error
+
+    # ---- the data ---------------------------------------------------------------------------
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether `address` is that of the data."""
+        return self._memory is not None
+
+    @property
+    def kind(self) -> str:
+        """How the data is shared, "vmm" or "ipc"; empty until it is mapped."""
+        memory = self._memory
+        return memory.kind if memory is not None else ""
+
+    def map(self, on: Gpu) -> None:
+        """Map the data for copies and kernels of the GPU `on`. Idempotent; may take as long as `HANDOVER_S`.
+
+        :raises NodeError: the node is gone, or does not hand it over.
+        :raises ProtocolError: what it handed over is not this arena.
+        :raises GpuError: it cannot be mapped for that GPU; or it is mapped for another one already.
+        """
+        if self._on is None and self._handover is not None:
+            handle, fd = fetch_handle(self._handover, self._ticket, HANDOVER_S)
+            try:
+                self._check(handle)
+                memory = DeviceMemory.open(handle, fd, on=on)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+            if not self._take(memory, on):  # another thread was faster, or it was closed
+                memory.close()
+        mapped_on = self._on
+        if mapped_on is None:
+            raise GpuUnavailable(f"{self!r} is closed")
+        if mapped_on.uuid != on.uuid:
+            raise GpuUnavailable(f"{self!r} is mapped for GPU {mapped_on.uuid}, and cannot be for {on.uuid}, too")
+
+    @property
+    def device(self) -> DeviceMemory:
+        """The data; this arena's to close.
+
+        :raises GpuUnavailable: it is not mapped.
+        """
+        memory = self._memory
+        if memory is None:
+            raise GpuUnavailable(f"{self!r} is not mapped")
+        return memory
+
+    def hold(self) -> int:
+        """Keep the data mapped until `let_go`, whatever is closed; its address.
+
+        :raises GpuUnavailable: it is not mapped (any more).
+        """
+        with self._lock:
+            if self._memory is None or self._is_closed:
+                raise GpuUnavailable(f"{self!r} is not mapped")
+            self._holds += 1
+            return self.address
+
+    def let_go(self) -> None:
+        """End one `hold`. The last one after `close` unmaps the data."""
+        with self._lock:
+            self._holds -= 1
+        self._unmap_if_over()
+
+    def span(self, slot: Slot) -> DeviceSpan:
+        """The slot's bytes, without a copy. They stay mapped as long as the span lives.
+
+        :raises StaleSlot: see `check`.
+        :raises GpuUnavailable: the data is not mapped.
+        """
+        self.check(slot)
+        span = DeviceSpan(self.hold() + slot.offset, slot.nbytes)
+        weakref.finalize(span, self.let_go).atexit = False
+        return span
+
+    @property
+    def data(self) -> memoryview:
+        """:raises LayoutError: always; the CPU cannot look at it."""
+        raise LayoutError(f"this chunk is on GPU {self.gpu}: use .tensor(), or read a copy")
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """A copy of these bytes in host memory. See `Arena.read`.
+
+        :raises GpuUnavailable: the data is not mapped.
+        """
+        check_span(offset, nbytes, self.nbytes)
+        copy = bytearray(nbytes)
+        if not nbytes:
+            return memoryview(copy)
+        address = self.hold()
+        try:
+            stream = self._stream()
+            try:
+                stream.copy(ctypes.addressof(ctypes.c_char.from_buffer(copy)), address + offset, nbytes)
+                stream.wait()
+            except BaseException:
+                stream.close()
+                raise
+            self._streams.append(stream)
+        finally:
+            self.let_go()
+        return memoryview(copy)
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether the slot is still what it was promised to be, and its memory is still there."""
+        return super().is_current(slot) and (self.kind != "ipc" or self._is_node_alive())
+
+    def close(self) -> None:
+        """Unmap everything; the data when nobody holds it any more. Idempotent."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed and self.kind == "ipc" and self._handover is None:
+            # Whoever has it mapped loses it now, while this process still lives: no slot is current from here on.
+            self._table[:] = b"\xff" * len(self._table)
+        self._unmap_if_over()
+        super().close()
+
+    def _check(self, handle: Handle) -> None:
+        if handle.gpu != self.gpu or handle.nbytes < self.nbytes:
+            raise ProtocolError(
+                f"the node hands over {handle.nbytes} bytes of GPU {handle.gpu} instead of {self.nbytes} of {self.gpu}"
+            )
+
+    def _take(self, memory: DeviceMemory, on: Gpu) -> bool:
+        with self._lock:
+            if self._memory is not None or self._is_closed:
+                return False
+            self._memory, self._on, self.address = memory, on, memory.address
+            return True
+
+    def _stream(self) -> CopyStream:
+        with contextlib.suppress(IndexError):
+            return self._streams.pop()
+        assert self._on is not None
+        return CopyStream(self._on)
+
+    def _unmap_if_over(self) -> None:
+        with self._lock:
+            if self._holds or not self._is_closed or self._memory is None:
+                return
+            memory, self._memory, self._on, self.address = self._memory, None, None, 0
+            streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.close()
+        memory.close()

@@ -1,0 +1,243 @@
+"""How a process gets the handle of a node's GPU memory: a Unix socket of the node, one message each way.
+
+The process shows the ticket of its welcome (`pdx.messages.Welcome`); the node looks at who it is, by the kernel's word,
+and sends the handle, with the memory's file descriptor where there is one. Sockets keep messages apart
+(SOCK_SEQPACKET), so there is nothing to be parsed but one bounded message.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pdx.cuda.memory import Handle
+from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
+
+log = logging.getLogger("pdx.node")
+
+TICKET_BYTES = 16
+MAX_ANSWER_BYTES = 1024
+MAX_GUESTS = 16  # connections that have not shown a ticket yet; more wait in the backlog
+MAX_OF_ONE_PROCESS = 4
+PATIENCE_S = 1.0  # with a connection that shows no ticket
+_BACKLOG = 256
+_MAX_FDS = 2  # one is right
+_INT_BYTES = array.array("i").itemsize
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_TIMEVAL = struct.Struct("@ll")
+_decoder = msgspec.msgpack.Decoder(Handle)
+
+
+class Guest(msgspec.Struct):
+    """A connection that has not shown its ticket yet."""
+
+    stream: socket.socket
+    pid: int
+    deadline: float
+
+
+class HandoverServer:
+    """The node's side. Owned by its control loop; nothing blocks, nothing raises."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        is_attached: Callable[[int], bool],
+        admits: Callable[[int, bytes], bool],
+        export: Callable[[], tuple[Handle, int]],
+        watch: Callable[[int], None],
+        unwatch: Callable[[int], None],
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`is_attached`: may this process ask? `admits`: is that its ticket? `watch` and `unwatch` add and remove a
+        descriptor of the poller that decides when to call `serve`. Whoever owns the node's address may replace `path`.
+        """
+        self.path = path
+        self._is_attached = is_attached
+        self._admits = admits
+        self._export = export
+        self._watch = watch
+        self._unwatch = unwatch
+        self._counters = counters
+        self._clock = clock
+        self._guests: dict[int, Guest] = {}  # by file descriptor
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._is_listening = False
+        try:
+            path.unlink(missing_ok=True)  # left by a node that was killed
+            self._listener.bind(str(path))
+            path.chmod(0o600)
+            self._listener.listen(_BACKLOG)
+        except OSError:
+            self._listener.close()
+            raise
+        self._listen()
+
+    def serve(self, fd: int) -> bool:
+        """Deal with a descriptor that can be read; False: it is none of ours."""
+        if fd == self._listener.fileno():
+            self._accept()
+            return True
+        guest = self._guests.get(fd)
+        if guest is None:
+            return False
+        self._answer(guest)
+        return True
+
+    def tick(self) -> None:
+        """A few times a second: connections that show no ticket are closed."""
+        now = self._clock()
+        for guest in [guest for guest in self._guests.values() if guest.deadline <= now]:
+            self._refuse(guest, f"no ticket within {PATIENCE_S:g} s")
+
+    def close(self) -> None:
+        """Close everything and remove the socket. Idempotent."""
+        for guest in list(self._guests.values()):
+            self._end(guest)
+        if self._listener.fileno() >= 0:
+            if self._is_listening:
+                self._unwatch(self._listener.fileno())
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+
+    # ---- one connection ---------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Take connections exactly while there is a place for one."""
+        is_free = len(self._guests) < MAX_GUESTS
+        if is_free and not self._is_listening:
+            self._watch(self._listener.fileno())
+        if self._is_listening and not is_free:
+            self._unwatch(self._listener.fileno())
+        self._is_listening = is_free
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:  # it left meanwhile, or this process has no descriptor left: asked again by the poller
+            return
+        pid, uid = _peer(stream)
+        stream.setblocking(False)
+        guest = Guest(stream, pid, self._clock() + PATIENCE_S)
+        self._guests[stream.fileno()] = guest
+        self._watch(stream.fileno())
+        if uid != os.geteuid():
+            self._refuse(guest, f"user {uid}")
+        elif not self._is_attached(pid):
+            self._refuse(guest, "it is not attached")
+        elif sum(other.pid == pid for other in self._guests.values()) > MAX_OF_ONE_PROCESS:
+            self._refuse(guest, f"{MAX_OF_ONE_PROCESS} connections of it are here already")
+        self._listen()
+
+    def _answer(self, guest: Guest) -> None:
+        try:
+            ticket = guest.stream.recv(TICKET_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._refuse(guest, str(error))
+            return
+        if len(ticket) != TICKET_BYTES or not self._admits(guest.pid, ticket):
+            self._refuse(guest, "that is not its ticket" if ticket else "it left")
+            return
+        try:
+            self._hand_over(guest)
+        except (OSError, GpuError) as error:
+            self._refuse(guest, str(error))
+            return
+        self._counters["handovers"] += 1
+        self._end(guest)
+
+    def _hand_over(self, guest: Guest) -> None:
+        handle, fd = self._export()
+        try:
+            message = msgspec.msgpack.encode(handle)
+            socket.send_fds(guest.stream, [message], [fd] if fd >= 0 else [])
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _refuse(self, guest: Guest, why: str) -> None:
+        self._counters["handover_refused"] += 1
+        log.warning("GPU memory is not handed over to process %d: %s", guest.pid, why)
+        self._end(guest)
+
+    def _end(self, guest: Guest) -> None:
+        del self._guests[guest.stream.fileno()]
+        self._unwatch(guest.stream.fileno())
+        guest.stream.close()
+        if self._listener.fileno() >= 0:
+            self._listen()
+
+
+def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, int]:
+    """Ask the node that listens at `path`: the handle, and a descriptor that the caller closes (-1: none).
+
+    Each of its three steps waits `timeout_s` at most.
+
+    :raises NodeUnavailable: no node is there, or it does not answer in time.
+    :raises NodeError: it refuses; its log says why.
+    :raises ProtocolError: what answers is not a node of this user.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
+        limit = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # `connect` to a full backlog heeds the first
+            stream.setsockopt(socket.SOL_SOCKET, option, limit)
+        try:
+            stream.connect(str(path))
+            if (uid := _peer(stream)[1]) != os.geteuid():  # else somebody else would learn the ticket
+                raise ProtocolError(f"user {uid} listens at {path}")
+            stream.send(ticket)
+            message, fds, flags = _received(stream)
+        except (ConnectionResetError, BrokenPipeError) as error:
+            raise NodeError(f"the node does not hand over its GPU memory; its log says why ({error})") from error
+        except OSError as error:
+            raise NodeUnavailable(f"no node hands over GPU memory at {path}: {error}") from error
+    try:
+        return _checked(message, fds, flags)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def _received(stream: socket.socket) -> tuple[bytes, list[int], int]:
+    """One message, its descriptors, and what the system says of it."""
+    # Not `socket.recv_fds`, which does not pass on its flags: children would inherit the descriptors.
+    room = socket.CMSG_SPACE(_MAX_FDS * _INT_BYTES)
+    message, notes, flags, _ = stream.recvmsg(MAX_ANSWER_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in notes:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) // _INT_BYTES * _INT_BYTES])
+    return message, list(fds), flags
+
+
+def _checked(message: bytes, fds: list[int], flags: int) -> tuple[Handle, int]:
+    if not message:
+        raise NodeError("the node does not hand over its GPU memory; its log says why")
+    try:
+        handle = _decoder.decode(message)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"what the node hands over does not decode: {error}") from error
+    if len(fds) != (handle.kind == "vmm") or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise ProtocolError(f"the node hands over {len(fds)} descriptors with memory of kind {handle.kind}")
+    return handle, fds[0] if fds else -1
+
+
+def _peer(stream: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, when it connected."""
+    credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    return pid, uid

@@ -1,0 +1,59 @@
+"""Fixtures of the tests of the worker half on streams: the fake driver, the interpreted kernel, and beds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from lagging_streams import interpreted
+from stream_bed import Bed
+
+from pdx.connection import Connection
+from pdx.cuda.memory import num_mapped
+from pdx.testing.fake_cuda import FakeCuda, fake_cuda
+from pdx.vllm import stream_mover
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    """A fake driver in this process, where nothing stays mapped, registered or open."""
+    with fake_cuda() as driver:
+        yield driver
+        assert num_mapped() == 0
+        assert driver.leftovers() == {}
+
+
+@pytest.fixture
+def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bed]]:
+    for name in ("gather", "scatter", "warm_up"):
+        monkeypatch.setattr(stream_mover, name, getattr(interpreted(), name))
+    made: list[Bed] = []
+
+    class Recording(Connection):
+        def tell(self, body: Any) -> None:
+            if self._hello.kind == "worker":
+                made[0].log.append(body)
+            super().tell(body)
+
+    monkeypatch.setattr("pdx.vllm.link.Connection", Recording)
+
+    def make(on_gpu: bool, *flags: str) -> Bed:
+        made.append(Bed(address, on_gpu=on_gpu))
+        made[-1].start_node(*flags)
+        return made[-1]
+
+    yield make
+    for bed in made:
+        bed.close()
+
+
+@pytest.fixture
+def bed(beds: Callable[..., Bed]) -> Bed:
+    """The quicker one, where it makes no difference: host memory."""
+    return beds(False)
+
+
+@pytest.fixture
+def gpu_bed(beds: Callable[..., Bed]) -> Bed:
+    return beds(True)

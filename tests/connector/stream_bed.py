@@ -1,0 +1,120 @@
+"""A node and toy engines whose streams lag, and what can be asked of them. Fixtures are in conftest.py."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+from lagging_streams import LaggingStreams
+from node_harness import MIB, NodeProcess, wait_until
+from toy_engine import Request, ToyEngine
+
+from pdx.config import NodeConfig, private_folder, socket_path
+
+
+class FakeGpuNode(NodeProcess):
+    """A node whose process has the fake driver, with its arena on the fake GPU."""
+
+    def __init__(self, config: NodeConfig, *flags: str) -> None:
+        self.config = config
+        self.address = config.address
+        path = socket_path(config.address)
+        private_folder(path.parent)
+        program = [sys.executable, "-P", "-m", "pdx.testing.fake_cuda", *flags, "-m", "pdx.node"]
+        with open(f"{path}.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [*program, msgspec.json.encode(config).decode()], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+
+class Bed:
+    """A node, and engines whose streams lag. `log` has what workers told the node, and what their kernels did."""
+
+    def __init__(self, address: str, *, on_gpu: bool) -> None:
+        self.address = address
+        self.on_gpu = on_gpu
+        self.nodes: list[NodeProcess] = []
+        self.made: list[tuple[ToyEngine, LaggingStreams | None]] = []
+        self.log: list[Any] = []
+
+    @property
+    def node(self) -> NodeProcess:
+        return self.nodes[-1]
+
+    def start_node(self, *flags: str) -> None:
+        config = NodeConfig(address=self.address, arena_bytes=8 * MIB, gpu="0" if self.on_gpu else "")
+        self.nodes.append(FakeGpuNode(config, *flags) if self.on_gpu else NodeProcess(config))
+        self.node.wait_ready()
+
+    def engine(self, *, lag_s: float = 0.001, lags: bool = True, **settings: Any) -> ToyEngine:
+        streams = LaggingStreams(lag_s) if lags else None
+        if streams is not None:
+            streams.log = self.log
+        try:
+            engine = ToyEngine(self.address, f"toy-{len(self.made)}", streams=streams, **settings)
+        except BaseException:
+            if streams is not None:
+                streams.close()
+            raise
+        self.made.append((engine, streams))
+        return engine
+
+    def told(self, kind: type) -> list[Any]:
+        return [entry for entry in self.log if isinstance(entry, kind)]
+
+    def wait_sealed(self, count: int) -> None:
+        wait_until(lambda: self.node.status().chunks.get("sealed", 0) == count, what=f"{count} chunks are sealed")
+
+    def wait_at_rest(self) -> None:
+        def at_rest() -> bool:
+            status = self.node.status()
+            return set(status.chunks) <= {"sealed"} and not status.leases and not status.transfers
+
+        wait_until(at_rest, what="nobody holds anything")
+
+    def counted(self, reason: str) -> int:
+        return self.node.status().counters.get(f"degraded_{reason}", 0)
+
+    def close(self) -> None:
+        for _, streams in self.made:
+            if streams is not None:
+                for stream in streams.made:
+                    stream.gate.set()
+        for engine, _ in self.made:
+            engine.close()
+        for node in self.nodes:
+            node.close()
+        for _, streams in self.made:
+            if streams is not None:
+                streams.close()
+
+
+def streams_of(engine: ToyEngine) -> LaggingStreams:
+    assert engine.streams is not None
+    return engine.streams
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(count)]
+
+
+def saved(engine: ToyEngine, prompt: list[int], params: Any = None, step: int = 1000) -> Request:
+    """A request whose prompt was computed; what its gathers still have to do is queued."""
+    request = Request(f"saved-{id(prompt)}", prompt, params)
+    assert engine.admit(request) == set()
+    while request.num_computed < len(prompt):
+        engine.step((request, min(step, len(prompt) - request.num_computed)))
+    return request
+
+
+def check_loaded(engine: ToyEngine, prompt: list[int], count: int) -> None:
+    """Another request finds `count` tokens of this prompt, and they are what was computed."""
+    again = Request(f"again-{id(engine)}-{count}", prompt)
+    assert engine.admit(again) == set()
+    assert again.num_computed == count
+    engine.check_cache(again, count)
+    engine.finish(again)

@@ -1,0 +1,258 @@
+"""The worker half on streams that lag: nobody is told, overwrites or lets go before the copies behind it have ended.
+
+Streams are LaggingStreams, the driver is the fake one: on a node in host memory, page-locked, or on one with its arena
+on the fake GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from node_harness import wait_until
+from stream_bed import Bed, check_loaded, saved, streams_of, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
+
+from pdx.cuda.memory import num_mapped
+from pdx.memory import Arena
+from pdx.messages import Abort, Fill, Mark
+from pdx.vllm import stream_mover
+
+PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
+DECODE = {"do_remote_prefill": True, "transfer_id": "x" * 20}
+
+
+# ---- both kinds of node ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "step", "mode"),
+    [(False, 1000, "hooks"), (True, 3, "hooks"), (False, 7, "no hooks"), (True, 1000, "no hooks"), (True, 5, "graphs")],
+)
+def test_prompt_computed_once_is_loaded_by_another_engine(
+    beds: Callable[..., Bed], on_gpu: bool, step: int, mode: str
+) -> None:
+    bed = beds(on_gpu)
+    first, second = bed.engine(graphs=mode == "graphs"), bed.engine()
+    first.skip_hooks = mode == "no hooks"
+    prompt = tokens(1, 3 * CHUNK + 5)
+    first.finish(saved(first, prompt, step=step))
+    bed.wait_sealed(3)
+    check_loaded(second, prompt, 3 * CHUNK)
+    bed.wait_at_rest()
+    assert num_mapped() == 2 * on_gpu, "one mapping for each worker"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_handoff_carries_the_tail(beds: Callable[..., Bed], on_gpu: bool) -> None:
+    bed = beds(on_gpu)
+    first, second = bed.engine(), bed.engine()
+    prompt = tokens(2, 2 * CHUNK + 7)
+    first.finish(saved(first, prompt, PREFILL))
+    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
+    assert second.admit(decode) == set()
+    assert decode.num_computed == len(prompt)
+    second.check_cache(decode, len(prompt))
+    second.finish(decode)
+    bed.wait_at_rest()
+    assert bed.node.status().chunks == {"sealed": 2}
+
+
+def test_a_full_graph_is_gathered_by_one_launch_and_captures_none(bed: Bed) -> None:
+    engine = bed.engine(graphs=True)
+    engine.finish(saved(engine, tokens(3, CHUNK)))
+    bed.wait_sealed(1)
+    assert [entry for entry in bed.log if isinstance(entry, tuple)] == [("gather", 0, LAYERS)]
+
+
+# ---- saving: who waits for a gather -----------------------------------------------------------
+
+
+def test_pages_overwritten_right_after_the_step_were_gathered_before(bed: Bed) -> None:
+    engine = bed.engine()
+    prompt = tokens(4, 2 * CHUNK)
+    with streams_of(engine).held(streams_of(engine).gathering):
+        request = saved(engine, prompt)
+        engine.overwrite(request.block_ids)
+    engine.finish(request)
+    bed.wait_sealed(2)
+    check_loaded(bed.engine(), prompt, 2 * CHUNK)
+
+
+def test_blocks_of_a_preempted_request_may_be_computed_anew_at_once(bed: Bed) -> None:
+    engine = bed.engine()
+    prompt, other = tokens(5, 2 * CHUNK), tokens(6, 2 * CHUNK)
+    with streams_of(engine).held(streams_of(engine).gathering):
+        request = saved(engine, prompt)
+        request.num_preemptions += 1
+        engine.free = [*request.block_ids, *engine.free]
+        blocks, request.block_ids, request.num_computed = request.block_ids, [], 0
+        thief = saved(engine, other)
+        assert thief.block_ids == blocks
+    bed.wait_sealed(4)
+    for each in (prompt, other):
+        check_loaded(bed.engine(), each, 2 * CHUNK)
+    engine.finish(thief)
+    engine.scheduler.finished(request)
+
+
+def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
+    engine = bed.engine()
+    prompt = tokens(7, CHUNK)
+    with streams_of(engine).held(streams_of(engine).compute()):
+        engine.finish(saved(engine, prompt))
+        wait_until(lambda: streams_of(engine).gathering.is_still, what="nothing can go on")
+        assert bed.log == [], "nothing is computed yet"
+    bed.wait_sealed(1)
+    check_loaded(bed.engine(), prompt, CHUNK)
+
+
+def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_mover.StreamMover, "group_bytes", 1)
+    engine = bed.engine(lag_s=0.02)
+    engine.finish(saved(engine, tokens(8, CHUNK)))
+    bed.wait_sealed(1)
+    log = [entry for entry in bed.log if isinstance(entry, tuple | Fill)]
+    gathers = [log.index(("gather", layer, 1)) for layer in range(LAYERS)]
+    fills = [log.index(fill) for fill in bed.told(Fill)]
+    assert [(fill.first_layer, fill.layers, fill.seal) for fill in bed.told(Fill)] == [
+        *((layer, 1, False) for layer in range(LAYERS)),
+        (0, LAYERS, True),
+    ]
+    assert all(gather < fill for gather, fill in zip(gathers, fills, strict=False))
+
+
+def test_small_layers_are_told_together(bed: Bed) -> None:
+    engine = bed.engine()
+    engine.finish(saved(engine, tokens(9, CHUNK)))
+    bed.wait_sealed(1)
+    assert [(fill.first_layer, fill.layers, fill.seal) for fill in bed.told(Fill)] == [
+        (0, LAYERS, False),
+        (0, LAYERS, True),
+    ]
+
+
+def test_a_slot_is_let_go_of_when_nothing_writes_it_any_more(bed: Bed) -> None:
+    engine = bed.engine()
+    with streams_of(engine).held(streams_of(engine).gathering):
+        request = Request("a", tokens(10, 2 * CHUNK), PREFILL)
+        engine.admit(request)
+        engine.step((request, CHUNK + BLOCK))
+        engine.finish(request)
+        assert bed.told(Abort) == []
+    wait_until(lambda: bed.told(Abort), what="the second chunk is aborted")
+    log = [entry for entry in bed.log if isinstance(entry, tuple | Abort)]
+    assert log[-1:] == bed.told(Abort)
+    assert len(log) == LAYERS + 1
+    bed.wait_at_rest()
+
+
+def test_marks_have_the_time_and_the_bytes_of_what_they_tell(bed: Bed) -> None:
+    """Of a graph nothing is gathered when it ends; that is told although the gather hangs."""
+    engine = bed.engine(graphs=True)
+    with streams_of(engine).held(streams_of(engine).gathering):
+        request = saved(engine, tokens(11, CHUNK), PREFILL)
+        wait_until(lambda: bed.told(Mark), what="the end of prefill is told")
+        assert [(mark.event, mark.nbytes) for mark in bed.told(Mark)] == [("prefill_end", 0)]
+    engine.finish(request)
+    bed.wait_sealed(1)
+    wait_until(lambda: len(bed.told(Mark)) == 2, what="the seal is told")
+    assert [(mark.event, mark.nbytes) for mark in bed.told(Mark)][1] == ("sealed", LAYERS * CHUNK // BLOCK * PAGE_BYTES)
+
+
+def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
+    engine = bed.engine(lag_s=0)
+    streams = streams_of(engine)
+    request = Request("a", tokens(12, CHUNK), PREFILL)
+    engine.admit(request)
+    plan = engine.scheduler.plan_step(engine.output({"a": (request, CHUNK)}))
+    worker = engine.workers[0]
+    worker.begin(plan)
+    for layer in range(LAYERS):
+        engine.compute(0, layer, request, 0, CHUNK)
+        worker.save_layer(f"layer.{layer}")
+        if layer == 0:
+            streams.synchronize()
+            streams.gathering.gate.clear()
+    worker.end_forward()
+    wait_until(lambda: bed.told(Mark), what="the end of prefill is told")
+    streams.gathering.gate.set()
+    assert bed.told(Mark)[0].nbytes == CHUNK // BLOCK * PAGE_BYTES, "one layer"
+    engine.finish(request)
+    bed.wait_sealed(1)
+
+
+def test_a_slot_that_was_taken_away_meanwhile_is_not_sealed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bed.engine()
+    with streams_of(engine).held(streams_of(engine).gathering):
+        request = saved(engine, tokens(13, CHUNK))
+        monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
+    engine.finish(request)
+    streams_of(engine).synchronize()
+    wait_until(lambda: bed.counted("save_lost") == 1, what="counted")
+    assert bed.told(Fill) == []
+
+
+def test_a_step_that_fails_is_not_sealed(bed: Bed) -> None:
+    """The forward pass raised: no hook of the other layers, no end."""
+    engine = bed.engine()
+    request = Request("a", tokens(14, CHUNK))
+    engine.admit(request)
+    plan = engine.scheduler.plan_step(engine.output({"a": (request, CHUNK)}))
+    engine.workers[0].begin(plan)
+    engine.compute(0, 0, request, 0, CHUNK)
+    engine.workers[0].save_layer("layer.0")
+    engine.finish(request)
+    bed.wait_at_rest()
+    assert bed.node.status().chunks == {}
+
+
+# ---- loading ----------------------------------------------------------------------------------
+
+
+def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
+    """Whoever had the blocks before may still be at work on them."""
+    engine = bed.engine()
+    prompt = tokens(15, 2 * CHUNK)
+    engine.finish(saved(engine, prompt))
+    bed.wait_sealed(2)
+    again = Request("again", prompt)
+    assert engine.match(again) == 2 * CHUNK
+    engine.allocate(again, 2 * CHUNK)
+    with streams_of(engine).held(streams_of(engine).compute()):
+        engine.overwrite(again.block_ids)
+        engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+    assert engine.finish_load(again) == set()
+    engine.check_cache(again, 2 * CHUNK)
+    assert ("scatter", 0, LAYERS) in bed.log, "one launch"
+    engine.finish(again)
+
+
+def test_a_load_is_over_when_its_pages_are_there(bed: Bed) -> None:
+    first, second = bed.engine(), bed.engine(lag_s=0.05)
+    prompt = tokens(16, CHUNK)
+    first.finish(saved(first, prompt))
+    bed.wait_sealed(1)
+    again = Request("again", prompt)
+    assert second.admit(again) == set()
+    assert bed.log.count(("scatter", 0, LAYERS)) == 1, "told after the copy"
+    second.check_cache(again, CHUNK)
+    second.finish(again)
+
+
+def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bed.engine()
+    prompt = tokens(17, 2 * CHUNK)
+    engine.finish(saved(engine, prompt))
+    bed.wait_sealed(2)
+    again = Request("again", prompt)
+    external = engine.match(again)
+    engine.allocate(again, external)
+    with streams_of(engine).held(streams_of(engine).loading):
+        engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+        wait_until(lambda: streams_of(engine).loading.waiting, what="the copy is queued")
+        monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
+    assert engine.finish_load(again) == set(again.block_ids[: 2 * CHUNK // BLOCK])
+    wait_until(lambda: bed.counted("load_failed") == 1, what="counted")
+    monkeypatch.undo()
+    engine.finish(again)

@@ -1,0 +1,183 @@
+"""The worker half on streams that lag, when nodes die, drivers refuse and engines end in the middle of copies."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from node_harness import MIB, wait_until
+from stream_bed import Bed, check_loaded, saved, streams_of, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, layout
+
+from pdx.config import ConnectorConfig
+from pdx.cuda.memory import num_mapped
+from pdx.cuda.page_lock import PageLock
+from pdx.errors import LayoutError
+from pdx.messages import Abort, Fill
+from pdx.testing.fake_cuda import FakeCuda
+from pdx.vllm.worker import WorkerHalf
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-vmm",)], ids=["vmm", "ipc"])
+@pytest.mark.parametrize("during", ["gather", "scatter"])
+def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: str, flags: tuple[str, ...]) -> None:
+    """The mapping stays until the copy has ended, and not longer; the engine goes on, also with the next node."""
+    bed = beds(True, *flags)
+    engine = bed.engine()
+    streams = streams_of(engine)
+    prompt = tokens(18, 2 * CHUNK)
+    if during == "scatter":
+        engine.finish(saved(engine, prompt))
+        bed.wait_sealed(2)
+    request = Request("a", prompt)
+    external = engine.match(request)
+    assert external == (2 * CHUNK if during == "scatter" else 0)
+    engine.allocate(request, external)
+    with streams.held(streams.gathering, streams.loading):
+        if external:
+            engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+            wait_until(lambda: streams.loading.waiting, what="the scatter is queued")
+        else:
+            engine.step((request, 2 * CHUNK))
+        bed.node.kill()
+        wait_until(lambda: engine.workers[0]._link._connection is None, what="the link has noticed")  # noqa: SLF001
+        other = Request("b", tokens(19, CHUNK))
+        assert engine.match(other) == 0
+        engine.allocate(other, 0)
+        engine.step((other, CHUNK))
+        assert num_mapped() == 1, "a copy is under way"
+    if external:
+        failed = engine.finish_load(request)
+        assert failed == (set(request.block_ids[: 2 * CHUNK // BLOCK]) if flags else set())
+        if not failed:
+            engine.check_cache(request, external)
+    wait_until(lambda: num_mapped() == 0, what="the dead node's memory is let go")
+    engine.finish(request)
+    engine.finish(other)
+    bed.start_node(*flags)
+    wait_until(lambda: engine.is_attached, 10, "attached to the next node")
+    engine.finish(saved(engine, prompt))
+    bed.wait_sealed(2)
+    check_loaded(bed.engine(), prompt, 2 * CHUNK)
+
+
+def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    """What others saved cannot be loaded, nothing can be saved; both are counted, and the fix is in the log."""
+    fake.fail("cuMemHostRegister", error="NOT_PERMITTED")
+    on_cpu, engine = bed.engine(lags=False), bed.engine()
+    prompt = tokens(20, CHUNK)
+    on_cpu.finish(saved(on_cpu, prompt))
+    bed.wait_sealed(1)
+    wait_until(lambda: bed.counted("page_lock_refused") == 1, what="counted")
+    request = Request("a", prompt)
+    failed = engine.admit(request)
+    assert failed == set(request.block_ids[: CHUNK // BLOCK])
+    assert request.num_computed == 0
+    engine.step((request, CHUNK))
+    engine.check_cache(request, CHUNK)
+    engine.finish(request)
+    engine.finish(saved(engine, tokens(21, CHUNK)))
+    wait_until(lambda: bed.counted("save_skipped") == 1 == bed.counted("load_failed"), what="counted")
+    bed.wait_at_rest()
+    assert bed.node.status().chunks == {"sealed": 1}
+    assert sum("ulimit -l" in record.message for record in caplog.records) == 1
+
+
+class SlowPageLock(PageLock):
+    """Covers nothing until it is told to."""
+
+    is_slow = True
+
+    def covers(self, offset: int, nbytes: int) -> bool:
+        return not self.is_slow and super().covers(offset, nbytes)
+
+
+def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk whose first pages were skipped is never sealed, also if the others could be saved."""
+    monkeypatch.setattr("pdx.vllm.window.PageLock", SlowPageLock)
+    engine = bed.engine()
+    prompt = tokens(22, CHUNK)
+    request = Request("a", prompt)
+    engine.admit(request)
+    bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
+    engine.step((request, CHUNK // 2))
+    monkeypatch.setattr(SlowPageLock, "is_slow", False)
+    wait_until(lambda: engine.workers[0]._mover._window._page_lock.covers(0, MIB), what="page-locked")  # noqa: SLF001
+    engine.step((request, CHUNK - CHUNK // 2))
+    bed.node.signal(signal.SIGCONT)
+    engine.finish(request)
+    wait_until(lambda: len(bed.told(Abort)) == 2 or bed.told(Fill), what="both steps are told of")
+    assert bed.told(Fill) == []
+    bed.wait_at_rest()
+    assert bed.node.status().chunks == {}
+    engine.finish(saved(engine, prompt))
+    bed.wait_sealed(1)
+    check_loaded(bed.engine(), prompt, CHUNK)
+
+
+def test_engine_in_host_memory_runs_without_a_node_on_a_gpu(gpu_bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
+    on_cpu, engine = gpu_bed.engine(lags=False), gpu_bed.engine()
+    prompt = tokens(23, CHUNK)
+    engine.finish(saved(engine, prompt))
+    gpu_bed.wait_sealed(1)
+    request = Request("a", prompt)
+    assert on_cpu.admit(request) == set(request.block_ids[: CHUNK // BLOCK])
+    on_cpu.step((request, CHUNK))
+    on_cpu.check_cache(request, CHUNK)
+    on_cpu.finish(request)
+    on_cpu.finish(saved(on_cpu, tokens(24, CHUNK)))
+    gpu_bed.wait_at_rest()
+    wait_until(lambda: gpu_bed.counted("save_skipped") == 1 == gpu_bed.counted("load_failed"), what="counted")
+    assert gpu_bed.counted("arena_on_gpu") == 1
+    assert "without --gpu" in caplog.text
+
+
+def test_memory_of_the_node_that_cannot_be_mapped_costs_only_the_cache(
+    beds: Callable[..., Bed], fake: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed = beds(True)
+    fake.fail("cuMemImportFromShareableHandle")
+    engine = bed.engine()
+    engine.finish(saved(engine, tokens(25, CHUNK)))
+    wait_until(lambda: bed.counted("arena_unreachable") == 1 == bed.counted("save_skipped"), what="counted")
+    bed.wait_at_rest()
+    assert "cuMemImportFromShareableHandle" in caplog.text
+
+
+def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
+    """And what was gathered is sealed: the node hears of it before the goodbye."""
+    engine, reader = gpu_bed.engine(), gpu_bed.engine()
+    streams = streams_of(engine)
+    prompt, other = tokens(26, CHUNK), tokens(27, CHUNK)
+    engine.finish(saved(engine, prompt))
+    gpu_bed.wait_sealed(1)
+    again = Request("again", prompt)
+    engine.allocate(again, engine.match(again))
+    with streams.held(streams.gathering, streams.loading):
+        engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+        request = saved(engine, other)
+        closing = threading.Thread(target=engine.workers[0].close)
+        closing.start()
+        wait_until(lambda: streams.loading.waiting and streams.gathering.waiting, what="both copies are queued")
+        assert closing.is_alive()
+        assert num_mapped() == 2
+    closing.join(10)
+    assert not closing.is_alive()
+    assert num_mapped() == 1, "the reader's"
+    engine.check_cache(again, CHUNK)
+    gpu_bed.wait_sealed(2)
+    check_loaded(reader, other, CHUNK)
+    for each in (again, request):
+        engine.scheduler.finished(each)
+
+
+def test_a_layout_that_is_on_two_kinds_of_device_is_refused() -> None:
+    """`meta` stands for any device that is not the other layers'."""
+    worker = WorkerHalf(ConnectorConfig(node="ipc:///tmp/pdx-nobody", start_node=False), layout(), "toy", 0)
+    cpu, meta = (torch.zeros(LAYERS, 4, PAGE_BYTES, dtype=torch.uint8, device=device) for device in ("cpu", "meta"))
+    with pytest.raises(LayoutError, match="cpu, meta"):
+        worker.register({"0": cpu[0], "1": cpu[1], "2": meta[2]}, 4)
+    worker.close()

@@ -1,0 +1,96 @@
+"""Tests that need an NVIDIA GPU: `pytest tests/gpu`. Without one all of them are skipped, with one reason.
+
+With PDX_FAKE_GPU=1 those that need the driver alone run on the fake one, which tries out the tests themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "kernels"))  # paged_cases
+
+import bench_package  # noqa: E402, F401
+from gpu_child import GpuChild  # noqa: E402
+
+from pdx.cuda.gpu import Gpu, why_no_gpu  # noqa: E402
+from pdx.cuda.memory import num_mapped  # noqa: E402
+
+IS_FAKE = os.environ.get("PDX_FAKE_GPU") == "1"
+FAKE_BYTES = 256 << 20
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """A machine that only tests GPUs need not have pytest-timeout, which our settings name."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "unused without pytest-timeout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """See `pytest_addoption`."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): unused without pytest-timeout")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything below is marked `gpu`, and skipped where there is none."""
+    ours = [item for item in items if HERE in item.path.parents]
+    why = "" if IS_FAKE or not ours else why_no_gpu()
+    for item in ours:
+        item.add_marker("gpu")
+        if why:
+            item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {why}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_are_loaded() -> None:
+    """Contexts and pools that stay for good are there before a test is checked for what it leaves behind."""
+    if IS_FAKE or why_no_gpu():
+        return
+    Gpu.find("0").use()
+    import torch
+
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda").add_(1).cpu()
+        torch.ones(1, pin_memory=True)
+        torch.cuda.Event().record()
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    """The first GPU. Whatever is mapped on it is unmapped by the test."""
+    if IS_FAKE:
+        from pdx.testing.fake_cuda import fake_cuda
+
+        around: Any = fake_cuda(nbytes=FAKE_BYTES)
+    else:
+        around = nullcontext()
+    with around:
+        yield Gpu.find("0")
+        assert num_mapped() == 0
+
+
+@pytest.fixture
+def cuda(gpu: Gpu) -> Gpu:
+    """The first GPU, and torch can use it."""
+    if IS_FAKE:
+        pytest.skip("torch has no CUDA here")
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no CUDA here")
+    torch.cuda.set_device(gpu.ordinal)
+    return gpu
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[], GpuChild]]:
+    """Starts processes that make and map memory; ends them after the test."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(GpuChild(FAKE_BYTES if IS_FAKE else 0))

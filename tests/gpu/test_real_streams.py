@@ -1,0 +1,233 @@
+"""The mover of GPU engines on torch's own streams: each wait that it has to make is long enough here to be missed.
+
+`torch.cuda._sleep` keeps a stream busy, so that whoever does not wait for it sees bytes of before or after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from device_bytes import read, write  # noqa: E402
+from node_harness import wait_until  # noqa: E402
+
+from pdx.cuda.arena import GpuArena  # noqa: E402
+from pdx.cuda.gpu import Gpu  # noqa: E402
+from pdx.memory import Arena  # noqa: E402
+from pdx.messages import Slot  # noqa: E402
+from pdx.vllm.plan import LoadPlan, PagesPlan  # noqa: E402
+from pdx.vllm.stream_mover import StreamMover, page_map  # noqa: E402
+from pdx.vllm.streams import TorchStreams  # noqa: E402
+
+MIB = 1 << 20
+LAYERS, BLOCKS, PAGE_BYTES = 4, 32, 16 << 10
+IDS = [9, 2, 30, 17]
+CHUNK_BYTES = LAYERS * len(IDS) * PAGE_BYTES
+LONG = 400_000_000  # cycles: some 0.2 seconds
+GENERATION = 5
+
+
+class Engine:
+    """Pages, a mover, and an arena with one slot that is ours."""
+
+    def __init__(self, gpu: Gpu, arena: Arena) -> None:
+        self.gpu = gpu
+        self.arena = arena
+        self.counts: list[str] = []
+        self.pages = torch.zeros((LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+        self.source = torch.randint(1, 256, (LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+        streams = TorchStreams(torch.device("cuda", gpu.ordinal))
+        self.mover = StreamMover.start(page_map(list(self.pages), BLOCKS, PAGE_BYTES), 0, streams, self.counts.append)
+        self.slot = Slot(0, CHUNK_BYTES, GENERATION)
+        self.plan = PagesPlan([self.slot], len(IDS), 0, IDS, completes=True)
+        self.mover.use(arena)
+        torch.cuda.synchronize()
+
+    @property
+    def expected(self) -> bytes:
+        """The slot, when all layers of `source` were computed and gathered."""
+        return self.source[:, torch.tensor(IDS, device="cuda")].cpu().numpy().tobytes()
+
+    def slot_bytes(self) -> bytes:
+        """What is in the slot now."""
+        if self.arena.gpu:
+            return read(self.gpu, self.arena.address, CHUNK_BYTES)
+        return bytes(self.arena.data[:CHUNK_BYTES])
+
+    def poison(self, value: int = 0xEE) -> None:
+        """Other bytes in the slot."""
+        if self.arena.gpu:
+            write(self.gpu, self.arena.address, bytes([value]) * CHUNK_BYTES)
+        else:
+            self.arena.data[:CHUNK_BYTES] = bytes([value]) * CHUNK_BYTES
+
+    def begin(self) -> None:
+        """A step that saves the chunk; until the page-lock covers the slot it cannot."""
+        wait_until(lambda: self.mover.begin(self.arena, [self.plan], timed=False) == [self.plan], 30.0, "within reach")
+
+    def compute(self, layer: int) -> None:
+        """One layer, late."""
+        torch.cuda._sleep(LONG // LAYERS)
+        self.pages[layer].copy_(self.source[layer])
+
+    def finish(self, missing: list[range]) -> threading.Event:
+        """The end of the step; what is set when all copies have ended."""
+        ended = threading.Event()
+        assert self.mover.finish(missing, computed=None, ended=ended.set)
+        return ended
+
+    def lag(self, stream: object) -> None:
+        """The stream has something else to do first."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG)
+
+    def close(self) -> None:
+        """As a worker does."""
+        self.mover.close()
+        self.mover.use(None)
+        torch.cuda.synchronize()
+
+
+@pytest.fixture(params=["gpu", "host"])
+def engine(request: pytest.FixtureRequest, cuda: Gpu) -> Iterator[Engine]:
+    """With an arena on the GPU, or in page-locked host memory."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-test-", dir="/dev/shm"))
+        path = Path(folder) / "arena"
+        arena = GpuArena.create(path, 4 * MIB, cuda) if request.param == "gpu" else Arena.create(path, 4 * MIB)
+        stack.callback(arena.close)
+        arena.generations[0] = GENERATION
+        made = Engine(cuda, arena)
+        stack.callback(made.close)
+        yield made
+
+
+def test_gathers_wait_for_the_layer_and_the_next_step_for_the_gathers(engine: Engine) -> None:
+    engine.begin()
+    for layer in range(LAYERS):
+        engine.compute(layer)
+        engine.lag(engine.mover._gathering)
+        assert engine.mover.gather(range(layer, layer + 1))
+    ended = engine.finish([])
+    engine.pages.zero_()  # the next step's blocks are cleared, or belong to somebody else
+    assert not ended.is_set(), "nothing of this has waited for the GPU"
+    assert ended.wait(20)
+    assert engine.slot_bytes() == engine.expected
+
+
+def test_nobody_is_told_before_the_copy_has_ended(engine: Engine) -> None:
+    engine.begin()
+    told: list[bytes] = []
+    for layer in range(LAYERS):
+        engine.pages[layer].copy_(engine.source[layer])
+        engine.lag(engine.mover._gathering)
+        engine.mover.gather(range(layer, layer + 1))
+        engine.mover.then(lambda: told.append(engine.slot_bytes()))
+    assert engine.finish([]).wait(20)
+    layer_bytes = len(IDS) * PAGE_BYTES
+    assert len(told) == LAYERS
+    for layer, seen in enumerate(told):
+        assert seen[: (layer + 1) * layer_bytes] == engine.expected[: (layer + 1) * layer_bytes]
+
+
+def test_a_graph_replay_skips_the_hooks_and_nothing_of_ours_is_in_it(engine: Engine) -> None:
+    """A step is captured with its hooks. Each replay is gathered at its end, all layers, behind the replay."""
+    factor = torch.ones((), dtype=torch.uint8, device="cuda")
+
+    def forward(hook: Callable[[int], None]) -> None:
+        for layer in range(LAYERS):
+            torch.cuda._sleep(LONG // LAYERS)
+            engine.pages[layer].copy_(engine.source[layer] * factor)
+            hook(layer)
+
+    gathered: list[bool] = []
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        forward(lambda layer: None)
+    torch.cuda.current_stream().wait_stream(warm)
+    torch.cuda.synchronize()
+    engine.begin()
+    engine.poison()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward(lambda layer: gathered.append(engine.mover.gather(range(layer, layer + 1))))
+    assert gathered == [False] * LAYERS
+    graph.replay()
+    torch.cuda.synchronize()
+    assert engine.slot_bytes() == b"\xee" * CHUNK_BYTES, "a gather was captured"
+    assert engine.finish([]).wait(20)
+    for number in (3, 7):
+        factor.fill_(number)
+        engine.begin()
+        graph.replay()
+        engine.lag(engine.mover._gathering)
+        ended = engine.finish([range(LAYERS)])
+        engine.pages.zero_()
+        assert ended.wait(20)
+        wanted = (engine.source * number)[:, torch.tensor(IDS, device="cuda")].cpu().numpy().tobytes()
+        assert engine.slot_bytes() == wanted
+
+
+def test_a_graph_may_be_captured_while_copies_run(engine: Engine) -> None:
+    """The threads that wait for events must not spoil another thread's capture."""
+    engine.begin()
+    engine.lag(engine.mover._gathering)
+    for layer in range(LAYERS):
+        engine.pages[layer].copy_(engine.source[layer])
+        engine.mover.gather(range(layer, layer + 1))
+    ended = engine.finish([])
+    scratch = torch.zeros(1024, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scratch.add_(1)
+    graph.replay()
+    assert ended.wait(20)
+    torch.cuda.synchronize()
+    assert scratch.eq(1).all()
+    assert engine.slot_bytes() == engine.expected
+
+
+def test_loads_wait_for_what_was_computed_before(engine: Engine) -> None:
+    """The blocks' last owner still writes to them when the load is begun."""
+    engine.begin()
+    engine.pages.copy_(engine.source)
+    assert engine.finish([range(LAYERS)]).wait(20)
+    expected = engine.expected
+    torch.cuda._sleep(LONG)
+    engine.pages.zero_()
+    scatter = engine.mover.loading(engine.arena)
+    assert scatter is not None
+    failed: list[list[PagesPlan]] = []
+    loads = LoadPlan("r", None, [engine.plan])
+    thread = threading.Thread(target=lambda: failed.append(scatter(loads)))
+    thread.start()
+    thread.join(30)
+    assert failed == [[]]
+    torch.cuda.synchronize()
+    found = engine.pages[:, torch.tensor(IDS, device="cuda")].cpu().numpy().tobytes()
+    assert found == expected
+    others = [block for block in range(BLOCKS) if block not in IDS]
+    assert not engine.pages[:, torch.tensor(others, device="cuda")].any()
+
+
+def test_a_slot_that_was_taken_away_is_reported(engine: Engine) -> None:
+    engine.begin()
+    assert engine.finish([range(LAYERS)]).wait(20)
+    scatter = engine.mover.loading(engine.arena)
+    assert scatter is not None
+    engine.arena.generations[0] = GENERATION + 1
+    results: list[list[PagesPlan]] = []
+    thread = threading.Thread(target=lambda: results.append(scatter(LoadPlan("r", None, [engine.plan]))))
+    thread.start()
+    thread.join(30)
+    assert results == [[engine.plan]]
+    assert engine.mover.begin(engine.arena, [engine.plan], timed=False) == []

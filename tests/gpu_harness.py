@@ -1,0 +1,115 @@
+"""Nodes whose arena is on a GPU of the fake CUDA driver, and processes that use it: all of them real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from node_harness import NodeProcess, arenas_of
+from peers_harness import Cluster
+
+from pdx.config import NodeConfig, private_folder, socket_path
+from pdx.cuda.gpu import Gpu
+from pdx.testing.fake_cuda import fake_cuda
+
+GRANULE = 2 << 20  # of device memory
+_PUPPET = Path(__file__).with_name("gpu_puppet.py")
+
+
+def on_fake(*command: str, flags: tuple[str, ...] = ()) -> list[str]:
+    """The command line of a process of ours that has the fake driver; `flags`: see `pdx.testing.fake_cuda`."""
+    return [sys.executable, "-P", "-m", "pdx.testing.fake_cuda", *flags, *command]
+
+
+def uuid(ordinal: int = 0) -> str:
+    """Of a fake GPU; the same in every process."""
+    with fake_cuda(gpus=ordinal + 1):
+        return Gpu.find(str(ordinal)).uuid
+
+
+class GpuNode(NodeProcess):
+    """A node with the fake driver."""
+
+    def __init__(self, config: NodeConfig, *flags: str) -> None:
+        self.config = config
+        self.address = config.address
+        path = socket_path(config.address)
+        private_folder(path.parent)
+        command = on_fake("-m", "pdx.node", msgspec.json.encode(self.config).decode(), flags=flags)
+        with open(f"{path}.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @property
+    def handover(self) -> Path:
+        """The socket where it hands over its memory."""
+        return Path(f"{socket_path(self.address)}.gpu")
+
+    def close(self) -> None:
+        """End it. What it left behind if it was killed goes, too: the next node of its address would do that."""
+        super().close()
+        if self.process.returncode == -signal.SIGKILL:
+            path = socket_path(self.address)
+            for left in (path, Path(f"{path}.peers"), self.handover, *arenas_of(self.address)):
+                left.unlink(missing_ok=True)
+
+
+class GpuCluster(Cluster):
+    """Nodes that know each other; `gpus` says which are on which GPU of the fake driver, the others on none."""
+
+    def __init__(self, place: Path, names: str, gpus: dict[str, str], *flags: str, **settings: Any) -> None:
+        self._gpus = gpus
+        self._flags = flags
+        super().__init__(place, names, **settings)
+
+    def node(self, name: str, config: NodeConfig) -> NodeProcess:
+        """Also those in host memory have the driver, as on a host with GPUs."""
+        config = msgspec.structs.replace(config, gpu=self._gpus.get(name, ""))
+        return GpuNode(config, "--gpus", "2", *self._flags)
+
+
+class GpuPuppet:
+    """A client process with the fake driver that does what the test tells it (see gpu_puppet.py)."""
+
+    def __init__(self, address: str, **settings: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(_PUPPET), address, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self.process.pid
+
+    def do(self, verb: str, *arguments: Any) -> Any:
+        """Tell it, and wait for the result: a value, or [the name of the error, its text]."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([verb, *arguments]) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the client process died"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self.process.stdout.close()

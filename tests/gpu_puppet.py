@@ -1,0 +1,90 @@
+"""A client process of a GPU node on strings, with the fake driver: reads one JSON list [verb, arguments…] per line,
+answers one JSON value per line. Arguments: the node's address, settings of the fake as JSON."""
+
+import ctypes
+import json
+import sys
+
+import pdx
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.handover import fetch_handle
+from pdx.cuda.memory import num_mapped
+from pdx.messages import Slot
+from pdx.testing.fake_cuda import fake_cuda
+
+
+class Puppet:
+    """One attached client; chunks by name."""
+
+    def __init__(self, address, fake):
+        self.node = pdx.connect(address, timeout_s=20.0)
+        self.arena = self.node._connection.arena
+        self.fake = fake
+        self.chunks = {}
+
+    def map(self):
+        """The kind of memory."""
+        self.arena.map(Gpu.find(self.arena.gpu))
+        return self.arena.kind
+
+    def put(self, name, nbytes, value, seal=True):
+        chunk = self.chunks[name] = self.node.reserve(name, nbytes)
+        self.fill(name, value)
+        if seal:
+            chunk.seal()
+        return [chunk.slot.offset, chunk.slot.nbytes, chunk.slot.generation]
+
+    def fill(self, name, value):
+        """As a kernel would: straight into the slot."""
+        slot = self.chunks[name].slot
+        ctypes.memset(self.arena.hold() + slot.offset, value, slot.nbytes)
+        self.arena.let_go()
+
+    def get(self, name):
+        chunk = self.chunks[name] = self.node.get(name)
+        return [chunk.slot.offset, chunk.slot.nbytes, chunk.slot.generation]
+
+    def read(self, name):
+        """The distinct byte values in it."""
+        slot = self.chunks[name].slot
+        return sorted(set(bytes(self.arena.read(slot.offset, slot.nbytes))))
+
+    def is_current(self, name):
+        return self.arena.is_current(self.chunks[name].slot)
+
+    def is_current_at(self, *slot):
+        return self.arena.is_current(Slot(*slot))
+
+    def fetch(self, path, ticket):
+        handle, _ = fetch_handle(path, bytes.fromhex(ticket), 5.0)
+        return handle.kind
+
+    def mapped(self):
+        return num_mapped()
+
+    def leftovers(self):
+        return self.fake.leftovers()
+
+    def contexts(self):
+        return self.fake.counts()["contexts"]
+
+    def close(self):
+        self.node.close()
+
+
+def main():
+    settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    with fake_cuda(**settings) as fake:
+        puppet = Puppet(sys.argv[1], fake)
+        for line in sys.stdin:
+            verb, *arguments = json.loads(line)
+            try:
+                result = getattr(puppet, verb)(*arguments)
+            except pdx.PdxError as error:
+                result = [type(error).__name__, str(error)]
+            print(json.dumps(result), flush=True)  # noqa: T201
+        puppet.close()
+
+
+if __name__ == "__main__":
+    main()

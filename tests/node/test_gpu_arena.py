@@ -1,0 +1,314 @@
+"""An arena on a (fake) GPU: generations as ever, the data mapped on demand, held while it is used, and given back."""
+
+import ctypes
+import gc
+import stat
+import threading
+
+import pytest
+from gpu_harness import GRANULE
+
+from pdx.cuda import arena as arena_module
+from pdx.cuda.arena import GpuArena
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.memory import DeviceMemory, num_mapped
+from pdx.errors import ArenaTooSmall, GpuError, GpuUnavailable, LayoutError, NodeUnavailable, ProtocolError, StaleSlot
+from pdx.memory import GRANULE_BYTES
+from pdx.messages import Slot
+from pdx.testing.fake_cuda import fake_cuda
+
+NBYTES = 16 * GRANULE_BYTES
+SLOT = Slot(3 * GRANULE_BYTES, 100, 7)
+GPUS_BYTES = 64 << 20
+
+
+@pytest.fixture
+def fake():
+    mapped = num_mapped()
+    with fake_cuda(gpus=2, nbytes=GPUS_BYTES) as made:
+        yield made
+        assert made.leftovers() == {}
+        assert num_mapped() == mapped
+
+
+@pytest.fixture
+def gpu(fake):
+    return Gpu.find("0")
+
+
+@pytest.fixture
+def arena(tmp_path, gpu):
+    with GpuArena.create(tmp_path / "arena", NBYTES, gpu) as made:
+        made.generations[3] = SLOT.generation
+        yield made
+
+
+@pytest.fixture
+def opened(arena, monkeypatch):
+    """Opens the arena as an attached process would, with a handover that is a call."""
+    made = []
+    monkeypatch.setattr(arena_module, "fetch_handle", lambda path, ticket, timeout_s: arena.device.export())
+
+    def open_it(is_node_alive=lambda: True):
+        made.append(GpuArena.open(arena.path, arena.nbytes, arena.gpu, "/handover", b"t" * 16, is_node_alive))
+        return made[-1]
+
+    yield open_it
+    for each in made:
+        each.close()
+
+
+def test_the_file_has_the_generations_alone_and_is_this_users(arena):
+    assert arena.path.stat().st_size == NBYTES // GRANULE_BYTES * 8
+    assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
+    assert arena.nbytes == NBYTES
+    assert arena.device.nbytes == GRANULE, "what the driver rounds it up to is not the arena's"
+
+
+def test_slots_are_checked_as_in_host_memory(arena, opened):
+    other = opened()
+    other.check(SLOT)
+    with pytest.raises(TypeError):
+        other.generations[0] = 1
+    for wrong in (Slot(SLOT.offset, NBYTES, 7), Slot(SLOT.offset + 1, 1, 7), Slot(0, 1, 1), Slot(1 << 47, 1 << 47, 0)):
+        assert not other.is_current(wrong)
+    arena.generations[3] += 1
+    with pytest.raises(StaleSlot):
+        other.check(SLOT)
+
+
+def test_opening_it_calls_no_driver_and_makes_no_context(arena, opened, fake):
+    calls, contexts = fake.calls.total(), fake.counts()["contexts"]
+    other = opened()
+    other.check(SLOT)
+    assert (other.address, other.is_mapped, other.kind, other.gpu) == (0, False, "", arena.gpu)
+    assert other.populate_in_background() is None
+    assert (fake.calls.total(), fake.counts()["contexts"]) == (calls, contexts)
+
+
+def test_two_mappings_share_bytes(arena, opened, gpu):
+    other = opened()
+    other.map(gpu)
+    other.map(gpu)
+    assert other.address != arena.address
+    ctypes.memset(arena.address + SLOT.offset, 5, SLOT.nbytes)
+    assert bytes(other.read(SLOT.offset, SLOT.nbytes)) == b"\5" * SLOT.nbytes
+    assert num_mapped() == 2
+
+
+def test_reading_copies_exactly_what_was_asked_for(arena):
+    for offset in range(0, NBYTES, GRANULE_BYTES):
+        ctypes.memset(arena.address + offset, offset // GRANULE_BYTES, GRANULE_BYTES)
+    assert bytes(arena.read(GRANULE_BYTES - 1, 2)) == b"\0\1"
+    assert bytes(arena.read(NBYTES - 1, 1)) == b"\x0f"
+    assert bytes(arena.read(0, 0)) == b""
+    for offset, nbytes in ((-1, 1), (NBYTES, 1), (0, NBYTES + 1), (0, -1)):
+        with pytest.raises(ValueError, match="not inside"):
+            arena.read(offset, nbytes)
+
+
+def test_many_threads_read_at_the_same_time(arena):
+    for index in range(16):
+        ctypes.memset(arena.address + index * GRANULE_BYTES, index, GRANULE_BYTES)
+    wrong = []
+
+    def read(mine):
+        for index in range(16):
+            granule = (index + mine) % 16
+            if bytes(arena.read(granule * GRANULE_BYTES, GRANULE_BYTES)) != bytes([granule]) * GRANULE_BYTES:
+                wrong.append(granule)
+
+    threads = [threading.Thread(target=read, args=(mine,)) for mine in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_read_that_fails_gives_its_stream_back(arena, fake):
+    before = fake.counts()
+    fake.fail("cuMemcpyAsync")
+    with pytest.raises(GpuError, match="cuMemcpyAsync"):
+        arena.read(0, 10)
+    assert fake.counts() == before
+    assert len(arena.read(0, 10)) == 10
+
+
+def test_the_cpu_has_no_view_of_it_and_is_told_what_to_use(arena, opened):
+    for look in (lambda: arena.data, lambda: arena.view(SLOT), lambda: opened().view(SLOT)):
+        with pytest.raises(LayoutError, match=rf"on GPU {arena.gpu}: use \.tensor"):
+            look()
+
+
+# ---- what does not work -----------------------------------------------------------------------
+
+
+def test_an_arena_larger_than_the_gpu_says_what_is_free_and_what_to_do(tmp_path, gpu):
+    with pytest.raises(ArenaTooSmall, match=r"of 128 MiB .*smaller --arena.*64 of 64 MiB are free"):
+        GpuArena.create(tmp_path / "arena", 2 * GPUS_BYTES, gpu)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_is_never_taken_over_and_the_memory_is_given_back(tmp_path, gpu):
+    (tmp_path / "arena").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        GpuArena.create(tmp_path / "arena", NBYTES, gpu)
+    assert (tmp_path / "arena").read_bytes() == b"mine"
+
+
+def test_whatever_call_fails_while_it_is_made_or_mapped_nothing_is_left(arena, opened, tmp_path, gpu, fake):
+    """The `fake` fixture compares what is left; here, that every call can fail, and that the next try works."""
+    before = fake.counts()
+    for number in range(100):
+        fake.fail(after=number)
+        try:
+            GpuArena.create(tmp_path / "other", NBYTES, gpu).close()
+        except GpuError:
+            assert fake.counts() == before, f"call {number}"
+            assert not (tmp_path / "other").exists()
+            continue
+        break
+    assert number > 4
+    fake.heal()
+    for number in range(100):
+        fake.fail(after=number)
+        other = opened()
+        try:
+            other.map(gpu)
+        except GpuError:
+            assert fake.counts() == before, f"call {number}"
+            fake.heal()
+            other.map(gpu)
+            other.close()
+            continue
+        break
+    assert number > 4
+    fake.heal()
+
+
+def test_no_file_of_that_size_is_a_node_that_is_gone(tmp_path, arena):
+    for path, nbytes in ((tmp_path / "nothing", NBYTES), (arena.path, 2 * NBYTES)):
+        with pytest.raises(NodeUnavailable):
+            GpuArena.open(path, nbytes, arena.gpu, "/handover", b"")
+
+
+def test_what_is_handed_over_must_be_this_arena(arena, opened, gpu, monkeypatch):
+    with DeviceMemory.create(Gpu.find("1"), NBYTES) as alien:
+        monkeypatch.setattr(arena_module, "fetch_handle", lambda *_: alien.export())
+        with pytest.raises(ProtocolError, match="instead of"):
+            opened().map(gpu)
+    assert num_mapped() == 1
+
+
+def test_it_is_mapped_for_one_gpu(arena, opened, gpu):
+    other = opened()
+    other.map(Gpu.find("1"))
+    with pytest.raises(GpuUnavailable, match="mapped for GPU"):
+        other.map(gpu)
+
+
+def test_without_peer_access_both_gpus_are_named(tmp_path, monkeypatch):
+    with fake_cuda(gpus=2, peer_access=False), GpuArena.create(tmp_path / "arena", NBYTES, Gpu.find("0")) as arena:
+        monkeypatch.setattr(arena_module, "fetch_handle", lambda *_: arena.device.export())
+        other = GpuArena.open(arena.path, NBYTES, arena.gpu, "/handover", b"")
+        with other, pytest.raises(GpuUnavailable, match=rf"{Gpu.find('1').uuid} cannot access .*{arena.gpu}"):
+            other.map(Gpu.find("1"))
+
+
+# ---- holding and closing ----------------------------------------------------------------------
+
+
+def test_what_is_held_stays_mapped_until_the_last_one_lets_go(arena, opened, gpu):
+    other = opened()
+    other.map(gpu)
+    address = other.hold()
+    span = other.span(SLOT)
+    assert span.__cuda_array_interface__["data"] == (address + SLOT.offset, False)
+    assert span.__cuda_array_interface__["shape"] == (SLOT.nbytes,)
+    other.close()
+    other.close()
+    with pytest.raises(GpuUnavailable):
+        other.hold()
+    assert num_mapped() == 2
+    ctypes.memset(address + SLOT.offset, 9, SLOT.nbytes)
+    other.let_go()
+    assert num_mapped() == 2
+    assert bytes(arena.read(SLOT.offset, 1)) == b"\t"
+    del span
+    gc.collect()
+    assert num_mapped() == 1
+    with pytest.raises(GpuUnavailable):
+        other.map(gpu)
+    assert num_mapped() == 1
+
+
+def test_a_closed_arena_is_not_mapped_again_by_who_was_just_about_to(arena, opened, gpu, monkeypatch):
+    other = opened()
+
+    def close_meanwhile(*_):
+        other.close()
+        return arena.device.export()
+
+    monkeypatch.setattr(arena_module, "fetch_handle", close_meanwhile)
+    with pytest.raises(GpuUnavailable, match="closed"):
+        other.map(gpu)
+    assert num_mapped() == 1
+
+
+def test_threads_that_map_at_the_same_time_map_it_once(arena, opened, gpu):
+    other = opened()
+    start = threading.Barrier(4)
+    addresses = []
+
+    def map_it():
+        start.wait()
+        other.map(gpu)
+        addresses.append(other.address)
+
+    threads = [threading.Thread(target=map_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(addresses)) == 1
+    assert num_mapped() == 2
+
+
+# ---- legacy IPC -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def legacy(tmp_path):
+    with fake_cuda(vmm=False) as fake:
+        with GpuArena.create(tmp_path / "arena", NBYTES, Gpu.find("0")) as made:
+            made.generations[3] = SLOT.generation
+            yield made
+        assert fake.leftovers() == {}
+
+
+def test_legacy_memory_is_gone_with_its_node(legacy):
+    assert legacy.kind == "ipc"
+    alive = [True]
+    with GpuArena.open(legacy.path, NBYTES, legacy.gpu, "/handover", b"", lambda: alive[0]) as other:
+        # A process cannot open its own legacy handle: what matters here is what it knows of the kind.
+        other._take(DeviceMemory.create(Gpu.find("0"), NBYTES, "ipc"), Gpu.find("0"))
+        assert other.is_current(SLOT)
+        alive[0] = False
+        assert not other.is_current(SLOT)
+        with pytest.raises(StaleSlot):
+            other.span(SLOT)
+
+
+def test_memory_that_outlives_its_node_does_not_ask_for_it(arena, opened, gpu):
+    other = opened(lambda: False)
+    other.map(gpu)
+    assert other.is_current(SLOT)
+
+
+def test_a_node_that_ends_makes_all_slots_of_legacy_memory_stale_before_it_frees_it(legacy):
+    with GpuArena.open(legacy.path, NBYTES, legacy.gpu, "/handover", b"") as other:
+        assert other.is_current(SLOT)
+        legacy.close()
+        assert not other.is_current(SLOT)
+        assert not any(other.is_current(Slot(n * GRANULE_BYTES, 1, 0)) for n in range(16))

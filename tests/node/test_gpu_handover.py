@@ -1,0 +1,414 @@
+"""Who gets the handle of a node's GPU memory: attached processes with their ticket, nobody else, and nobody waits."""
+
+import array
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import msgspec
+import pytest
+from gpu_harness import GpuNode, fake_cuda
+from node_harness import MIB, Wire, attached, wait_until
+
+from pdx.config import NodeConfig
+from pdx.cuda import handover
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.handover import HandoverServer, fetch_handle
+from pdx.cuda.memory import DeviceMemory, Handle
+from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
+
+HANDLE = Handle("ipc", f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 4096, 12090, 1, b"h" * 64)
+TICKET = b"t" * 16
+
+
+class Stage:
+    """A server without a node: the test is its loop, its clock and its sessions."""
+
+    def __init__(self, place):
+        self.now = 100.0
+        self.watched = set()
+        self.tickets = {os.getpid(): TICKET}
+        self.counters = Counter()
+        self.export = lambda: (HANDLE, -1)
+        self.server = HandoverServer(
+            place / "node.sock.gpu",
+            is_attached=lambda pid: pid in self.tickets,
+            admits=lambda pid, ticket: self.tickets.get(pid) == ticket,
+            export=lambda: self.export(),
+            watch=self.watched.add,
+            unwatch=self.watched.remove,
+            counters=self.counters,
+            clock=lambda: self.now,
+        )
+        self.listener = self.server._listener.fileno()
+        self.clients = []
+
+    def connect(self, *messages):
+        """A connection that has said this."""
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.clients.append(client)
+        client.connect(str(self.server.path))
+        for message in messages:
+            client.send(message)
+        client.setblocking(False)
+        return client
+
+    def serve(self):
+        """One turn of the loop: everything that is watched gets its turn, ready or not."""
+        for fd in sorted(self.watched):
+            self.server.serve(fd)
+
+    def serve_all(self, turns=4):
+        for _ in range(turns):
+            self.serve()
+
+    def close(self):
+        self.server.close()
+        assert self.watched == set()
+        assert not self.server.path.exists()
+        for client in self.clients:
+            client.close()
+
+
+@pytest.fixture
+def stage(place):
+    made = Stage(place)
+    yield made
+    made.close()
+    made.close()
+
+
+def is_over(client):
+    """Whether the server has closed it without a word."""
+    try:
+        return client.recv(2000) == b""
+    except ConnectionResetError:  # it had not read all that was said
+        return True
+    except BlockingIOError:
+        return False
+
+
+def test_who_shows_its_ticket_gets_the_handle_and_the_connection_ends(stage):
+    client = stage.connect(TICKET)
+    stage.serve_all()
+    assert msgspec.msgpack.decode(client.recv(2000), type=Handle) == HANDLE
+    assert is_over(client)
+    assert stage.counters == {"handovers": 1}
+
+
+@pytest.mark.parametrize("said", [b"x" * 16, b"t" * 15, b"t" * 17, TICKET * 10_000, b"\0"])
+def test_anything_else_is_closed_and_counted(stage, said, caplog):
+    client = stage.connect(said)
+    stage.serve_all()
+    assert is_over(client)
+    assert stage.counters == {"handover_refused": 1}
+    assert f"process {os.getpid()}: that is not its ticket" in caplog.text
+    assert TICKET.decode() not in caplog.text
+
+
+def test_who_leaves_without_a_word_is_counted_too(stage):
+    stage.connect().close()
+    stage.serve_all()
+    assert stage.counters == {"handover_refused": 1}
+
+
+def test_descriptors_that_come_with_a_ticket_are_not_taken(stage):
+    read, write = os.pipe()
+    client = stage.connect()
+    client.sendmsg([TICKET], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [read] * 10))])
+    os.close(read)
+    stage.serve_all()
+    with pytest.raises(BrokenPipeError):  # nobody holds the reading end
+        os.write(write, b"x")
+    os.close(write)
+
+
+def test_a_ticket_of_another_process_is_worth_nothing(stage):
+    stage.tickets = {1: TICKET}
+    client = stage.connect(TICKET)
+    stage.serve_all()
+    assert is_over(client)
+    assert stage.counters == {"handover_refused": 1}
+
+
+def test_another_user_is_refused_before_it_is_heard(stage, monkeypatch, caplog):
+    monkeypatch.setattr(handover, "_peer", lambda stream: (os.getpid(), os.getuid() + 1))
+    client = stage.connect(TICKET)
+    stage.serve_all()
+    assert is_over(client)
+    assert f"user {os.getuid() + 1}" in caplog.text
+
+
+def test_who_says_nothing_is_waited_for_a_while_and_nobody_waits_for_it(stage):
+    slow = stage.connect()
+    stage.serve()
+    quick = stage.connect(TICKET)
+    stage.serve_all()
+    assert quick.recv(2000)
+    stage.now += handover.PATIENCE_S * 0.9
+    stage.server.tick()
+    assert not is_over(slow)
+    stage.now += handover.PATIENCE_S * 0.2
+    stage.server.tick()
+    assert is_over(slow)
+
+
+def test_one_process_takes_a_few_places_only(stage):
+    silent = [stage.connect() for _ in range(handover.MAX_OF_ONE_PROCESS)]
+    stage.serve_all(10)
+    another = stage.connect(TICKET)
+    stage.serve_all()
+    assert is_over(another)
+    silent[0].send(TICKET)
+    stage.serve_all()
+    assert silent[0].recv(2000)
+    again = stage.connect(TICKET)
+    stage.serve_all()
+    assert again.recv(2000), "there is a place again"
+
+
+def test_with_all_places_taken_the_others_wait_in_the_backlog(stage, monkeypatch):
+    pids = iter(range(1000, 2000))
+    monkeypatch.setattr(handover, "_peer", lambda stream: (next(pids), os.geteuid()))
+    stage.tickets = {pid: TICKET for pid in range(1000, 2000)}
+    clients = [stage.connect() for _ in range(handover.MAX_GUESTS + 1)]
+    stage.serve_all(50)
+    assert len(stage.watched) == handover.MAX_GUESTS, "the listener is not among them"
+    last = clients[-1]
+    last.send(TICKET)
+    stage.serve_all()
+    assert not is_over(last)
+    clients[0].close()
+    stage.serve_all()
+    assert last.recv(2000)
+
+
+def test_an_export_that_fails_is_a_refusal(stage):
+    def fail():
+        raise GpuError("cuMemExportToShareableHandle failed")
+
+    stage.export = fail
+    client = stage.connect(TICKET)
+    stage.serve_all()
+    assert is_over(client)
+    assert stage.counters == {"handover_refused": 1}
+
+
+def test_a_client_that_left_costs_no_descriptor(stage):
+    before = len(os.listdir("/proc/self/fd"))
+    opened = []
+
+    def export():
+        opened.append(os.open("/dev/zero", os.O_RDONLY))
+        return HANDLE, opened[-1]
+
+    stage.export = export
+    stage.connect(TICKET).close()
+    stage.clients.clear()
+    stage.serve_all()
+    assert opened
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- the asking side ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answering(place):
+    """A node that answers whatever the test says, one connection after the other."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(str(place / "node.sock.gpu"))
+    server.listen(8)
+    child = None
+
+    def answer(message, fds=0):
+        nonlocal child
+        # In a child, because `fetch_handle` blocks; in Python, because a thread would do for nobody but the test.
+        code = (
+            "import socket, sys, array, os\n"
+            "server = socket.socket(fileno=int(sys.argv[1])); stream, _ = server.accept(); stream.recv(100)\n"
+            "fds = array.array('i', [os.open('/dev/zero', 0)] * int(sys.argv[3]))\n"
+            "stream.sendmsg([bytes.fromhex(sys.argv[2])], [(1, 1, fds)] if fds else [])\n"
+        )
+        command = [sys.executable, "-c", code, str(server.fileno()), message.hex(), str(fds)]
+        child = subprocess.Popen(command, pass_fds=[server.fileno()])
+        return place / "node.sock.gpu"
+
+    yield answer
+    if child is not None:
+        child.wait(10)
+    server.close()
+    (place / "node.sock.gpu").unlink()
+
+
+GOOD = msgspec.msgpack.encode(HANDLE)
+VMM = msgspec.msgpack.encode(msgspec.structs.replace(HANDLE, kind="vmm", data=b""))
+
+
+@pytest.mark.parametrize(
+    ("message", "fds"),
+    [
+        (b"garbage", 0),
+        (GOOD[:-1], 0),
+        (GOOD + b"x", 0),
+        (GOOD.replace(b"ipc", b"ipx"), 0),
+        (msgspec.msgpack.encode(["ipc", HANDLE.gpu, -1, 0, 1, b""]), 0),
+        (msgspec.msgpack.encode(["ipc", HANDLE.gpu, 1 << 60, 0, 1, b""]), 0),
+        (msgspec.msgpack.encode(["ipc", "../../etc", 4096, 0, 1, b""]), 0),
+        (GOOD + b"x" * 5000, 0),
+        (GOOD, 1),
+        (VMM, 0),
+        (VMM, 2),
+        (VMM, 20),
+    ],
+)
+def test_an_answer_that_is_none_is_refused_and_its_descriptors_closed(answering, message, fds):
+    """That nothing is left open, the leak check of all tests sees."""
+    with pytest.raises(ProtocolError):
+        fetch_handle(answering(message, fds), TICKET, 10.0)
+
+
+def test_an_answer_is_the_handle_and_its_descriptor(answering):
+    assert fetch_handle(answering(GOOD), TICKET, 10.0) == (HANDLE, -1)
+
+
+def test_a_descriptor_is_not_inherited(answering):
+    handle, fd = fetch_handle(answering(VMM, 1), TICKET, 10.0)
+    assert handle.kind == "vmm"
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+
+
+def test_no_node_and_a_node_that_is_silent(place):
+    with pytest.raises(NodeUnavailable, match="no node hands over"):
+        fetch_handle(place / "nothing", TICKET, 5.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(str(place / "s"))
+        server.listen(0)
+        started = time.monotonic()
+        for _ in range(3):  # the second or third finds a full backlog
+            with pytest.raises(NodeUnavailable):
+                fetch_handle(place / "s", TICKET, 0.05)
+        assert time.monotonic() - started < 30.0
+    (place / "s").unlink()
+
+
+def test_a_ticket_is_not_shown_to_another_user(place, monkeypatch):
+    monkeypatch.setattr(handover, "_peer", lambda stream: (1, os.getuid() + 1))
+    shown = []
+    monkeypatch.setattr(socket.socket, "send", lambda self, data: shown.append(data))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        path = place / "s"
+        server.bind(str(path))
+        server.listen(1)
+        try:
+            with pytest.raises(ProtocolError, match="listens at"):
+                fetch_handle(path, TICKET, 5.0)
+        finally:
+            path.unlink()
+    assert shown == []
+
+
+# ---- a real node --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    made = GpuNode(NodeConfig(address=f"ipc://{tmp_path_factory.mktemp('n')}/node.sock", arena_bytes=4 * MIB, gpu="0"))
+    try:
+        yield made.wait_ready()
+    finally:
+        made.close()
+    assert not made.handover.exists()
+
+
+@pytest.fixture
+def session(node):
+    with Wire(node.address) as wire:
+        yield wire.hello()
+
+
+def test_the_welcome_says_where_and_every_session_has_its_own_ticket(node, session):
+    assert (session.gpu[:4], session.handover, len(session.ticket)) == ("GPU-", str(node.handover), 16)
+    with Wire(node.address) as second:
+        assert second.hello().ticket not in (session.ticket, b"")
+    assert node.handover.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_memory_of_a_real_node_can_be_mapped(node, session):
+    with fake_cuda():
+        handle, fd = fetch_handle(node.handover, session.ticket, 10.0)
+        with DeviceMemory.open(handle, fd, on=Gpu.find("0")) as memory:
+            assert memory.nbytes >= session.arena_bytes
+        os.close(fd)
+    assert (handle.kind, handle.gpu, handle.pid) == ("vmm", session.gpu, node.pid)
+
+
+def test_only_the_right_ticket_of_a_living_session_opens_it(node, session):
+    before = node.status().counters.get("handover_refused", 0)
+    for wrong in (b"x" * 16, bytes(16), session.ticket[::-1], session.ticket[:15], session.ticket + b"x"):
+        with pytest.raises(NodeError, match="its log says why"):
+            fetch_handle(node.handover, wrong, 10.0)
+    assert node.status().counters["handover_refused"] == before + 5
+
+
+def test_who_says_nothing_to_a_real_node_is_left_after_a_while(node, session):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.settimeout(20.0)
+        silent.connect(str(node.handover))
+        assert silent.recv(100) == b""
+
+
+def test_a_ticket_ends_with_its_session(node):
+    with Wire(node.address) as wire:
+        ticket = wire.hello().ticket
+        wire.close()
+        with pytest.raises(NodeError, match="its log says why"):
+            fetch_handle(node.handover, ticket, 10.0)
+
+
+def test_a_process_that_is_not_attached_has_no_use_for_a_ticket(node, session):
+    code = (
+        "import sys; from pdx.cuda.handover import fetch_handle\n"
+        "fetch_handle(sys.argv[1], bytes.fromhex(sys.argv[2]), 10.0)"
+    )
+    command = [sys.executable, "-P", "-c", code, str(node.handover), session.ticket.hex()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "NodeError" in done.stderr
+    assert "it is not attached" in node.log
+
+
+def test_a_stopped_node_makes_asking_end_at_its_deadline(node, session):
+    node.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(NodeUnavailable):
+            fetch_handle(node.handover, session.ticket, 0.1)
+    finally:
+        node.signal(signal.SIGCONT)
+    _, fd = fetch_handle(node.handover, session.ticket, 20.0)
+    os.close(fd)
+
+
+def test_200_connections_at_once_cost_nobody_its_turn(node, session):
+    before = node.status().counters.get("handover_refused", 0)
+    clients = []
+    try:
+        for _ in range(200):
+            client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            clients.append(client)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 20, 0))
+            client.connect(str(node.handover))
+        with attached(node.address) as other:
+            assert other.status().gpu == session.gpu
+    finally:
+        for client in clients:
+            client.close()
+    wait_until(lambda: node.status().counters["handover_refused"] >= before + 200, 20.0)
+    handle, fd = fetch_handle(node.handover, session.ticket, 20.0)
+    os.close(fd)
+    assert handle.gpu == session.gpu

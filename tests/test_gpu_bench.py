@@ -1,0 +1,319 @@
+"""The GPU benches and the tests of tests/gpu, as far as they can be tried without a GPU: on a fake driver, in small."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_package
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch  # noqa: E402
+
+import bench.gpu  # noqa: E402
+from bench import gpu_bed  # noqa: E402
+from bench.gpu import BROKEN, NO_GPU, SECTIONS, Section, why_not  # noqa: E402
+from bench.gpu_hook import Meter, hook_figures  # noqa: E402
+from bench.gpu_hook import Row as HookRow  # noqa: E402
+from bench.gpu_ipc import ARENA, CHANNEL, COPY, NIXL, ipc_figures  # noqa: E402
+from bench.gpu_ipc import Row as IpcRow  # noqa: E402
+from bench.gpu_kernels import IN_ORDER, SHUFFLED, kernel_figures, pinned_figures  # noqa: E402
+from bench.gpu_kernels import Row as KernelRow  # noqa: E402
+from bench.gpu_llama import Handoff, Prefill, llama_figures  # noqa: E402
+from bench.report import Figure  # noqa: E402
+from bench.timing import measure  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+NOTHING_VISIBLE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in the repository's root, without any GPU."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=bench_package.ROOT,
+        env={**NOTHING_VISIBLE, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+# ---- without a GPU --------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+    done = run("-m", "bench.gpu", "--only", "kernels")
+    assert done.returncode == NO_GPU
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("bench.gpu needs an NVIDIA GPU: ")
+
+
+def test_the_sanitizer_says_why_it_does_not_run() -> None:
+    done = run("-m", "bench.gpu_sanitizer")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("compute-sanitizer is not run: ")
+
+
+def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
+    done = run("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ skipped in", done.stdout, re.MULTILINE), done.stdout
+    reasons = {line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("SKIPPED")}
+    assert len(reasons) == 1
+    assert reasons.pop().startswith("needs an NVIDIA GPU: ")
+
+
+def test_the_tests_of_memory_pass_on_the_fake_driver_and_without_plugins() -> None:
+    """Which says that the tests themselves work, and need no pytest-timeout."""
+    files = [f"tests/gpu/test_real_{name}.py" for name in ("memory", "page_lock")]
+    done = run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-p", "no:timeout", PDX_FAKE_GPU="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^14 passed, 1 skipped in", done.stdout, re.MULTILINE), done.stdout
+
+
+# ---- the command line -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "kernels,typo"], "typo: known are kernels, pinned, ipc, llama, hook"),
+        (["--only", ","], "known are"),
+        (["--bed", "toy"], "--out FOLDER"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.gpu.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_section_whose_packages_are_missing_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(SECTIONS, "ipc", Section("bench.gpu_ipc", "ipc", ("torch", "no_such_package")))
+    assert bench.gpu.main(["--bed", "toy", "--only", "ipc", "--out", str(tmp_path)]) == 0
+    assert "ipc is skipped: it needs no_such_package" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_section_does_not_keep_others_from_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran = []
+
+    def fake_run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command[command.index("--here") + 1])
+        return subprocess.CompletedProcess(command, int(ran[-1] == "kernels"))
+
+    monkeypatch.setattr(bench.gpu.subprocess, "run", fake_run)
+    assert bench.gpu.main(["--bed", "toy", "--out", str(tmp_path)]) == BROKEN
+    assert ran == list(SECTIONS)
+    assert "kernels broke" in capsys.readouterr().out
+
+
+def test_sections_name_what_they_import() -> None:
+    assert not [why for section in SECTIONS.values() if (why := why_not(section))]
+
+
+# ---- whole sections, in small ---------------------------------------------------------------
+
+
+def results(folder: Path, *sections: str) -> dict[str, Any]:
+    done = run("-m", "bench.gpu", "--bed", "toy", "--only", ",".join(sections), "--out", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: json.loads((folder / f"gpu-{name}.json").read_text()) for name in sections}
+
+
+def check_common(name: str, result: dict[str, Any]) -> None:
+    assert result["bench"] == f"gpu-{name}"
+    machine = result["machine"]
+    assert machine["bed"] == "toy"
+    assert machine["gpu"].startswith("Fake")
+    assert machine["cuda_driver"] >= 12000
+    assert {"date", "python", "versions", "kernel_driver", "torch_cuda"} <= set(machine)
+    assert {"triton", "cuda-bindings"} <= set(machine["gpu_versions"])
+    assert all(figure["is_met"] is not None for figure in result["figures"] if figure["goal"])
+
+
+def test_kernels_and_pinned_on_the_fake_driver(tmp_path: Path) -> None:
+    """Each case compares all bytes before it is timed."""
+    found = results(tmp_path, "kernels", "pinned")
+    for name, result in found.items():
+        check_common(name, result)
+    assert len(found["kernels"]["details"]["rows"]) == 2 * 2 * 2  # slices, orders, operations
+    assert {row["operation"] for row in found["pinned"]["details"]["rows"]} == {"gather", "scatter"}
+    assert [figure["goal"] for figure in found["pinned"]["figures"]] == ["≥ 0.9", "≥ 50"] * 2
+
+
+def test_ipc_between_two_processes_with_fake_drivers(tmp_path: Path) -> None:
+    """Also with digests of all pages, on both ways."""
+    result = results(tmp_path, "ipc")["ipc"]
+    check_common("ipc", result)
+    assert [row["way"] for row in result["details"]["rows"]] == [COPY, CHANNEL, ARENA]
+    assert any("skipped" in figure["name"] for figure in result["figures"])
+
+
+def test_llama_with_engines_on_cpus(tmp_path: Path) -> None:
+    result = results(tmp_path, "llama")["llama"]
+    check_common("llama", result)
+    details = result["details"]
+    assert [each["channel"] for each in details["handoffs"]] == ["", "", "shm", "shm"]
+    assert all(each["exposed_ms"] > 0 and 0 <= each["hidden_share"] <= 1 for each in details["handoffs"])
+    assert all(each["with_ms"] > 0 and each["without_ms"] > 0 for each in details["prefills"])
+
+
+def test_hook_with_an_engine_on_a_cpu(tmp_path: Path) -> None:
+    result = results(tmp_path, "hook")["hook"]
+    check_common("hook", result)
+    calls = {(row["call"], row["step"]): row["calls"] for row in result["details"]["rows"]}
+    # Two prompts of two pieces, three layers; three decode steps behind the one that gives the first token.
+    assert calls["save_layer", "prefill"] == 2 * 2 * 3
+    assert calls["save_layer", "decode"] == 3 * 3
+    assert calls["end_forward", "prefill"] >= 2 * 2
+
+
+# ---- arithmetic -----------------------------------------------------------------------------
+
+
+def by_name(figures: list[Figure], part: str) -> Figure:
+    [found] = [figure for figure in figures if part in figure.name]
+    return found
+
+
+def kernel_row(operation: str, page_kib: int, slice_kib: int, order: str, ratio: float, gb_s: float = 60.0) -> Any:
+    return KernelRow(operation, page_kib * KIB, slice_kib * KIB, order, gb_s, 100.0, ratio)
+
+
+def test_kernel_figures_hold_the_slowest_case_to_its_goal() -> None:
+    rows = [
+        kernel_row("gather", 16, 256, IN_ORDER, 0.85),
+        kernel_row("gather", 16, 1024, IN_ORDER, 0.92),
+        kernel_row("gather", 16, 4096, SHUFFLED, 0.81),
+        kernel_row("gather", 64, 1024, SHUFFLED, 0.79),
+        kernel_row("gather", 64, 1024, IN_ORDER, 0.89),
+        kernel_row("scatter", 16, 256, SHUFFLED, 0.95),
+    ]
+    figures = kernel_figures(rows)
+    sixteen, sixtyfour = by_name(figures, "gather, pages of 16 KB"), by_name(figures, "gather, pages of 64 KB")
+    assert (sixteen.value, sixteen.goal, sixteen.is_met) == (0.81, "≥ 0.8", True)
+    assert (sixtyfour.value, sixtyfour.is_met) == (0.79, False)
+    large = by_name(figures, "gather, slices of 1 MB")
+    assert (large.value, large.goal, large.is_met) == (0.89, "≥ 0.9", False)
+    assert by_name(figures, "scatter, pages of 16 KB").is_met
+    assert not [figure for figure in figures if "scatter, slices" in figure.name]
+    assert by_name(figures, "device copy, read").value == 100.0
+
+
+def test_pinned_figures_have_a_share_and_a_rate() -> None:
+    rows = [kernel_row("gather", 16, 1024, SHUFFLED, 0.95, 52.0), kernel_row("gather", 64, 1024, SHUFFLED, 0.91, 49.0)]
+    rows += [kernel_row("scatter", 16, 1024, SHUFFLED, 0.89, 51.0)]
+    shares = [(figure.value, figure.is_met) for figure in pinned_figures(rows)]
+    assert shares == [(0.91, True), (49.0, False), (0.89, False), (51.0, True)]
+
+
+def test_ipc_figures_take_the_best_group_and_compare_with_nixl() -> None:
+    rows = [
+        IpcRow(COPY, 0, 1000.0, 1.0, 1.0),
+        IpcRow(CHANNEL, 8 * MIB, 500.0, 0.5, 2.0),
+        IpcRow(CHANNEL, 32 * MIB, 610.0, 0.61, 1.6),
+        IpcRow(ARENA, 8 * MIB, 700.0, 0.7, 1.4),
+    ]
+    without = ipc_figures(rows, "nixl is not installed")
+    share = by_name(without, "cuda_ipc, pages to pages: share")
+    assert (share.value, share.is_met) == (0.61, True)
+    assert "32 MiB" in share.note
+    assert by_name(without, "skipped").note == "nixl is not installed"
+    with_nixl = ipc_figures([*rows, IpcRow(NIXL, 0, 130.0, 0.13, 7.7)], "")
+    times = by_name(with_nixl, "cuda_ipc, pages to pages: times NIXL")
+    assert (times.value, times.goal, times.is_met) == (pytest.approx(610 / 130, abs=1e-4), "≥ 5", False)
+    assert by_name(with_nixl, "one arena, pages to pages: times NIXL").is_met
+
+
+def test_llama_figures_are_medians() -> None:
+    handoffs = [
+        Handoff(8192, "", exposed, hidden, 300.0, 1.0) for exposed, hidden in ((2.0, 0.99), (9.0, 0.9), (2.9, 0.98))
+    ]
+    handoffs += [Handoff(8192, "cuda_ipc", 3.1, 0.96, 300.0, 1.0)]
+    prefills = [Prefill(8192, 101.0, 100.0), Prefill(8192, 110.0, 100.0), Prefill(8192, 100.5, 100.0)]
+    figures = llama_figures(handoffs, prefills)
+    exposed = by_name(figures, "8,192 tokens, one node: exposed")
+    assert (exposed.value, exposed.goal, exposed.is_met) == (2.9, "≤ 3", True)
+    assert "worst 9.00" in exposed.note
+    assert by_name(figures, "one node: share").value == 0.98
+    assert not by_name(figures, "cuda_ipc: exposed").is_met
+    assert not by_name(figures, "cuda_ipc: share").is_met
+    slowed = by_name(figures, "slowed")
+    assert (slowed.value, slowed.goal, slowed.is_met) == (pytest.approx(0.01), "≤ 0.02", True)
+
+
+def test_hook_figures_and_the_meter() -> None:
+    meter = Meter(lambda value: value + 1)
+    assert meter(1) == 2
+    meter.step = "prefill"
+    for value in range(4):
+        meter(value)
+    [row] = meter.rows("save_layer")
+    assert (row.step, row.calls) == ("prefill", 4)
+    assert 0 < row.cpu_us <= row.cpu_us_99
+    rows = [HookRow("save_layer", "prefill", 10, 51.0, 70.0, 60.0), HookRow("begin", "prefill", 10, 99.0, 99.0, 99.0)]
+    hook, begin = hook_figures(rows)
+    assert (hook.value, hook.goal, hook.is_met) == (51.0, "≤ 50", False)
+    assert begin.is_met is None
+
+
+class FakeEvent:
+    """An event of a stream whose time is counted by hand."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.now_ms
+
+    def synchronize(self) -> None:
+        assert self.at <= FakeEvent.now_ms
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at - self.at
+
+
+class FakeFlush:
+    """Takes seven milliseconds of the stream."""
+
+    def zero_(self) -> None:
+        FakeEvent.now_ms += 7.0
+
+
+def test_device_time_leaves_out_what_empties_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+
+    def takes(ms: float) -> Any:
+        def call() -> None:
+            FakeEvent.now_ms += ms
+
+        return call
+
+    found = measure(
+        {"copy": takes(2.0), "gather": takes(2.5)},
+        reference="copy",
+        repeats=3,
+        clock=lambda: gpu_bed.Moment(FakeFlush()),
+    )
+    assert found["copy"].median_s == pytest.approx(2e-3)
+    assert found["gather"].median_s == pytest.approx(2.5e-3)
+    assert found["gather"].ratio == pytest.approx(0.8)

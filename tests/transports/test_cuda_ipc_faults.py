@@ -1,0 +1,433 @@
+"""CUDA IPC when something is wrong: no way between GPUs, dead processes, drivers that refuse, made-up handles."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import random
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import msgspec
+import pytest
+from cuda_world import LAG_S, one_gpu, strangers
+
+from pdx.channel import GpuMemory, Memory, Piece, RemoteRegion
+from pdx.cli import loopback
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
+from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
+from pdx.registry import find, schemes
+from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
+from pdx.testing.channel_stage import MIB, Peer, Stage, wait_until
+from pdx.testing.fake_cuda import FakeCuda, fake_cuda
+from pdx.transports import local_socket
+from pdx.transports.cuda_ipc import CudaIpcRegion, Luggage
+from pdx.transports.cuda_source import Copy, CudaSource
+from pdx.transports.frames import ACK_BYTES, OK, UNREACHABLE, Greeting, pack_greeting, unpack_ack
+
+HOLDINGS = ("handles", "reserved", "mapped", "registered", "streams", "events")
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    with one_gpu() as fake:
+        yield fake
+
+
+def stage_of(*memories: type[SideMemory], world=one_gpu) -> Stage:
+    return Stage(CudaIpcRegion, memories=memories, world=world)
+
+
+def held(fake: FakeCuda) -> dict[str, int]:
+    """What this process has of the driver, but for contexts."""
+    return {kind: count for kind, count in fake.counts().items() if kind in HOLDINGS} | {"ours": num_mapped()}
+
+
+def changed(before: dict[str, int], now: dict[str, int]) -> set[str]:
+    return {kind for kind in before | now if before.get(kind) != now.get(kind)}
+
+
+def all_back(fake: FakeCuda, before: dict[str, int]) -> None:
+    wait_until(lambda: held(fake) == before, f"{before} again, not {held(fake)}")
+
+
+# ---- what cannot be ------------------------------------------------------------------------
+
+
+def test_gpus_without_peer_access_are_refused_at_connect():
+    with strangers() as fake, stage_of(GpuBlock, SecondGpuBlock, world=strangers) as stage:
+        writer, reader = stage.side(), stage.side()
+        before = held(fake)
+        with pytest.raises(ChannelUnavailable, match="no peer access") as refusal:
+            writer.region.connect(reader.session((0, MIB))[1])
+        assert all(gpu.uuid in str(refusal.value) for gpu in (Gpu.find("0"), Gpu.find("1")))
+        assert reader.region.listen().faults["unreachable"] == 1
+        all_back(fake, before)
+
+
+def test_host_to_host_is_for_shm(fake):
+    with stage_of(HostFile) as stage:
+        writer, reader = stage.side(MIB), stage.side(MIB)
+        _, remote = reader.session((0, MIB))
+        with pytest.raises(ChannelUnavailable, match="shm") as refusal:
+            writer.region.connect(remote)
+        assert "the peer cannot" not in str(refusal.value)  # it was not even asked
+        # Nor if the writer believes that the reader's memory is a GPU's.
+        address = msgspec.structs.replace(local_socket.address_in(remote), gpu="GPU-somewhere")
+        with pytest.raises(ChannelUnavailable, match="peer cannot reach.*shm"):
+            writer.region.connect(msgspec.structs.replace(remote, detail=msgspec.msgpack.encode(address)))
+
+
+def test_host_memory_alone_makes_no_context(fake):
+    """A node that might get a peer with a GPU must not take memory on each GPU for that."""
+    with stage_of(HostFile) as stage:
+        stage.side(MIB).session((0, MIB))
+        assert fake.counts()["contexts"] == 0
+
+
+def test_without_a_gpu_it_says_what_would_help():
+    with fake_cuda(gpus=0):
+        found = CudaIpcRegion.availability()
+        assert not found.is_ok
+        assert "NO_DEVICE" in found.why
+        assert "driver" in found.fix
+        with pytest.raises(ChannelUnavailable, match="NO_DEVICE"), stage_of(HostFile) as stage:
+            stage.side(MIB)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm", "inproc"])
+def test_channels_of_host_memory_refuse_memory_of_a_gpu(fake, scheme):
+    with closing(GpuBlock(MIB)) as block:
+        with pytest.raises(ChannelUnavailable, match=f"{scheme} moves host memory.*cuda_ipc"):
+            find(scheme).register(block.memory)
+        assert isinstance(block.memory, GpuMemory)
+        for name in ("view", "path"):
+            with pytest.raises(ChannelUnavailable, match="GpuMemory"):
+                getattr(block.memory, name)
+
+
+def test_it_comes_first_where_memory_is_a_gpus():
+    assert schemes(on_gpu=True)[0] == "cuda_ipc"
+    assert schemes()[0] == "shm"
+    assert sorted(schemes(on_gpu=True)) == sorted(schemes())
+
+
+def test_the_loopback_of_the_command_line_moves_memory_of_a_gpu(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(loopback, "_PROGRAM", ("pdx.testing.fake_cuda", "-m", "pdx.cli.loopback"))
+    trial = loopback.measure("cuda_ipc", tmp_path, 4 * MIB)
+    assert (trial.state, trial.why) == ("ok", "")
+    assert not list(tmp_path.iterdir())  # no file stood in for it
+    assert not fake.leftovers()
+
+
+# ---- processes that die --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kinds", [(GpuBlock, GpuBlock), (GpuBlock, LegacyGpuBlock), (GpuBlock, HostFile), (HostFile, GpuBlock)]
+)
+def test_nothing_of_a_killed_writer_stays_mapped(fake, kinds):
+    """Killed at random moments: while it connects, writes, is idle."""
+    with stage_of(*kinds) as stage:
+        reader = stage.side()
+        before = held(fake)
+        for count in (_CONNECTING, random.randrange(6), random.randrange(6)):
+            token, remote = reader.session((0, 8 * MIB))
+            peer = stage.peer()
+            stage.side(4096).close()  # the next peer is of the same kind
+            _storm_and_kill(stage, reader, peer, remote, count)
+            wait_until(lambda token=token: reader.region.listen().revoke(token, 0, 8 * MIB), "the span is free")
+            own = {"registered"} if kinds[0] is HostFile else set()  # page-locked once a writer has come so far
+            wait_until(lambda own=own: not changed(before, held(fake)) - own, f"{before} again")
+        assert not reader.region.listen().faults["broken"]
+    assert not fake.leftovers()
+
+
+_CONNECTING = -1
+
+
+def _storm_and_kill(stage: Stage, reader, peer: Peer, remote: RemoteRegion, count: int) -> None:
+    """Kill it when `count` writes of many have landed, or while it connects, just before that, or just behind it."""
+    seen = len(reader.take())
+    if count == _CONNECTING:
+        peer.send("connect", msgspec.msgpack.encode(remote).hex(), 5.0)
+        wait_until(lambda: reader.region.listen().faults or reader.region.listen()._groups, "it has come")
+    else:
+        peer.do("storm", peer.connect(remote), [0, 0, 2 * MIB], 30)
+        stage.notified(reader, seen + count)
+    peer.kill()
+
+
+@pytest.mark.parametrize("kind", [GpuBlock, LegacyGpuBlock, HostFile])
+def test_a_killed_reader_leaves_nothing_in_the_writer(fake, kind):
+    with stage_of(kind, GpuBlock) as stage:
+        side, peer = stage.side(), stage.peer()
+        before, descriptors = held(fake), len(os.listdir("/proc/self/fd"))
+        _, remote = peer.session((0, 8 * MIB))
+        channel = side.region.connect(remote)
+        transfers = [channel.write([Piece(0, 0, 2 * MIB)], b"") for _ in range(30)]
+        stage.until(lambda: transfers[2].poll(), "some have landed")
+        peer.kill()
+        assert set(stage.finish(transfers)) <= {"", "ChannelBroken"}
+        channel.close()
+        assert held(fake) == before
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("kind", [GpuBlock, LegacyGpuBlock])
+def test_a_writer_that_dies_during_a_copy(fake, kind):
+    """Its bytes do not count; the span is not free before the copy is over, and then nothing is mapped any more."""
+    with stage_of(GpuBlock, kind) as stage:
+        reader, peer = stage.side(), stage.peer()
+        before = held(fake)
+        token, remote = reader.session((0, 8 * MIB))
+        channel = peer.connect(remote)
+        with fake.hold():
+            copies = fake.calls["cuMemcpyAsync"]
+            peer.write(channel, [Piece(0, 0, MIB)], b"late")
+            wait_until(lambda: fake.calls["cuMemcpyAsync"] > copies, "the copy has begun")
+            peer.kill()
+            assert not reader.region.listen().revoke(token, 0, 8 * MIB)
+        wait_until(lambda: reader.region.listen().revoke(token, 0, 8 * MIB), "the span is free")
+        all_back(fake, before)
+        assert not reader.take()
+        assert not reader.region.listen().faults["broken"]
+
+
+def test_legacy_memory_goes_when_its_process_begins_to_die(fake):
+    """Its memory may be gone before its connection is: a copy behind that does not count."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        gpu = Gpu.find("0")
+        with closing(GpuBlock(MIB)) as target, socket.socket() as connection:
+            block = DeviceMemory.create(gpu, MIB)
+            source = CudaSource(gpu, block, pid=process.pid)
+            copies = [Copy(target.memory.address, source.address, 4096)]
+            source.copy(connection, copies)
+            process.kill()
+            wait_until(lambda: local_socket.has_begun_to_exit(process.pid), "it is dying")
+            with pytest.raises(ConnectionError, match="died"):
+                source.copy(connection, copies)
+            source.close()
+    assert local_socket.has_begun_to_exit(process.pid)  # nor is it there when it was waited for
+    assert not fake.leftovers()
+
+
+# ---- drivers that refuse -------------------------------------------------------------------
+
+
+def test_a_failed_import_names_both_drivers():
+    with fake_cuda(driver_version=13000, lag_s=LAG_S) as fake, stage_of(GpuBlock) as stage:
+        reader, peer = stage.side(), stage.peer()
+        before = held(fake)
+        fake.fail("cuMemImportFromShareableHandle", error="NOT_SUPPORTED")
+        error = peer.connect(reader.session((0, MIB))[1])
+        assert error["error"] == "ChannelUnavailable"
+        assert "12090" in error["text"]
+        assert "13000" in error["text"]
+        all_back(fake, before)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamCreate", "cuEventSynchronize"])
+def test_an_error_of_cuda_ends_that_channel_alone(fake, caplog, call):
+    with stage_of(GpuBlock) as stage, caplog.at_level(logging.WARNING):
+        writer, reader = stage.side(), stage.side()
+        other = writer.region.connect(reader.session((4 * MIB, MIB))[1])
+        assert stage.written(other, [Piece(0, 4 * MIB, MIB)]) == ""
+        _, remote = reader.session((0, MIB))
+        channel = writer.region.connect(remote)
+        before = held(fake)
+        fake.fail(call)
+        assert stage.written(channel, [Piece(0, 0, 4096)], b"bad") == "ChannelBroken"
+        fake.heal()
+        assert call in caplog.text
+        assert reader.region.listen().faults["broken"] == 1
+        assert stage.written(other, [Piece(0, 4 * MIB, MIB)], b"good") == ""
+        wait_until(lambda: held(fake)["mapped"] < before["mapped"], "the broken channel's mapping is gone")
+        assert stage.written(writer.region.connect(remote), [Piece(0, 0, MIB)], b"again") == ""
+        assert stage.notified(reader, 3) == [b"", b"good", b"again"]
+
+
+def test_the_copies_before_a_refused_one_are_waited_for(fake):
+    """Else they would land behind the end of the write, where others may write by then."""
+    with stage_of(GpuBlock) as stage:
+        writer, reader = stage.side(), stage.side()
+        token, remote = reader.session((0, 8 * MIB))
+        channel = writer.region.connect(remote)
+        with fake.hold():
+            fake.fail("cuMemcpyAsync", after=1)
+            before = fake.calls["cuEventRecord"]
+            transfer = channel.write([Piece(0, 0, 4096), Piece(0, MIB, 4096)], b"bad")
+            wait_until(lambda: fake.calls["cuEventRecord"] > before, "somebody waits for the first copy")
+            assert not transfer.poll()
+            assert not reader.region.listen().revoke(token, 0, 8 * MIB)
+        assert stage.finish([transfer]) == ["ChannelBroken"]
+
+
+@pytest.mark.parametrize("kinds", [(GpuBlock, GpuBlock), (HostFile, GpuBlock), (GpuBlock, HostFile)])
+def test_whatever_call_fails_nothing_is_left(kinds):
+    """The n-th call of the driver fails, while a channel opens and writes. What it was given it gives back."""
+    for number in range(0, 30, 2):
+        with one_gpu() as fake, stage_of(*kinds) as stage:
+            writer, reader = stage.side(MIB), stage.side(MIB)
+            _, remote = reader.session((0, MIB))
+            fake.fail(after=number)
+            try:
+                channel = writer.region.connect(remote)
+                assert stage.written(channel, [Piece(0, 0, MIB)]) in ("", "ChannelBroken")
+                fake.heal()
+                channel.close()
+            except (ChannelUnavailable, ChannelBroken):
+                pass
+            own = sum(kind is GpuBlock for kind in kinds)
+            wait_until(lambda own=own: num_mapped() == own, "the channel is gone")
+            stage.close()
+            assert num_mapped() == 0
+            assert not fake.leftovers()
+
+
+@pytest.mark.parametrize("kinds", [(HostFile, GpuBlock), (GpuBlock, HostFile)])
+@pytest.mark.parametrize("refusal", ["", "cuMemHostRegister", "read only"])
+def test_host_memory_is_page_locked_where_the_driver_lets_us(caplog, kinds, refusal):
+    """And given back; where it does not, copies are made all the same, and somebody hears of it."""
+    is_refused = refusal == "cuMemHostRegister" or (refusal == "read only" and kinds[0] is HostFile)
+    with (
+        fake_cuda(read_only_register=refusal != "read only", lag_s=LAG_S) as fake,
+        stage_of(*kinds) as stage,
+        caplog.at_level(logging.WARNING),
+    ):
+        if refusal == "cuMemHostRegister":
+            fake.fail(refusal, error="NOT_PERMITTED", times=9)
+        writer, reader = stage.side(), stage.side()
+        channel = writer.region.connect(reader.session((0, 8 * MIB))[1])
+        if is_refused:
+            wait_until(lambda: "copies slowly" in caplog.text, "it is logged")
+        else:
+            wait_until(lambda: fake.counts()["registered"] == 1, "it is registered")
+        assert stage.written(channel, [Piece(0, 0, 8 * MIB)]) == ""
+        assert bytes(reader.view) == bytes(writer.view)
+        reader.region.close()
+        assert fake.counts()["registered"] == 0
+
+
+# ---- what strangers hand over --------------------------------------------------------------
+
+
+@contextmanager
+def handed(remote: RemoteRegion, packed: bytes, fd: int) -> Iterator[tuple[socket.socket, int | None]]:
+    """A raw stream that hands this over, and the answer to its greeting."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(f"\0pdx-cuda_ipc-{local_socket.address_in(remote).name}")
+        sock.sendall(pack_greeting(Greeting(remote.token, secrets.token_bytes(16), 0, 1)))
+        local_socket.hand_over(sock, packed, fd)
+        answer = sock.recv(ACK_BYTES)
+        yield sock, unpack_ack(answer).status if answer else None
+
+
+def test_what_is_handed_over_is_checked(fake):
+    with stage_of(GpuBlock) as stage, closing(GpuBlock(4 * MIB)) as block:
+        reader = stage.side(MIB)
+        _, remote = reader.session((0, MIB))
+        handle, fd = block.memory.export()
+        before = held(fake)
+        good = msgspec.msgpack.encode(Luggage(handle))
+        other = os.memfd_create("not-a-gpu", os.MFD_CLOEXEC)
+        os.ftruncate(other, handle.nbytes)
+        replace = msgspec.structs.replace
+        ipc = replace(handle, kind="ipc")
+        cases = [
+            (b"", fd),
+            (b"\xc1", fd),
+            (b"\x91" * 500, fd),
+            (good[:-1], fd),
+            (good, -1),  # no descriptor
+            (good, other),  # no memory of a GPU
+            (msgspec.msgpack.encode(Luggage(None)), -1),
+            (msgspec.msgpack.encode(Luggage(replace(handle, nbytes=64 * MIB))), fd),  # more than there is
+            (msgspec.msgpack.encode(Luggage(replace(handle, nbytes=4097))), fd),  # no whole granules
+            (msgspec.msgpack.encode(Luggage(ipc)), -1),  # no legacy handle in it
+            (msgspec.msgpack.encode(Luggage(replace(ipc, data=bytes(64)))), -1),
+            (msgspec.msgpack.encode(Luggage(replace(ipc, data=bytes(64), pid=1))), -1),
+        ]
+        for packed, descriptor in cases:
+            with handed(remote, packed, descriptor) as (_, status):
+                assert status in (None, UNREACHABLE), (packed, status)
+        all_back(fake, before)
+        with handed(remote, good, fd) as (_, status):
+            assert status == OK
+        all_back(fake, before)
+        for descriptor in (fd, other):
+            os.close(descriptor)
+
+
+def test_luggage_that_never_comes_or_is_too_long(fake):
+    with stage_of(GpuBlock) as stage:
+        reader = stage.side(MIB)
+        _, remote = reader.session((0, MIB))
+        for sent in (b"\xff\xff", b"\x00\x20short", b"\x00"):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(10)
+                sock.connect(f"\0pdx-cuda_ipc-{local_socket.address_in(remote).name}")
+                sock.sendall(pack_greeting(Greeting(remote.token, secrets.token_bytes(16), 0, 1)) + sent)
+                sock.shutdown(socket.SHUT_WR)
+                assert sock.recv(1) == b""
+        assert reader.region.listen().faults
+
+
+_EXPORTER = """
+import sys, msgspec
+from pdx.testing.fake_cuda import fake_cuda
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.memory import DeviceMemory
+with fake_cuda():
+    with DeviceMemory.create(Gpu.find("0"), 1 << 20, "ipc") as memory:
+        print(msgspec.msgpack.encode(memory.export()[0]).hex(), flush=True)
+        input()
+"""
+
+
+def test_a_legacy_handle_of_a_dead_process(fake):
+    with subprocess.Popen(
+        [sys.executable, "-c", _EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as exporter:
+        handle = msgspec.msgpack.decode(bytes.fromhex(exporter.stdout.readline()), type=Handle)
+        with stage_of(GpuBlock) as stage:
+            reader = stage.side(MIB)
+            _, remote = reader.session((0, MIB))
+            before = held(fake)
+            packed = msgspec.msgpack.encode(Luggage(handle))
+            with handed(remote, packed, -1) as (_, status):
+                assert status == OK
+            exporter.kill()
+            exporter.wait()
+            all_back(fake, before)
+            with handed(remote, packed, -1) as (sock, status):
+                assert status == UNREACHABLE
+                assert b"gone" in sock.recv(1000)
+            all_back(fake, before)
+
+
+def test_memory_that_was_closed_cannot_be_handed_over(fake):
+    with stage_of(GpuBlock) as stage:
+        writer, reader = stage.side(MIB), stage.side(MIB)
+        writer._memory.close()
+        with pytest.raises(ChannelUnavailable, match="hand .* over"):
+            writer.region.connect(reader.session((0, MIB))[1])
+        with pytest.raises(GpuError):
+            writer.region._memory.export()
+
+
+def test_host_memory_that_does_not_begin_at_a_page_is_not_registered(fake, tmp_path):
+    """It could not be page-locked, which is better said before the first peer comes."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 * MIB))
+    with path.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+        with pytest.raises(ChannelUnavailable, match="page"):
+            CudaIpcRegion.register(Memory(memoryview(mapped)[16:], path))

@@ -1,0 +1,249 @@
+"""What NIXL and UCX are told of memory on a GPU. Neither can move it here: mocks stand for them with CUDA."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+from cuda_world import two_gpus
+
+from pdx.channel import Memory, Piece
+from pdx.errors import ChannelUnavailable
+from pdx.testing.channel_memory import GpuBlock, HostFile, SecondGpuBlock
+from pdx.testing.channel_stage import MIB
+from pdx.testing.fake_cuda import FakeCuda
+from pdx.transports import nixl_agent, ucx_engine
+from pdx.transports.nixl import NixlRegion
+from pdx.transports.nixl_agent import NixlAgent, Place
+from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
+from pdx.transports.ucx import UcxRegion
+from pdx.transports.ucx_engine import GpuSpan, gpu_transports
+
+
+class MockNixl:
+    """Stands for the bindings of NIXL and one agent: notes the descriptors that it gets."""
+
+    DRAM_SEG, VRAM_SEG = "dram", "vram"
+    NIXL_READ, NIXL_WRITE, NIXL_SUCCESS = "read", "write", 0
+    NIXL_THREAD_SYNC_STRICT = "strict"
+
+    class nixlBackendError(Exception):  # noqa: N801, N818
+        """As theirs."""
+
+    class nixlNotFoundError(Exception):  # noqa: N801, N818
+        """As theirs."""
+
+    def __init__(self, segments: tuple[str, ...] = ("DRAM_SEG", "VRAM_SEG")) -> None:
+        self.segments = list(segments)
+        self.registered: list[tuple[str, list[Any]]] = []
+        self.requests: list[tuple[str, Any, Any]] = []
+        self.refuses = False
+        vars(self).update(nixlBackendError=self.nixlBackendError, nixlNotFoundError=self.nixlNotFoundError)
+
+    def nixlAgentConfig(self) -> Any:
+        return type("Config", (), {})()
+
+    def nixlAgent(self, name: str, config: Any) -> MockNixl:
+        return self
+
+    def nixlRegDList(self, segment: str, spans: list[Any]) -> Any:
+        return (segment, spans)
+
+    nixlXferDList = nixlRegDList
+
+    def getAvailPlugins(self) -> list[str]:
+        return ["UCX"]
+
+    def getPluginParams(self, plugin: str) -> tuple[dict[str, str], list[str]]:
+        return {}, self.segments
+
+    def createBackend(self, plugin: str, params: dict[str, str]) -> int:
+        return 7
+
+    def registerMem(self, descriptors: Any, backends: list[int]) -> None:
+        if self.refuses and descriptors[0] == self.VRAM_SEG:
+            raise self.nixlBackendError("NIXL_ERR_BACKEND")
+        self.registered.append(descriptors)
+
+    def deregisterMem(self, descriptors: Any, backends: list[int]) -> None:
+        self.registered.remove(descriptors)
+
+    def getLocalMD(self) -> bytes:
+        return b"metadata"
+
+    def createXferReq(self, verb: str, local: Any, remote: Any, *rest: Any) -> int:
+        self.requests.append((verb, local, remote))
+        return len(self.requests)
+
+    def postXferReq(self, handle: int, message: bytes) -> None:
+        """Begun."""
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    with two_gpus() as fake:
+        yield fake
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> MockNixl:
+    mock = MockNixl()
+    monkeypatch.setattr(nixl_agent, "_load", lambda: mock)
+    return mock
+
+
+@pytest.mark.parametrize(("kind", "device"), [(GpuBlock, 0), (SecondGpuBlock, 1)])
+def test_nixl_registers_memory_of_a_gpu_under_its_ordinal(fake, nixl, kind, device):
+    with closing(kind(MIB)) as block:
+        agent = NixlAgent(block.memory, {})
+        assert agent.place == Place("VRAM_SEG", device)
+        ours, page = nixl.registered
+        assert ours == ("vram", [(block.memory.address, MIB, device, "")])
+        assert page[0] == "dram"  # what greetings read into
+        assert fake.counts()["contexts"] >= 1  # UCX looks for a current one
+        agent.close()
+        assert not nixl.registered
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected"),
+    [
+        (SecondGpuBlock, Place("VRAM_SEG", 5), ("vram", 1, "vram", 5)),
+        (SecondGpuBlock, Place(), ("vram", 1, "dram", 0)),
+        (HostFile, Place("VRAM_SEG", 5), ("dram", 0, "vram", 5)),
+        (HostFile, Place(), ("dram", 0, "dram", 0)),
+    ],
+)
+def test_nixl_writes_name_both_kinds_of_memory(fake, nixl, here, there, expected):
+    """The other side's device is what it said, in its own process's numbers; greetings read into host memory."""
+    with closing(here(MIB)) as block:
+        agent = NixlAgent(block.memory, {})
+        base = block.memory.address
+        agent.write("other", [(base + 64, 16), (base, 8)], [(1 << 40, 16), (2 << 40, 8)], there)
+        agent.read_byte("other", 1 << 40, there)
+        (verb, local, remote), (read, page, byte) = nixl.requests
+        assert verb == "write"
+        assert local == (expected[0], [(base + 64, 16, expected[1]), (base, 8, expected[1])])
+        assert remote == (expected[2], [(1 << 40, 16, expected[3]), (2 << 40, 8, expected[3])])
+        assert (read, page[0], byte) == ("read", "dram", (expected[2], [(1 << 40, 1, expected[3])]))
+        agent.close()
+
+
+def test_a_nixl_channel_uses_the_place_that_the_peer_told(fake, nixl):
+    """All the way from `write` of a channel, with the detail as it crosses the wire."""
+    with closing(GpuBlock(MIB)) as block:
+        region = NixlRegion.register(block.memory)
+        detail = NixlDetail(f"pdx-{secrets.token_hex(16)}", b"m", 1 << 40, MIB, Place("VRAM_SEG", 3))
+        peer = NixlPeer(msgspec.msgpack.decode(msgspec.msgpack.encode(detail), type=NixlDetail))
+        remote = region.listen().invite(secrets.token_bytes(16))
+        channel = NixlChannel(region, peer, remote)
+        channel._begin = lambda begin, message: begin()  # the descriptors are all that is looked at
+        channel.write([Piece(16, 32, 64)], b"")
+        assert nixl.requests == [
+            ("write", ("vram", [(block.memory.address + 16, 64, 0)]), ("vram", [((1 << 40) + 32, 64, 3)]))
+        ]
+        region.close()
+
+
+@pytest.mark.parametrize("place", [["VRAM_SEG", -1], ["VRAM_SEG", 1 << 20], ["FILE_SEG", 0], ["dram", 0], 3])
+def test_a_place_that_cannot_be_is_none(place):
+    detail = [f"pdx-{secrets.token_hex(16)}", b"m", 1 << 40, MIB, place]
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(detail), type=NixlDetail)
+
+
+def test_nixl_without_cuda_says_so(fake, nixl):
+    with closing(GpuBlock(MIB)) as block:
+        nixl.segments = ["DRAM_SEG"]
+        with pytest.raises(ChannelUnavailable, match="takes no memory of GPUs, only DRAM_SEG"):
+            NixlAgent(block.memory, {})
+        nixl.segments = ["DRAM_SEG", "VRAM_SEG"]
+        nixl.refuses = True
+        with pytest.raises(ChannelUnavailable, match="cannot register.*UCX one with CUDA"):
+            NixlAgent(block.memory, {})
+
+
+def test_nixl_as_it_is_installed_refuses_or_registers(fake):
+    """The real library, which has no CUDA driver here: an error of ours, not a crash."""
+    if not NixlRegion.availability().is_ok:
+        pytest.skip("NIXL is not installed")
+    with closing(GpuBlock(MIB)) as block, pytest.raises(ChannelUnavailable, match="NIXL"):
+        NixlRegion.register(block.memory)
+
+
+class MockUcx:
+    """Stands for UCXX: a context that says of itself what it is told to, and goes no further."""
+
+    UCXError = RuntimeError
+
+    class Feature:
+        TAG, WAKEUP = 1, 2
+
+    def __init__(self, resources: str) -> None:
+        self.info = "".join(
+            f"#      resource {at}  :  md 0  dev 0  flags -- {each}\n" for at, each in enumerate(resources.split())
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **settings: self
+
+    def UCXWorker(self, context: Any) -> Any:
+        raise self.UCXError("this mock goes no further")
+
+
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        ("self/memory tcp/lo cma/memory", "UCX has no cuda_copy here.*UCX_TLS"),
+        ("tcp/lo cuda_ipc/cuda", "UCX has no cuda_copy here"),
+        ("tcp/lo cuda_copy/cuda cuda_ipc/cuda", "goes no further"),
+    ],
+)
+def test_ucx_needs_its_cuda_transport_for_memory_of_a_gpu(fake, monkeypatch, resources, why):
+    monkeypatch.setattr(ucx_engine, "load", lambda: MockUcx(resources))
+    monkeypatch.setattr(ucx_engine.importlib, "import_module", lambda name: MockUcx(""))
+    with closing(SecondGpuBlock(MIB)) as block, pytest.raises(ChannelUnavailable, match=why):
+        UcxRegion.register(block.memory)
+    assert fake.counts()["contexts"] == 1
+
+
+def test_ucx_takes_the_transports_of_a_context_from_what_it_says():
+    lines = ["tcp/lo", "cuda_copy/cuda", "cuda_ipc/cuda", "gdr_copy/cuda", "cuda_copy/cuda", "mycuda_copy/x"]
+    info = "".join(f"#      resource {at}  :  md 1  dev 1  flags -- {each}\n" for at, each in enumerate(lines))
+    assert gpu_transports(info) == ["cuda_copy", "cuda_ipc", "gdr_copy"]
+
+
+def test_ucxx_sees_device_memory_in_what_it_gets(fake, monkeypatch):
+    """The real array type of the library; and regions give it such spans for a GPU's memory alone."""
+    array = pytest.importorskip("ucxx._lib.arr").Array
+    monkeypatch.setattr(ucx_engine, "UcxEngine", None)
+    with closing(GpuBlock(MIB)) as block, closing(HostFile(MIB)) as host:
+        for memory, is_cuda in ((block.memory, True), (host.memory, False)):
+            region = UcxRegion.__new__(UcxRegion)
+            region.memory = memory
+            found = array(region.span(4096, 8192))
+            assert (found.ptr, found.nbytes, found.cuda) == (memory.address + 4096, 8192, is_cuda)
+            assert found.c_contiguous
+    assert array(GpuSpan(1 << 40, 3)).nbytes == 3
+
+
+def test_ucx_as_it_is_installed_refuses_or_starts(fake):
+    """The real library, which has no CUDA driver here: an error of ours, not a crash."""
+    if not UcxRegion.availability().is_ok:
+        pytest.skip("UCXX is not installed")
+    with closing(GpuBlock(MIB)) as block, pytest.raises(ChannelUnavailable, match="cuda_copy"):
+        UcxRegion.register(block.memory)
+
+
+def test_memory_of_a_gpu_that_is_not_there_is_refused(nixl):
+    """Its process sees other GPUs than this one."""
+    with two_gpus(), closing(GpuBlock(MIB)) as block:
+        memory: Memory = block.memory
+        memory.gpu = "GPU-00000000-0000-0000-0000-000000000000"
+        for register in (lambda: NixlAgent(memory, {}), lambda: ucx_engine._used(memory.gpu)):
+            with pytest.raises(ChannelUnavailable, match="no GPU"):
+                register()
