@@ -80,6 +80,7 @@ class Node:
         self._connection = connection
         self._timeout_s = timeout_s
         self._arena: Arena | None = connection.arena
+        self._device = -1  # ordinal of the GPU that may be working on a tensor of a chunk
 
     def __repr__(self) -> str:
         return f"<Node {self._connection!r}>"
@@ -154,12 +155,16 @@ class Node:
     def close(self) -> None:
         """Detach: leases end, unsealed chunks are given back. Idempotent.
 
-        Memory of a GPU stays mapped as long as a tensor of it lives.
+        Memory of a GPU stays mapped as long as a tensor of it lives. Waits for what the GPU has been asked to do.
         """
         arena, self._arena = self._arena, None
-        self._connection.close()
-        if arena is not None and arena.gpu:
-            arena.close()
+        device, self._device = self._device, -1
+        try:
+            _synchronize(device)
+        finally:
+            self._connection.close()
+            if arena is not None and arena.gpu:
+                arena.close()
 
     def __enter__(self) -> Node:
         return self
@@ -211,6 +216,7 @@ class _MappedChunk:
 
         if self._arena.gpu:
             self._device, span = self._on_gpu()
+            self._node._device = self._device
             return torch.as_tensor(span, device=f"cuda:{self._device}").view(dtype).view(tuple(shape))
         return torch.frombuffer(self._arena.view(self.slot), dtype=dtype).view(tuple(shape))
 
@@ -226,10 +232,7 @@ class _MappedChunk:
 
     def _finish(self) -> None:
         """What this process has asked a GPU to do with the chunk's tensors is done."""
-        if self._device >= 0:
-            import torch
-
-            torch.cuda.synchronize(self._device)
+        _synchronize(self._device)
 
 
 class WritableChunk(_MappedChunk):
@@ -327,3 +330,10 @@ class ReadableChunk(_MappedChunk):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _synchronize(device: int) -> None:
+    if device >= 0:
+        import torch
+
+        torch.cuda.synchronize(device)

@@ -120,7 +120,7 @@ class Connection:
             return False
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
-        return not poller.poll(0)
+        return not poller.poll(0) and self._pidfd == pidfd  # else `close` was faster, and this was any file
 
     @property
     def epoch(self) -> int:

@@ -2,7 +2,7 @@
 
 PdxError
 ├── ConfigError           fix the configuration; retrying cannot help
-├── LayoutError           this model or engine layout is not supported; run without PDX
+├── LayoutError           this layout, or the place of this memory, is not supported here
 ├── ProtocolError         a peer sent something that is not our protocol; drop it, keep going
 ├── NodeError             the node could not do what was asked
 │   ├── NodeUnavailable   no node answers; reattach later, recompute meanwhile
@@ -43,7 +43,7 @@ class ConfigError(PdxError):
 
 
 class LayoutError(PdxError):
-    """The engine's KV layout is one PDX does not move (yet)."""
+    """The engine's KV layout is one PDX does not move (yet), or memory lies where this call cannot reach it."""
 
 
 class ProtocolError(PdxError):

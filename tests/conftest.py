@@ -19,6 +19,8 @@ from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached
 
 from pdx.config import NodeConfig
 
+pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whichever test imports one of them first
+
 LEAK_DEADLINE_S = 5.0
 _HARMLESS_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/nvidia")
 _HARMLESS_CHILDREN = ("resource_tracker", "forkserver")

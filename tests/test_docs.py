@@ -94,6 +94,13 @@ def test_every_setting_is_documented_with_its_default(kind, heading):
     assert row_names(VLLM, heading) == [[field.name, shown_default(field)] for field in fields]
 
 
+def test_what_engines_count_is_documented():
+    sources = "\n".join(path.read_text() for path in (ROOT / "pdx" / "vllm").glob("*.py"))
+    counted = set(re.findall(r"count\(\"([a-z_]+)\"\)", sources))
+    assert len(counted) > 5
+    assert sorted(name for name in counted if f"`degraded_{name}`" not in VLLM) == []
+
+
 def test_every_message_is_in_the_architecture():
     kinds = {kind.__name__ for kind in pdx.messages.Message.__subclasses__() if kind.__module__.startswith("pdx.")}
     assert len(kinds) > 15

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import torch  # noqa: E402
 
 import bench.gpu  # noqa: E402
-from bench import gpu_bed  # noqa: E402
+from bench import gpu_bed, gpu_hook, gpu_ipc_stage, gpu_kernels, gpu_llama, gpu_sanitizer  # noqa: E402
 from bench.gpu import BROKEN, NO_GPU, SECTIONS, Section, why_not  # noqa: E402
 from bench.gpu_hook import Meter, hook_figures  # noqa: E402
 from bench.gpu_hook import Row as HookRow  # noqa: E402
@@ -63,6 +63,25 @@ def test_the_sanitizer_says_why_it_does_not_run() -> None:
     done = run("-m", "bench.gpu_sanitizer")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("compute-sanitizer is not run: ")
+
+
+def test_the_sanitizer_watches_kernel_tests_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every tool, and its own exit status is an error."""
+    commands: list[list[str]] = []
+
+    def fake_run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, gpu_sanitizer.FOUND if "racecheck" in command else 0)
+
+    monkeypatch.setattr(gpu_sanitizer, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(gpu_sanitizer, "find", lambda: "compute-sanitizer")
+    monkeypatch.setattr(gpu_sanitizer.subprocess, "run", fake_run)
+    assert gpu_sanitizer.main() == 1
+    assert [command[command.index("--tool") + 1] for command in commands] == ["memcheck", "racecheck"]
+    path, _, names = gpu_sanitizer.TESTS
+    assert all(path in command and names in command for command in commands)
+    tests = (bench_package.ROOT / path).read_text()
+    assert all(f"def {name}(" in tests for name in names.split(" or "))
 
 
 def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
@@ -183,6 +202,12 @@ def test_hook_with_an_engine_on_a_cpu(tmp_path: Path) -> None:
     assert calls["save_layer", "prefill"] == 2 * 2 * 3
     assert calls["save_layer", "decode"] == 3 * 3
     assert calls["end_forward", "prefill"] >= 2 * 2
+
+
+def test_figures_are_medians_of_at_least_20_runs() -> None:
+    tables = [gpu_kernels.KERNEL_SIZES, gpu_kernels.PINNED_SIZES, gpu_ipc_stage.SIZES, gpu_llama.SIZES, gpu_hook.SIZES]
+    assert len(tables) == len(SECTIONS)
+    assert min(table[gpu_bed.REAL].repeats for table in tables) >= 20
 
 
 # ---- arithmetic -----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for folder in ("pdx", "proxy", "kernels", "transports") for path in (ROOT / folder).rglob("*.py"))
 CODE_FROM_BYTES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "code"}
 CODE_FROM_BYTES |= {"xmlrpc", "rpyc", "diskcache", "multiprocessing.managers", "multiprocessing.connection"}
+CODE_FROM_BYTES |= {"multiprocessing.reduction", "torch.multiprocessing"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {"recv_pyobj", "send_pyobj", "load_pyobj", "__reduce__", "__reduce_ex__", "__setstate__", "loads_pickle"}
 

@@ -1,8 +1,8 @@
 """What the channels between processes of one host have in common: the writer hands its memory over with its greeting,
 the reader copies from it.
 
-So the reader checks each write before a byte lands, no path from a peer is opened, nobody maps anybody's memory
-writable, and containers need not agree on paths. Then the writer sends the heads of writes, which say what is to be
+So the reader checks each write before a byte lands, no path from a peer is opened, nobody writes to anybody's memory
+(files are mapped to be read; CUDA maps a GPU's memory for both), and containers need not agree on paths. Then the writer sends the heads of writes, which say what is to be
 copied from where. Two streams are two copying threads in the reader.
 """
 

@@ -6,6 +6,7 @@ at the other's user before they say anything.
 
 from __future__ import annotations
 
+import array
 import os
 import secrets
 import select
@@ -28,6 +29,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = "/proc/self/ns/net"
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _LENGTH = struct.Struct("!H")
+_INT_BYTES = array.array("i").itemsize
 _PF_EXITING = 0x4  # of the kernel's flags of a process
 
 
@@ -136,7 +138,12 @@ def take_over(stream: socket.socket) -> tuple[bytes, int]:
     """
     left_s = stream.gettimeout()
     deadline = time.monotonic() + (5.0 if left_s is None else left_s)
-    head, fds, _, _ = socket.recv_fds(stream, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+    # Not `socket.recv_fds`, which does not pass on its flags: children would inherit the descriptor.
+    head, notes, _, _ = stream.recvmsg(_LENGTH.size, socket.CMSG_LEN(_INT_BYTES), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in notes:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) // _INT_BYTES * _INT_BYTES])
     try:
         head += _rest(stream, _LENGTH.size - len(head), deadline)
         nbytes = int(_LENGTH.unpack(head)[0])

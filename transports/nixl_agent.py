@@ -70,9 +70,9 @@ def _load() -> Any:
     raise ImportError(f"none of {', '.join(_WHEELS)} is installed")
 
 
-def _new_agent(bindings: Any, name: str) -> Any:
+def _new_agent(bindings: Any, name: str, *, has_thread: bool) -> Any:
     config = bindings.nixlAgentConfig()
-    config.useProgThread = True
+    config.useProgThread = has_thread
     config.pthrDelay = _PROGRESS_US
     # STRICT: a writing thread and a receiving one share the agent; RW would let two of them into the UCX backend.
     config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
@@ -86,7 +86,7 @@ def _errors(bindings: Any) -> tuple[type[Exception], ...]:
 def availability() -> Availability:
     """Whether a wheel of NIXL imports and has its UCX plugin."""
     try:
-        plugins = _new_agent(_load(), "pdx-availability").getAvailPlugins()
+        plugins = _new_agent(_load(), "pdx-availability", has_thread=False).getAvailPlugins()
     except ImportError as error:
         return Availability(False, f"NIXL does not import: {error}", _FIX)
     if "UCX" not in plugins:
@@ -95,7 +95,11 @@ def availability() -> Availability:
 
 
 class NixlAgent:
-    """An agent and the memory it has registered: the border to the library, whose errors become ours here."""
+    """An agent and the memory it has registered: the border to the library, whose errors become ours here.
+
+    UCX asks the driver about events of a GPU, which ends the process where no context is current (NIXL issue 2102). So
+    an agent with a GPU's memory has no thread of NIXL's, and each call makes the context current in its own.
+    """
 
     def __init__(self, memory: Memory, settings: dict[str, str]) -> None:
         """Register `memory`; `settings` are UCX's, and variables of the environment (UCX_…) have precedence.
@@ -103,13 +107,15 @@ class NixlAgent:
         :raises ChannelUnavailable: NIXL cannot.
         """
         self._bindings = _load()
-        self.errors = _errors(self._bindings)
+        self.errors: tuple[type[Exception], ...] = (*_errors(self._bindings), GpuError)
         self.place = Place.of(memory)
+        self._gpu = Gpu.find(memory.gpu) if memory.gpu else None
         self.name = f"pdx-{secrets.token_hex(16)}"
         config = ",".join(f"{key}={value}" for key, value in settings.items())
         try:
-            self._agent = _new_agent(self._bindings, self.name)
-            self._make_ready(memory)
+            self._agent = _new_agent(self._bindings, self.name, has_thread=self._gpu is None)
+            self._check_plugin()
+            self._library()
             self._backends = [self._agent.createBackend("UCX", {"engine_config": config})]
             self._registered = [self._register(memory, self.place)]
             self.metadata: bytes = self._agent.getLocalMD()
@@ -119,17 +125,16 @@ class NixlAgent:
             hint = "; is its UCX one with CUDA?" if memory.gpu else ""
             raise ChannelUnavailable(f"NIXL cannot register {memory}: {error}{hint}") from error
 
-    def _make_ready(self, memory: Memory) -> None:
-        """What a GPU's memory needs before UCX starts: a plugin that takes it, and its context in this thread."""
-        if not memory.gpu:
-            return
+    def _check_plugin(self) -> None:
         _, segments = self._agent.getPluginParams("UCX")
         if self.place.segment not in segments:
             raise ChannelUnavailable(f"NIXL's UCX plugin takes no memory of GPUs, only {', '.join(segments)}")
-        try:
-            Gpu.find(memory.gpu).use()
-        except GpuError as error:
-            raise ChannelUnavailable(str(error)) from error
+
+    def _library(self) -> Any:
+        """NIXL's own agent, for calls by this thread."""
+        if self._gpu is not None:
+            self._gpu.use()
+        return self._agent
 
     def _register(self, memory: Memory, place: Place) -> Any:
         segment = getattr(self._bindings, place.segment)
@@ -139,13 +144,13 @@ class NixlAgent:
 
     def load(self, metadata: bytes) -> str:
         """The name of the agent whose metadata this is; it can be written to now."""
-        name: bytes = self._agent.loadRemoteMD(metadata)
+        name: bytes = self._library().loadRemoteMD(metadata)
         return name.decode()
 
     def unload(self, name: str) -> None:
         """Disconnect; no request to it may be under way."""
         with contextlib.suppress(self._bindings.nixlNotFoundError):  # NIXL has unloaded it when it lost it
-            self._agent.invalidateRemoteMD(name)
+            self._library().invalidateRemoteMD(name)
 
     def write(self, name: str, local: Sequence[Span], remote: Sequence[Span], place: Place) -> int:
         """Begin to write from the registered memory to the other agent's, which lies at `place`; the handle."""
@@ -162,33 +167,34 @@ class NixlAgent:
         return self._bindings.nixlXferDList(segment, [(address, nbytes, place.device) for address, nbytes in spans])
 
     def _post(self, verb: Any, name: str, local: Any, remote: Any) -> int:
-        handle: int = self._agent.createXferReq(verb, local, remote, name, b"", self._backends)
+        handle: int = self._library().createXferReq(verb, local, remote, name, b"", self._backends)
         try:
-            self._agent.postXferReq(handle, b"")
+            self._library().postXferReq(handle, b"")
         except self.errors:
-            self._agent.releaseXferReq(handle)
+            self._library().releaseXferReq(handle)
             raise
         return handle
 
     def is_done(self, handle: int) -> bool:
         """Whether it has succeeded; an error is raised."""
-        return bool(self._agent.getXferStatus(handle) == self._bindings.NIXL_SUCCESS)
+        return bool(self._library().getXferStatus(handle) == self._bindings.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
         """Forget a request that is over. One that is under way is cancelled, which does not stop its bytes."""
-        self._agent.releaseXferReq(handle)
+        self._library().releaseXferReq(handle)
 
     def notify(self, name: str, message: bytes) -> None:
         """Tell the other agent something."""
-        self._agent.genNotif(name, message, self._backends)
+        self._library().genNotif(name, message, self._backends)
 
     def take(self) -> list[bytes]:
         """All messages from others. Names of senders are theirs to choose; they are not looked at."""
-        found: dict[str, list[bytes]] = self._agent.getNotifs({}, self._backends)
+        found: dict[str, list[bytes]] = self._library().getNotifs({}, self._backends)
         return [message for messages in found.values() for message in messages]
 
     def close(self) -> None:
         """Deregister and end the agent with its thread. Nobody may use this object any more."""
-        for descriptors in self._registered:
-            self._agent.deregisterMem(descriptors, self._backends)
+        with contextlib.suppress(GpuError):  # its context is broken, and the memory gone with it
+            for descriptors in self._registered:
+                self._library().deregisterMem(descriptors, self._backends)
         self._agent = None

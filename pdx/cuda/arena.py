@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 import weakref
@@ -16,14 +17,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pdx.cuda.copies import CopyStream
-from pdx.cuda.gpu import Gpu
+from pdx.cuda.gpu import Gpu, keeping_context
 from pdx.cuda.handover import fetch_handle
 from pdx.cuda.memory import DeviceMemory, Handle
-from pdx.errors import ArenaTooSmall, GpuMemoryFull, GpuUnavailable, LayoutError, NodeUnavailable, ProtocolError
+from pdx.errors import (
+    ArenaTooSmall,
+    GpuError,
+    GpuMemoryFull,
+    GpuUnavailable,
+    LayoutError,
+    NodeUnavailable,
+    ProtocolError,
+)
 from pdx.memory import Arena, check_span, round_up
 from pdx.messages import Slot
 
 HANDOVER_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 class DeviceSpan:
@@ -69,6 +79,7 @@ class GpuArena(Arena):
         self._on: Gpu | None = None
         self._holds = 0
         self._is_closed = False
+        self._had_spans = False  # others' libraries have had addresses of it, and may have work under way on them
         self._streams: list[CopyStream] = []  # idle ones of `read`
 
     @classmethod
@@ -148,7 +159,7 @@ class GpuArena(Arena):
             handle, fd = fetch_handle(self._handover, self._ticket, HANDOVER_S)
             try:
                 self._check(handle)
-                memory = DeviceMemory.open(handle, fd, on=on)
+                memory = self._open(handle, fd, on)
             finally:
                 if fd >= 0:
                     os.close(fd)
@@ -196,6 +207,7 @@ class GpuArena(Arena):
         """
         self.check(slot)
         span = DeviceSpan(self.hold() + slot.offset, slot.nbytes)
+        self._had_spans = True
         weakref.finalize(span, self.let_go).atexit = False
         return span
 
@@ -247,6 +259,15 @@ class GpuArena(Arena):
                 f"the node hands over {handle.nbytes} bytes of GPU {handle.gpu} instead of {self.nbytes} of {self.gpu}"
             )
 
+    @staticmethod
+    def _open(handle: Handle, fd: int, on: Gpu) -> DeviceMemory:
+        with contextlib.ExitStack() as undo:
+            with keeping_context():
+                memory = DeviceMemory.open(handle, fd, on=on)
+                undo.callback(memory.close)
+            undo.pop_all()
+        return memory
+
     def _take(self, memory: DeviceMemory, on: Gpu) -> bool:
         with self._lock:
             if self._memory is not None or self._is_closed:
@@ -264,8 +285,15 @@ class GpuArena(Arena):
         with self._lock:
             if self._holds or not self._is_closed or self._memory is None:
                 return
-            memory, self._memory, self._on, self.address = self._memory, None, None, 0
+            memory, on, self._memory, self._on, self.address = self._memory, self._on, None, None, 0
             streams, self._streams = self._streams, []
-        for stream in streams:
-            stream.close()
-        memory.close()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(keeping_context())
+                if self._had_spans and on is not None:
+                    on.wait()  # whoever drops a tensor does not wait for what it is in, and unmapping does not either
+            except GpuError as error:
+                _log.warning("memory of GPU %s may be unmapped under work that uses it: %s", self.gpu, error)
+            for stream in streams:
+                stream.close()
+            memory.close()

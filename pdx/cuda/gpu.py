@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,16 @@ class Gpu:
                     _contexts[self.ordinal] = context
         call("cuCtxSetCurrent", context)
 
+    def wait(self) -> None:
+        """Return when it has done all that this process has asked it to do; other threads run meanwhile.
+
+        Makes its context current in the calling thread.
+
+        :raises GpuError: some of it failed.
+        """
+        self.use()
+        call("cuCtxSynchronize")
+
     def device(self) -> Any:
         """The driver's handle of it."""
         return call("cuDeviceGet", self.ordinal)
@@ -99,6 +111,20 @@ def why_no_gpu() -> str:
         return "" if all_gpus() else f"the driver finds no GPU{_mask()}"
     except GpuError as error:
         return str(error)
+
+
+@contextlib.contextmanager
+def keeping_context() -> Iterator[None]:
+    """After the block the calling thread's current context is the one from before it, which PyTorch takes for the
+    thread's current device. For threads that are not ours.
+
+    :raises GpuError: the driver refused.
+    """
+    before = call("cuCtxGetCurrent")
+    try:
+        yield
+    finally:
+        call("cuCtxSetCurrent", before)
 
 
 def numa_node(gpu: Gpu, sysfs: Path = Path("/sys")) -> int | None:

@@ -29,6 +29,7 @@ MAX_ANSWER_BYTES = 1024
 MAX_GUESTS = 16  # connections that have not shown a ticket yet; more wait in the backlog
 MAX_OF_ONE_PROCESS = 4
 PATIENCE_S = 1.0  # with a connection that shows no ticket
+QUIET_S = 10.0  # between two lines in the log about one process; all refusals are counted
 _BACKLOG = 256
 _MAX_FDS = 2  # one is right
 _INT_BYTES = array.array("i").itemsize
@@ -72,6 +73,7 @@ class HandoverServer:
         self._counters = counters
         self._clock = clock
         self._guests: dict[int, Guest] = {}  # by file descriptor
+        self._quiet: dict[int, float] = {}  # until when nothing is logged of refusals to this process
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._is_listening = False
         try:
@@ -100,6 +102,7 @@ class HandoverServer:
         now = self._clock()
         for guest in [guest for guest in self._guests.values() if guest.deadline <= now]:
             self._refuse(guest, f"no ticket within {PATIENCE_S:g} s")
+        self._quiet = {pid: until for pid, until in self._quiet.items() if until > now}
 
     def close(self) -> None:
         """Close everything and remove the socket. Idempotent."""
@@ -170,7 +173,9 @@ class HandoverServer:
 
     def _refuse(self, guest: Guest, why: str) -> None:
         self._counters["handover_refused"] += 1
-        log.warning("GPU memory is not handed over to process %d: %s", guest.pid, why)
+        if guest.pid not in self._quiet:
+            self._quiet[guest.pid] = self._clock() + QUIET_S
+            log.warning("GPU memory is not handed over to process %d: %s", guest.pid, why)
         self._end(guest)
 
     def _end(self, guest: Guest) -> None:

@@ -24,8 +24,6 @@ from pdx.errors import GpuError, GpuHandleDead, GpuMemoryFull, GpuUnavailable
 MAX_NBYTES = 1 << 44
 _IPC_HANDLE_BYTES = 64
 _IPC_GRANULARITY = 2 << 20  # an IPC handle shares the driver's whole block, so nothing else may lie in it
-# What the driver says of a legacy handle whose exporter is gone, and of one that it cannot open for other reasons.
-_DEAD_OR_ALIEN = ("CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_MAP_FAILED")
 _log = logging.getLogger(__name__)
 _mapped: set[DeviceMemory] = set()
 _mapped_lock = threading.Lock()
@@ -292,10 +290,10 @@ def _granularity(properties: Any) -> int:
 def _cannot_open(name: str, outcome: driver.Outcome, handle: Handle) -> GpuError:
     """The exception for a handle that the driver does not open."""
     why = str(driver.failure(name, outcome))
-    if handle.kind == "ipc" and outcome.error in _DEAD_OR_ALIEN and not _lives(handle.pid):
-        return GpuHandleDead(f"process {handle.pid}, which exported it, is gone (or in another PID namespace): {why}")
     if outcome.error == "CUDA_ERROR_OUT_OF_MEMORY":
         return driver.failure(name, outcome)
+    if handle.kind == "ipc" and not _lives(handle.pid):  # which error that gives is not documented
+        return GpuHandleDead(f"process {handle.pid}, which exported it, is gone (or in another PID namespace): {why}")
     if (ours := driver.version()) != handle.driver:
         why += f"; its exporter's CUDA driver has version {handle.driver}, this process's {ours}"
     return GpuUnavailable(f"memory of process {handle.pid} on GPU {handle.gpu} cannot be opened here: {why}")

@@ -86,7 +86,8 @@ class Daemon:
         epoch = secrets.randbits(62)
         with contextlib.ExitStack() as undo:
             undo.enter_context(owned(path, lambda owner: _running(path, owner)))
-            path.unlink(missing_ok=True)  # left by a node that was killed
+            for left in (path, handover_path(config.address)):  # by a node that was killed
+                left.unlink(missing_ok=True)
             arena = _fresh_arena(config, epoch, near)
             undo.callback(arena.close)
             undo.callback(arena.path.unlink, missing_ok=True)

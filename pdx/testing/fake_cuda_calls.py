@@ -104,10 +104,14 @@ class DeviceCalls:
             self.contexts[self.ordinal(device)] -= 1
 
     def cuCtxSetCurrent(self, context: Any) -> None:
-        ordinal = int(context) - 1
-        if not self.contexts[ordinal]:
+        ordinal = int(context) - 1 if int(context) else None
+        if ordinal is not None and not self.contexts[ordinal]:
             raise Refused("INVALID_CONTEXT")
         self._current.ordinal = ordinal
+
+    def cuCtxGetCurrent(self) -> Any:
+        ordinal: int | None = getattr(self._current, "ordinal", None)
+        return self.bindings.CUcontext(0 if ordinal is None else ordinal + 1)
 
     def check_capture(self) -> None:
         """A call that allocates spoils such a capture, unless its thread has said that it has nothing to do with it."""

@@ -133,6 +133,14 @@ class StreamCalls:
         self._stream(stream).mark().wait()
         self._raise_if_broken()
 
+    def cuCtxSynchronize(self) -> None:
+        here = self._devices.here()
+        with self._lock:
+            streams = [found for found in self._objects.values() if isinstance(found, FakeStream)]
+        for marker in [stream.mark() for stream in streams if stream.ordinal == here]:
+            marker.wait()
+        self._raise_if_broken()
+
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> None:
         self._event(event).hold_up(self._stream(stream))
 

@@ -50,6 +50,9 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
+        # Of several micro-batches each runs every layer, in a thread of its own: a hook does not say that pages are
+        # final then, so none is passed on, and all layers are gathered at the end of the step.
+        self._has_hooks = not getattr(vllm_config.parallel_config, "use_ubatching", False)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if is_scheduler:
@@ -128,7 +131,8 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """All loads are asynchronous: a request is scheduled when its load is over."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        self.worker.save_layer(layer_name)
+        if self._has_hooks:
+            self.worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         self.worker.end_forward()

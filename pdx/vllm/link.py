@@ -29,7 +29,8 @@ START_AGAIN_S = 10.0
 class NodeLink:
     """Keeps one process attached. `starter`: start a node when none answers.
 
-    `_lock` guards who uses the arena (`_use`) against `_attached`; everything else is the link's thread's.
+    `_lock` guards who uses the arena (`_use`) against `_attached`, and what is counted; everything else is the link's
+    thread's.
     """
 
     def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
@@ -59,6 +60,12 @@ class NodeLink:
             return None
         return connection if connection.is_alive else None
 
+    @property
+    def attached(self) -> Connection | None:
+        """Like `connection`, also while the arena is not in use yet: the node promises room as soon as it knows us."""
+        connection = self._connection
+        return connection if connection is not None and connection.is_alive else None
+
     def serve(self, use: Callable[[Arena | None], None]) -> None:
         """Call `use` with each node's arena before `connection` tells of that node, and with None when it is gone.
 
@@ -71,11 +78,12 @@ class NodeLink:
 
     def count(self, reason: str) -> None:
         """Something was done without PDX, or with less of it: told to this node, or to the next one."""
-        connection = self._connection
+        with self._lock:
+            connection = self._connection
+            if connection is None:
+                self._uncounted[reason] += 1
         if connection is not None:
             connection.count(reason)
-        else:
-            self._uncounted[reason] += 1
 
     def wait_attached(self, timeout_s: float) -> bool:
         """For start-up only: whether this process is attached within `timeout_s`."""
@@ -87,6 +95,7 @@ class NodeLink:
         self._wake.set()
         self._thread.join()
         self._detach()
+        self._use = None  # it leads back to the engine's tensors, which would stay until the next garbage collection
 
     def _keep_attached(self) -> None:
         while not self._stop.is_set():
@@ -130,10 +139,11 @@ class NodeLink:
         try:
             if connection.attach(ATTACH_S):
                 connection.arena.populate_in_background()
-                for reason in self._uncounted.elements():
+                with self._lock:
+                    uncounted, self._uncounted = self._uncounted, Counter()
+                    self._connection = connection
+                for reason in uncounted.elements():
                     connection.count(reason)
-                self._uncounted.clear()
-                self._connection = connection
                 log.info("attached to the node at %s", connection.address)
                 return
         except PdxError as error:

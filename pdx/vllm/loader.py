@@ -36,8 +36,13 @@ class Loader:
         self._under_way = 0
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="pdx-load", daemon=True)
         self._thread.start()
+
+    def warn_again(self) -> None:
+        """Another life of the node: the next load that fails is worth a warning, like the first one."""
+        self._has_warned = False
 
     def submit(self, load: LoadPlan, scatter: Scatter, connection: Connection) -> None:
         """Load this behind what was submitted before, by calling `scatter`; never waits."""
@@ -48,7 +53,7 @@ class Loader:
     def fail(self, loads: Iterable[LoadPlan]) -> None:
         """These cannot be loaded: the engine recomputes their blocks."""
         for load in loads:
-            log.warning(
+            self._log(
                 "request %s: its node is gone or its memory out of reach, %d chunks are not loaded",
                 load.request_id,
                 len(load.pages),
@@ -77,6 +82,11 @@ class Loader:
             self._jobs.put(None)
             self._thread.join()
 
+    def _log(self, text: str, *args: object) -> None:
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        self._has_warned = True
+        log.log(level, text, *args)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             failed: set[int] = {block for pages in job.load.pages for block in pages.block_ids}
@@ -97,7 +107,7 @@ class Loader:
         start_ns = time.monotonic_ns()
         failed = {block for pages in job.scatter(load) for block in pages.block_ids}
         if failed:
-            log.warning(
+            self._log(
                 "request %s: %d blocks are not loaded: evicted before that, or out of the GPU's reach",
                 load.request_id,
                 len(failed),

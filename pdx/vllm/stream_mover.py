@@ -35,7 +35,7 @@ class _Step:
 class StreamMover(Mover):
     """`pages` are the engine's. One stream gathers, one loads; `pdx-copied` calls actions, `pdx-computed` the hour.
 
-    The engine's thread owns `_step` and `_fence`; `_windows` guards which window is open.
+    The engine's thread owns `_step` and `_fence`; `_windows` guards which window is open, and whether copies failed.
     """
 
     is_asynchronous = True
@@ -51,10 +51,11 @@ class StreamMover(Mover):
         self._spare: deque[Event] = deque()  # events that have passed and that nobody waits for
         self._windows = threading.Lock()
         self._window: ArenaWindow | None = None
+        self._has_failed = False  # CUDA does nothing any more for this process
         self._step: _Step | None = None
         self._is_timed = False
-        self._copied = Waiter("pdx-copied", streams.bind_thread)
-        self._computed = Waiter("pdx-computed", streams.bind_thread)
+        self._copied = Waiter("pdx-copied", streams.bind_thread, self._failed)
+        self._computed = Waiter("pdx-computed", streams.bind_thread, self._failed)
 
     @classmethod
     def start(cls, pages: PageMap, shard: int, streams: Streams, count: Callable[[str], None]) -> StreamMover:
@@ -78,7 +79,7 @@ class StreamMover(Mover):
             try:
                 self._streams.bind_thread()
                 window = ArenaWindow.open(arena, self._streams.gpu(), self._refused)
-            except PdxError as error:
+            except (PdxError, RuntimeError) as error:  # torch's own errors, too
                 log.error("cannot reach the node's memory from the GPU, nothing is saved or loaded: %s", str(error))  # noqa: TRY400
                 self._count("arena_unreachable")
         with self._windows:
@@ -89,6 +90,16 @@ class StreamMover(Mover):
     def _refused(self, reason: str) -> None:
         log.error("nothing is saved or loaded: %s", reason)
         self._count("page_lock_refused")
+
+    def _failed(self, error: Exception) -> None:
+        """What was under way stays reserved and mapped until this process ends: nobody knows what writes there."""
+        with self._windows:
+            was_known, self._has_failed = self._has_failed, True
+        if not was_known:
+            # As text: an exception kept by a logger would keep frames, and with them the node's memory.
+            text = f"{type(error).__name__}: {error}"
+            log.error("copies on the GPU failed, nothing is saved or loaded any more: %s", text)
+            self._count("copies_failed")
 
     # ---- saving -----------------------------------------------------------------------------
 
@@ -187,7 +198,11 @@ class StreamMover(Mover):
                 self._loading, scatter, self._pages, batch, 0, self._pages.num_layers, on_host=window.is_on_host
             )
             ended = self._recorded(self._loading)
-            ended.synchronize()
+            try:
+                ended.synchronize()
+            except Exception as error:
+                self._failed(error)
+                raise
             self._spare.extend((fence, ended))
             loaded = {id(each) for each, _ in found if window.arena.is_current(each.slots[self._shard])}
             return [each for each in load.pages if id(each) not in loaded]
@@ -203,7 +218,7 @@ class StreamMover(Mover):
 
     def _held(self, arena: Arena) -> ArenaWindow | None:
         with self._windows:
-            window = self._window
+            window = None if self._has_failed else self._window
             return window if window is not None and window.arena is arena and window.hold() else None
 
     def _run_of(self, pages: PagesPlan, window: ArenaWindow) -> Run | None:

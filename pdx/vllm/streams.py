@@ -79,9 +79,9 @@ class TorchStreams(Streams):
         self._gpu: Gpu | None = None
 
     def gpu(self) -> Gpu:
-        """See `Streams.gpu`. By UUID, because torch and the driver may count differently."""
+        """See `Streams.gpu`. In one process torch and the driver number GPUs alike."""
         if self._gpu is None:
-            self._gpu = Gpu.find(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
+            self._gpu = Gpu.find(str(self._device.index))
         return self._gpu
 
     def bind_thread(self) -> None:

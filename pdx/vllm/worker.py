@@ -54,6 +54,7 @@ class WorkerHalf:
         self._idle = True
         self._saving: Saving | None = None  # of this step, if the node that the plan is about is still there
         self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
+        self._untold: list[Slot] = []  # given up, but there was no connection to tell it by
         self._epoch = 0  # the node's life that they are of
         self._has_warned = False  # in that life, of saves that were skipped
 
@@ -112,14 +113,17 @@ class WorkerHalf:
         """A step starts: let go of what is aborted, start its loads, look up where its saves go."""
         self._idle = not plan.num_scheduled_tokens
         self._give_up()
+        if self._epoch != plan.epoch:
+            self._epoch, self._has_warned = plan.epoch, False
+            self._loader.warn_again()
+            self._spoiled.clear()
+            self._untold.clear()
         connection, mover = self._link.connection, self._mover
         arena = _arena_of(connection, plan.epoch)
         if mover is None or connection is None or arena is None:
-            self._loader.fail(plan.loads)
+            self._miss(plan)
             return
-        if self._epoch != plan.epoch:
-            self._epoch, self._has_warned = plan.epoch, False
-            self._spoiled.clear()
+        self._tell_untold()
         for load in plan.loads:
             scatter = mover.loading(arena)
             if scatter is None:
@@ -127,11 +131,29 @@ class WorkerHalf:
             else:
                 self._loader.submit(load, scatter, connection)
         if plan.aborts:
-            aborted = [slots[self._shard] for slots in plan.aborts]
-            self._spoiled.difference_update(aborted)
+            aborted = self._aborted(plan)
             mover.then(lambda: connection.tell(Abort(aborted)))
         if plan.saves:
             self._saving = self._open(plan.saves, mover, connection, arena)
+
+    def _miss(self, plan: StepPlan) -> None:
+        """The node is gone, or has promised these slots while its arena was not within reach yet: nothing is copied."""
+        self._loader.fail(plan.loads)
+        self._untold += self._aborted(plan)
+        self._untold += self._lose([pages for save in plan.saves for pages in save.pages])
+        self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        """At once, without the mover: nothing was ever copied to these slots, or the node is gone."""
+        connection = self._link.attached
+        if self._untold and connection is not None and connection.epoch == self._epoch:
+            untold, self._untold = self._untold, []
+            connection.tell(Abort(untold))
+
+    def _aborted(self, plan: StepPlan) -> list[Slot]:
+        aborted = [slots[self._shard] for slots in plan.aborts]
+        self._spoiled.difference_update(aborted)
+        return aborted
 
     def _open(self, saves: list[SavePlan], mover: Mover, connection: Connection, arena: Arena) -> Saving:
         wanted = [pages for save in saves for pages in save.pages]
@@ -152,7 +174,15 @@ class WorkerHalf:
         )
 
     def _spoil(self, lost: Sequence[PagesPlan], mover: Mover, connection: Connection) -> None:
-        """These are not saved, so what they belong to will never be whole: give its room back."""
+        """These are not saved: give the room of what they belong to back, behind the copies under way."""
+        slots = self._lose(lost)
+        if slots:
+            mover.then(lambda: connection.tell(Abort(slots)))
+
+    def _lose(self, lost: Sequence[PagesPlan]) -> list[Slot]:
+        """These are not saved, so what they belong to will never be whole: its slots."""
+        if not lost:
+            return []
         slots = [pages.slots[self._shard] for pages in lost]
         for slot, pages in zip(slots, lost, strict=True):
             self._link.count("save_skipped")
@@ -163,8 +193,7 @@ class WorkerHalf:
         level = logging.DEBUG if self._has_warned else logging.WARNING
         self._has_warned = True
         log.log(level, "%d chunks are not saved: their slots are not ours any more, or out of reach", len(slots))
-        if slots:
-            mover.then(lambda: connection.tell(Abort(slots)))
+        return slots
 
     def _give_up(self) -> None:
         """If the last step was not finished, its forward pass failed, and nobody knows what its pages are."""

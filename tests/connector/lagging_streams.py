@@ -93,7 +93,8 @@ class LaggingStream:
 class LaggingEvent:
     """See pdx.vllm.streams.Event."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: LaggingStreams | None = None) -> None:
+        self._streams = streams
         self._passed = threading.Event()
         self._passed.set()
 
@@ -115,6 +116,8 @@ class LaggingEvent:
         return self._passed.is_set()
 
     def synchronize(self) -> None:
+        if self._streams is not None and self._streams.fault:
+            raise RuntimeError(self._streams.fault)
         assert self._passed.wait(DEADLINE_S), "an event never passed"
 
 
@@ -125,6 +128,7 @@ class LaggingStreams(Streams):
         self.made: list[LaggingStream] = []
         self.log: list[Any] = []  # in the order of their ends: (kernel, first layer, layers), and what tests add
         self.captured: list[Callable[[], None]] | None = None  # of the graph that is being captured
+        self.fault = ""  # what waiting for an event raises
         self._lag_s = lag_s
         self._compute = self.new_stream()
 
@@ -153,7 +157,7 @@ class LaggingStreams(Streams):
         return contextlib.nullcontext()
 
     def event(self) -> LaggingEvent:
-        return LaggingEvent()
+        return LaggingEvent(self)
 
     def is_capturing(self) -> bool:
         return self.captured is not None

@@ -122,6 +122,19 @@ def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, mon
     assert all(gather < fill for gather, fill in zip(gathers, fills, strict=False))
 
 
+def test_a_layer_of_several_requests_and_chunks_is_one_launch(bed: Bed) -> None:
+    engine = bed.engine()
+    requests = [Request("a", tokens(40, 2 * CHUNK)), Request("b", tokens(41, CHUNK))]
+    for request in requests:
+        assert engine.admit(request) == set()
+    engine.step(*((request, request.num_tokens) for request in requests))
+    bed.wait_sealed(3)
+    assert [entry for entry in bed.log if isinstance(entry, tuple)] == [("gather", layer, 1) for layer in range(LAYERS)]
+    for request in requests:
+        check_loaded(bed.engine(), request.all_token_ids, request.num_tokens)
+        engine.finish(request)
+
+
 def test_small_layers_are_told_together(bed: Bed) -> None:
     engine = bed.engine()
     engine.finish(saved(engine, tokens(9, CHUNK)))

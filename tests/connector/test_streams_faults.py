@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from lagging_streams import LaggingStreams
 from node_harness import MIB, wait_until
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, layout
@@ -18,6 +20,7 @@ from pdx.cuda.page_lock import PageLock
 from pdx.errors import LayoutError
 from pdx.messages import Abort, Fill
 from pdx.testing.fake_cuda import FakeCuda
+from pdx.vllm.window import ArenaWindow
 from pdx.vllm.worker import WorkerHalf
 
 
@@ -80,10 +83,55 @@ def test_page_lock_refused_costs_only_the_cache(bed: Bed, fake: FakeCuda, caplog
     engine.check_cache(request, CHUNK)
     engine.finish(request)
     engine.finish(saved(engine, tokens(21, CHUNK)))
-    wait_until(lambda: bed.counted("save_skipped") == 1 == bed.counted("load_failed"), what="counted")
+    another = Request("b", prompt)
+    assert engine.admit(another)
+    engine.finish(another)
+    wait_until(lambda: (bed.counted("save_skipped"), bed.counted("load_failed")) == (1, 2), what="counted")
     bed.wait_at_rest()
     assert bed.node.status().chunks == {"sealed": 1}
-    assert sum("ulimit -l" in record.message for record in caplog.records) == 1
+    for once in ("ulimit -l", "not loaded", "not saved"):
+        assert sum(record.levelname != "DEBUG" and once in record.message for record in caplog.records) == 1
+
+
+def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whole(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node promises room as soon as the worker is attached. A chunk whose first pages fell into that time is never
+    sealed, and its room is given back at once."""
+    engine = bed.engine()
+    is_mapped, open_window = threading.Event(), ArenaWindow.open
+
+    def open_late(*args: Any) -> ArenaWindow:
+        is_mapped.wait(10)
+        return open_window(*args)
+
+    monkeypatch.setattr(ArenaWindow, "open", open_late)
+    bed.node.kill()
+    bed.start_node()
+    wait_until(lambda: engine.scheduler.is_attached, 10, "the scheduler half is attached")
+    wait_until(lambda: engine.workers[0]._link.attached is not None, 10, "the worker half is attached")  # noqa: SLF001
+    assert not engine.workers[0].is_attached
+    half, whole = Request("half", tokens(28, CHUNK)), Request("whole", tokens(29, CHUNK))
+    assert engine.admit(whole) == set()
+    engine.step((whole, CHUNK))
+    wait_until(lambda: bed.node.status().chunks == {}, what="nobody will fill it: its room is free")
+    assert engine.admit(half) == set()
+    bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
+    engine.step((half, CHUNK // 2))
+    is_mapped.set()
+    wait_until(lambda: engine.is_attached, what="mapped")
+    engine.step((half, CHUNK - CHUNK // 2))
+    streams_of(engine).synchronize()
+    bed.node.signal(signal.SIGCONT)
+    for request in (half, whole):
+        engine.finish(request)
+    bed.wait_at_rest()
+    assert bed.node.status().chunks == {}
+    wait_until(lambda: bed.counted("save_skipped") == 3, what="counted")
+    assert bed.told(Fill) == []
+    engine.finish(saved(engine, half.all_token_ids))
+    bed.wait_sealed(1)
+    check_loaded(bed.engine(), half.all_token_ids, CHUNK)
 
 
 class SlowPageLock(PageLock):
@@ -135,6 +183,24 @@ def test_engine_in_host_memory_runs_without_a_node_on_a_gpu(gpu_bed: Bed, caplog
     assert "without --gpu" in caplog.text
 
 
+def test_the_next_node_keeps_its_chunks_elsewhere(bed: Bed) -> None:
+    """A node in host memory, one on a GPU, and again: nothing of the one before stays mapped or locked."""
+    engine, on_cpu = bed.engine(), bed.engine(lags=False)
+    for seed, on_gpu in ((35, True), (36, False)):
+        bed.node.kill()
+        bed.on_gpu = on_gpu
+        bed.start_node()
+        wait_until(lambda: engine.is_attached and on_cpu.is_attached, 10, "attached to the next node")
+        prompt = tokens(seed, CHUNK)
+        engine.finish(saved(engine, prompt))
+        bed.wait_sealed(1)
+        check_loaded(engine, prompt, CHUNK)
+        assert num_mapped() == on_gpu
+        request = Request(f"cpu-{seed}", prompt)
+        assert bool(on_cpu.admit(request)) == on_gpu, "what is on a GPU cannot be loaded by a CPU"
+        on_cpu.finish(request)
+
+
 def test_memory_of_the_node_that_cannot_be_mapped_costs_only_the_cache(
     beds: Callable[..., Bed], fake: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,6 +211,52 @@ def test_memory_of_the_node_that_cannot_be_mapped_costs_only_the_cache(
     wait_until(lambda: bed.counted("arena_unreachable") == 1 == bed.counted("save_skipped"), what="counted")
     bed.wait_at_rest()
     assert "cuMemImportFromShareableHandle" in caplog.text
+
+
+def test_a_link_survives_what_cuda_refuses_its_thread(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every error of CUDA comes as one of PDX: torch has its own."""
+
+    def refuse(self: LaggingStreams) -> None:
+        if threading.current_thread().name == "pdx-link":
+            raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LaggingStreams, "bind_thread", refuse)
+        engine = bed.engine()
+        wait_until(lambda: bed.counted("arena_unreachable") == 1, what="counted")
+    bed.node.kill()
+    bed.start_node()
+    wait_until(lambda: engine.is_attached, 10, "attached to the next node")
+    engine.finish(saved(engine, tokens(34, CHUNK)))
+    bed.wait_sealed(1)
+
+
+def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
+    """After such an error CUDA does nothing any more for this process. What was under way stays reserved and mapped
+    until it ends: nobody knows what still writes there."""
+    engine = bed.engine()
+    engine.finish(saved(engine, tokens(30, CHUNK)))
+    bed.wait_sealed(1)
+    told = len(bed.told(Fill)), len(bed.told(Abort))
+    window = engine.workers[0]._mover._window  # noqa: SLF001
+    streams_of(engine).fault = "an illegal memory access was encountered"
+    prompts = [tokens(seed, CHUNK) for seed in (31, 32, 33)]
+    engine.finish(saved(engine, prompts[0]))
+    wait_until(lambda: bed.counted("copies_failed") == 1, what="counted")
+    for prompt in prompts[1:]:
+        engine.finish(saved(engine, prompt))
+    wait_until(lambda: bed.counted("save_skipped") == 2, what="nothing is copied any more")
+    again = Request("again", tokens(30, CHUNK))
+    assert engine.admit(again) == set(again.block_ids[: CHUNK // BLOCK])
+    engine.finish(again)
+    engine.workers[0].close()
+    assert (len(bed.told(Fill)), len(bed.told(Abort))) == told
+    assert sum("illegal memory access" in record.message for record in caplog.records) == 1
+    wait_until(lambda: bed.node.status().chunks == {"sealed": 1}, what="with the worker, its slots are free")
+    assert window.hold(), "the copy's own hold has not ended"
+    window.release()
+    window.release()
+    assert not window.hold()
 
 
 def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:

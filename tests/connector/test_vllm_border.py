@@ -22,6 +22,10 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
+    from vllm.config import ParallelConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from pdx.vllm import connector
     from pdx.vllm.connector import _checked_config, tail_hash
     from pdx.vllm.identity import layout_of, model_identity
 
@@ -175,6 +179,29 @@ def test_good_configuration_is_taken() -> None:
 def test_bad_configuration_is_refused_with_what_to_do(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _checked_config(transfer_config(**changes))
+
+
+# ---- hooks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch, is_split: bool) -> None:
+    """A layer of a step that is computed in several parts is complete behind its last part, and nobody says which it
+    is: `wait_for_save` gathers what no hook was called for."""
+    assert isinstance(ParallelConfig.use_ubatching, property)
+    called: list[str] = []
+    worker = SimpleNamespace(save_layer=called.append, end_forward=lambda: called.append("end"))
+    monkeypatch.setattr(connector, "WorkerHalf", lambda *_: worker)
+    monkeypatch.setattr(connector, "layout_of", lambda *_, **__: None)
+    monkeypatch.setattr(connector, "_rank", lambda: 0)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer_config(engine_id="e"),
+        parallel_config=SimpleNamespace(use_ubatching=is_split),
+    )
+    made = connector.PdxConnector(config, KVConnectorRole.WORKER, SimpleNamespace(num_blocks=1))
+    made.save_kv_layer("layers.0", None, None)
+    made.wait_for_save()
+    assert called == (["end"] if is_split else ["layers.0", "end"])
 
 
 # ---- a request's claims ---------------------------------------------------------------------

@@ -115,6 +115,20 @@ def test_a_legacy_handle_dies_with_its_exporter(fake, spawn):
         DeviceMemory.open(handle, -1, on=Gpu.find("0"))
 
 
+@pytest.mark.parametrize("error", ["OPERATING_SYSTEM", "INVALID_CONTEXT", "UNKNOWN"])
+def test_what_the_driver_says_of_a_dead_exporters_handle_does_not_matter(fake, spawn, error):
+    """It is not documented; that nobody is there any more says enough."""
+    other = spawn()
+    handle, _ = other.export(MIB, 6, "ipc")
+    fake.fail("cuIpcOpenMemHandle", error=error)
+    with pytest.raises(GpuUnavailable, match=error):
+        DeviceMemory.open(handle, -1, on=Gpu.find("0"))
+    other.kill()
+    fake.fail("cuIpcOpenMemHandle", error=error)
+    with pytest.raises(GpuHandleDead, match=error):
+        DeviceMemory.open(handle, -1, on=Gpu.find("0"))
+
+
 def test_a_legacy_handle_of_an_exporter_that_was_not_waited_for(fake, spawn):
     other = spawn()
     handle, _ = other.export(MIB, 6, "ipc")

@@ -111,6 +111,7 @@ def test_more_than_32_bits_of_everything(cuda: Gpu) -> None:
     assert not rows[1 : ids[3]].any()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_launch_waits_for_nothing_and_allocates_nothing(cuda: Gpu, name: str) -> None:
     kernels = paged("cuda")

@@ -1,8 +1,11 @@
 """The copy kernel against its reference and against the CPU's kernels, byte for byte, with all other bytes watched."""
 
+import importlib.util
+import inspect
 import mmap
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from paged_cases import LAYOUTS, PLACES, SCATTERED, layer_views, paged, problems, random_bytes
 
 from pdx.kernels import pages as cpu_pages
+from pdx.kernels import reference
 from pdx.kernels.batch import Batch, Run
 from pdx.kernels.page_map import PageMap
 
@@ -60,6 +64,23 @@ def test_it_is_what_the_cpu_kernels_do(place, problem):
                 else:
                     cpu_pages.scatter(slot, block_ids, rows)
         assert actual.is_same(expected)
+
+
+def test_the_layouts_are_all_that_vllm_has():
+    """By its own list, in a module that imports nothing of it."""
+    vllm = importlib.util.find_spec("vllm")
+    path = Path(vllm.origin).parent / "v1" / "kv_cache_layout.py" if vllm is not None else None
+    if path is None or not path.exists():
+        pytest.skip("no vLLM that lists its layouts")
+    spec = importlib.util.spec_from_file_location("kv_cache_layout_of_vllm", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert sorted(LAYOUTS) == sorted(layout.name for layout in module.KVCacheLayout)
+
+
+def test_the_reference_is_short():
+    for function in (reference.gather_slices, reference.scatter_slices, reference.gather, reference.scatter):
+        assert len(inspect.getsource(function).splitlines()) <= 20
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, SCATTERED])

@@ -210,6 +210,22 @@ def test_a_tensor_is_over_the_slot_and_sealing_waits_for_the_gpu(node, address, 
         assert fake.leftovers() == {}
 
 
+def test_a_client_says_goodbye_when_the_gpu_has_done_what_it_was_asked_to(node, address, monkeypatch):
+    """Before that, the room of an unsealed chunk is not another's."""
+    torch = pytest.importorskip("torch")
+    steps = []
+    monkeypatch.setattr(torch, "as_tensor", lambda span, device: torch.zeros(4000, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append(f"wait {device}"))
+    with fake_cuda():
+        client = pdx.connect(address)
+        close = client._connection.close
+        monkeypatch.setattr(client._connection, "close", lambda: (steps.append("bye"), close()))
+        client.reserve("never sealed", 4000).tensor(torch.float32)
+        client.close()
+        wait_until(lambda: num_mapped() == 0)
+    assert steps == ["wait 0", "bye"]
+
+
 # ---- several nodes ----------------------------------------------------------------------------
 
 

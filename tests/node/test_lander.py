@@ -9,6 +9,7 @@ from plain_memory import PlainMemory
 
 from pdx.channel import Notification
 from pdx.digest import digests
+from pdx.errors import GpuError
 from pdx.memory import GRANULE_BYTES
 from pdx.node.lander import Lander, Room
 from pdx.node.mailbox import Mailbox
@@ -105,6 +106,22 @@ def test_slices_that_are_what_was_sent_are_good(stage):
     verdict = stage.land(Slices(GRANULE_BYTES, 7, 1, 2, stage.digests(1, 2)))
     assert (verdict.token, verdict.push, verdict.bad, verdict.nbytes) == (TOKEN, 5, [], 2 * SLICE)
     assert [(one.first_layer, one.layers) for one in verdict.good] == [(1, 2)]
+
+
+def test_slices_that_cannot_be_read_are_bad_and_the_others_are_looked_at(stage):
+    """Memory of a GPU is read by copies, which may fail."""
+    read, slices = stage.lander._memory.read, Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))
+
+    def fail_once(offset, nbytes):
+        stage.lander._memory.read = read
+        raise GpuError("cuMemcpyAsync failed")
+
+    stage.lander._memory.read = fail_once
+    payload = encode_landed(Landed(5, [slices]))
+    stage.listener.notifications += [Notification(TOKEN, payload)] * 2
+    stage.wake()
+    wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) == 2)
+    assert [(len(one.good), len(one.bad)) for one in stage.verdicts] == [(0, 1), (1, 0)]
 
 
 def test_one_changed_byte_is_found_in_any_layer(stage):

@@ -30,6 +30,7 @@ from pdx.transports import local_socket
 from pdx.transports.cuda_ipc import CudaIpcRegion, Luggage
 from pdx.transports.cuda_source import Copy, CudaSource
 from pdx.transports.frames import ACK_BYTES, OK, UNREACHABLE, Greeting, pack_greeting, unpack_ack
+from pdx.transports.local_socket import Credentials
 
 HOLDINGS = ("handles", "reserved", "mapped", "registered", "streams", "events")
 
@@ -99,6 +100,17 @@ def test_without_a_gpu_it_says_what_would_help():
         assert "driver" in found.fix
         with pytest.raises(ChannelUnavailable, match="NO_DEVICE"), stage_of(HostFile) as stage:
             stage.side(MIB)
+
+
+def test_another_user_gets_no_handle(fake, monkeypatch):
+    """Anybody may take a name in the abstract namespace when its owner is gone."""
+    with stage_of(GpuBlock) as stage:
+        writer, reader = stage.side(), stage.side()
+        _, remote = reader.session((0, MIB))
+        monkeypatch.setattr(local_socket, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
+        with pytest.raises(ChannelBroken, match="user"):
+            writer.region.connect(remote)
+        assert fake.calls["cuMemExportToShareableHandle"] == 0
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm", "inproc"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from cuda_world import two_gpus
 
 from pdx.channel import Memory, Piece
+from pdx.cuda import driver
 from pdx.errors import ChannelUnavailable
 from pdx.testing.channel_memory import GpuBlock, HostFile, SecondGpuBlock
 from pdx.testing.channel_stage import MIB
@@ -21,7 +23,7 @@ from pdx.transports.nixl import NixlRegion
 from pdx.transports.nixl_agent import NixlAgent, Place
 from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
 from pdx.transports.ucx import UcxRegion
-from pdx.transports.ucx_engine import GpuSpan, gpu_transports
+from pdx.transports.ucx_engine import gpu_transports
 
 
 class MockNixl:
@@ -42,13 +44,20 @@ class MockNixl:
         self.registered: list[tuple[str, list[Any]]] = []
         self.requests: list[tuple[str, Any, Any]] = []
         self.refuses = False
+        self.has_thread = False
+        self.contexts: list[int] = []  # current when messages were taken
         vars(self).update(nixlBackendError=self.nixlBackendError, nixlNotFoundError=self.nixlNotFoundError)
 
     def nixlAgentConfig(self) -> Any:
         return type("Config", (), {})()
 
     def nixlAgent(self, name: str, config: Any) -> MockNixl:
+        self.has_thread = config.useProgThread
         return self
+
+    def getNotifs(self, known: Any, backends: list[int]) -> dict[str, list[bytes]]:
+        self.contexts.append(int(driver.call("cuCtxGetCurrent")))
+        return {}
 
     def nixlRegDList(self, segment: str, spans: list[Any]) -> Any:
         return (segment, spans)
@@ -107,6 +116,20 @@ def test_nixl_registers_memory_of_a_gpu_under_its_ordinal(fake, nixl, kind, devi
         assert fake.counts()["contexts"] >= 1  # UCX looks for a current one
         agent.close()
         assert not nixl.registered
+
+
+@pytest.mark.parametrize(("kind", "has_thread"), [(GpuBlock, False), (SecondGpuBlock, False), (HostFile, True)])
+def test_no_thread_without_a_context_of_the_gpu_is_in_nixl(fake, nixl, kind, has_thread):
+    """UCX's CUDA transport ends the process otherwise: a thread of NIXL's own would have none."""
+    with closing(kind(MIB)) as block:
+        agent = NixlAgent(block.memory, {})
+        assert nixl.has_thread is has_thread
+        thread = threading.Thread(target=agent.take)
+        thread.start()
+        thread.join()
+        (context,) = nixl.contexts
+        assert bool(context) is not has_thread
+        agent.close()
 
 
 @pytest.mark.parametrize(
@@ -215,28 +238,6 @@ def test_ucx_takes_the_transports_of_a_context_from_what_it_says():
     lines = ["tcp/lo", "cuda_copy/cuda", "cuda_ipc/cuda", "gdr_copy/cuda", "cuda_copy/cuda", "mycuda_copy/x"]
     info = "".join(f"#      resource {at}  :  md 1  dev 1  flags -- {each}\n" for at, each in enumerate(lines))
     assert gpu_transports(info) == ["cuda_copy", "cuda_ipc", "gdr_copy"]
-
-
-def test_ucxx_sees_device_memory_in_what_it_gets(fake, monkeypatch):
-    """The real array type of the library; and regions give it such spans for a GPU's memory alone."""
-    array = pytest.importorskip("ucxx._lib.arr").Array
-    monkeypatch.setattr(ucx_engine, "UcxEngine", None)
-    with closing(GpuBlock(MIB)) as block, closing(HostFile(MIB)) as host:
-        for memory, is_cuda in ((block.memory, True), (host.memory, False)):
-            region = UcxRegion.__new__(UcxRegion)
-            region.memory = memory
-            found = array(region.span(4096, 8192))
-            assert (found.ptr, found.nbytes, found.cuda) == (memory.address + 4096, 8192, is_cuda)
-            assert found.c_contiguous
-    assert array(GpuSpan(1 << 40, 3)).nbytes == 3
-
-
-def test_ucx_as_it_is_installed_refuses_or_starts(fake):
-    """The real library, which has no CUDA driver here: an error of ours, not a crash."""
-    if not UcxRegion.availability().is_ok:
-        pytest.skip("UCXX is not installed")
-    with closing(GpuBlock(MIB)) as block, pytest.raises(ChannelUnavailable, match="cuda_copy"):
-        UcxRegion.register(block.memory)
 
 
 def test_memory_of_a_gpu_that_is_not_there_is_refused(nixl):
