@@ -2,8 +2,9 @@
 the reader copies from it.
 
 So the reader checks each write before a byte lands, no path from a peer is opened, nobody writes to anybody's memory
-(files are mapped to be read; CUDA maps a GPU's memory for both), and containers need not agree on paths. Then the writer sends the heads of writes, which say what is to be
-copied from where. Two streams are two copying threads in the reader.
+(files are mapped to be read; CUDA maps a GPU's memory for both), and containers need not agree on paths. Then the
+writer sends the heads of writes, which say what is to be copied from where. Two streams are two copying threads in the
+reader.
 """
 
 from __future__ import annotations
