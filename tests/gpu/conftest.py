@@ -20,7 +20,7 @@ sys.path.append(str(HERE.parent / "kernels"))  # paged_cases
 import bench_package  # noqa: E402, F401
 from gpu_child import GpuChild  # noqa: E402
 
-from pdx.cuda.gpu import Gpu, why_no_gpu  # noqa: E402
+from pdx.cuda.gpu import Gpu, all_gpus, why_no_gpu  # noqa: E402
 from pdx.cuda.memory import num_mapped  # noqa: E402
 
 IS_FAKE = os.environ.get("PDX_FAKE_GPU") == "1"
@@ -87,6 +87,15 @@ def cuda(gpu: Gpu) -> Gpu:
         pytest.skip("torch has no CUDA here")
     torch.cuda.set_device(gpu.ordinal)
     return gpu
+
+
+@pytest.fixture
+def peer_gpu(gpu: Gpu) -> Gpu:
+    """A second GPU, and each reaches the other's memory."""
+    gpus = all_gpus()
+    if len(gpus) < 2 or not (gpu.can_access(gpus[1].uuid) and gpus[1].can_access(gpu.uuid)):
+        pytest.skip("needs two GPUs with peer access")
+    return gpus[1]
 
 
 @pytest.fixture

@@ -87,6 +87,27 @@ def test_slots_in_memory_of_the_driver(cuda: Gpu, kind: str) -> None:
     assert torch.equal(pages, before)
 
 
+def test_slots_on_a_peer(cuda: Gpu, peer_gpu: Gpu) -> None:
+    """The kernel of one GPU reads and writes memory of another."""
+    kernels = paged("cuda")
+    pages = torch.randint(0, 256, (2, 16, 64 << 10), dtype=torch.uint8, device="cuda")
+    before, ids = pages.clone(), list(reversed(range(16)))
+    mapped = PageMap.of(list(pages), 16)
+    with DeviceMemory.create(peer_gpu, pages.numel()) as theirs:
+        handle, fd = theirs.export()
+        try:
+            ours = DeviceMemory.open(handle, fd, on=cuda)  # whose context is the current one again
+        finally:
+            os.close(fd)
+        with ours:
+            batch = Batch.of(mapped, [Run(ids, ours.address, 16 * (64 << 10))])
+            kernels.gather(mapped, batch, 0, 2)
+            pages.zero_()
+            kernels.scatter(mapped, batch, 0, 2)
+            torch.cuda.synchronize()
+    assert torch.equal(pages, before)
+
+
 def test_more_than_32_bits_of_everything(cuda: Gpu) -> None:
     if cuda.free_bytes() < 12 * GIB:
         pytest.skip("needs 12 GiB of free memory")
