@@ -22,7 +22,7 @@ from pdx.host import host_id
 from pdx.messages import NodeReport, PeerEntry
 from pdx.proxy import fault
 from pdx.proxy.ceiling import Ceilings
-from pdx.proxy.clocks import Clocks
+from pdx.proxy.clocks import Clocks, WakingClock
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.exchange import Exchange, Outcome
@@ -53,7 +53,7 @@ class Proxy:
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             suspect_s=config.suspect_s,
-            clock=time.monotonic,
+            clock=WakingClock(config.heartbeat_timeout_s / 3, time.monotonic),
         )
         self._ledger = Ledger(keep=config.kept_timelines)
         self._clocks = Clocks(host_id())

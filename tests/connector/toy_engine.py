@@ -104,8 +104,8 @@ class ToyEngine:
 
     # ---- the scheduler's side ---------------------------------------------------------------
 
-    def match(self, request: Request, local: int = 0, deadline_s: float = 5.0) -> int:
-        """Ask until the connector has decided."""
+    def match(self, request: Request, local: int = 0, deadline_s: float = 20.0) -> int:
+        """Ask until the connector has decided, which takes `fetch_s` (5 s) where a peer does not answer."""
         deadline = time.monotonic() + deadline_s
         while (found := self.scheduler.matched_tokens(request, local)) is None:
             assert time.monotonic() < deadline, "never decided"
@@ -132,7 +132,7 @@ class ToyEngine:
 
     def finish_load(self, request: Request) -> set[int]:
         waiting, failed = set(range(len(self.workers))), set()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         plan = self.scheduler.plan_step(self.output({}))
         while waiting:
             assert time.monotonic() < deadline, "never loaded"

@@ -153,7 +153,7 @@ def test_64_at_once_with_room_for_one_chunk(pair: Pair) -> None:
             bodies = [completion(text(2250 + number, 300), max_tokens=4) for number in range(64)]
             answers = pair.post_all(bodies)
             ballast.abort()
-    assert [answer["http_status"] for answer in answers] == [200] * 64
+    assert [answer for answer in answers if answer["http_status"] != 200] == []
     pair.wait_at_rest()
     alone = [essence(post(pair.decode.url, *body)) for body in bodies[:8]]
     assert [essence(answer) for answer in answers[:8]] == alone

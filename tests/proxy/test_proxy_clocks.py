@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.messages import VERSION, NodeReport
-from pdx.proxy.clocks import WINDOW_NS, Clocks
-from pdx.proxy.roster import MAX_NODES
+from pdx.proxy.clocks import WINDOW_NS, Clocks, WakingClock
+from pdx.proxy.roster import MAX_NODES, Roster
 
 MS, S = 10**6, 10**9
 
@@ -63,3 +63,18 @@ def test_nodes_are_bounded_and_the_silent_go_first():
         clocks.offset_ns(report(0, node=f"n{number}"), 1000)
         assert clocks.offset_ns(report(0, node="always"), 1000 + number) == 1000
     assert clocks.offset_ns(report(0, node="n0"), 9000) == 9000, "it was forgotten"
+
+
+def test_nobody_was_silent_while_the_proxy_itself_stood_still():
+    """Its machine was stopped for a minute; the reports of that time are still to be read."""
+    now = 100.0
+    clock = WakingClock(1.0, lambda: now)
+    roster = Roster(prefill=(), decode=(), heartbeat_timeout_s=3.0, suspect_s=2.0, clock=clock)
+    roster.report(report(0, node="n"))
+    now += 60.0
+    assert not roster.expire()
+    assert roster.nodes() == 1
+    for _ in range(7):  # now it runs, and really hears nothing
+        now += 0.5
+        roster.expire()
+    assert roster.nodes() == 0
