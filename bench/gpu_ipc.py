@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from bench.child import end_child
 from bench.gpu_bed import Bed
 from bench.gpu_findings import Findings
 from bench.gpu_ipc_stage import MIB, RECEIVER, SENDER, SIZES, TOKEN, Board, Group, Pages, order
@@ -90,7 +91,7 @@ class Writer:
             if fd >= 0:
                 os.close(fd)
         stack.enter_context(process)
-        stack.callback(_end, process)
+        stack.callback(end_child, process)
         return process
 
     def _start_nixl(self, told: dict[str, str], stack: contextlib.ExitStack) -> tuple[VramNixl | None, str]:
@@ -197,15 +198,6 @@ class Writer:
         if not line:
             raise RuntimeError(f"the receiver ended with {self._process.wait(ENDS_S)}")
         return json.loads(line)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(ENDS_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 @contextlib.contextmanager

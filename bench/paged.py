@@ -26,6 +26,7 @@ import torch
 
 from bench.channel_raw import RawNixl, SharedFile
 from bench.channels import Sender
+from bench.child import end_child
 from bench.paged_receiver import (
     HOST,
     MOVERS,
@@ -191,17 +192,8 @@ def both_ends() -> Iterator[Ends]:
         process = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
-        stack.callback(_end, process)
+        stack.callback(end_child, process)
         yield stack.enter_context(contextlib.closing(Ends(folder, process)))
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 def rows() -> Iterator[Row]:

@@ -22,6 +22,7 @@ from typing import Self
 import msgspec
 
 from bench.channel_raw import RAW, SharedFile
+from bench.child import end_child
 from pdx.channel import TOKEN_BYTES, Notification, RemoteRegion
 from pdx.registry import find
 
@@ -57,15 +58,7 @@ class Receiver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        end_child(self._process)
 
 
 def serve(

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench.child import end_child
 from bench.pair import end
 from bench.reference_engine import ReferenceEngine, Request
 from bench.reference_model import AXES, SHAPES, Shapes
@@ -72,16 +73,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it; it detaches first. Idempotent."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        end_child(self._process)
 
 
 class _Orders:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from node_harness import NodeProcess, arenas_of
+from node_harness import NodeProcess, Puppet, arenas_of
 from peers_harness import Cluster
 
 from pdx.config import NodeConfig, private_folder, socket_path
@@ -73,43 +72,8 @@ class GpuCluster(Cluster):
         return GpuNode(config, "--gpus", "2", *self._flags)
 
 
-class GpuPuppet:
-    """A client process with the fake driver that does what the test tells it (see gpu_puppet.py)."""
+class GpuPuppet(Puppet):
+    """A client process with the fake driver (see gpu_puppet.py). Errors come back as [their name, their text]."""
 
     def __init__(self, address: str, **settings: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(_PUPPET), address, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self.pid = self.process.pid
-
-    def do(self, verb: str, *arguments: Any) -> Any:
-        """Tell it, and wait for the result: a value, or [the name of the error, its text]."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([verb, *arguments]) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, "the client process died"
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
-        self.process.kill()
-        self.close()
-
-    def close(self) -> None:
-        """End it. Idempotent."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
-        self.process.stdout.close()
+        super().__init__(address, _PUPPET, json.dumps(settings))

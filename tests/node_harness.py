@@ -205,9 +205,9 @@ class NodeProcess:
 class Puppet:
     """A real client process that does what the test tells it, with `pdx.connect` (see node_puppet.py)."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, program: Path = _PUPPET, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(_PUPPET), address],
+            [sys.executable, str(program), address, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

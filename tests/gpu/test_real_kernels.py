@@ -69,43 +69,47 @@ def test_whole_batches(place: tuple[str, str], name: str, layout: str, heads: in
     compare(Problem(random_bytes(nbytes, 1), slots, views, 12, runs, range(3), False), place, name)
 
 
+class RoundTrip:
+    """Random pages of a few layers, and whether they come back from slots at some address."""
+
+    def __init__(self, num_layers: int, ids: list[int]) -> None:
+        self._pages = torch.randint(0, 256, (num_layers, len(ids), 64 << 10), dtype=torch.uint8, device="cuda")
+        self._mapped = PageMap.of(list(self._pages), len(ids))
+        self._ids = ids
+        self.nbytes = self._pages.numel()
+
+    def check(self, address: int) -> None:
+        kernels, before = paged("cuda"), self._pages.clone()
+        num_layers = self._mapped.num_layers
+        batch = Batch.of(self._mapped, [Run(self._ids, address, self.nbytes // num_layers)])
+        kernels.gather(self._mapped, batch, 0, num_layers)
+        self._pages.zero_()
+        kernels.scatter(self._mapped, batch, 0, num_layers)
+        torch.cuda.synchronize()
+        assert torch.equal(self._pages, before)
+
+
 @pytest.mark.parametrize("kind", ["vmm", "ipc"])
 def test_slots_in_memory_of_the_driver(cuda: Gpu, kind: str) -> None:
     """As in a node's arena, not torch's memory."""
     if kind == "vmm" and not cuda.supports_vmm:
         pytest.skip(f"{cuda.name} cannot export memory as a file descriptor")
-    kernels = paged("cuda")
-    pages = torch.randint(0, 256, (4, 64, 64 << 10), dtype=torch.uint8, device="cuda")
-    before, ids = pages.clone(), torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist()
-    mapped = PageMap.of(list(pages), 64)
-    with DeviceMemory.create(cuda, pages.numel(), kind) as memory:
-        batch = Batch.of(mapped, [Run(ids, memory.address, 64 * (64 << 10))])
-        kernels.gather(mapped, batch, 0, 4)
-        pages.zero_()
-        kernels.scatter(mapped, batch, 0, 4)
-        torch.cuda.synchronize()
-    assert torch.equal(pages, before)
+    trip = RoundTrip(4, torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist())
+    with DeviceMemory.create(cuda, trip.nbytes, kind) as memory:
+        trip.check(memory.address)
 
 
 def test_slots_on_a_peer(cuda: Gpu, peer_gpu: Gpu) -> None:
     """The kernel of one GPU reads and writes memory of another."""
-    kernels = paged("cuda")
-    pages = torch.randint(0, 256, (2, 16, 64 << 10), dtype=torch.uint8, device="cuda")
-    before, ids = pages.clone(), list(reversed(range(16)))
-    mapped = PageMap.of(list(pages), 16)
-    with DeviceMemory.create(peer_gpu, pages.numel()) as theirs:
+    trip = RoundTrip(2, list(reversed(range(16))))
+    with DeviceMemory.create(peer_gpu, trip.nbytes) as theirs:
         handle, fd = theirs.export()
         try:
             ours = DeviceMemory.open(handle, fd, on=cuda)  # whose context is the current one again
         finally:
             os.close(fd)
         with ours:
-            batch = Batch.of(mapped, [Run(ids, ours.address, 16 * (64 << 10))])
-            kernels.gather(mapped, batch, 0, 2)
-            pages.zero_()
-            kernels.scatter(mapped, batch, 0, 2)
-            torch.cuda.synchronize()
-    assert torch.equal(pages, before)
+            trip.check(ours.address)
 
 
 def test_more_than_32_bits_of_everything(cuda: Gpu) -> None:

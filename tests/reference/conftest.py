@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import bench_package  # noqa: F401
 import pytest
 import torch
 from node_harness import NodeProcess
+from reference_prompts import SETTINGS, SHAPES, connector_to
 
-ROOT = Path(__file__).resolve().parents[2]
-if "bench" not in sys.modules:  # with the repository root on sys.path, `transformers` would import our `kernels`
-    spec = importlib.machinery.ModuleSpec("bench", None, is_package=True)
-    spec.submodule_search_locations = [str(ROOT / "bench")]
-    sys.modules["bench"] = importlib.util.module_from_spec(spec)
-
-from reference_prompts import SETTINGS, SHAPES, connector_to  # noqa: E402
-
-from bench.reference_engine import ReferenceEngine  # noqa: E402
-from bench.reference_pair import EngineProcess  # noqa: E402
+from bench.reference_engine import ReferenceEngine
+from bench.reference_pair import EngineProcess
 
 
 @pytest.fixture(autouse=True)
