@@ -21,7 +21,7 @@ $(READY): pyproject.toml .ci/setup
 	@touch $@
 
 demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM (PAIR=tcp: two nodes)
-	@$(BIN)/python bench/demo.py $(if $(PAIR),--pair "$(PAIR)")
+	@$(BIN)/python -P -m pdx.bench.demo $(if $(PAIR),--pair "$(PAIR)")
 
 test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
 	$(BIN)/pytest $(ARGS) --ignore-glob='tests/transports/test_ucx*.py'
@@ -37,14 +37,14 @@ format: $(READY)  ## rewrite the files as ruff likes them
 	$(BIN)/ruff format
 
 bench: $(READY)  ## measure
-	@$(BIN)/python -m bench.all
+	@$(BIN)/python -m pdx.bench.all
 
 gpu-test:  ## the tests that need an NVIDIA GPU, and the kernels under compute-sanitizer where it is installed
 	$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
-	$(GPU_PYTHON) -m bench.gpu_sanitizer
+	$(GPU_PYTHON) -m pdx.bench.gpu_sanitizer
 
 gpu-bench:  ## measure what needs an NVIDIA GPU (ARGS="--only kernels,pinned" for a part)
-	@$(GPU_PYTHON) -m bench.gpu $(ARGS)
+	@$(GPU_PYTHON) -m pdx.bench.gpu $(ARGS)
 
 clean:  ## remove what the targets made, but for .venv
 	rm -rf .demo build dist *.egg-info pdx-logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""How much of a prompt's KV is on the decoder's node when prefill ends: `python -m bench.across`.
+"""How much of a prompt's KV is on the decoder's node when prefill ends: `python -m pdx.bench.across`.
 
 Two nodes on this host and a client that stands for a prefill engine: 16 chunks of 256 tokens at 64 KB per token in 32
 layers, filled layer by layer while a prefill is simulated that takes at least twice as long as the wire needs. It
@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 
 import numpy
 
-from bench.pair import TO, node_pair, wait_until, why_not
-from bench.report import Figure, at_least, plain, publish
+from pdx.bench.pair import TO, node_pair, wait_until, why_not
+from pdx.bench.report import Figure, at_least, plain, publish
 from pdx.client import Node, WritableChunk
 
 SCHEMES = ("tcp", "nixl", "ucx", "shm")

@@ -1,4 +1,4 @@
-"""All benches, one after the other, and the measured part of docs/numbers.md from their results: `python -m bench.all`.
+"""All benches, one after the other, and docs/numbers.md from their results: `python -m pdx.bench.all`.
 
 About eleven minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
 """
@@ -10,23 +10,24 @@ import subprocess
 import sys
 from typing import Any
 
-from bench.gpu import SECTIONS
-from bench.report import RESULTS, at_least, console, publish
+from pdx.bench.gpu import SECTIONS
+from pdx.bench.places import RESULTS, ROOT
+from pdx.bench.report import at_least, console, publish
 
 BENCHES = ("pages", "node", "handoff", "overhead", "channels", "paged", "across", "digests")
-# Their last results are shown: one takes as long as one wants, the others need a GPU (`python -m bench.gpu`).
+# Their last results are shown: one takes as long as one wants, the others need a GPU (`python -m pdx.bench.gpu`).
 SHOWN = ("idle", *(f"gpu-{section}" for section in SECTIONS))
-NUMBERS = RESULTS.parent.parent / "docs" / "numbers.md"
+NUMBERS = ROOT / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 PAGES_GOAL = 0.8
 
 
 def run(bench: str) -> str | None:
     """Run one bench in a process of its own; its last line, None where it failed."""
-    console.rule(f"bench.{bench}")
-    command = [sys.executable, "-m", f"bench.{bench}"]
+    console.rule(f"pdx.bench.{bench}")
+    command = [sys.executable, "-m", f"pdx.bench.{bench}"]
     last = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=NUMBERS.parent.parent) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
@@ -55,7 +56,7 @@ def table(bench: str) -> str:
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
     versions = {**machine["versions"], **machine.get("gpu_versions", {})}
-    command = f"python -m bench.{bench.replace('-', ' --only ')}"
+    command = f"python -m pdx.bench.{bench.replace('-', ' --only ')}"
     picture = RESULTS / f"{bench}.png"
     lines = [
         f"### {result['title']}",
@@ -93,7 +94,7 @@ def main() -> int:
             publish_pages(last)
     fill_numbers()
     for bench in failed:
-        console.print(f"bench.{bench} failed")
+        console.print(f"pdx.bench.{bench} failed")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""The technologies under the channels, called directly and as fast as they go: what `bench.channels` compares with.
+"""The technologies under the channels, called directly and as fast as they go: what `pdx.bench.channels` compares with.
 
 Each has a receiver (`listen`, `take`) in one process and a sender (`connect`, `send`) in another. Nobody checks a
 bound, keeps a session or survives an error here.

@@ -1,4 +1,4 @@
-"""Each channel against the technology under it, called directly: `python -m bench.channels [SCHEME…]`.
+"""Each channel against the technology under it, called directly: `python -m pdx.bench.channels [SCHEME…]`.
 
 Messages of 4 KB to 16 MB from one process to another, one and many in flight. Both sides walk through the same two
 256 MiB of shared memory, so that caches help nobody; both are timed in the same rounds, one after the other. Writes
@@ -21,10 +21,11 @@ import matplotlib as mpl
 import numpy
 from rich.table import Table
 
-from bench.channel_raw import RAW, Flow, Raw, RawShm, SharedFile
-from bench.receiver import Receiver
-from bench.report import RESULTS, Figure, at_least, console, plain, publish
-from bench.timing import measure
+from pdx.bench.channel_raw import RAW, Flow, Raw, RawShm, SharedFile
+from pdx.bench.places import RESULTS
+from pdx.bench.receiver import Receiver
+from pdx.bench.report import Figure, at_least, console, plain, publish
+from pdx.bench.timing import measure
 from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.errors import ChannelUnavailable
 from pdx.registry import find

@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import plain
-import server
-import workload
-from outcome import AUTO, Row, Wire, complaints, summary, table
 from rich.console import Console
-from workload import Request
 
+from pdx.bench import plain, server, workload
+from pdx.bench.outcome import AUTO, Row, Wire, complaints, summary, table
+from pdx.bench.places import SCRATCH
+from pdx.bench.workload import Request
 from pdx.cli import placement
 from pdx.cli.doctor import try_channel
 from pdx.cli.node import check_channels
@@ -36,7 +35,7 @@ from pdx.errors import PdxError
 from pdx.messages import NodeStatus, PeerStatus
 from pdx.testing import tiny_llama
 
-FOLDER = Path(__file__).resolve().parent.parent / ".demo"
+FOLDER = SCRATCH
 FLAGS = ("--served-model-name", workload.MODEL, "--dtype", "float32", "--max-model-len", "6000", "--enforce-eager")
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
 SHARED_GPU = ("--gpu-memory-utilization", "0.3")  # where there is a GPU, two engines may have to share it

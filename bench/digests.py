@@ -1,4 +1,4 @@
-"""What digests cost a push from node to node: `python -m bench.digests`.
+"""What digests cost a push from node to node: `python -m pdx.bench.digests`.
 
 Two pairs of nodes, one with digests of what crosses the wire, one without, push the same sealed chunks in turns; timed
 until all are sealed at the peer. The last line is JSON.
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from bench.pair import TO, node_pair, wait_until, why_not
-from bench.report import Figure, at_most, plain, publish
-from bench.timing import measure
+from pdx.bench.pair import TO, node_pair, wait_until, why_not
+from pdx.bench.report import Figure, at_most, plain, publish
+from pdx.bench.timing import measure
 from pdx.client import Node
 
 SCHEMES = ("tcp", "nixl")

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report import console
+from pdx.bench.places import SCRATCH
+from pdx.bench.report import console
 from pdx.cli.processes import Process, Processes, State
 from pdx.cli.ready import answers_health
 from pdx.testing.tiny_llama import make_model
 
-FOLDER = Path(__file__).resolve().parent.parent / ".demo" / "bench"
+FOLDER = SCRATCH / "bench"
 MODEL = "tiny"
 KV_BYTES = 64 << 10  # of one token of the model in float32
 START_S = 600.0

@@ -1,4 +1,4 @@
-"""The benches that need a GPU: `python -m bench.gpu [--only kernels,pinned,ipc,llama,hook]`.
+"""The benches that need a GPU: `python -m pdx.bench.gpu [--only kernels,pinned,ipc,llama,hook]`.
 
 Each section runs in a process of its own and writes results/gpu-SECTION.json. Medians of at least 20 runs, each beside
 its reference. A goal that is missed is shown, not an error. Exit status 1: a section broke; 2: there is no GPU here.
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.report import RESULTS, console, publish
+from pdx.bench.places import RESULTS, ROOT
+from pdx.bench.report import console, publish
 from pdx.cuda.gpu import why_no_gpu
 
-ROOT = Path(__file__).resolve().parent.parent
 NO_GPU, BROKEN = 2, 1
 KERNEL_PACKAGES = ("torch", "triton", "numpy")
 NODE_PACKAGES = (*KERNEL_PACKAGES, "xxhash", "zmq")
@@ -35,22 +35,22 @@ class Section:
 
 
 SECTIONS = {
-    "kernels": Section("bench.gpu_kernels", "kernels", KERNEL_PACKAGES),
-    "pinned": Section("bench.gpu_kernels", "pinned", KERNEL_PACKAGES),
-    "ipc": Section("bench.gpu_ipc", "ipc", KERNEL_PACKAGES),
-    "llama": Section("bench.gpu_llama", "llama", NODE_PACKAGES),
-    "hook": Section("bench.gpu_hook", "hook", NODE_PACKAGES),
+    "kernels": Section("pdx.bench.gpu_kernels", "kernels", KERNEL_PACKAGES),
+    "pinned": Section("pdx.bench.gpu_kernels", "pinned", KERNEL_PACKAGES),
+    "ipc": Section("pdx.bench.gpu_ipc", "ipc", KERNEL_PACKAGES),
+    "llama": Section("pdx.bench.gpu_llama", "llama", NODE_PACKAGES),
+    "hook": Section("pdx.bench.gpu_hook", "hook", NODE_PACKAGES),
 }
 
 
 def why_no_bed() -> str:
     """Why nothing can be measured on this machine; empty if it can."""
     if why := why_no_gpu():
-        return f"bench.gpu needs an NVIDIA GPU: {why}"
+        return f"pdx.bench.gpu needs an NVIDIA GPU: {why}"
     import torch
 
     if not torch.cuda.is_available():
-        return f"bench.gpu needs PyTorch for CUDA: torch {torch.__version__} sees no GPU"
+        return f"pdx.bench.gpu needs PyTorch for CUDA: torch {torch.__version__} sees no GPU"
     return ""
 
 
@@ -62,8 +62,8 @@ def why_not(section: Section) -> str:
 
 def run_here(name: str, bed_name: str, folder: Path) -> None:
     """Run one section in this process and publish what it found."""
-    from bench.gpu_bed import bed
-    from bench.gpu_findings import gpu_facts
+    from pdx.bench.gpu_bed import bed
+    from pdx.bench.gpu_findings import gpu_facts
 
     section = SECTIONS[name]
     measure = getattr(importlib.import_module(section.module), section.function)
@@ -81,7 +81,7 @@ def run_all(names: Sequence[str], bed_name: str, folder: Path) -> int:
         if why := why_not(SECTIONS[name]):
             console.print(f"{name} is skipped: {why}")
             continue
-        command = [sys.executable, "-m", "bench.gpu", "--here", name, "--bed", bed_name, "--out", str(folder)]
+        command = [sys.executable, "-m", "pdx.bench.gpu", "--here", name, "--bed", bed_name, "--out", str(folder)]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             broken.append(name)
     for name in broken:
@@ -98,7 +98,7 @@ def _sections(text: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").partition("\n\n")[2])
+    parser = argparse.ArgumentParser(prog="python -m pdx.bench.gpu", description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--only", type=_sections, default=list(SECTIONS), help="sections, separated by commas")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--bed", choices=("real", "toy"), default="real", help="toy: no GPU, no numbers; for tests")

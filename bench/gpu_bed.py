@@ -24,7 +24,7 @@ TOY_BYTES = 64 << 20
 
 
 class Bed(ABC):
-    """One GPU as torch and as the driver see it. `clock`: for `bench.timing.measure`, times of the current stream."""
+    """One GPU as torch and as the driver see it. `clock`: for `measure`, times of the current stream."""
 
     name: ClassVar[str]
     device: ClassVar[str]

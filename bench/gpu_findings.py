@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.report import Figure
+from pdx.bench.report import Figure
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 
@@ -17,7 +17,7 @@ PACKAGES = ("cuda-bindings", "triton", "numpy", "nixl-cu12", "nixl-cu13")
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """For `bench.report.publish`."""
+    """For `pdx.bench.report.publish`."""
 
     title: str
     figures: list[Figure]

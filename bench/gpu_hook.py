@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.gpu_bed import REAL, TOY, Bed
-from bench.gpu_findings import Findings
-from bench.reference_engine import ReferenceEngine
-from bench.reference_model import Shapes
-from bench.reference_pair import nodes_for
-from bench.report import Figure, at_most, plain
+from pdx.bench.gpu_bed import REAL, TOY, Bed
+from pdx.bench.gpu_findings import Findings
+from pdx.bench.reference_engine import ReferenceEngine
+from pdx.bench.reference_model import Shapes
+from pdx.bench.reference_pair import nodes_for
+from pdx.bench.report import Figure, at_most, plain
 from pdx.client import connect
 from pdx.config import ConnectorConfig
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import msgspec
 
-from bench.child import end_child
-from bench.gpu_bed import Bed
-from bench.gpu_findings import Findings
-from bench.gpu_ipc_stage import MIB, RECEIVER, SENDER, SIZES, TOKEN, Board, Group, Pages, order
-from bench.gpu_nixl import VramNixl, start_nixl
-from bench.report import Figure, at_least, plain
-from bench.timing import measure
+from pdx.bench.child import end_child
+from pdx.bench.gpu_bed import Bed
+from pdx.bench.gpu_findings import Findings
+from pdx.bench.gpu_ipc_stage import MIB, RECEIVER, SENDER, SIZES, TOKEN, Board, Group, Pages, order
+from pdx.bench.gpu_nixl import VramNixl, start_nixl
+from pdx.bench.report import Figure, at_least, plain
+from pdx.bench.timing import measure
 from pdx.channel import GpuMemory, Piece, RemoteRegion, Transfer
 from pdx.cuda.memory import DeviceMemory
 from pdx.registry import find
@@ -78,7 +78,7 @@ class Writer:
     def _start(self, arena: DeviceMemory, board: Path, stack: contextlib.ExitStack) -> subprocess.Popen[str]:
         handle, fd = arena.export()
         try:
-            command = [sys.executable, "-m", "bench.gpu_ipc_peer", self._bed.name, str(board)]
+            command = [sys.executable, "-m", "pdx.bench.gpu_ipc_peer", self._bed.name, str(board)]
             command += [msgspec.msgpack.encode(handle).hex(), str(fd)]
             process = subprocess.Popen(
                 command,

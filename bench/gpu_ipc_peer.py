@@ -1,6 +1,6 @@
 """The receiving process of the `ipc` bench: scatters what lands into its pages.
 
-    python -m bench.gpu_ipc_peer BED BOARD HANDLE FD
+    python -m pdx.bench.gpu_ipc_peer BED BOARD HANDLE FD
 
 HANDLE is the sender's memory (hexadecimal), FD its descriptor, -1 if it has none. The first line it says is what a
 sender needs. It answers ["digest"] (and zeroes its pages), one JSON list per line, until its standard input ends.
@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from bench.gpu_bed import Bed, bed
-from bench.gpu_ipc_stage import RECEIVER, SIZES, TOKEN, Board, Pages
-from bench.gpu_nixl import start_nixl
+from pdx.bench.gpu_bed import Bed, bed
+from pdx.bench.gpu_ipc_stage import RECEIVER, SIZES, TOKEN, Board, Pages
+from pdx.bench.gpu_nixl import start_nixl
 from pdx.channel import GpuMemory
 from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.registry import find

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_bed import REAL, TOY, Bed
+from pdx.bench.gpu_bed import REAL, TOY, Bed
 from pdx.channel import TOKEN_BYTES
 
 MIB = 1 << 20

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from bench.gpu_bed import REAL, TOY, Bed
-from bench.gpu_findings import Findings
-from bench.report import Figure, at_least, plain
-from bench.timing import Timing, measure
+from pdx.bench.gpu_bed import REAL, TOY, Bed
+from pdx.bench.gpu_findings import Findings
+from pdx.bench.report import Figure, at_least, plain
+from pdx.bench.timing import Timing, measure
 from pdx.errors import GpuError
 
 KIB = 1 << 10

@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_bed import REAL, TOY, Bed
-from bench.gpu_findings import Findings
-from bench.gpu_scribe import Scribe
-from bench.reference_model import SHAPES, Shapes
-from bench.reference_pair import NODES, EngineProcess, hand_over, legs, nodes_for
-from bench.report import Figure, at_least, at_most
+from pdx.bench.gpu_bed import REAL, TOY, Bed
+from pdx.bench.gpu_findings import Findings
+from pdx.bench.gpu_scribe import Scribe
+from pdx.bench.reference_model import SHAPES, Shapes
+from pdx.bench.reference_pair import NODES, EngineProcess, hand_over, legs, nodes_for
+from pdx.bench.report import Figure, at_least, at_most
 from pdx.client import connect
 from pdx.timeline import Event
 

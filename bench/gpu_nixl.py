@@ -1,4 +1,4 @@
-"""NIXL called directly on GPU memory: reads of single pages, which `bench.gpu_ipc` compares with."""
+"""NIXL called directly on GPU memory: reads of single pages, which `pdx.bench.gpu_ipc` compares with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.channel_raw import NIXL_DELAY_US
-from bench.gpu_bed import REAL, Bed
+from pdx.bench.channel_raw import NIXL_DELAY_US
+from pdx.bench.gpu_bed import REAL, Bed
 from pdx.registry import find
 
 PAGES_IN_FLIGHT = 64

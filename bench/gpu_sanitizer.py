@@ -1,4 +1,4 @@
-"""Runs the kernel tests under NVIDIA's compute-sanitizer, memcheck and racecheck: `python -m bench.gpu_sanitizer`.
+"""Runs the kernel tests under NVIDIA's compute-sanitizer, memcheck and racecheck: `python -m pdx.bench.gpu_sanitizer`.
 
 Says so, and succeeds, where it is not installed or there is no GPU: it comes with the CUDA toolkit, not with what PDX
 needs.
@@ -10,11 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+from pdx.bench.places import ROOT
 from pdx.cuda.gpu import why_no_gpu
 
-ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 TESTS = ["tests/gpu/test_real_kernels.py", "-k", "test_whole_batches or test_slots_in_memory_of_the_driver"]
 FOUND = 86  # exit status that stands for an error found by the sanitizer

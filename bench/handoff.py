@@ -1,4 +1,4 @@
-"""From the end of prefill until the decode engine may run, against one memcpy: `python -m bench.handoff`.
+"""From the end of prefill until the decode engine may run, against one memcpy: `python -m pdx.bench.handoff`.
 
 Two real engines of a tiny model with 64 KB of KV per token, a node and the proxy, all of `pdx up`. Between requests
 the same number of bytes is copied from shared to anonymous memory, all of it touched before, on the decoder's core
@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-from bench.engines import (
+from pdx.bench.engines import (
     FLAGS,
     KV_BYTES,
     bench_folder,
@@ -28,8 +28,8 @@ from bench.engines import (
     start,
     wait_until,
 )
-from bench.pages import shared_memory
-from bench.report import Figure, at_least, at_most, plain, publish
+from pdx.bench.pages import shared_memory
+from pdx.bench.report import Figure, at_least, at_most, plain, publish
 from pdx.memory import populate_in_background
 from pdx.timeline import Event
 

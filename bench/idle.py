@@ -1,4 +1,4 @@
-"""A tcp channel that nobody used for a while still writes at once: `python -m bench.idle [--seconds N]`.
+"""A tcp channel that nobody used for a while still writes at once: `python -m pdx.bench.idle [--seconds N]`.
 
 Between two processes; nothing but the kernel's keepalive probes goes over the streams meanwhile. The reference is the
 same write on the same channel just before. The last line is JSON.
@@ -12,11 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.channel_raw import SharedFile
-from bench.channels import NOTIFY, Sender
-from bench.engines import say
-from bench.receiver import Receiver
-from bench.report import at_most, plain, publish
+from pdx.bench.channel_raw import SharedFile
+from pdx.bench.channels import NOTIFY, Sender
+from pdx.bench.engines import say
+from pdx.bench.receiver import Receiver
+from pdx.bench.report import at_most, plain, publish
 from pdx.channel import Piece
 from pdx.registry import find
 

@@ -1,4 +1,4 @@
-"""A node's answers for a prompt of 128k tokens, against a ping: `python -m bench.node`.
+"""A node's answers for a prompt of 128k tokens, against a ping: `python -m pdx.bench.node`.
 
 A real node process and one client on the engines' own connection. Chunks are small: the node never touches their
 bytes, so their size decides nothing here. Every round times each call once; medians and 99th percentiles over all
@@ -16,7 +16,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.report import Figure, at_most, plain, publish
+from pdx.bench.report import Figure, at_most, plain, publish
 from pdx.config import NodeConfig
 from pdx.connection import Connection
 from pdx.memory import Arena

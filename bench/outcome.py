@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
-from workload import Request
+
+from pdx.bench.workload import Request
 
 AUTO = "auto"  # the nodes choose their channel
 KV_BYTES = 64 << 10  # of one token of the demo's model

@@ -1,4 +1,4 @@
-"""Prefill throughput of an engine with the connector but no hit, against one without: `python -m bench.overhead`.
+"""Prefill throughput of an engine with the connector but no hit, against one without: `python -m pdx.bench.overhead`.
 
 Two real engines, one per core, asked alternately and never at once; every prompt is new, so that nothing hits and
 everything is saved. Then both change cores, because two cores need not be equally fast. The last line is JSON.
@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.engines import FLAGS, PLAIN_SERVER, bench_folder, complete, free_port, prompt, say, start_together
-from bench.report import at_most, plain, publish
+from pdx.bench.engines import FLAGS, PLAIN_SERVER, bench_folder, complete, free_port, prompt, say, start_together
+from pdx.bench.report import at_most, plain, publish
 from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_at
 from pdx.client import connect

@@ -1,5 +1,5 @@
 """KV pages from one engine's memory into another's, gathered and scattered, against NIXL moving each page by itself:
-`python -m bench.paged`.
+`python -m pdx.bench.paged`.
 
 Ours: pages in random order → gathered into slices of 1 MiB of an arena → channel → scattered from the other arena into
 pages in another order; slice by slice, so that the three overlap. NIXL directly: from page to page, without a copy
@@ -24,10 +24,10 @@ import msgspec
 import numpy
 import torch
 
-from bench.channel_raw import RawNixl, SharedFile
-from bench.channels import Sender
-from bench.child import end_child
-from bench.paged_receiver import (
+from pdx.bench.channel_raw import RawNixl, SharedFile
+from pdx.bench.channels import Sender
+from pdx.bench.child import end_child
+from pdx.bench.paged_receiver import (
     HOST,
     MOVERS,
     PAGE_KIB,
@@ -44,9 +44,9 @@ from bench.paged_receiver import (
     raw_nixl,
     region_class,
 )
-from bench.pair import why_not
-from bench.report import Figure, at_least, plain, publish
-from bench.timing import measure
+from pdx.bench.pair import why_not
+from pdx.bench.report import Figure, at_least, plain, publish
+from pdx.bench.timing import measure
 from pdx.channel import Piece, RemoteRegion, Transfer
 from pdx.kernels.pages import gather
 
@@ -188,7 +188,7 @@ def both_ends() -> Iterator[Ends]:
     """The receiver runs until this ends."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-", dir="/dev/shm")))
-        command = [sys.executable, "-m", "bench.paged_receiver", str(folder / "target")]
+        command = [sys.executable, "-m", "pdx.bench.paged_receiver", str(folder / "target")]
         process = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )

@@ -1,6 +1,6 @@
-"""The receiving process of `bench.paged`: scatters what lands, and says when it has all of a pass.
+"""The receiving process of `pdx.bench.paged`: scatters what lands, and says when it has all of a pass.
 
-    python -m bench.paged_receiver FILE
+    python -m pdx.bench.paged_receiver FILE
 
 Its standard input says ["expect", MOVER] and ["digest", ""], one JSON list per line.
 """
@@ -23,8 +23,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from bench.channel_raw import RawNixl, SharedFile
-from bench.pair import why_not
+from pdx.bench.channel_raw import RawNixl, SharedFile
+from pdx.bench.pair import why_not
 from pdx.channel import TOKEN_BYTES, Memory
 from pdx.kernels.pages import page_rows, scatter
 from pdx.registry import find

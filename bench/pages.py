@@ -1,4 +1,4 @@
-"""Gather and scatter of KV pages against a plain copy of the same bytes: `python -m bench.pages`.
+"""Gather and scatter of KV pages against a plain copy of the same bytes: `python -m pdx.bench.pages`.
 
 128 MiB of pages in anonymous memory, as an engine has them, and 128 MiB of arena in /dev/shm. A ratio of 1
 means as fast as a plain copy. The last line is JSON.
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.timing import Timing, measure
+from pdx.bench.timing import Timing, measure
 from pdx.kernels.pages import gather, page_rows, scatter
 
 TOTAL_BYTES = 128 << 20

@@ -11,10 +11,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import server
-import workload
-from workload import Request
-
+from pdx.bench import server, workload
+from pdx.bench.workload import Request
 from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_health
 

@@ -1,6 +1,6 @@
 """The receiving process of the channel benches: one region of ours and the raw technology on the same memory.
 
-    python -m bench.receiver SCHEME FILE BYTES
+    python -m pdx.bench.receiver SCHEME FILE BYTES
 
 It says on standard output what a sender needs, and serves until its standard input ends. `Receiver` is the sender's
 view of it.
@@ -21,8 +21,8 @@ from typing import Self
 
 import msgspec
 
-from bench.channel_raw import RAW, SharedFile
-from bench.child import end_child
+from pdx.bench.channel_raw import RAW, SharedFile
+from pdx.bench.child import end_child
 from pdx.channel import TOKEN_BYTES, Notification, RemoteRegion
 from pdx.registry import find
 
@@ -32,7 +32,7 @@ TURN_MS = 1  # between looks at what cannot wake us
 class Receiver:
     """A process that receives into `path`; leaving the context ends it."""
 
-    def __init__(self, scheme: str, path: Path, nbytes: int, module: str = "bench.receiver", *more: str) -> None:
+    def __init__(self, scheme: str, path: Path, nbytes: int, module: str = "pdx.bench.receiver", *more: str) -> None:
         self.path = path
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, scheme, str(path), str(nbytes), *more],

@@ -1,10 +1,10 @@
 """A small engine that is not vLLM, on the same connector core: proof that PDX serves more than one engine, and the load
 of GPU measurements. Continuous batching, prompts in pieces, greedy decoding, one rank.
 
-    python -m bench.reference_engine                                    a prefill and a decode engine, one node, on CPUs
-    python -m bench.reference_engine --channel tcp --mode sampled       two nodes, and the decoder samples every token
-    python -m bench.reference_engine --device cuda --shapes llama-3.1-8b --prompt-tokens 8192 --graphs
-    python -m bench.reference_engine --help                             all options
+    python -m pdx.bench.reference_engine                                a prefill and a decode engine, one node, on CPUs
+    python -m pdx.bench.reference_engine --channel tcp --mode sampled   two nodes, and the decoder samples every token
+    python -m pdx.bench.reference_engine --device cuda --shapes llama-3.1-8b --prompt-tokens 8192 --graphs
+    python -m pdx.bench.reference_engine --help                         all options
 
 The last line is a JSON summary: moments, what each engine computed and loaded, and whether one engine alone gives the
 same tokens.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.reference_model import AXES, Batch, Model, PagedKv, Shapes
+from pdx.bench.reference_model import AXES, Batch, Model, PagedKv, Shapes
 from pdx.config import ConnectorConfig
 from pdx.errors import NodeUnavailable
 from pdx.layout import KvLayout
@@ -341,6 +341,6 @@ class ReferenceEngine:
 
 
 if __name__ == "__main__":
-    from bench.reference_pair import main
+    from pdx.bench.reference_pair import main
 
     main()

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from bench.child import end_child
-from bench.pair import end
-from bench.reference_engine import ReferenceEngine, Request
-from bench.reference_model import AXES, SHAPES, Shapes
+from pdx.bench.child import end_child
+from pdx.bench.pair import end
+from pdx.bench.places import ROOT
+from pdx.bench.reference_engine import ReferenceEngine, Request
+from pdx.bench.reference_model import AXES, SHAPES, Shapes
 from pdx.client import connect
 from pdx.config import ConnectorConfig, NodeConfig, listen_address, parse
 from pdx.node.start import start
 
-ROOT = Path(__file__).resolve().parent.parent
 ATTACH_S = 20.0
 NODES = ("one", "two")
 
@@ -39,7 +39,7 @@ class EngineProcess:
 
     def __init__(self, threads: int = 1) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.reference_pair", str(threads)],
+            [sys.executable, "-m", "pdx.bench.reference_pair", str(threads)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -252,9 +252,9 @@ def _arena_bytes(arguments: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """The command line of `python -m bench.reference_engine`."""
+    """The command line of `python -m pdx.bench.reference_engine`."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.reference_engine",
+        prog="python -m pdx.bench.reference_engine",
         description="Prefill in one process, decode in another, and the same prompts in one engine alone.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

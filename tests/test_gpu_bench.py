@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_package
 import pytest
 
 pytest.importorskip("torch")
@@ -18,18 +17,19 @@ pytest.importorskip("triton")
 
 import torch  # noqa: E402
 
-import bench.gpu  # noqa: E402
-from bench import gpu_bed, gpu_hook, gpu_ipc_stage, gpu_kernels, gpu_llama, gpu_sanitizer  # noqa: E402
-from bench.gpu import BROKEN, NO_GPU, SECTIONS, Section, why_not  # noqa: E402
-from bench.gpu_hook import Meter, hook_figures  # noqa: E402
-from bench.gpu_hook import Row as HookRow  # noqa: E402
-from bench.gpu_ipc import ARENA, CHANNEL, COPY, NIXL, ipc_figures  # noqa: E402
-from bench.gpu_ipc import Row as IpcRow  # noqa: E402
-from bench.gpu_kernels import IN_ORDER, SHUFFLED, kernel_figures, pinned_figures  # noqa: E402
-from bench.gpu_kernels import Row as KernelRow  # noqa: E402
-from bench.gpu_llama import Handoff, Prefill, llama_figures  # noqa: E402
-from bench.report import Figure  # noqa: E402
-from bench.timing import measure  # noqa: E402
+import pdx.bench.gpu  # noqa: E402
+from pdx.bench import gpu_bed, gpu_hook, gpu_ipc_stage, gpu_kernels, gpu_llama, gpu_sanitizer  # noqa: E402
+from pdx.bench.gpu import BROKEN, NO_GPU, SECTIONS, Section, why_not  # noqa: E402
+from pdx.bench.gpu_hook import Meter, hook_figures  # noqa: E402
+from pdx.bench.gpu_hook import Row as HookRow  # noqa: E402
+from pdx.bench.gpu_ipc import ARENA, CHANNEL, COPY, NIXL, ipc_figures  # noqa: E402
+from pdx.bench.gpu_ipc import Row as IpcRow  # noqa: E402
+from pdx.bench.gpu_kernels import IN_ORDER, SHUFFLED, kernel_figures, pinned_figures  # noqa: E402
+from pdx.bench.gpu_kernels import Row as KernelRow  # noqa: E402
+from pdx.bench.gpu_llama import Handoff, Prefill, llama_figures  # noqa: E402
+from pdx.bench.places import ROOT  # noqa: E402
+from pdx.bench.report import Figure  # noqa: E402
+from pdx.bench.timing import measure  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 NOTHING_VISIBLE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -39,7 +39,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     """Python in the repository's root, without any GPU."""
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=bench_package.ROOT,
+        cwd=ROOT,
         env={**NOTHING_VISIBLE, **environment},
         capture_output=True,
         text=True,
@@ -52,15 +52,15 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
-    done = run("-m", "bench.gpu", "--only", "kernels")
+    done = run("-m", "pdx.bench.gpu", "--only", "kernels")
     assert done.returncode == NO_GPU
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("bench.gpu needs an NVIDIA GPU: ")
+    assert done.stderr.startswith("pdx.bench.gpu needs an NVIDIA GPU: ")
 
 
 def test_the_sanitizer_says_why_it_does_not_run() -> None:
-    done = run("-m", "bench.gpu_sanitizer")
+    done = run("-m", "pdx.bench.gpu_sanitizer")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("compute-sanitizer is not run: ")
 
@@ -80,7 +80,7 @@ def test_the_sanitizer_watches_kernel_tests_that_there_are(monkeypatch: pytest.M
     assert [command[command.index("--tool") + 1] for command in commands] == ["memcheck", "racecheck"]
     path, _, names = gpu_sanitizer.TESTS
     assert all(path in command and names in command for command in commands)
-    tests = (bench_package.ROOT / path).read_text()
+    tests = (ROOT / path).read_text()
     assert all(f"def {name}(" in tests for name in names.split(" or "))
 
 
@@ -114,7 +114,7 @@ def test_the_tests_of_memory_pass_on_the_fake_driver_and_without_plugins() -> No
 )
 def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        bench.gpu.main(arguments)
+        pdx.bench.gpu.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -122,8 +122,8 @@ def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str], arg
 def test_a_section_whose_packages_are_missing_is_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(SECTIONS, "ipc", Section("bench.gpu_ipc", "ipc", ("torch", "no_such_package")))
-    assert bench.gpu.main(["--bed", "toy", "--only", "ipc", "--out", str(tmp_path)]) == 0
+    monkeypatch.setitem(SECTIONS, "ipc", Section("pdx.bench.gpu_ipc", "ipc", ("torch", "no_such_package")))
+    assert pdx.bench.gpu.main(["--bed", "toy", "--only", "ipc", "--out", str(tmp_path)]) == 0
     assert "ipc is skipped: it needs no_such_package" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -137,8 +137,8 @@ def test_a_broken_section_does_not_keep_others_from_running(
         ran.append(command[command.index("--here") + 1])
         return subprocess.CompletedProcess(command, int(ran[-1] == "kernels"))
 
-    monkeypatch.setattr(bench.gpu.subprocess, "run", fake_run)
-    assert bench.gpu.main(["--bed", "toy", "--out", str(tmp_path)]) == BROKEN
+    monkeypatch.setattr(pdx.bench.gpu.subprocess, "run", fake_run)
+    assert pdx.bench.gpu.main(["--bed", "toy", "--out", str(tmp_path)]) == BROKEN
     assert ran == list(SECTIONS)
     assert "kernels broke" in capsys.readouterr().out
 
@@ -151,7 +151,7 @@ def test_sections_name_what_they_import() -> None:
 
 
 def results(folder: Path, *sections: str) -> dict[str, Any]:
-    done = run("-m", "bench.gpu", "--bed", "toy", "--only", ",".join(sections), "--out", str(folder))
+    done = run("-m", "pdx.bench.gpu", "--bed", "toy", "--only", ",".join(sections), "--out", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: json.loads((folder / f"gpu-{name}.json").read_text()) for name in sections}
 

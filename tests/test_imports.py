@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = {f"pdx.{path.stem}" for path in (ROOT / "pdx").glob("*.py") if path.stem != "__init__"} | {"pdx"}
 # What a process uses to attach to a node. The proxy talks to nodes, but is not attached to any.
 ATTACHED = {"pdx", "pdx.client", "pdx.connection"}
+LINKED = ("transports", "kernels", "proxy", "bench")
+PARTS = {
+    f"pdx.{name}" for name in ("cli", "cuda", "kernels", "node", "proxy", "store", "testing", "transports", "vllm")
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,23 @@ RULES = [
     rule("pdx/testing", CORE | {"pdx.cuda", "pdx.kernels", "pdx.transports"}, "*", lazy="*"),
     rule("transports", CORE - ATTACHED | {"pdx.cuda"}, "*"),
     rule("kernels", set(), "torch triton"),
+    rule(
+        "bench",
+        CORE
+        | {
+            "pdx.cli",
+            "pdx.cuda",
+            "pdx.kernels",
+            "pdx.node",
+            "pdx.proxy",
+            "pdx.store",
+            "pdx.testing",
+            "pdx.transports",
+            "pdx.vllm",
+        },
+        "*",
+        lazy="*",
+    ),
     rule("proxy", CORE - ATTACHED, "aiohttp msgspec prometheus_client zmq"),
 ]
 
@@ -107,8 +128,8 @@ def test_arrows_point_down(rule):
 
 def test_every_file_has_a_rule():
     ruled = {file for rule in RULES for file in files(rule)}
-    ours = {file for folder in ("pdx", "transports", "kernels", "proxy") for file in (ROOT / folder).rglob("*.py")}
-    links = [ROOT / "pdx" / name for name in ("transports", "kernels", "proxy")]
+    ours = {file for folder in ("pdx", *LINKED) for file in (ROOT / folder).rglob("*.py")}
+    links = [ROOT / "pdx" / name for name in LINKED]
     assert {file for file in ours if not any(link in file.parents for link in links)} <= ruled
 
 
@@ -164,6 +185,6 @@ def test_neither_torch_nor_vllm_is_loaded_by_node_proxy_or_command():
 
 def test_linked_folders_have_no_init():
     """With one, a repository root on sys.path makes `transformers` import our `kernels`."""
-    for name in ("transports", "kernels", "proxy"):
+    for name in LINKED:
         assert not (ROOT / name / "__init__.py").exists()
         assert (ROOT / "pdx" / name).readlink() == Path("..") / name

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("pdx", "transports", "kernels", "proxy")
+FOLDERS = ("pdx", "transports", "kernels", "proxy", "bench")
 
 
 def call(*command: str | Path, **environment: str) -> str:

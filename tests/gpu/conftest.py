@@ -17,7 +17,6 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "kernels"))  # paged_cases
 
-import bench_package  # noqa: E402, F401
 from gpu_child import GpuChild  # noqa: E402
 
 from pdx.cuda.gpu import Gpu, all_gpus, why_no_gpu  # noqa: E402

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import bench_package  # noqa: F401
 import pytest
 import torch
 from node_harness import NodeProcess
 from reference_prompts import SETTINGS, SHAPES, connector_to
 
-from bench.reference_engine import ReferenceEngine
-from bench.reference_pair import EngineProcess
+from pdx.bench.reference_engine import ReferenceEngine
+from pdx.bench.reference_pair import EngineProcess
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from bench.reference_model import Shapes
+from pdx.bench.reference_model import Shapes
 from pdx.config import ConnectorConfig
 
 SHAPES = Shapes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=331)

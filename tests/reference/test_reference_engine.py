@@ -12,10 +12,10 @@ import torch
 from node_harness import NodeProcess, wait_until
 from reference_prompts import CHUNK, prompt_of
 
-import bench.reference_engine
-import bench.reference_model
-from bench.reference_engine import DecodeGraphs, ReferenceEngine, Request
-from bench.reference_model import Batch, Model, PagedKv
+import pdx.bench.reference_engine
+import pdx.bench.reference_model
+from pdx.bench.reference_engine import DecodeGraphs, ReferenceEngine, Request
+from pdx.bench.reference_model import Batch, Model, PagedKv
 
 MakeEngine = Callable[..., ReferenceEngine]
 ORDERS = ["LBNHC", "LBHNC", "BLNHC"]
@@ -230,7 +230,7 @@ def code_lines(path: Path) -> int:
 
 
 def test_the_engine_is_small() -> None:
-    paths = [Path(str(module.__file__)) for module in (bench.reference_engine, bench.reference_model)]
+    paths = [Path(str(module.__file__)) for module in (pdx.bench.reference_engine, pdx.bench.reference_model)]
     assert sum(map(code_lines, paths)) <= 400
     assert all(len(path.read_text().splitlines()) <= 400 for path in paths)
 

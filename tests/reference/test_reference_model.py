@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference_prompts import SHAPES, prompt_of
 
-from bench.reference_model import AXES, Batch, Model, PagedKv
+from pdx.bench.reference_model import AXES, Batch, Model, PagedKv
 
 BLOCK = 16
 

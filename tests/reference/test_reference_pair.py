@@ -11,7 +11,7 @@ import pytest
 from node_harness import NodeProcess
 from reference_prompts import CHUNK, SETTINGS, SHAPES, prompt_of
 
-from bench.reference_pair import NODES, EngineProcess, hand_over, legs
+from pdx.bench.reference_pair import NODES, EngineProcess, hand_over, legs
 from pdx.config import NodeConfig, listen_address
 
 LENGTHS = (3 * CHUNK + 11, 2 * CHUNK, 5)

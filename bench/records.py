@@ -1,0 +1,152 @@
+"""What `pdx bench breakdown` writes: one file of plain values from which tables, plots and checks are made.
+
+Times are milliseconds unless a name says otherwise. Written anew after every turn, so that an interrupted run keeps
+what it measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+KIND = "pdx-bench-breakdown"
+VERSION = 1
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of a request's latency: all of it, and what of it the request had to wait for."""
+
+    total_ms: float
+    exposed_ms: float
+
+    @property
+    def hidden_ms(self) -> float:
+        """What ran beside something else."""
+        return max(0.0, self.total_ms - self.exposed_ms)
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """From the request's arrival at the proxy to the decode engine's first token; the exposed parts add up to that.
+
+    `is_mean`: of requests that ran together, because their engine tells only sums. Where a system does not tell
+    gather, wire and scatter apart, all of it is `wire`.
+    """
+
+    queue: Part  # waiting for a turn, on either engine
+    prefill: Part
+    gather: Part  # pages to chunks
+    wire: Part  # chunks from node to node; 0 with one node
+    scatter: Part  # chunks to pages
+    first_decode: Part  # the decode engine's first step
+    rest: Part  # HTTP, tokenizer, lookups, scheduling
+    is_mean: bool = False
+
+
+class Engines(msgspec.Struct, frozen=True):
+    """What vLLM's own metrics say of a request (or the mean of those that ran together), the same for every system."""
+
+    prefill_queue_ms: float
+    prefill_ms: float  # scheduled -> first token, prefill engine
+    decode_queue_ms: float  # arrived -> scheduled, decode engine: includes waiting for the KV cache
+    decode_first_ms: float  # scheduled -> first token, decode engine
+    computed_tokens: float  # prompt tokens that the decode engine computed itself
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request of one system."""
+
+    system: str
+    round: int
+    prompt_tokens: int
+    concurrency: int
+    index: int  # among those sent together
+    ttft_ms: float  # sent -> first token, at the client
+    itl_ms: list[float]  # between tokens, at the client
+    e2e_ms: float
+    output_tokens: int
+    decode_first_ms: float | None  # sent -> first token of the decode engine left the proxy; None: one engine
+    is_same: bool | None  # the answer is plain vLLM's; None: there was none to compare with
+    parts: Parts | None = None
+    engines: Engines | None = None
+    moved_bytes: int = 0
+    hidden_share: float | None = None
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One bar of the layer-by-layer picture. `lane`: prefill, gather, wire or scatter."""
+
+    lane: str
+    first_layer: int
+    num_layers: int
+    start_ms: float  # since the request's arrival
+    end_ms: float
+    nbytes: int
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """One request in detail."""
+
+    system: str
+    prompt_tokens: int
+    spans: list[Span]
+    marks: dict[str, float]  # name of a moment -> ms since the request's arrival
+
+
+class SystemFacts(msgspec.Struct, frozen=True):
+    """What ran."""
+
+    title: str
+    versions: dict[str, str]
+    commands: list[str]  # as one would type them, without paths of this machine
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One plain memcpy of a prompt's KV between two requests: the reference of handoffs."""
+
+    round: int
+    nbytes: int
+    copy_ms: float
+
+
+class Overhead(msgspec.Struct, frozen=True):
+    """What measuring costs."""
+
+    e2e_ratio: float  # median over pairs of e2e with tracing / without, same engines, in turns
+    e2e_ratio_low: float  # 95 % interval of that median
+    e2e_ratio_high: float
+    pairs: int
+    spans_per_request: float
+    span_us: float  # to record one, measured directly
+    span_share: float  # spans_per_request x span_us / e2e
+    bench_cpu_share: float  # CPU time of the measuring process / (wall time x cores) while it measured
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """A whole run."""
+
+    kind: str = KIND
+    version: int = VERSION
+    machine: dict[str, Any]
+    model: dict[str, Any]  # name, kv_bytes_per_token, layers, dtype, block_tokens
+    settings: dict[str, Any]  # the command's options
+    systems: dict[str, SystemFacts]
+    not_run: dict[str, str]  # system -> why
+    requests: list[Request] = []
+    copies: list[Copy] = []
+    traces: list[Trace] = []
+    overhead: Overhead | None = None
+    is_complete: bool = False
+
+
+def save(result: Result, path: Path) -> None:
+    """Write it whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    partial.replace(path)
+
+
+def load(path: Path) -> Result:
+    """:raises msgspec.DecodeError: the file is not such a result."""
+    return msgspec.json.decode(path.read_bytes(), type=Result)
