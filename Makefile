@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # The GPU targets set nothing up: they need what `pip install '.[gpu,testing]'` installs, no more.
 GPU_PYTHON := $(or $(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
 
-.PHONY: help setup demo test check format bench gpu-test gpu-bench clean
+.PHONY: help setup demo test check format docs bench gpu-test gpu-bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -35,6 +35,9 @@ check: $(READY)  ## lint, format, types
 format: $(READY)  ## rewrite the files as ruff likes them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(READY)  ## the site, into build/site (a broken link or anchor is an error)
+	$(BIN)/sphinx-build -E -W --keep-going -n -q -c docs -d build/doctrees . build/site
 
 bench: $(READY)  ## measure
 	@$(BIN)/python -m pdx.bench.all

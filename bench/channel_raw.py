@@ -38,7 +38,10 @@ Spans: TypeAlias = list[tuple[int, int, int]] | numpy.ndarray  # rows of address
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """`count` messages of `nbytes`, `depth` in flight, from offset `first` of both memories on and around their end."""
+    """`count` messages of `nbytes`, `depth` in flight, from offset `first` of both memories on and around their end.
+
+    `first` is a multiple of `nbytes`; what is left behind the last whole message of a memory is not used.
+    """
 
     first: int
     nbytes: int
@@ -47,7 +50,8 @@ class Flow:
 
     def offsets(self, ring: int) -> Iterator[int]:
         """Of the messages, in memories of `ring` bytes."""
-        return ((self.first + index * self.nbytes) % ring for index in range(self.count))
+        used = ring - ring % self.nbytes
+        return ((self.first + index * self.nbytes) % used for index in range(self.count))
 
 
 class SharedFile:
@@ -200,8 +204,8 @@ class RawNixl(Raw):
 
     def listen(self) -> bytes:
         self._start()
-        address: bytes = self.memory.address.to_bytes(8)
-        return address + self.agent.getLocalMD()
+        detail: bytes = self.memory.address.to_bytes(8) + self.agent.getLocalMD()
+        return detail
 
     def connect(self, detail: bytes) -> None:
         self._start()

@@ -7,6 +7,7 @@ Messages of 4 KB to 16 MB from one process to another, one and many in flight. B
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import sys
 import tempfile
@@ -17,14 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy
 from rich.table import Table
 
 from pdx.bench.channel_raw import RAW, Flow, Raw, RawShm, SharedFile
 from pdx.bench.places import RESULTS
 from pdx.bench.receiver import Receiver
-from pdx.bench.report import Figure, at_least, console, plain, publish
+from pdx.bench.report import Figure, at_least, console, machine, plain, publish
 from pdx.bench.timing import measure
 from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.errors import ChannelUnavailable
@@ -38,22 +38,46 @@ PASS_BYTES = 128 * MIB  # in one measurement, unless that would be more than
 PASS_MESSAGES = 1024
 REPEATS = 7
 GOALS = {"shm": 0.9, "tcp": 0.9, "nixl": 0.9, "ucx": 0.85}
+CHECKED = 4 * MIB  # bytes of a message when it is seen that all bytes arrive
 LARGE = 1 * MIB  # goals hold from here on
 NOTIFY = b"bench"
 POLL_S = 0.0002  # between looks at what does not wake us
+MEMCPY = "memcpy"  # where a scheme is named: no channel, to compare with
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured case; rates in GB/s of bytes sent."""
+    """One measured case; rates in GB/s of bytes sent, medians. None: the raw technology was not measured."""
 
     scheme: str
     nbytes: int
     in_flight: int
-    raw_gb_s: float
+    raw_gb_s: float | None
     gb_s: float
-    ratio: float
+    ratio: float | None  # ours / raw, median over the rounds
     one_thread_gb_s: float = 0.0  # shm: memcpy by one thread, where `raw` has more
+
+    @property
+    def us_per_message(self) -> float:
+        """Microseconds from the end of one message to the end of the next."""
+        return self.nbytes / self.gb_s / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured. `ring`: bytes that each side walks through, a multiple of `CHECKED`; a size times the messages
+    in flight must fit in."""
+
+    sizes: tuple[int, ...] = SIZES
+    depths: tuple[int, ...] = (1, MANY)
+    repeats: int = REPEATS
+    has_raw: bool = True
+    ring: int = RING
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """(size, in flight) in the order in which they are measured."""
+        return [(size, depth) for depth in self.depths for size in self.sizes]
 
 
 class Sender:
@@ -98,18 +122,19 @@ class Sender:
 class Walk:
     """Hands out flows that go on where the last one ended."""
 
-    def __init__(self, nbytes: int, depth: int) -> None:
+    def __init__(self, nbytes: int, depth: int, ring: int) -> None:
         self.count = max(depth, min(PASS_MESSAGES, PASS_BYTES // nbytes))
         self.nbytes = nbytes
         self._depth = depth
         self._at = 0
+        self._used = ring - ring % nbytes
 
     def __call__(self, send: Callable[[Flow], None]) -> Callable[[], None]:
         """Send the next flow so."""
 
         def call() -> None:
             flow = Flow(self._at, self.nbytes, self.count, self._depth)
-            self._at = (self._at + self.nbytes * self.count) % RING
+            self._at = (self._at + self.nbytes * self.count) % self._used
             send(flow)
 
         return call
@@ -118,13 +143,15 @@ class Walk:
 def check(send: Callable[[Flow], None], source: SharedFile, target: SharedFile, what: str) -> None:
     """A pass over everything must make the two memories equal."""
     target.array[:] = 0
-    send(Flow(0, 4 * MIB, RING // (4 * MIB), 4))
+    send(Flow(0, CHECKED, target.memory.nbytes // CHECKED, 4))
     if not numpy.array_equal(source.array, target.array):
         raise RuntimeError(f"{what} did not bring all bytes")
 
 
-def measure_scheme(scheme: str, repeats: int) -> list[Row]:
-    """All sizes and depths of one channel.
+def measure_scheme(scheme: str, options: Options, folder: Path, on_row: Callable[[Row], None]) -> None:
+    """All cases of one channel, each told as soon as it is measured. `folder`, in /dev/shm, is the caller's to remove.
+
+    The raw technology is measured where there is one of that name. That all bytes arrive is seen first.
 
     :raises ChannelUnavailable: it does not work here.
     """
@@ -132,33 +159,51 @@ def measure_scheme(scheme: str, repeats: int) -> list[Row]:
     found = region.availability()
     if not found.is_ok:
         raise ChannelUnavailable(found.why)
-    with tempfile.TemporaryDirectory(prefix="pdx-bench-", dir="/dev/shm") as folder:
-        source = SharedFile(Path(folder) / "source", RING)
-        source.array[:] = numpy.frombuffer(numpy.random.default_rng(7).bytes(RING), dtype=numpy.uint8)
-        with Receiver(scheme, Path(folder) / "target", RING) as receiver:
-            target = SharedFile(receiver.path, RING)
-            sender, raw = Sender(region, source), RAW[scheme](source.memory)
-            try:
-                sender.connect(receiver.remote)
+    source = SharedFile(folder / "source", options.ring)
+    source.array[:] = numpy.frombuffer(numpy.random.default_rng(7).bytes(options.ring), dtype=numpy.uint8)
+    with Receiver(scheme, folder / "target", options.ring) as receiver:
+        target = SharedFile(receiver.path, options.ring)
+        sender = Sender(region, source)
+        raw = RAW[scheme](source.memory) if options.has_raw and scheme in RAW else None
+        try:
+            sender.connect(receiver.remote)
+            check(sender.send, source, target, f"channel {scheme}")
+            if raw is not None:
                 raw.connect(receiver.raw_detail)
-                check(sender.send, source, target, f"channel {scheme}")
                 check(raw.send, source, target, f"raw {scheme}")
-                return [_row(scheme, sender, raw, size, depth, repeats) for depth in (1, MANY) for size in SIZES]
-            finally:
+            for size, depth in options.cases:
+                on_row(_row(scheme, sender, raw, Walk(size, depth, options.ring), depth, options.repeats))
+        finally:
+            if raw is not None:
                 raw.close()
-                sender.region.close()
+            sender.region.close()
 
 
-def _row(scheme: str, sender: Sender, raw: Raw, nbytes: int, depth: int, repeats: int) -> Row:
-    walk = Walk(nbytes, depth)
-    calls = {"raw": walk(raw.send), "ours": walk(sender.send)}
+def measure_memcpy(options: Options, folder: Path, on_row: Callable[[Row], None]) -> None:
+    """One thread copies from one such memory to another, message by message: no channel does that with less."""
+    source, target = (SharedFile(folder / name, options.ring) for name in ("source", "target"))
+
+    def copy(flow: Flow) -> None:
+        for offset in flow.offsets(options.ring):
+            ctypes.memmove(target.memory.address + offset, source.memory.address + offset, flow.nbytes)
+
+    for size in options.sizes:
+        walk = Walk(size, 1, options.ring)
+        timing = measure({"copy": walk(copy)}, reference="copy", repeats=options.repeats)["copy"]
+        on_row(Row(MEMCPY, size, 1, None, round(timing.rate(walk.count * size / 1e9), 4), None))
+
+
+def _row(scheme: str, sender: Sender, raw: Raw | None, walk: Walk, depth: int, repeats: int) -> Row:
+    calls = {"ours": walk(sender.send)}
+    if raw is not None:
+        calls = {"raw": walk(raw.send), **calls}
     if isinstance(raw, RawShm) and depth > 1:
         calls["one thread"] = walk(raw.copy_alone)
-    timings = measure(calls, reference="raw", repeats=repeats)
-    amount = walk.count * nbytes / 1e9
-    rates = {name: round(timing.rate(amount), 3) for name, timing in timings.items()}
-    ratio = round(timings["ours"].ratio, 3)
-    return Row(scheme, nbytes, depth, rates["raw"], rates["ours"], ratio, rates.get("one thread", 0.0))
+    timings = measure(calls, reference="raw" if raw is not None else "ours", repeats=repeats)
+    amount = walk.count * walk.nbytes / 1e9
+    rates = {name: round(timing.rate(amount), 4) for name, timing in timings.items()}
+    ratio = round(timings["ours"].ratio, 3) if raw is not None else None
+    return Row(scheme, walk.nbytes, depth, rates.get("raw"), rates["ours"], ratio, rates.get("one thread", 0.0))
 
 
 def show(rows: list[Row]) -> None:
@@ -167,37 +212,9 @@ def show(rows: list[Row]) -> None:
     for column in ("channel", "bytes", "in flight", "raw", "ours", "ours / raw"):
         table.add_column(column, justify="left" if column == "channel" else "right")
     for row in rows:
-        rates = (f"{row.raw_gb_s:.3f}", f"{row.gb_s:.3f}", f"{row.ratio:.3f}")
+        rates = ("" if rate is None else f"{rate:.3f}" for rate in (row.raw_gb_s, row.gb_s, row.ratio))
         table.add_row(row.scheme, f"{row.nbytes:,}", str(row.in_flight), *rates)
     console.print(table)
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Rate over message size; ours solid, raw dashed."""
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
-    schemes = list(dict.fromkeys(row.scheme for row in rows))
-    for axis, depth in zip(axes, (1, MANY), strict=True):
-        for number, scheme in enumerate(schemes):
-            chosen = [row for row in rows if row.scheme == scheme and row.in_flight == depth]
-            sizes = [row.nbytes for row in chosen]
-            color = f"C{number}"
-            axis.plot(sizes, [row.gb_s for row in chosen], color=color, marker="o", label=f"pdx {scheme}")
-            axis.plot(sizes, [row.raw_gb_s for row in chosen], color=color, linestyle="--", label=f"raw {scheme}")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(SIZES, [f"{size >> 10} KB" if size < MIB else f"{size >> 20} MB" for size in SIZES])
-        axis.set_title("one in flight" if depth == 1 else f"{depth} in flight")
-        axis.set_xlabel("message size")
-        axis.grid(visible=True, which="both", alpha=0.3)
-    axes[0].set_ylabel("GB/s")
-    axes[1].legend()
-    figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def figures(rows: list[Row], skipped: dict[str, str]) -> list[Figure]:
@@ -206,8 +223,8 @@ def figures(rows: list[Row], skipped: dict[str, str]) -> list[Figure]:
     for scheme in dict.fromkeys(row.scheme for row in rows):
         for depth, words in ((1, "one in flight"), (MANY, f"{MANY} in flight")):
             large = [row for row in rows if (row.scheme, row.in_flight) == (scheme, depth) and row.nbytes >= LARGE]
-            ratio = statistics.median(row.ratio for row in large)
-            parts = ", ".join(f"{row.nbytes // MIB} MB {row.gb_s:.2f} of {row.raw_gb_s:.2f}" for row in large)
+            ratio = statistics.median(row.ratio or 0.0 for row in large)
+            parts = ", ".join(f"{row.nbytes // MIB} MB {row.gb_s:.2f} of {row.raw_gb_s or 0.0:.2f}" for row in large)
             name = f"{scheme}, {words}: share of the raw rate at ≥ 1 MB"
             found.append(at_least(name, ratio, "", GOALS[scheme], f"GB/s: {parts}"))
             if large[0].one_thread_gb_s:
@@ -217,19 +234,22 @@ def figures(rows: list[Row], skipped: dict[str, str]) -> list[Figure]:
 
 
 def main() -> None:
+    from pdx.bench.bandwidth_plot import draw
+
     rows: list[Row] = []
     skipped: dict[str, str] = {}
     for scheme in sys.argv[1:] or RAW:
-        try:
-            rows += measure_scheme(scheme, REPEATS)
-        except ChannelUnavailable as error:
-            skipped[scheme] = str(error)
+        with tempfile.TemporaryDirectory(prefix="pdx-bench-", dir="/dev/shm") as folder:
+            try:
+                measure_scheme(scheme, Options(), Path(folder), rows.append)
+            except ChannelUnavailable as error:
+                skipped[scheme] = str(error)
     show(rows)
     if len(sys.argv) > 1:
         return  # a look at some of them is no result
-    draw(rows, RESULTS / "channels.png")
-    details: dict[str, Any] = {"rows": [asdict(row) for row in rows], "skipped": skipped}
     title = f"channels against the technology under them, median of {REPEATS} rounds"
+    draw(rows, RESULTS / "channels.png", machine(), f"Median of {REPEATS} rounds")
+    details: dict[str, Any] = {"rows": [asdict(row) for row in rows], "skipped": skipped}
     publish("channels", title, figures(rows, skipped), details)
 
 

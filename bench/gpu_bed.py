@@ -71,7 +71,8 @@ class Moment:
 
     def __sub__(self, earlier: Moment) -> float:
         self._end_of_last.synchronize()
-        return earlier._start_of_next.elapsed_time(self._end_of_last) / 1e3
+        milliseconds: float = earlier._start_of_next.elapsed_time(self._end_of_last)
+        return milliseconds / 1e3
 
 
 class RealBed(Bed):
@@ -92,7 +93,8 @@ class RealBed(Bed):
     def mark(self) -> Callable[[], None]:
         event = torch.cuda.Event()
         event.record()
-        return event.synchronize
+        wait: Callable[[], None] = event.synchronize
+        return wait
 
     def wait(self) -> None:
         torch.cuda.current_stream().synchronize()

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,8 @@ class Writer:
         """All that work here, by name and bytes of a group."""
         calls: dict[tuple[str, int], Callable[[], None]] = {(COPY, 0): self.copy}
         for size in self._sizes.groups:
-            calls[CHANNEL, size] = lambda size=size: self.through_channel(size)
-            calls[ARENA, size] = lambda size=size: self.through_arena(size)
+            calls[CHANNEL, size] = partial(self.through_channel, size)
+            calls[ARENA, size] = partial(self.through_arena, size)
         if self._nixl is not None:
             calls[NIXL, 0] = self.by_nixl
         return calls

@@ -165,8 +165,9 @@ def kernels(bed: Bed) -> Findings:
 
 
 def _row(timings: Mapping[str, Timing], operation: str, kind: Kind, nbytes: int) -> Row:
-    rates = [round(timings[name].rate(nbytes / 1e9), 2) for name in (operation, COPY)]
-    return Row(operation, kind.page_bytes, kind.slice_bytes, kind.order, *rates, round(timings[operation].ratio, 4))
+    ours, copy = (round(timings[name].rate(nbytes / 1e9), 2) for name in (operation, COPY))
+    ratio = round(timings[operation].ratio, 4)
+    return Row(operation, kind.page_bytes, kind.slice_bytes, kind.order, ours, copy, ratio)
 
 
 def kernel_figures(rows: Sequence[Row]) -> list[Figure]:

@@ -157,7 +157,8 @@ class Stage:
     def _hand_over(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
         """One new prompt: its transfer, and what became of both legs."""
         pair = legs(self._prompt(), DECODED, NODES if self._channel else ("", ""))
-        [prefilled], [decoded] = hand_over(*self._engines, [pair], mode="sampled")
+        first, second = self._engines
+        [prefilled], [decoded] = hand_over(first, second, [pair], mode="sampled")
         return pair[0]["params"]["transfer_id"], prefilled, decoded
 
     def handoff(self) -> Handoff:

@@ -60,7 +60,8 @@ class VramNixl:
 
     def detail(self) -> bytes:
         """What the other end needs."""
-        return self.address.to_bytes(8) + self.ordinal.to_bytes(1) + bytes(self._agent.getLocalMD())
+        address: bytes = self.address.to_bytes(8)
+        return address + self.ordinal.to_bytes(1) + bytes(self._agent.getLocalMD())
 
     def connect(self, detail: bytes) -> None:
         """To the end that lends its memory."""

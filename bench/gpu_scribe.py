@@ -30,7 +30,7 @@ class Scribe:
         deadline = time.monotonic() + timeout_s
         wanted = {Event.PREFILL_END, Event.SEALED, Event.RUNNABLE, last}
         while missing := wanted - {moment.event for moment in self._moments.get(name, [])}:
-            if not self._router.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not self._router.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
                 raise RuntimeError(f"not told of {name} within {timeout_s} s: {', '.join(sorted(missing))}")
             self._hear()
         return breakdown(self._moments.pop(name))

@@ -10,11 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
 from typing import Any
-
-import numpy
-import torch
 
 from pdx.bench.engines import (
     FLAGS,
@@ -28,18 +24,15 @@ from pdx.bench.engines import (
     start,
     wait_until,
 )
-from pdx.bench.pages import shared_memory
+from pdx.bench.memcpy import Memcpy
 from pdx.bench.report import Figure, at_least, at_most, plain, publish
-from pdx.memory import populate_in_background
 from pdx.timeline import Event
 
 TOKENS = 4000
 BLOCK_TOKENS = 128
 REQUESTS = 13
 WARMUPS = 4  # all of the arena and of the decoder's KV cache is in use after these
-COPIES = 5  # between two requests, of memory that has just been in use
 TARGETS = 4  # prompts that the decoder's KV cache holds: each block of it lies idle for so many requests
-CALM_S = 1.5  # engines poll for a second after their last step, and would share the core with the copy
 ALLOWED = 1.3
 EXTRA_MS = 15.0
 # As much as the warm-ups use once, so that no measured request is the first to touch a page.
@@ -54,34 +47,6 @@ SPANS = (
     Event.LOAD_END,
     Event.RUNNABLE,
 )
-
-
-class Memcpy:
-    """One copy of the KV of a prompt, as fast as this machine does it, to the kind of memory that engines have."""
-
-    def __init__(self, nbytes: int, core: int) -> None:
-        self._source = shared_memory(nbytes).fill_(1).numpy()
-        self._targets = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(TARGETS)]
-        for target in self._targets:
-            populate_in_background(target.data_ptr(), nbytes, target).join()
-            target.fill_(2)
-        self._core = core
-
-    def times_ms(self) -> tuple[float, list[float]]:
-        """On the decoder's core: a copy to the target that has lain idle longest, then more to the same one."""
-        self._targets.append(self._targets.pop(0))
-        time.sleep(CALM_S)
-        cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {self._core})
-        try:
-            return self._once_ms(), [self._once_ms() for _ in range(COPIES)]
-        finally:
-            os.sched_setaffinity(0, cores)
-
-    def _once_ms(self) -> float:
-        start_at = time.perf_counter()
-        numpy.copyto(self._targets[-1].numpy(), self._source)
-        return (time.perf_counter() - start_at) * 1e3
 
 
 def timeline(url: str, transfer: str) -> dict[str, Any]:
@@ -124,7 +89,7 @@ def measure() -> list[dict[str, float]]:
     rows = []
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    memcpy = Memcpy(TOKENS * KV_BYTES, core=max(os.sched_getaffinity(0)))
+    memcpy = Memcpy(TOKENS * KV_BYTES, core=max(os.sched_getaffinity(0)), targets=TARGETS)
     with bench_folder() as (model, processes):
         command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port)]
         options = ["--arena", ARENA, "--logs", str(model.parent / "logs"), "--", *FLAGS, "--max-model-len", "6000"]

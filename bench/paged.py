@@ -94,11 +94,11 @@ class Ends:
     def movers(self, way: str, kib: int) -> dict[str, Callable[[], None]]:
         """What is measured, by name."""
         raw = self._raws[way]
-        spans = [_spans(SENDER, self._pages.memory.address, kib), _spans(RECEIVER, raw.target, kib)]
+        local, remote = _spans(SENDER, self._pages.memory.address, kib), _spans(RECEIVER, raw.target, kib)
         calls: dict[str, Callable[[], None]] = {
-            ONE_BY_ONE: self._pass(f"raw {way}", lambda: _page_by_page(raw, *spans, PAGES_IN_FLIGHT)),
-            ALONE: self._pass(f"raw {way}", lambda: _page_by_page(raw, *spans, 1)),
-            ONE_LIST: self._pass(f"raw {way}", lambda: raw.wait(raw.begin(*spans, b"done"))),
+            ONE_BY_ONE: self._pass(f"raw {way}", lambda: _page_by_page(raw, local, remote, PAGES_IN_FLIGHT)),
+            ALONE: self._pass(f"raw {way}", lambda: _page_by_page(raw, local, remote, 1)),
+            ONE_LIST: self._pass(f"raw {way}", lambda: raw.wait(raw.begin(local, remote, b"done"))),
         }
         for mover, sender in self._senders.items():
             scheme, its_way = mover.split()

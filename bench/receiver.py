@@ -64,7 +64,10 @@ class Receiver:
 def serve(
     scheme: str, path: Path, nbytes: int, landed: Callable[[Notification], None], raw_landed: Callable[[bytes], None]
 ) -> None:
-    """Receive until standard input ends. `raw_landed` hears of NIXL's raw notifications only."""
+    """Receive until standard input ends. `raw_landed` hears of NIXL's raw notifications only.
+
+    There is no raw technology under a channel of another package.
+    """
     file = SharedFile(path, nbytes)
     bell = os.eventfd(0, os.EFD_NONBLOCK)
     region = find(scheme).register(file.memory, wake=lambda: os.eventfd_write(bell, 1))
@@ -72,8 +75,9 @@ def serve(
     token = secrets.token_bytes(TOKEN_BYTES)
     remote = listener.invite(token)
     listener.grant(token, 0, nbytes)
-    raw = RAW[scheme](file.memory)
-    print(json.dumps({"raw": raw.listen().hex(), "remote": msgspec.msgpack.encode(remote).hex()}), flush=True)
+    raw = RAW[scheme](file.memory) if scheme in RAW else None
+    raw_detail = b"" if raw is None else raw.listen()
+    print(json.dumps({"raw": raw_detail.hex(), "remote": msgspec.msgpack.encode(remote).hex()}), flush=True)
     poll = select.poll()
     poll.register(sys.stdin, select.POLLIN)
     poll.register(bell, select.POLLIN)
@@ -82,9 +86,10 @@ def serve(
             os.eventfd_read(bell)
         for notification in listener.take():
             landed(notification)
-        for message in raw.take():
+        for message in () if raw is None else raw.take():
             raw_landed(message)
-    raw.close()
+    if raw is not None:
+        raw.close()
     region.close()
     os.close(bell)
 

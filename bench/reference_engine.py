@@ -299,6 +299,7 @@ class ReferenceEngine:
         return sampled, lambda: event.synchronize() or time.monotonic_ns()
 
     def _save_layer(self, layer: int) -> None:
+        assert self.worker is not None
         self.worker.save_layer(f"layer.{layer}")
 
     def _advance(self, request: Request, start: int, end: int, now: int, sampled: torch.Tensor, index: int) -> None:
@@ -326,6 +327,7 @@ class ReferenceEngine:
         finished, failed = self.worker.finished_loads() if self.worker is not None else ((), ())
         for name in finished:
             request = self.loading.pop(name)
+            assert self.scheduler is not None
             self.scheduler.loaded(name)
             missing = [index for index, block in enumerate(request.block_ids) if block in failed]
             loaded = min([request.stats.loaded_tokens, *(index * self.kv.block_tokens for index in missing[:1])])

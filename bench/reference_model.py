@@ -56,7 +56,7 @@ class PagedKv:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return self.layers[0][0].numel() * self.layers[0].element_size()
+        return int(self.layers[0][0].numel() * self.layers[0].element_size())
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, content: Tensor) -> None:
         """Put content [tokens, heads, 2 dim] where block and offset of each token say."""
@@ -65,7 +65,8 @@ class PagedKv:
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [requests, heads, tokens, dim] of the blocks in `table` [requests, blocks]: a copy."""
         content = self.layers[layer][table].flatten(1, 2).transpose(1, 2)
-        return content.chunk(2, dim=-1)
+        keys, values = content.chunk(2, dim=-1)
+        return keys, values
 
 
 @dataclass(slots=True)
@@ -86,7 +87,8 @@ class Batch:
         """A batch of (token ids, position of the first, block ids of the whole context), single tokens first."""
         width = max(len(blocks) for _, _, blocks in work)
         table = [[*blocks, *[0] * (width - len(blocks))] for _, _, blocks in work]
-        tokens, positions, rows, last, spans = [], [], [], [], []
+        columns: tuple[list[int], ...] = ([], [], [], [])
+        (tokens, positions, rows, last), spans = columns, []
         for row, (ids, start, _) in enumerate(work):
             if len(ids) > 1:
                 spans.append((len(tokens), len(tokens) + len(ids), start + len(ids)))
@@ -94,8 +96,9 @@ class Batch:
             positions += range(start, start + len(ids))
             rows += [row] * len(ids)
             last.append(len(tokens) - 1)
-        uploaded = (torch.tensor(part, dtype=torch.int64).to(device) for part in (tokens, positions, rows, table, last))
-        return cls(*uploaded, num_single=len(work) - len(spans), spans=spans)
+        parts = (tokens, positions, rows, table, last)
+        a, b, c, d, e = (torch.tensor(part, dtype=torch.int64).to(device) for part in parts)
+        return cls(a, b, c, d, e, num_single=len(work) - len(spans), spans=spans)
 
 
 class Model:
@@ -119,21 +122,21 @@ class Model:
         exponents = torch.arange(0, shapes.head_dim, 2, device=device) / shapes.head_dim
         self._frequencies = shapes.rope_theta**-exponents
 
-    @torch.inference_mode()
     def forward(self, parts: Sequence[Batch], kv: PagedKv, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Compute the parts' KV into `kv`, layer by layer; returns the logits of each request's last token.
 
         A part's result does not depend on what the other parts are. `on_layer` is called when a layer's KV is written.
         """
-        hidden = [self._embedding[part.tokens] for part in parts]
-        turns = [self._turns(part.positions) for part in parts]
-        for layer in range(self.shapes.layers):
-            for index, part in enumerate(parts):
-                hidden[index] = self._layer(layer, hidden[index], part, turns[index], kv)
-            if on_layer is not None:
-                on_layer(layer)
-        ends = [self._norm(states[part.last]) for states, part in zip(hidden, parts, strict=True)]
-        return torch.cat([functional.linear(end, self._head) for end in ends])
+        with torch.inference_mode():
+            hidden = [self._embedding[part.tokens] for part in parts]
+            turns = [self._turns(part.positions) for part in parts]
+            for layer in range(self.shapes.layers):
+                for index, part in enumerate(parts):
+                    hidden[index] = self._layer(layer, hidden[index], part, turns[index], kv)
+                if on_layer is not None:
+                    on_layer(layer)
+            ends = [self._norm(states[part.last]) for states, part in zip(hidden, parts, strict=True)]
+            return torch.cat([functional.linear(end, self._head) for end in ends])
 
     def _layer(self, layer: int, hidden: Tensor, part: Batch, turns: tuple[Tensor, Tensor], kv: PagedKv) -> Tensor:
         shapes = self.shapes

@@ -218,7 +218,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for engine in engines:
             engine.result()
         pairs = [legs(prompt, arguments.max_tokens, names) for prompt in prompts]
-        prefilled, decoded = hand_over(*engines, pairs, mode=arguments.mode)
+        first, second = engines
+        prefilled, decoded = hand_over(first, second, pairs, mode=arguments.mode)
         engines[0].do("open", device=devices[0], **_settings(arguments))
         alone = [
             {"name": str(at), "prompt": prompt, "max_tokens": arguments.max_tokens} for at, prompt in enumerate(prompts)
@@ -247,7 +248,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _arena_bytes(arguments: argparse.Namespace) -> int:
     """Twice what all requests need, at 4 bytes for each number."""
     shapes = SHAPES[arguments.shapes]
-    tokens = arguments.requests * (arguments.prompt_tokens + arguments.max_tokens)
+    tokens: int = arguments.requests * (arguments.prompt_tokens + arguments.max_tokens)
     return (64 << 20) + 2 * tokens * shapes.layers * shapes.kv_heads * 2 * shapes.head_dim * 4
 
 

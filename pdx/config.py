@@ -1,7 +1,7 @@
 """Settings of the node and of the connector: typed, bounded, unknown names refused.
 
 A setting comes from the command line or the connector's `kv_connector_extra_config`; where neither names the
-node, the environment variable PDX_NODE does, else the host's default socket.
+node, the environment variable PDX_NODE does, else the host's default socket; PDX_TRACE stands in for `trace` likewise.
 """
 
 from __future__ import annotations
@@ -62,6 +62,25 @@ def default_proxy() -> str:
     return os.environ.get("PDX_PROXY") or f"ipc://{runtime_folder()}/proxy.sock"
 
 
+def trace_folder(setting: str) -> Path | None:
+    """Where spans are recorded (`pdx.trace`): the setting, else PDX_TRACE, else nowhere.
+
+    :raises ConfigError: there is no such folder, or others may enter it.
+    """
+    name = setting or os.environ.get("PDX_TRACE", "")
+    if not name:
+        return None
+    check_trace_folder(Path(name))
+    return Path(name)
+
+
+def check_trace_folder(folder: Path) -> None:
+    """:raises ConfigError: there is no such folder, or others may enter it."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} for spans; make one: mkdir -m 700 {folder}")
+    private_folder(folder)
+
+
 def socket_path(address: str) -> Path:
     """The path in an `ipc://` address.
 
@@ -108,6 +127,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
     exit_when_idle_s: float = 0.0  # 0: never
+    trace: Annotated[str, Meta(max_length=4096)] = ""  # folder for spans, see pdx.trace; empty: PDX_TRACE, else nowhere
 
 
 def node_name(config: NodeConfig) -> str:
@@ -146,6 +166,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reserve_wait_s: PositiveSeconds = 5.0  # a prefill for a transfer waits this long for room
     transfer_wait_s: PositiveSeconds = 30.0  # a decode waits this long for its transfer
     lease_s: PositiveSeconds = 60.0
+    trace: Annotated[str, Meta(max_length=4096)] = ""  # see NodeConfig
 
     def node_address(self) -> str:
         """The node this engine attaches to."""

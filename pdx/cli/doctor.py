@@ -19,6 +19,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdx.cli.findings import FindingName
 from pdx.cli.loopback import Rate, Trial, memcpy
 from pdx.cli.machine import SHM, Fact, facts
 from pdx.cli.node import check_channels
@@ -27,6 +28,13 @@ from pdx.registry import INSIDE_ONE_PROCESS, schemes
 REGION_BYTES = 64 << 20
 SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more
 _LOOPBACK = "pdx.cli.loopback"
+_EXPLAINED_IN = "docs/troubleshooting.md"
+_UNAVAILABLE = {
+    "shm": FindingName.SHM_UNAVAILABLE,
+    "cuda_ipc": FindingName.CUDA_IPC_UNAVAILABLE,
+    "nixl": FindingName.NIXL_UNAVAILABLE,
+    "ucx": FindingName.UCX_UNAVAILABLE,
+}
 _STATES = {
     "ok": Text("works", style="green"),
     "unavailable": Text("not here", style="yellow"),
@@ -35,10 +43,11 @@ _STATES = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One channel by its name."""
+    """One channel by its name; `finding` says what is wrong, if something is."""
 
     scheme: str
     trial: Trial
+    finding: FindingName | None = None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -81,7 +90,7 @@ def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Repo
     with console.status("") as status:
         for scheme in channels or known:
             status.update(f"trying {scheme}")
-            found.append(Finding(scheme, try_channel(scheme, nbytes, timeout_s)))
+            found.append(examine_channel(scheme, nbytes, timeout_s))
         status.update("looking at the machine")
         reference = memcpy(nbytes)
         machine = [*facts(_ucx_transports(timeout_s), os.environ), *_gpus(timeout_s)]
@@ -91,7 +100,12 @@ def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Repo
 
 
 def try_channel(scheme: str, nbytes: int, timeout_s: float) -> Trial:
-    """What becomes of a channel in processes of their own, which do not outlive this call."""
+    """What becomes of a channel; see `examine_channel`."""
+    return examine_channel(scheme, nbytes, timeout_s).trial
+
+
+def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
+    """What becomes of a channel in processes of their own, which do not outlive this call, and the name of that."""
     folder = Path(tempfile.mkdtemp(prefix="pdx-doctor-", dir=SHM))
     try:
         command = [_LOOPBACK, "measure", scheme, str(folder), str(nbytes)]
@@ -100,12 +114,24 @@ def try_channel(scheme: str, nbytes: int, timeout_s: float) -> Trial:
             errors.seek(0)
             last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
         if status is None:
-            return Trial("broken", f"no end of the transfer within {timeout_s:g} s. {last}".strip(), "raise --timeout?")
+            why = f"no end of the transfer within {timeout_s:g} s. {last}".strip()
+            return Finding(scheme, Trial("broken", why, "raise --timeout?"), FindingName.CHANNEL_HANGS)
         if status:
-            return Trial("broken", f"the process that tried it ended with status {status}: {last}")
-        return msgspec.json.decode(out, type=Trial)
+            why = f"the process that tried it ended with status {status}: {last}"
+            return Finding(scheme, Trial("broken", why), FindingName.CHANNEL_CRASHED)
+        trial = msgspec.json.decode(out, type=Trial)
+        return Finding(scheme, trial, _finding(scheme, trial))
     finally:
         shutil.rmtree(folder)
+
+
+def _finding(scheme: str, trial: Trial) -> FindingName | None:
+    """What is wrong with a channel whose trial came to an end."""
+    if trial.state == "ok":
+        return None
+    if trial.state == "unavailable":
+        return _UNAVAILABLE.get(scheme, FindingName.CHANNEL_UNAVAILABLE)
+    return FindingName.CHANNEL_BROKEN if trial.provider else FindingName.CHANNEL_UNLOADABLE
 
 
 def view(report: Report) -> RenderableType:
@@ -118,23 +144,32 @@ def view(report: Report) -> RenderableType:
     channels.add_column("what is wrong, and what would help", overflow="fold")
     for each in report.channels:
         channels.add_row(
-            Text(each.scheme), _STATES[each.trial.state], *_rate(each.trial.rate), Text(_advice(each.trial))
+            Text(each.scheme),
+            _STATES[each.trial.state],
+            *_rate(each.trial.rate),
+            Text(_lines(each.trial.why, each.trial.fix, _see(each.finding))),
         )
     channels.add_section()
     channels.add_row("memcpy", "", *_rate(report.memcpy), "one thread, no channel: to compare with")
     machine = Table(title="machine", title_justify="left", show_header=False)
     for fact in report.machine:
         style = "" if fact.is_ok else "yellow"
-        machine.add_row(fact.name, Text(fact.found, style=style) + Text(f"\n{fact.fix}" if fact.fix else ""))
-    return Group(channels, machine)
+        rest = _lines(fact.fix, _see(fact.finding))
+        machine.add_row(fact.name, Text(fact.found, style=style) + Text(f"\n{rest}" if rest else ""))
+    is_named = any([*(each.finding for each in report.channels), *(fact.finding for fact in report.machine)])
+    return Group(channels, machine, f"The names are explained in {_EXPLAINED_IN}." if is_named else "")
 
 
 def _rate(rate: Rate | None) -> tuple[str, str]:
     return ("", "") if rate is None else (f"{rate.best_gb_s:.2f}", f"{rate.median_gb_s:.2f}")
 
 
-def _advice(trial: Trial) -> str:
-    return "\n".join(part for part in (trial.why, trial.fix) if part)
+def _see(finding: FindingName | None) -> str:
+    return f"see troubleshooting: {finding}" if finding else ""
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)
 
 
 def _region_bytes() -> int:
@@ -152,7 +187,7 @@ def _gpus(timeout_s: float) -> list[Fact]:
     if status == 0:
         return msgspec.json.decode(out, type=list[Fact])
     end = f"no answer within {timeout_s:g} s" if status is None else f"the process that looked ended with {status}"
-    return [Fact("GPU", end, False, "see what `python -m pdx.cli.gpus` says")]
+    return [Fact("GPU", end, False, "see what `python -m pdx.cli.gpus` says", FindingName.GPU_LOOK_FAILED)]
 
 
 def _run(command: Sequence[str], timeout_s: float, errors: int) -> tuple[bytes, int | None]:

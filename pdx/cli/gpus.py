@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdx.channel import Memory
+from pdx.cli.findings import FindingName
 from pdx.cli.machine import Fact
 from pdx.cli.status import size
 from pdx.errors import GpuError
@@ -40,8 +41,9 @@ def facts(sysfs: Path = Path("/sys")) -> list[Fact]:
 
     if why := why_no_gpu():
         if not _has_device(sysfs):
-            return [Fact("GPU", f"no GPU: chunks lie in host memory ({why})")]
-        return [Fact("GPU", f"no GPU that can be used, but one is built in: {why}", False, _GET_ONE)]
+            return [Fact("GPU", f"no GPU: chunks lie in host memory ({why})", finding=FindingName.GPU_NONE)]
+        found = f"no GPU that can be used, but one is built in: {why}"
+        return [Fact("GPU", found, False, _GET_ONE, FindingName.GPU_UNUSABLE)]
     gpus = all_gpus()
     return [
         *(_tried(f"GPU {gpu.ordinal}", lambda gpu=gpu: _describe(gpu, sysfs)) for gpu in gpus),  # type: ignore[misc]
@@ -57,7 +59,8 @@ def _tried(name: str, look: Callable[[], Fact]) -> Fact:
     try:
         return look()
     except GpuError as error:
-        return Fact(name, str(error), False, "see `nvidia-smi`, and the kernel's log for Xid errors")
+        fix = "see `nvidia-smi`, and the kernel's log for Xid errors"
+        return Fact(name, str(error), False, fix, FindingName.GPU_FAILED)
 
 
 def _describe(gpu: Gpu, sysfs: Path) -> Fact:
@@ -93,7 +96,7 @@ def _arena(gpus: Sequence[Gpu]) -> Fact:
         return Fact("GPU arena", "shared by file descriptors of the driver")
     fix = "bare metal or passthrough instead of a virtual GPU, and a current driver, give file descriptors"
     found = f"GPU {', '.join(legacy)}: shared by legacy IPC handles, so chunks are gone when their node ends"
-    return Fact("GPU arena", found, False, fix)
+    return Fact("GPU arena", found, False, fix, FindingName.GPU_ARENA_LEGACY)
 
 
 def _peers(gpus: Sequence[Gpu]) -> Fact:
@@ -105,7 +108,7 @@ def _peers(gpus: Sequence[Gpu]) -> Fact:
     if not missing:
         return Fact("peer access", f"between all {len(gpus)} GPUs")
     fix = f"not between these by {FOR_GPUS}; see `nvidia-smi topo -p2p r`, PCIe ACS and the IOMMU; MIG has none"
-    return Fact("peer access", f"missing: {' '.join(missing)}", False, fix)
+    return Fact("peer access", f"missing: {' '.join(missing)}", False, fix, FindingName.GPU_NO_PEER_ACCESS)
 
 
 def _page_locking(gpu: Gpu) -> Fact:
@@ -118,20 +121,22 @@ def _page_locking(gpu: Gpu) -> Fact:
         deadline = time.monotonic() + _PAGE_LOCK_S
         while not lock.error and not lock.covers(0, memory.nbytes):
             if time.monotonic() > deadline:
-                return Fact("page-locking", f"{size(memory.nbytes)} took longer than {_PAGE_LOCK_S:g} s", False)
+                found = f"{size(memory.nbytes)} took longer than {_PAGE_LOCK_S:g} s"
+                return Fact("page-locking", found, False, finding=FindingName.PAGE_LOCK_SLOW)
             time.sleep(0.001)
         if not lock.error:
             return Fact("page-locking", f"works ({size(memory.nbytes)} tried)")
         why, _, fix = lock.error.partition("; ")
-        return Fact("page-locking", why, False, fix)
+        return Fact("page-locking", why, False, fix, FindingName.PAGE_LOCK_REFUSED)
     finally:
         lock.close()
 
 
 def _channel() -> Fact:
     availability = find(FOR_GPUS).availability()
-    found = "available" if availability.is_ok else availability.why
-    return Fact(FOR_GPUS, found, availability.is_ok, availability.fix)
+    if availability.is_ok:
+        return Fact(FOR_GPUS, "available")
+    return Fact(FOR_GPUS, availability.why, False, availability.fix, FindingName.CUDA_IPC_UNAVAILABLE)
 
 
 def _has_device(sysfs: Path) -> bool:

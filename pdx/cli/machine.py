@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdx.cli.findings import FindingName
 from pdx.cli.status import size
 
 SHM = Path("/dev/shm")
@@ -21,12 +22,14 @@ _RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gdaki")
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """One thing about the machine; `fix` says what would make it better, if that could matter."""
+    """One thing about the machine; `fix` says what would make it better, if that could matter. What is not well has a
+    `finding`, and so has what may surprise."""
 
     name: str
     found: str
     is_ok: bool = True
     fix: str = ""
+    finding: FindingName | None = None
 
 
 def facts(ucx: Sequence[str], environ: Mapping[str, str]) -> list[Fact]:
@@ -48,7 +51,8 @@ def shared_memory() -> Fact:
     if free >= DEFAULT_ARENA_BYTES:
         return Fact("/dev/shm", found)
     fix = f"mount -o remount,size=… {SHM}, docker run --shm-size=…, or a smaller --arena"
-    return Fact("/dev/shm", f"{found}; the default arena has {size(DEFAULT_ARENA_BYTES)}", False, fix)
+    found = f"{found}; the default arena has {size(DEFAULT_ARENA_BYTES)}"
+    return Fact("/dev/shm", found, False, fix, FindingName.SHM_SMALL)
 
 
 def memlock(limit: int, may_lock: bool, *, has_rdma: bool) -> Fact:
@@ -57,7 +61,8 @@ def memlock(limit: int, may_lock: bool, *, has_rdma: bool) -> Fact:
         return Fact("memlock", "unlimited" if limit == resource.RLIM_INFINITY else f"{size(limit)}, not enforced")
     fix = "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, docker: --ulimit memlock=-1)"
     if has_rdma:
-        return Fact("memlock", f"{size(limit)}, less than the arena that RDMA has to lock", False, fix)
+        found = f"{size(limit)}, less than the arena that RDMA has to lock"
+        return Fact("memlock", found, False, fix, FindingName.MEMLOCK_SMALL)
     return Fact("memlock", f"{size(limit)}; only RDMA would need more")
 
 
@@ -74,14 +79,15 @@ def rdma_devices(folder: Path) -> dict[str, list[str]]:
 def rdma(devices: Mapping[str, Sequence[str]], verbs: Mapping[str, bool]) -> Fact:
     """Whether RDMA can be used; `verbs`: for each device file, may this process open it?"""
     if not devices:
-        return Fact("RDMA", "no device; nixl and ucx reach other hosts over TCP")
+        return Fact("RDMA", "no device; nixl and ucx reach other hosts over TCP", finding=FindingName.RDMA_NONE)
     found = ", ".join(f"{name} ({', '.join(states) or 'no port'})" for name, states in devices.items())
     if not any("ACTIVE" in states for states in devices.values()):
-        return Fact("RDMA", found, False, "no port is active: check cables, and the subnet manager or `ip link`")
+        fix = "no port is active: check cables, and the subnet manager or `ip link`"
+        return Fact("RDMA", found, False, fix, FindingName.RDMA_PORT_DOWN)
     if not any(verbs.values()):
         names = ", ".join(verbs) or "/dev/infiniband/uverbs*"
         fix = "give this user access (docker: --device /dev/infiniband --cap-add IPC_LOCK)"
-        return Fact("RDMA", f"{found}, but {names} cannot be opened", False, fix)
+        return Fact("RDMA", f"{found}, but {names} cannot be opened", False, fix, FindingName.RDMA_NO_ACCESS)
     return Fact("RDMA", found)
 
 
@@ -89,10 +95,12 @@ def ucx_transports(ucx: Sequence[str], environ: Mapping[str, str], *, has_rdma: 
     """What UCX will choose from, and the variables that limit it."""
     chosen = " ".join(f"{name}={environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in environ)
     if not ucx:
-        return Fact("UCX", f"its Python library is not here {chosen}".rstrip())
+        found = f"its Python library is not here {chosen}".rstrip()
+        return Fact("UCX", found, finding=FindingName.UCX_UNAVAILABLE)
     found = f"{' '.join(ucx)} {chosen and f'({chosen})'}".rstrip()
     if has_rdma and not any(each.startswith(_RDMA_TRANSPORTS) for each in ucx):
-        return Fact("UCX", found, False, "there is RDMA, but UCX does not use it: check UCX_TLS and libibverbs")
+        fix = "there is RDMA, but UCX does not use it: check UCX_TLS and libibverbs"
+        return Fact("UCX", found, False, fix, FindingName.UCX_NO_RDMA)
     return Fact("UCX", found)
 
 

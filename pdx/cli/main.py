@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import click
 
+from pdx.cli.lazy_group import LazyGroup
 from pdx.errors import PdxError
 
 COMMANDS = {
@@ -15,21 +14,15 @@ COMMANDS = {
     "proxy": "pdx.cli.proxy:proxy",
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",
+    "bench": "pdx.cli.bench:bench",
+    "plan": "pdx.cli.plan:plan",
 }
 
 
-class Commands(click.Group):
-    """Subcommands are imported when they are needed, so that `pdx node` does not load the proxy."""
+class Commands(LazyGroup):
+    """The subcommands of `pdx`."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(import_module(module), name)
-        return command
+    where = COMMANDS
 
     def invoke(self, ctx: click.Context) -> object:
         try:

@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 import zmq
 
 from pdx.address import check_address, data_host, needs_ipv6
-from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path
+from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
@@ -81,6 +81,7 @@ class Daemon:
         path = socket_path(config.address)
         if config.proxy:
             check_address(config.proxy, bool(config.keys))
+        trace_folder(config.trace)  # before anything is opened
         private_folder(path.parent)
         self._config = config
         epoch = secrets.randbits(62)

@@ -19,3 +19,4 @@ class Job(msgspec.Struct, frozen=True):
     spans: Sequence[Sequence[tuple[int, int]]]
     nbytes: int
     tag: object = None
+    transfer: str | None = None  # that the push is part of

@@ -344,7 +344,7 @@ class Outgoing:
             return None
         for item, bits in taken:
             item.sent |= bits
-        return Job(push.number, pieces, slices, spans, nbytes, taken)
+        return Job(push.number, pieces, slices, spans, nbytes, taken, push.transfer)
 
     @staticmethod
     def _ready(push: Push) -> Iterator[tuple[Item, int, int]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,7 @@ from pdx.node.job import Job
 from pdx.node.mailbox import Mailbox
 from pdx.node.regions import Wake
 from pdx.peer_messages import Landed, encode_landed
+from pdx.trace import Lane, Tracer
 
 log = logging.getLogger("pdx.node")
 
@@ -40,6 +42,14 @@ class Route(msgspec.Struct, frozen=True):
     preferred: str = ""  # used without measuring if it connects
 
 
+class _Write(NamedTuple):
+    """A job that its channel was given at `start_ns`."""
+
+    job: Job
+    transfer: Transfer
+    start_ns: int
+
+
 class Sender:
     """All methods belong to the control loop's thread; results come through the mailbox, on that thread, too."""
 
@@ -57,6 +67,7 @@ class Sender:
         on_done: Callable[[Job, ChannelError | None], None],
         on_broken: Callable[[str], None],
         on_ended: Callable[[], None],
+        tracer: Tracer | None = None,
     ) -> None:
         """`digests`: the setting, see `NodeConfig`."""
         self.name = name
@@ -70,6 +81,7 @@ class Sender:
         self._on_done = on_done
         self._on_broken = on_broken
         self._on_ended = on_ended
+        self._tracer = tracer
         self._jobs: deque[Job] = deque()
         self._event = threading.Event()
         self._closing = False
@@ -104,7 +116,7 @@ class Sender:
     # ---- on its own thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        under_way: list[tuple[Job, Transfer]] = []
+        under_way: list[_Write] = []
         channel: Channel | None = None
         try:
             scheme, channel = self._choose()
@@ -121,14 +133,13 @@ class Sender:
     def _broken(self, why: str) -> None:
         self._mailbox.post(lambda: self._on_broken(why))
 
-    def _end(self, channel: Channel | None, under_way: list[tuple[Job, Transfer]]) -> None:
+    def _end(self, channel: Channel | None, under_way: list[_Write]) -> None:
         """Whatever was asked for is answered, and no local byte is read any more."""
         if channel is not None:
             channel.close()
-        for job, transfer in under_way:
+        for write in under_way:
             # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
-            error = transfer.error if transfer.poll() else ChannelBroken("closed")
-            self._done(job, error)
+            self._over(write, write.transfer.error if write.transfer.poll() else ChannelBroken("closed"))
         for wake in self._wakes.values():
             wake.remove(self._event)
         self._mailbox.post(self._ended)
@@ -139,7 +150,7 @@ class Sender:
             self._on_done(self._jobs.popleft(), ChannelBroken("closed"))
         self._on_ended()
 
-    def _serve(self, scheme: str, channel: Channel, under_way: list[tuple[Job, Transfer]]) -> None:
+    def _serve(self, scheme: str, channel: Channel, under_way: list[_Write]) -> None:
         region = self._regions[scheme]
         with Announcer(self._memory, digested=are_digests_due(self._digests, region)) as announcer:
             while True:
@@ -150,7 +161,7 @@ class Sender:
                 self._collect(under_way)
                 self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
 
-    def _write_all(self, channel: Channel, announcer: Announcer, under_way: list[tuple[Job, Transfer]]) -> None:
+    def _write_all(self, channel: Channel, announcer: Announcer, under_way: list[_Write]) -> None:
         while self._jobs and not self._closing:
             job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
             if job.push in self._aborted:
@@ -159,20 +170,26 @@ class Sender:
             notify = announcer.take(job)
             if len(self._jobs) > 1:
                 announcer.begin(self._jobs[1])  # a channel may copy within `write`
-            under_way.append((job, channel.write(job.pieces, notify)))
+            start_ns = time.monotonic_ns()
+            under_way.append(_Write(job, channel.write(job.pieces, notify), start_ns))
             self._jobs.popleft()
             self._collect(under_way)
 
-    def _collect(self, under_way: list[tuple[Job, Transfer]]) -> None:
+    def _collect(self, under_way: list[_Write]) -> None:
         left = []
-        for job, transfer in under_way:
-            if transfer.poll():
-                self._done(job, transfer.error)
+        for write in under_way:
+            if write.transfer.poll():
+                self._over(write, write.transfer.error)
                 continue
-            if job.push in self._aborted:
-                transfer.abort()
-            left.append((job, transfer))
+            if write.job.push in self._aborted:
+                write.transfer.abort()
+            left.append(write)
         under_way[:] = left
+
+    def _over(self, write: _Write, error: ChannelError | None) -> None:
+        if error is None and self._tracer is not None and write.job.transfer is not None and self._tracer.is_on:
+            _trace(self._tracer, write.job.transfer, write)
+        self._done(write.job, error)
 
     def _done(self, job: Job, error: ChannelError | None) -> None:
         self._mailbox.post(lambda: self._on_done(job, error))
@@ -259,3 +276,13 @@ class Sender:
             if transfer.error is not None:
                 raise transfer.error
         return PROBE_WRITES * nbytes / (time.perf_counter() - start) / 1e9
+
+
+def _trace(tracer: Tracer, transfer: str, write: _Write) -> None:
+    """A span for all chunks of which this write carried the same layers."""
+    end_ns = time.monotonic_ns()
+    nbytes: Counter[tuple[int, int]] = Counter()
+    for slices, piece in zip(write.job.slices, write.job.pieces, strict=True):
+        nbytes[slices.first_layer, slices.layers] += piece.nbytes
+    for (first_layer, layers), count in nbytes.items():
+        tracer.span(Lane.WIRE, transfer, first_layer, layers, write.start_ns, end_ns, count)

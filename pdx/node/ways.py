@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdx.config import NodeConfig
+from pdx.config import NodeConfig, node_name
 from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
 from pdx.handshake import LinkState
 from pdx.host import host_id
@@ -26,6 +26,7 @@ from pdx.registry import FOR_GPUS
 from pdx.store.chunk import Chunk
 from pdx.store.store import Store
 from pdx.timeline import Event
+from pdx.trace import tracer_for
 
 log = logging.getLogger("pdx.node")
 
@@ -117,6 +118,7 @@ class Ways:
         self._chosen: dict[str, str] = {}  # by peer, also of earlier links: what was measured once
         self._flows: dict[str, Flow] = {}
         self._left: list[Sender] = []  # senders that were told to end
+        self._tracer = tracer_for(config.trace, node_name(config))
         self.outgoing = Outgoing(
             store,
             group_bytes=config.group_bytes,
@@ -228,6 +230,7 @@ class Ways:
             on_done=lambda job, error: self._written(way, sender, job, error),
             on_broken=lambda why: self._channel_broken(way, sender, why),
             on_ended=lambda: self._sender_ended(way, sender),
+            tracer=self._tracer,
         )
         return sender
 
@@ -297,6 +300,8 @@ class Ways:
     def tick(self, now: float) -> None:
         """A few times a second."""
         self.outgoing.tick(now)
+        if self._tracer is not None:
+            self._tracer.flush()
         for transfer in [name for name, flow in self._flows.items() if flow.deadline <= now]:
             del self._flows[transfer]
 
@@ -306,3 +311,5 @@ class Ways:
             self._drop_sender(way)
         for sender in self._left:
             sender.join(JOIN_S)
+        if self._tracer is not None:
+            self._tracer.close()

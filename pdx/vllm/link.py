@@ -161,4 +161,5 @@ class NodeLink:
             gpu=self._config.gpu,
             numa=self._config.numa,
             proxy=self._config.proxy or default_proxy(),
+            trace=self._config.trace,
         )

@@ -13,6 +13,7 @@ from pdx.connection import Connection
 from pdx.layout import KvLayout
 from pdx.messages import Mark
 from pdx.timeline import Event
+from pdx.trace import Lane, Tracer
 from pdx.vllm.mover import Scatter
 from pdx.vllm.plan import LoadPlan
 
@@ -28,9 +29,10 @@ class _Job(NamedTuple):
 class Loader:
     """One load thread. `_lock` guards the results; everything else is the queue's."""
 
-    def __init__(self, layout: KvLayout, count: Callable[[str], None]) -> None:
+    def __init__(self, layout: KvLayout, count: Callable[[str], None], tracer: Tracer | None = None) -> None:
         self._layout = layout
         self._count = count
+        self._tracer = tracer
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._under_way = 0
@@ -101,11 +103,14 @@ class Loader:
                 self._finished.add(job.load.request_id)
                 self._failed_blocks |= failed
                 self._lock.notify_all()
+            if self._tracer is not None:
+                self._tracer.flush()
 
     def _load(self, job: _Job) -> set[int]:
         load = job.load
         start_ns = time.monotonic_ns()
         failed = {block for pages in job.scatter(load) for block in pages.block_ids}
+        end_ns = time.monotonic_ns()
         if failed:
             self._log(
                 "request %s: %d blocks are not loaded: evicted before that, or out of the GPU's reach",
@@ -116,5 +121,7 @@ class Loader:
             num_pages = sum(len(pages.block_ids) for pages in load.pages) - len(failed)
             nbytes = num_pages * self._layout.page_bytes * self._layout.num_layers
             job.connection.tell(Mark(load.transfer, Event.LOAD_START, start_ns))
-            job.connection.tell(Mark(load.transfer, Event.LOAD_END, time.monotonic_ns(), nbytes=nbytes))
+            job.connection.tell(Mark(load.transfer, Event.LOAD_END, end_ns, nbytes=nbytes))
+            if self._tracer is not None and self._tracer.is_on:
+                self._tracer.span(Lane.SCATTER, load.transfer, 0, self._layout.num_layers, start_ns, end_ns, nbytes)
         return failed

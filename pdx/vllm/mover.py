@@ -46,6 +46,13 @@ class Mover(ABC):
     def then(self, action: Action) -> None:
         """Call `action` when all copies up to now have ended. Actions are called one after the other, in order."""
 
+    def when_computed(self, action: Action) -> bool:
+        """Call `action` when all that the engine has queued up to now is computed, one after the other, in order.
+        False: not now, it will not be called.
+        """
+        action()
+        return True
+
     @abstractmethod
     def finish(self, missing: Sequence[range], *, computed: Callable[[int], None] | None, ended: Action) -> bool:
         """The forward pass is over: gather the layers that are missing, and let nothing overwrite pages before that.

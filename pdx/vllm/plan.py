@@ -24,7 +24,7 @@ class SavePlan(msgspec.Struct, frozen=True):
     """Pages of one request that become final in this step."""
 
     request_id: str
-    transfer: str | None
+    transfer: str | None  # whose prompt is computed in this step
     pages: list[PagesPlan]
     ends_transfer: bool  # the last token of the prompt of a prefill leg is computed in this step
     blocks_before: int  # blocks gathered for it in earlier steps

@@ -159,12 +159,19 @@ class TrackedRequest:
         ]
         self.saved_blocks = max(self.saved_blocks, final)
         self.grants = [grant for grant in self.grants if grant.end_block > self.saved_blocks]
-        ends_transfer = self.is_prefill and computed < num_prompt <= end
-        if not pages and not ends_transfer:
+        is_prefilling = self.is_prefill and computed < num_prompt
+        if not pages and not is_prefilling:
             return None
         before = self.gathered_blocks
         self.gathered_blocks += sum(len(plan.block_ids) for plan in pages)
-        return SavePlan(self.request.request_id, self.transfer, pages, ends_transfer, before, num_prompt)
+        return SavePlan(
+            self.request.request_id,
+            self.transfer if is_prefilling else None,
+            pages,
+            ends_transfer=is_prefilling and num_prompt <= end,
+            blocks_before=before,
+            num_tokens=num_prompt,
+        )
 
     def forget_node(self) -> None:
         """The node it dealt with is gone, and all that it held there."""

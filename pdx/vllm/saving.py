@@ -12,6 +12,7 @@ from pdx.messages import Fill, Mark, Slot
 from pdx.timeline import Event
 from pdx.vllm.mover import Mover
 from pdx.vllm.plan import PagesPlan, SavePlan
+from pdx.vllm.step_trace import StepTrace
 
 
 class Saving:
@@ -31,6 +32,7 @@ class Saving:
         connection: Connection,
         arena: Arena,
         count: Callable[[str], None],
+        trace: StepTrace | None,
     ) -> None:
         self.pages = pages
         self._layout = layout
@@ -38,16 +40,22 @@ class Saving:
         self.connection = connection
         self._arena = arena
         self._count = count
+        self._trace = trace
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
         self._whole = [each.slots[shard] for each in pages if each.completes]  # when all layers are gathered
         self._layer_bytes = sum(len(each.block_ids) for each in pages) * layout.page_bytes
         self._done: set[int] = set()
+        self._missing: list[range] = []  # layers that no hook was called for
         self._untold = range(0)  # gathered layers that the node is to be told of
 
     def gather(self, layer: int) -> None:
         """The pages of this layer are final."""
+        if self._trace is not None:
+            self._trace.computed(layer)
         if not self.pages or layer in self._done or not self.mover.gather(range(layer, layer + 1)):
             return
+        if self._trace is not None:
+            self._trace.gathered(range(layer, layer + 1))
         self._done.add(layer)
         if layer != self._untold.stop:
             self._tell()
@@ -59,9 +67,12 @@ class Saving:
     def finish(self) -> bool:
         """The forward pass is over; whether everything is gathered, or will be, and sealed."""
         self._tell()
-        missing = _runs([layer for layer in range(self._layout.num_layers) if layer not in self._done])
+        if self.pages:
+            self._missing = _runs([layer for layer in range(self._layout.num_layers) if layer not in self._done])
+        if self._trace is not None:
+            self._trace.end()
         return self.mover.finish(
-            missing if self.pages else [],
+            self._missing,
             computed=self._tell_computed if self._ending else None,
             ended=self._tell_ended,
         )
@@ -88,11 +99,15 @@ class Saving:
         self._mark(Event.PREFILL_END, num_layers)
 
     def _tell_ended(self) -> None:
+        if self._trace is not None:
+            self._trace.ended(self._missing)
         slots = self._whole_slots()
         for _ in range(len(self._whole) - len(slots)):
             self._count("save_lost")
         self._fill(slots, range(self._layout.num_layers), seal=True)
         self._mark(Event.SEALED, self._layout.num_layers if self.pages else 0)
+        if self._trace is not None:
+            self._trace.flush(is_due=bool(self._ending))
 
     def _mark(self, event: Event, num_layers: int) -> None:
         """Tell the bytes of each transfer that were gathered by now, where its prefill ends in this step."""

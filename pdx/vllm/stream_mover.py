@@ -149,6 +149,14 @@ class StreamMover(Mover):
         event = self._recorded(self._gathering)
         self._copied.put(event, partial(self._passed, event, action))
 
+    def when_computed(self, action: Action) -> bool:
+        """See `Mover.when_computed`."""
+        if self._streams.is_capturing():
+            return False
+        event = self._recorded(self._streams.compute())
+        self._computed.put(event, partial(self._passed, event, action))
+        return True
+
     def finish(self, missing: Sequence[range], *, computed: Callable[[int], None] | None, ended: Action) -> bool:
         """See `Mover.finish`."""
         step, is_whole = self._step, not self._streams.is_capturing()

@@ -19,12 +19,14 @@ from pdx.kernels.pages import page_rows
 from pdx.layout import KvLayout
 from pdx.memory import Arena, populate_in_background
 from pdx.messages import VERSION, Abort, Hello, Slot
+from pdx.trace import tracer_for
 from pdx.vllm.host_mover import HostMover
 from pdx.vllm.link import NodeLink
 from pdx.vllm.loader import Loader
 from pdx.vllm.mover import Mover
 from pdx.vllm.plan import PagesPlan, SavePlan, StepPlan
 from pdx.vllm.saving import Saving
+from pdx.vllm.step_trace import StepTrace
 from pdx.vllm.streams import Streams, TorchStreams
 
 log = logging.getLogger("pdx")
@@ -46,10 +48,11 @@ class WorkerHalf:
         self._shard = shard
         self._streams = streams
         self._layers: dict[str, int] = {}
+        self._tracer = tracer_for(config.trace, f"{engine}/{shard}")
         hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role)
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self._link = NodeLink(config, hello, starter=shard == 0)
-        self._loader = Loader(layout, self._link.count)
+        self._loader = Loader(layout, self._link.count, self._tracer)
         self._mover: Mover | None = None  # once there is a KV cache
         self._idle = True
         self._saving: Saving | None = None  # of this step, if the node that the plan is about is still there
@@ -171,6 +174,7 @@ class WorkerHalf:
             connection=connection,
             arena=arena,
             count=self._link.count,
+            trace=StepTrace.of(self._tracer, saves, taken, mover=mover, layout=self._layout),
         )
 
     def _spoil(self, lost: Sequence[PagesPlan], mover: Mover, connection: Connection) -> None:
@@ -230,6 +234,8 @@ class WorkerHalf:
         if self._mover is not None:
             self._mover.close()
         self._link.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     @property
     def is_attached(self) -> bool:

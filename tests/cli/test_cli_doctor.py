@@ -12,10 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 from pdx.cli import doctor as doctor_module
+from pdx.cli import gpus
 from pdx.cli.doctor import Finding, Report, view
+from pdx.cli.findings import FindingName
 from pdx.cli.loopback import Rate, Trial
 from pdx.cli.machine import Fact, memlock, rdma, rdma_devices, shared_memory, ucx_transports
 from pdx.cli.main import main
+from pdx.testing.fake_cuda import fake_cuda
 
 PLUGIN = Path(__file__).parent / "plugin"
 
@@ -45,6 +48,11 @@ def trial(report: Report, scheme: str) -> Trial:
     return found
 
 
+def named(report: Report) -> dict[str, FindingName | None]:
+    """What is wrong with each channel."""
+    return {each.scheme: each.finding for each in report.channels}
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "shm", "nixl", "ucx"])
 def test_our_own_channels_work(scheme):
     status, report = examine(scheme)
@@ -55,6 +63,7 @@ def test_our_own_channels_work(scheme):
     assert status == 0
     assert trial(report, scheme).provider == f"pdx.transports.{scheme}:{scheme.capitalize()}Region"
     assert trial(report, scheme).rate.best_gb_s > 0
+    assert named(report) == {scheme: None}
     assert report.memcpy.best_gb_s > 0
 
 
@@ -76,6 +85,12 @@ def test_a_broken_channel_harms_no_other_one_and_makes_the_status_1():
     assert "pigeon down" in crashed.why or "receiving process ended" in crashed.why
     assert "strange_channels:Nothing" in trial(report, "unloadable").why
     assert "other bytes arrived" in trial(report, "lying").why
+    assert named(report) == {
+        "crashing": FindingName.CHANNEL_BROKEN,  # the receiving process, not the one that tries
+        "unloadable": FindingName.CHANNEL_UNLOADABLE,
+        "lying": FindingName.CHANNEL_BROKEN,
+        "copying": None,
+    }
 
 
 @pytest.mark.usefixtures("strange")
@@ -84,6 +99,7 @@ def test_a_channel_that_hangs_is_ended_with_all_its_processes():
     assert result.exit_code == 1
     (found,) = json.loads(result.stdout)["channels"]
     assert "within 2 s" in found["trial"]["why"]
+    assert found["finding"] == "channel-hangs"
     assert not [pid for pid in pids() if "pdx.cli.loopback" in command(pid) and "hanging" in command(pid)]
 
 
@@ -106,6 +122,22 @@ def test_what_cannot_work_here_matters_only_where_it_was_asked_for(monkeypatch):
     assert [each.scheme for each in report.channels] == ["absent", "copying"]
     assert trial(report, "absent") == Trial("unavailable", "no carrier pigeon", "buy one", "strange_channels:Absent")
     assert examine("absent", "copying")[0] == 1
+    assert named(report) == {"absent": FindingName.CHANNEL_UNAVAILABLE, "copying": None}
+
+
+def test_a_process_that_ends_while_it_tries_is_a_crash(monkeypatch):
+    monkeypatch.setattr(doctor_module, "_run", lambda command, timeout_s, errors: (b"", -11))
+    found = doctor_module.examine_channel("shm", 4096, 1.0)
+    assert found.finding is FindingName.CHANNEL_CRASHED
+    assert "status -11" in found.trial.why
+
+
+@pytest.mark.parametrize("scheme", ["shm", "cuda_ipc", "nixl", "ucx"])
+def test_each_of_ours_that_is_not_here_has_a_name_of_its_own(monkeypatch, scheme):
+    said = msgspec.json.encode(Trial("unavailable", "not installed", "install it", "some:Class"))
+    monkeypatch.setattr(doctor_module, "_run", lambda command, timeout_s, errors: (said, 0))
+    found = doctor_module.examine_channel(scheme, 4096, 1.0)
+    assert found.finding == f"{scheme.replace('_', '-')}-unavailable"
 
 
 def test_unknown_channels_are_named():
@@ -122,6 +154,25 @@ def test_tables(monkeypatch):
     assert result.exit_code == 1
     for words in ("works", "not here", "no carrier pigeon", "buy one", "memcpy", "/dev/shm", "memlock", "RDMA"):
         assert words in result.output, result.output
+    assert "see troubleshooting: channel-unavailable" in result.output
+    assert "explained in docs/troubleshooting.md" in result.output
+
+
+def test_what_is_well_is_not_explained():
+    from rich.console import Console
+
+    report = Report(True, [Finding("x", Trial("ok", rate=Rate(1, 1)))], Rate(1, 1), [Fact("memlock", "unlimited")])
+    console = Console(width=150, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
+    console.print(view(report))
+    console.file.close()
+    assert "troubleshooting" not in console.export_text()
+
+
+def test_the_report_of_this_machine_names_all_that_is_not_well():
+    _, report = examine("shm")
+    assert [fact.name for fact in report.machine if not fact.is_ok and not fact.finding] == []
+    raw = json.loads(msgspec.json.encode(report))
+    assert all(row["finding"] is None or row["finding"] in set(FindingName) for row in raw["machine"])
 
 
 def test_markup_in_what_a_channel_says_is_shown_as_it_is():
@@ -144,6 +195,7 @@ def test_memlock_matters_where_there_is_rdma():
     assert memlock(8 << 20, False, has_rdma=False).is_ok
     limited = memlock(8 << 20, False, has_rdma=True)
     assert not limited.is_ok
+    assert limited.finding is FindingName.MEMLOCK_SMALL
     assert "8.0 MiB" in limited.found
     assert "--ulimit memlock=-1" in limited.fix
 
@@ -156,10 +208,15 @@ def test_rdma_devices_and_their_ports(tmp_path):
         (port / "state").write_text(f"{state}\n")
     devices = rdma_devices(tmp_path)
     assert devices == {"mlx5_0": ["ACTIVE"], "mlx5_1": ["DOWN"]}
-    assert rdma(devices, {"/dev/infiniband/uverbs0": True}).is_ok
-    assert not rdma(devices, {"/dev/infiniband/uverbs0": False}).is_ok
-    assert "no port is active" in rdma({"mlx5_1": ["DOWN"]}, {}).fix
-    assert rdma({}, {}).is_ok
+    good = rdma(devices, {"/dev/infiniband/uverbs0": True})
+    assert (good.is_ok, good.finding) == (True, None)
+    closed = rdma(devices, {"/dev/infiniband/uverbs0": False})
+    assert (closed.is_ok, closed.finding) == (False, FindingName.RDMA_NO_ACCESS)
+    down = rdma({"mlx5_1": ["DOWN"]}, {})
+    assert "no port is active" in down.fix
+    assert (down.is_ok, down.finding) == (False, FindingName.RDMA_PORT_DOWN)
+    none = rdma({}, {})
+    assert (none.is_ok, none.finding) == (True, FindingName.RDMA_NONE)
 
 
 def test_a_small_shared_memory_is_said(monkeypatch):
@@ -167,12 +224,48 @@ def test_a_small_shared_memory_is_said(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: stats)
     fact = shared_memory()
     assert not fact.is_ok
+    assert fact.finding is FindingName.SHM_SMALL
     assert fact.found.startswith("64.0 MiB")
     assert "--shm-size" in fact.fix
 
 
 def test_ucx_and_the_variables_that_limit_it():
-    assert ucx_transports([], {}, has_rdma=True).is_ok
+    missing = ucx_transports([], {}, has_rdma=True)
+    assert (missing.is_ok, missing.finding) == (True, FindingName.UCX_UNAVAILABLE)
     assert "UCX_TLS=tcp" in ucx_transports(["tcp/lo"], {"UCX_TLS": "tcp"}, has_rdma=False).found
-    assert not ucx_transports(["tcp/lo"], {"UCX_TLS": "tcp"}, has_rdma=True).is_ok
+    slow = ucx_transports(["tcp/lo"], {"UCX_TLS": "tcp"}, has_rdma=True)
+    assert (slow.is_ok, slow.finding) == (False, FindingName.UCX_NO_RDMA)
     assert ucx_transports(["rc_mlx5/mlx5_0:1", "tcp/lo"], {}, has_rdma=True).is_ok
+
+
+@pytest.mark.parametrize(
+    ("settings", "failing", "row", "finding"),
+    [
+        ({"gpus": 0}, "", "GPU", FindingName.GPU_UNUSABLE),
+        ({"vmm": False}, "", "GPU arena", FindingName.GPU_ARENA_LEGACY),
+        ({"gpus": 2, "peer_access": False}, "", "peer access", FindingName.GPU_NO_PEER_ACCESS),
+        ({}, "cuMemHostRegister", "page-locking", FindingName.PAGE_LOCK_REFUSED),
+        ({}, "cuMemCreate", "GPU arena", FindingName.GPU_FAILED),
+    ],
+)
+def test_what_a_gpu_cannot_do_has_a_name(tmp_path, settings, failing, row, finding):
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x10de\n")
+    (device / "class").write_text("0x030200\n")
+    with fake_cuda(**settings) as fake:
+        if failing:
+            fake.fail(failing, times=1 << 30)
+        found = {fact.name: fact for fact in gpus.facts(tmp_path)}
+        fake.heal()
+    assert (found[row].is_ok, found[row].finding) == (False, finding)
+    assert [fact.name for fact in found.values() if not fact.is_ok and not fact.finding] == []
+
+
+def test_a_gpu_that_is_not_there_and_a_look_that_failed_have_names(tmp_path, monkeypatch):
+    with fake_cuda(gpus=0):
+        (none,) = gpus.facts(tmp_path)
+    assert (none.is_ok, none.finding) == (True, FindingName.GPU_NONE)
+    monkeypatch.setattr(doctor_module, "_run", lambda command, timeout_s, errors: (b"", None))
+    (failed,) = doctor_module._gpus(1.0)
+    assert (failed.is_ok, failed.finding) == (False, FindingName.GPU_LOOK_FAILED)

@@ -1,0 +1,131 @@
+"""One streamed completion as a client sees it: the text, and when each part of it came."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from pdx.errors import ProtocolError
+from pdx.proxy.sse import EventSplitter, data
+
+ANSWER_S = 600.0
+CONNECT_S = 20.0
+MAX_WORDS = 500  # of a refusal that are kept
+
+
+class AskFailed(Exception):
+    """A server refused, broke off, or answered with something else than was asked for; the text holds its words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back. Times are at the client; `sent_ns` is CLOCK_MONOTONIC, as the moments of proxies are."""
+
+    text: str
+    ttft_ms: float
+    itl_ms: list[float]
+    e2e_ms: float
+    transfer: str  # empty without PDX
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+    sent_ns: int
+
+
+def completion(model: str, prompt: str | Sequence[int], output_tokens: int) -> dict[str, Any]:
+    """The body of a greedy completion of exactly `output_tokens`, streamed."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def session() -> aiohttp.ClientSession:
+    """For any number of requests at once, over connections that stay open. To be made inside the loop that uses it."""
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, trust_env=False)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], request_id: str) -> Answer:
+    """Post `body` to `url`/v1/completions as `request_id`, and read its stream to the end.
+
+    :raises AskFailed: no connection, an error in place of the answer or inside it, a stream without an end.
+    """
+    payload = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    sent_ns = time.monotonic_ns()
+    try:
+        async with session.post(f"{url}/v1/completions", data=payload, headers=headers) as response:
+            if response.status != 200:
+                raise AskFailed(f"{url} answered {response.status}: {(await response.text())[:MAX_WORDS]}")
+            transfer = response.headers.get("x-pdx-transfer-id", "")
+            stream = _Stream()
+            async for event in _events(response):
+                stream.take(event, time.monotonic_ns())
+    except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
+        raise AskFailed(f"{url} broke off: {type(error).__name__} {error}") from error
+    return stream.answer(sent_ns, transfer, request_id)
+
+
+class _Stream:
+    """Puts an answer together."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._came_ns: list[int] = []  # of each event that has text
+        self._end_ns = 0
+        self._usage: dict[str, Any] | None = None
+        self._is_done = False
+
+    def take(self, event: bytes, now_ns: int) -> None:
+        """One event's data."""
+        self._end_ns = now_ns
+        if event == b"[DONE]":
+            self._is_done = True
+            return
+        try:
+            fields = json.loads(event)
+            text = "".join(choice["text"] or "" for choice in fields["choices"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise AskFailed(f"not a completion: {event[:MAX_WORDS].decode(errors='replace')}") from error
+        self._usage = fields.get("usage") or self._usage
+        if text:
+            self._text.append(text)
+            self._came_ns.append(now_ns)
+
+    def answer(self, sent_ns: int, transfer: str, request_id: str) -> Answer:
+        """What it was in all."""
+        if not self._is_done or self._usage is None or not self._came_ns:
+            raise AskFailed(f"the stream ended early, after {''.join(self._text)[:MAX_WORDS]!r}")
+        gaps = zip(self._came_ns, self._came_ns[1:], strict=False)
+        return Answer(
+            text="".join(self._text),
+            ttft_ms=(self._came_ns[0] - sent_ns) / 1e6,
+            itl_ms=[round((later - earlier) / 1e6, 3) for earlier, later in gaps],
+            e2e_ms=(self._end_ns - sent_ns) / 1e6,
+            transfer=transfer,
+            request_id=request_id,
+            prompt_tokens=int(self._usage["prompt_tokens"]),
+            output_tokens=int(self._usage["completion_tokens"]),
+            sent_ns=sent_ns,
+        )
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event, wherever the bytes were cut on their way."""
+    splitter = EventSplitter()
+    async for part in response.content.iter_any():
+        for event in splitter.feed(part):
+            found = data(event)
+            if found is not None:
+                yield found

@@ -1,0 +1,56 @@
+"""What is made of a finished or interrupted breakdown: tables, figures with their goals, pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdx.bench import records
+from pdx.bench.breakdown_figures import figures, missing
+from pdx.bench.breakdown_tables import client_table, parts_table
+from pdx.bench.plots import draw_all
+from pdx.bench.records import Result
+from pdx.bench.report import console, publish
+from pdx.errors import ConfigError
+
+RESULT = "result.json"
+BENCH = "breakdown"
+
+
+def write(result: Result, folder: Path) -> list[Path]:
+    """Show the tables, and put everything in `folder`: the result, its figures and its pictures, which are returned."""
+    records.save(result, folder / RESULT)
+    for name, why in result.not_run.items():
+        console.print(f"{name} {'was left out later' if _has(result, name) else 'did not run'}: {why}", markup=False)
+    if not result.requests:
+        console.print("nothing was measured", markup=False)
+        return []
+    console.print(client_table(result))
+    console.print(parts_table(result))
+    for line in missing(result):
+        console.print(f"no goal checked: {line}", markup=False)
+    pictures = _draw(result, folder)
+    console.print(
+        f"in {folder}: {', '.join([RESULT, 'breakdown.json', *(path.name for path in pictures)])}", markup=False
+    )
+    rounds = result.settings["rounds"]
+    state = f"{rounds} rounds" if result.is_complete else f"interrupted, {rounds} rounds were planned"
+    publish(
+        BENCH,
+        f"where a request's time goes, {state}",
+        figures(result),
+        {"not_run": result.not_run, "settings": result.settings, "missing": missing(result)},
+        folder=folder,
+    )
+    return pictures
+
+
+def _draw(result: Result, folder: Path) -> list[Path]:
+    try:
+        return draw_all(result, folder)
+    except ConfigError as error:
+        console.print(f"no pictures: {error}", markup=False)
+        return []
+
+
+def _has(result: Result, system: str) -> bool:
+    return any(request.system == system for request in result.requests)

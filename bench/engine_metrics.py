@@ -1,0 +1,93 @@
+"""What vLLM's own /metrics say of a batch of requests: read before and after it, and subtracted."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdx.bench.records import Engines
+
+READ_S = 10.0
+QUEUE = "vllm:request_queue_time_seconds_sum"  # arrived in the scheduler -> scheduled
+PREFILL = "vllm:request_prefill_time_seconds_sum"  # scheduled -> first token
+FINISHED = "vllm:request_prefill_time_seconds_count"
+COMPUTED = "vllm:prompt_tokens_by_source_total"
+LOCAL = 'source="local_compute"'
+_SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of all requests that an engine has finished."""
+
+    finished: float
+    queue_s: float
+    prefill_s: float
+    computed_tokens: float
+
+    def since(self, before: Sums) -> Sums:
+        """What was added."""
+        return Sums(
+            self.finished - before.finished,
+            self.queue_s - before.queue_s,
+            self.prefill_s - before.prefill_s,
+            self.computed_tokens - before.computed_tokens,
+        )
+
+
+def parse(text: str) -> Sums:
+    """The sums in one page of /metrics, over all models and engine indices; what is missing is 0."""
+    found = {QUEUE: 0.0, PREFILL: 0.0, FINISHED: 0.0, COMPUTED: 0.0}
+    for name, labels, value in _SAMPLE.findall(text):
+        if name in found and (name != COMPUTED or LOCAL in labels):
+            found[name] += float(value)
+    return Sums(found[FINISHED], found[QUEUE], found[PREFILL], found[COMPUTED])
+
+
+def read(url: str) -> Sums:
+    """The sums of the engine at `url`.
+
+    :raises OSError: it does not answer.
+    """
+    with _direct.open(f"{url}/metrics", timeout=READ_S) as response:
+        return parse(response.read().decode())
+
+
+def engines(prefill: Sums, decode: Sums | None) -> Engines | None:
+    """Means over a batch. `decode`: None with one engine, which then does everything. None: nothing finished."""
+    if prefill.finished < 1 or (decode is not None and decode.finished < 1):
+        return None
+    return Engines(
+        prefill_queue_ms=1e3 * prefill.queue_s / prefill.finished,
+        prefill_ms=1e3 * prefill.prefill_s / prefill.finished,
+        decode_queue_ms=1e3 * decode.queue_s / decode.finished if decode else 0.0,
+        decode_first_ms=1e3 * decode.prefill_s / decode.finished if decode else 0.0,
+        computed_tokens=decode.computed_tokens / decode.finished if decode else 0.0,
+    )
+
+
+class Watch:
+    """The two engines of a system, around one batch. `wait(condition)` looks until it holds or time is up."""
+
+    def __init__(self, prefill_url: str, decode_url: str, wait: Callable[[Callable[[], bool]], bool]) -> None:
+        self._urls = (prefill_url, decode_url) if decode_url != prefill_url else (prefill_url,)
+        self._wait = wait
+        self._before = [read(url) for url in self._urls]
+
+    def end(self, requests: int) -> Engines | None:
+        """What the engines say of the `requests` sent since; None: they did not finish exactly so many.
+
+        Engines count a request when it ends, a moment after its last token has left.
+        """
+        added: list[Sums] = []
+
+        def have_counted() -> bool:
+            added[:] = [read(url).since(before) for url, before in zip(self._urls, self._before, strict=True)]
+            return all(sums.finished >= requests for sums in added)
+
+        if not self._wait(have_counted) or any(sums.finished != requests for sums in added):
+            return None
+        return engines(added[0], added[1] if len(added) > 1 else None)

@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM end a measurement, and leave no process of it behind. For the main thread."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """A context in which the first of these signals raises KeyboardInterrupt; later ones must not disturb the end."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        self._before = {number: signal.signal(number, self._take) for number in _NUMBERS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _restore(self._before)
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._came:
+            self._came = True
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def whole(context: AbstractContextManager[_T]) -> Iterator[_T]:
+    """`context`, entered and left undisturbed: a signal in the middle of a start would leave a process behind.
+
+    Signals take effect right after, so `context` must have deadlines of its own.
+    """
+    stack = ExitStack()
+    try:
+        with _undisturbed():
+            entered = stack.enter_context(context)
+        yield entered
+    finally:
+        with _undisturbed():
+            stack.close()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in _NUMBERS}
+    try:
+        yield
+    finally:
+        _restore(before)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

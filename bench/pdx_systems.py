@@ -1,0 +1,145 @@
+"""PDX as a system to compare: `pdx up` with one node, or with two nodes and one channel."""
+
+from __future__ import annotations
+
+import sys
+import time
+import urllib.error
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from pdx.bench import server
+from pdx.bench.system import VLLM, Bed, CannotRun, Command, Running, Servers, System, vllm_missing
+from pdx.client import connect
+from pdx.config import runtime_folder
+from pdx.errors import PdxError
+from pdx.registry import find
+from pdx.timeline import Moment
+
+PORT = 8000  # in what one would type
+ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses
+POLL_S = 0.1
+UP = (sys.executable, "-P", "-m", "pdx.cli.main", "up")
+LIBRARIES = {"nixl": ("nixl", "nixl-cu12", "nixl-cu13"), "ucx": ("ucxx-cu12", "libucx-cu12")}
+
+
+class PdxSystem(System):
+    """`channel`: of two nodes; None: one node for both engines."""
+
+    is_pdx = True
+
+    def __init__(self, channel: str | None) -> None:
+        self.channel = channel
+        self.name = "pdx" if channel is None else f"pdx-{channel}"
+        self.title = "PDX, one node" if channel is None else f"PDX, two nodes, {channel}"
+        self.packages = ("pdx-transport", *VLLM, *LIBRARIES.get(channel or "", ()))
+
+    def why_not(self) -> str:
+        """See `System.why_not`."""
+        if missing := vllm_missing():
+            return missing
+        if self.channel is None:
+            return ""
+        try:
+            found = find(self.channel).availability()
+        except PdxError as error:
+            return str(error)
+        return "" if found.is_ok else f"{found.why}; {found.fix}".rstrip("; ")
+
+    def commands(self, bed: Bed) -> list[str]:
+        """See `System.commands`."""
+        command = self._command(bed, PORT)
+        return [command.line()]
+
+    def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
+        """See `System.start`."""
+        port = server.free_port()
+        logs = bed.logs / self.name
+        command = self._command(bed, port, logs, trace)
+        with ExitStack() as undo:
+            servers = Servers(logs)
+            undo.callback(servers.close)
+            servers.start([command])
+            running = PdxRunning(servers, port, is_one_node=self.channel is None)
+            running.find_engines()
+            undo.pop_all()
+        return running
+
+    def _command(self, bed: Bed, port: int, logs: Path | None = None, trace: Path | None = None) -> Command:
+        options = ["--port", str(port), "--arena", bed.arena]
+        if self.channel is not None:
+            options += ["--channel", self.channel]
+        if logs is not None:
+            options += ["--logs", str(logs)]
+        return Command(
+            name="up",
+            program=(*UP, str(bed.model)),
+            typed="pdx up MODEL",
+            options=(*options, "--", *bed.engine_flags()),
+            url=f"http://127.0.0.1:{port}",
+            env=bed.env if trace is None else {**bed.env, "PDX_TRACE": str(trace)},
+        )
+
+
+class PdxRunning(Running):
+    """A `pdx up` of its own."""
+
+    def __init__(self, servers: Servers, port: int, *, is_one_node: bool) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.prefill_url = ""
+        self.decode_url = ""
+        self._servers = servers
+        self._folder = runtime_folder() / f"up-{port}"
+        self._is_one_node = is_one_node
+
+    def find_engines(self) -> None:
+        """Wait until the nodes know where the engines are.
+
+        :raises CannotRun: they do not in time.
+        """
+        self.prefill_url, self.decode_url = (
+            self._until(lambda role=role: self._engine(role), f"the {role} engine's address")  # type: ignore[misc]
+            for role in ("prefill", "decode")
+        )
+
+    def _engine(self, role: str) -> str:
+        node = "node" if self._is_one_node else role
+        with connect(f"ipc://{self._folder}/{node}.sock") as attached:
+            for one in attached.status().attached:
+                if one.role == role and one.url:
+                    return one.url
+        return ""
+
+    def _until(self, ask: Callable[[], str], what: str) -> str:
+        deadline = time.monotonic() + ANNOUNCED_S
+        while not (answer := ask()):
+            if time.monotonic() > deadline:
+                raise CannotRun(f"no node learned {what} within {ANNOUNCED_S:.0f} s")
+            time.sleep(POLL_S)
+        return answer
+
+    def timeline(self, transfer: str) -> list[Moment] | None:
+        """See `Running.timeline`."""
+        try:
+            found = server.get(f"{self.url}/pdx/requests/{transfer}")
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return None
+            raise
+        return msgspec.json.decode(found, type=_Timeline).moments
+
+    def died(self) -> str:
+        """See `Running.died`."""
+        return self._servers.died()
+
+    def close(self) -> None:
+        """See `Running.close`."""
+        self._servers.close()
+
+
+class _Timeline(msgspec.Struct):
+    moments: list[Moment]

@@ -1,0 +1,146 @@
+"""GPUs by their data sheets, and what of it engines reach. Pure values; units are in the names."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdx.errors import ConfigError
+
+_SHEETS = "NVIDIA's data sheet; its sparse figures halved where only those are given"
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU's peaks. Links are in one direction; `peer` joins the GPUs of one engine."""
+
+    name: str
+    tflops: float  # dense, 16-bit
+    tflops_fp8: float
+    memory_gb_s: float
+    memory_gb: float
+    peer_gb_s: float
+    host_gb_s: float
+    source: str = _SHEETS
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="a100",
+            tflops=312,
+            tflops_fp8=312,
+            memory_gb_s=2039,
+            memory_gb=80,
+            peer_gb_s=300,
+            host_gb_s=32,
+            source="A100 80GB SXM: " + _SHEETS,
+        ),
+        Gpu(
+            name="l40s",
+            tflops=362,
+            tflops_fp8=733,
+            memory_gb_s=864,
+            memory_gb=48,
+            peer_gb_s=32,
+            host_gb_s=32,
+            source="L40S, PCIe 4 only: " + _SHEETS,
+        ),
+        Gpu(
+            name="h20",
+            tflops=148,
+            tflops_fp8=296,
+            memory_gb_s=4000,
+            memory_gb=96,
+            peer_gb_s=450,
+            host_gb_s=64,
+            source="H20: " + _SHEETS,
+        ),
+        Gpu(
+            name="h800",
+            tflops=989,
+            tflops_fp8=1979,
+            memory_gb_s=3350,
+            memory_gb=80,
+            peer_gb_s=200,
+            host_gb_s=64,
+            source="H800 SXM, an H100 with a slower NVLink: " + _SHEETS,
+        ),
+        Gpu(
+            name="h100",
+            tflops=989,
+            tflops_fp8=1979,
+            memory_gb_s=3350,
+            memory_gb=80,
+            peer_gb_s=450,
+            host_gb_s=64,
+            source="H100 SXM: " + _SHEETS,
+        ),
+        Gpu(
+            name="h200",
+            tflops=989,
+            tflops_fp8=1979,
+            memory_gb_s=4800,
+            memory_gb=141,
+            peer_gb_s=450,
+            host_gb_s=64,
+            source="H200 SXM: " + _SHEETS,
+        ),
+        Gpu(
+            name="b200",
+            tflops=2250,
+            tflops_fp8=4500,
+            memory_gb_s=8000,
+            memory_gb=180,
+            peer_gb_s=900,
+            host_gb_s=64,
+            source="B200 in a DGX: " + _SHEETS,
+        ),
+    )
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """:raises ConfigError: there is no such preset."""
+    if name.lower() not in GPUS:
+        raise ConfigError(f"GPU {name!r} is none of {', '.join(GPUS)}; choose the nearest and set --mfu and --mbu")
+    return GPUS[name.lower()]
+
+
+class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies between a data sheet and an engine; every one is an option of `pdx plan`."""
+
+    mfu: float = 0.5  # share of the peak that prefill reaches
+    mbu: float = 0.7  # share of the memory's speed that decoding reaches
+    memory_share: float = 0.9  # of the GPU, for weights, activations and KV
+    activations_gb: float = 4.0  # of one GPU
+    step_s: float = 0.003  # of the engine per step: scheduling, launching, sampling
+    reduce_s: float = 8e-6  # latency of one all-reduce
+    link_share: float = 0.8  # of a network's or PCIe's nominal speed
+    control_s: float = 0.008  # prefill has ended -> the decode engine may load: answer, request, lookup
+    request_s: float = 0.010  # HTTP, tokenizer and scheduling before prefill
+
+
+class Speeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine reaches, all its GPUs together. Per second, but for `step_s`."""
+
+    flops: float  # of matrices
+    attention_flops: float
+    memory_bytes: float  # reading weights and KV
+    room_bytes: float  # memory for weights and KV; inf: unknown
+    reduce_bytes: float  # through each GPU's link; inf: one GPU
+    step_s: float = 0.0
+    reduce_s: float = 0.0
+
+
+def speeds_of(gpu: Gpu, assumed: Assumptions, tp: int, weight_bytes: float) -> Speeds:
+    """Of an engine of `tp` such GPUs, for a model whose parameters have so many bytes each."""
+    peak = (gpu.tflops_fp8 if weight_bytes <= 1 else gpu.tflops) * 1e12
+    return Speeds(
+        flops=tp * peak * assumed.mfu,
+        attention_flops=tp * gpu.tflops * 1e12 * assumed.mfu,
+        memory_bytes=tp * gpu.memory_gb_s * 1e9 * assumed.mbu,
+        room_bytes=tp * max(0.0, gpu.memory_gb * assumed.memory_share - assumed.activations_gb) * 1e9,
+        reduce_bytes=gpu.peer_gb_s * 1e9 * assumed.link_share if tp > 1 else float("inf"),
+        step_s=assumed.step_s,
+        reduce_s=assumed.reduce_s if tp > 1 else 0.0,
+    )

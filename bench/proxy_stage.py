@@ -1,0 +1,67 @@
+"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pdx.bench.engines import free_port
+from pdx.bench.stand_in_engine import Pace
+from pdx.cli.processes import Process, Processes, State
+from pdx.cli.ready import answers_health
+
+START_S = 60.0
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where they listen, and who they are."""
+
+    pace: Pace  # of the engines at first
+    prefill_url: str
+    decode_url: str
+    proxy_url: str
+    engine_pids: tuple[int, int]
+    proxy_pid: int
+
+
+@contextlib.contextmanager
+def stage(pace: Pace) -> Iterator[Stage]:
+    """All of them; they end with this context, and also if this process is killed.
+
+    :raises RuntimeError: one of them did not start; the message has the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, Processes(Path(folder)) as processes:
+        ports = [free_port() for _ in range(3)]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
+        engines = [
+            _started(processes, name, ["-m", "pdx.bench.stand_in_engine", f"--port={port}", *times], url)
+            for name, port, url in zip(("prefill", "decode"), ports, urls, strict=False)
+        ]
+        options = ["--prefill", urls[0], "--decode", urls[1], "--control", f"ipc://{folder}/proxy.sock"]
+        command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[2]), *options, "--log-level", "warning"]
+        for engine in engines:
+            _wait(engine)
+        proxy = _started(processes, "proxy", command, urls[2])
+        _wait(proxy)
+        first, second = engines
+        yield Stage(pace, urls[0], urls[1], urls[2], (first.pid, second.pid), proxy.pid)
+
+
+def _started(processes: Processes, name: str, arguments: list[str], url: str) -> Process:
+    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=answers_health(url))
+
+
+def _wait(process: Process) -> None:
+    deadline = time.monotonic() + START_S
+    while process.look() is not State.READY:
+        if process.state is State.DIED or time.monotonic() > deadline:
+            raise RuntimeError(f"{process.name} is {process.state}:\n" + "\n".join(process.tail(10)))
+        time.sleep(LOOK_S)

@@ -1,0 +1,39 @@
+"""The file that a user's bench leaves, in the format of `pdx.bench.report`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pdx.bench.report import Figure, machine
+
+
+class ResultFile:
+    """`folder`/`bench`.json: written anew whenever there is more, whole or not at all."""
+
+    def __init__(self, folder: Path, bench: str, title: str) -> None:
+        self.path = folder / f"{bench}.json"
+        self._bench = bench
+        self._title = title
+
+    def write(self, figures: Sequence[Figure], details: dict[str, Any]) -> str:
+        """The text that is now in it.
+
+        :raises OSError: it cannot be written.
+        """
+        result = {
+            "bench": self._bench,
+            "title": self._title,
+            "machine": machine(),
+            "figures": [asdict(figure) for figure in figures],
+            "details": details,
+        }
+        text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(self.path)
+        return text

@@ -1,0 +1,14 @@
+"""All systems that a benchmark can compare, by name."""
+
+from __future__ import annotations
+
+from pdx.bench.baselines import baselines
+from pdx.bench.pdx_systems import PdxSystem
+from pdx.bench.system import Bed, CannotRun, Running, System
+
+__all__ = ["SYSTEMS", "Bed", "CannotRun", "Running", "System"]
+
+CHANNELS = (None, "tcp", "shm", "nixl", "ucx")
+SYSTEMS: dict[str, System] = {
+    system.name: system for system in [*(PdxSystem(channel) for channel in CHANNELS), *baselines()]
+}

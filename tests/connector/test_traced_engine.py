@@ -1,0 +1,356 @@
+"""Spans of a toy engine, on a CPU and on streams: when layers of a transfer were computed, gathered and scattered."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_harness import NodeProcess, wait_until
+from stream_bed import Bed, saved, streams_of, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
+
+import pdx
+from pdx.messages import Mark, Slot
+from pdx.timeline import Event
+from pdx.trace import Tracer, TraceSpan, read, switch
+from pdx.vllm.plan import PagesPlan, SavePlan
+from pdx.vllm.step_trace import StepTrace
+
+
+def prefill_of(transfer: str) -> dict[str, Any]:
+    return {"do_remote_decode": True, "transfer_id": transfer}
+
+
+def decode_of(transfer: str, num_tokens: int) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "transfer_id": transfer, "prefill_tokens": num_tokens}
+
+
+@pytest.fixture
+def transfer() -> str:
+    """A transfer of this test alone, because they share a node."""
+    return secrets.token_hex(10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for spans, switched on."""
+    made = tmp_path / "spans"
+    made.mkdir(mode=0o700)
+    switch(made, True)
+    return made
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What engines' workers tell their node."""
+    from pdx.connection import Connection
+
+    log: list[Any] = []
+    real = Connection.tell
+
+    def tell(self: Connection, body: Any) -> None:
+        log.append(body)
+        real(self, body)
+
+    monkeypatch.setattr(Connection, "tell", tell)
+    return log
+
+
+@pytest.fixture
+def engines(module_node: NodeProcess, folder: Path) -> Iterator[Callable[..., ToyEngine]]:
+    """Engines that record spans, at one node for all tests: their prompts must differ."""
+    made: list[ToyEngine] = []
+
+    def make(**settings: Any) -> ToyEngine:
+        made.append(ToyEngine(module_node.address, f"toy-{len(made)}", **{"trace": str(folder), **settings}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+    with pdx.connect(module_node.address) as client:
+        wait_until(
+            lambda: not (status := client.status()).leases and not status.transfers, what="nobody holds anything"
+        )
+
+
+def lane(spans: list[TraceSpan], name: str, who: str = "") -> list[TraceSpan]:
+    return [span for span in spans if span.lane == name and who in ("", span.who)]
+
+
+def gathered(spans: list[TraceSpan]) -> dict[int, int]:
+    """Bytes by layer."""
+    found: Counter[int] = Counter()
+    for span in lane(spans, "gather"):
+        for layer in range(span.first_layer, span.first_layer + span.num_layers):
+            found[layer] += span.nbytes // span.num_layers
+    return dict(found)
+
+
+def assert_in_order(spans: list[TraceSpan]) -> None:
+    """One after the other, and each ends after its start."""
+    for span, following in zip(spans, [*spans[1:], None], strict=True):
+        assert 0 < span.start_ns <= span.end_ns
+        assert following is None or span.end_ns <= following.start_ns
+
+
+def sealed_bytes(told: list[Any]) -> int:
+    return sum(body.nbytes for body in told if isinstance(body, Mark) and body.event == Event.SEALED)
+
+
+def per_layer(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK) * PAGE_BYTES
+
+
+# ---- on a CPU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1000, CHUNK, 7])
+def test_every_layer_is_computed_and_gathered_once_per_step(
+    engines: Callable[..., ToyEngine], transfer: str, folder: Path, told: list[Any], step: int
+) -> None:
+    engine = engines()
+    prompt = tokens(100 + step, 2 * CHUNK + 7)
+    request = saved(engine, prompt, prefill_of(transfer), step=step)
+    spans = read(folder)  # written when the prefill has ended, without another step
+    engine.finish(request)
+    steps = -(-len(prompt) // step)
+    prefill, gather = lane(spans, "prefill"), lane(spans, "gather")
+    layers = [(span.first_layer, span.num_layers) for span in prefill]
+    assert layers == steps * [*((layer, 1) for layer in range(LAYERS)), (LAYERS - 1, 1)], "and what is after the last"
+    assert [span.first_layer for span in gather] == steps * list(range(LAYERS))
+    assert gathered(spans) == dict.fromkeys(range(LAYERS), per_layer(len(prompt)))
+    assert sum(span.nbytes for span in gather) == sealed_bytes(told) > 0
+    assert_in_order(sorted([*prefill, *gather], key=lambda span: (span.start_ns, span.end_ns)))
+    assert {(span.who, span.transfer) for span in spans} == {("toy-0/0", transfer)}
+    assert not any(span.nbytes for span in prefill)
+
+
+def test_a_pass_without_hooks_is_one_span_in_each_lane(
+    engines: Callable[..., ToyEngine], transfer: str, folder: Path
+) -> None:
+    engine = engines()
+    engine.skip_hooks = True
+    engine.finish(saved(engine, tokens(2, CHUNK), prefill_of(transfer)))
+    prefill, gather = read(folder)
+    assert [(span.lane, span.first_layer, span.num_layers) for span in (prefill, gather)] == [
+        ("prefill", 0, LAYERS),
+        ("gather", 0, LAYERS),
+    ]
+    assert gather.nbytes == LAYERS * per_layer(CHUNK)
+    assert_in_order([prefill, gather])
+
+
+def test_requests_of_one_step_have_spans_of_their_own(
+    engines: Callable[..., ToyEngine], transfer: str, folder: Path
+) -> None:
+    """And those that are not part of a transfer, or decode one, have none."""
+    engine = engines()
+    lengths = {"a": 5, "b": CHUNK, "c": CHUNK}
+    params = {name: prefill_of(f"{name}-{transfer}") for name in "ab"}
+    work = [
+        Request(name, tokens(20 + at, length), params.get(name)) for at, (name, length) in enumerate(lengths.items())
+    ]
+    for request in work:
+        engine.admit(request)
+    engine.step(*[(request, request.num_tokens) for request in work])
+    spans = read(folder)
+    assert {span.transfer for span in spans} == {f"{name}-{transfer}" for name in "ab"}
+    for name in "ab":
+        own = [span for span in spans if span.transfer == f"{name}-{transfer}"]
+        assert gathered(own) == dict.fromkeys(range(LAYERS), per_layer(lengths[name]))
+        assert len(lane(own, "prefill")) == LAYERS + 1
+    for request in work:
+        engine.finish(request)
+
+
+def test_a_prefill_that_finds_no_room_is_traced_all_the_same(
+    engines: Callable[..., ToyEngine], transfer: str, folder: Path, told: list[Any]
+) -> None:
+    engine = engines(save=False)
+    request = saved(engine, tokens(3, 2 * CHUNK), prefill_of(transfer), step=CHUNK)
+    engine.finish(request)
+    spans = read(folder)
+    assert len(lane(spans, "prefill")) == 2 * (LAYERS + 1)
+    assert lane(spans, "gather") == []
+    assert sealed_bytes(told) == 0
+
+
+def test_a_decode_leg_scatters_and_neither_computes_nor_gathers(
+    engines: Callable[..., ToyEngine], transfer: str, folder: Path
+) -> None:
+    first, second = engines(shards=2), engines(shards=2)
+    prompt = tokens(4, CHUNK + 3)
+    first.finish(saved(first, prompt, prefill_of(transfer)))
+    decode = Request("d", [*prompt, *tokens(5, CHUNK)], decode_of(transfer, len(prompt)))
+    assert second.admit(decode) == set()
+    second.step((decode, decode.num_tokens - decode.num_computed))  # fills chunks that are saved
+    second.finish(decode)
+    second.close()
+    spans = read(folder)
+    for shard in range(2):
+        (scatter,) = lane(spans, "scatter", who=f"toy-1/{shard}")
+        assert (scatter.first_layer, scatter.num_layers) == (0, LAYERS)
+        assert scatter.nbytes == LAYERS * per_layer(len(prompt))
+        assert_in_order([*lane(spans, "gather", who=f"toy-0/{shard}"), scatter])
+        assert {span.lane for span in spans if span.who == f"toy-1/{shard}"} == {"scatter"}
+
+
+# ---- off, and switched while it runs ----------------------------------------------------------
+
+
+def test_off_nothing_is_written_and_nothing_else_differs(
+    engines: Callable[..., ToyEngine], transfer: str, folder: Path, told: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def story(engine: ToyEngine, seed: int) -> list[Any]:
+        """What the node is told in a handoff, but for times and handles."""
+        told.clear()
+        engine.finish(saved(engine, tokens(seed, 2 * CHUNK + 7), prefill_of(f"{seed}-{transfer}"), step=CHUNK))
+        return [
+            (body.event, body.nbytes, body.tokens) if isinstance(body, Mark) else type(body).__name__ for body in told
+        ]
+
+    monkeypatch.delenv("PDX_TRACE", raising=False)
+    switched_on = story(engines(), 60)
+    count = len(read(folder))
+    assert count
+    switch(folder, False)
+    switched_off = story(engines(), 61)
+    without = story(engines(trace=""), 62)
+    assert len(read(folder)) == count
+    assert len(list(folder.glob("*.spans"))) == 2, "an engine without the setting has no file"
+    assert switched_on == switched_off == without != []
+
+
+def test_it_is_switched_from_step_to_step(engines: Callable[..., ToyEngine], transfer: str, folder: Path) -> None:
+    engine = engines()
+    request = Request("r", tokens(7, 4 * CHUNK), prefill_of(transfer))
+    engine.admit(request)
+    for on in (False, True, False, True):
+        switch(folder, on)
+        engine.step((request, CHUNK))
+    engine.finish(request)
+    spans = read(folder)
+    assert len(lane(spans, "gather")) == 2 * LAYERS
+    assert gathered(spans) == dict.fromkeys(range(LAYERS), per_layer(2 * CHUNK))
+
+
+def test_a_step_that_failed_leaves_only_what_was_done(
+    engines: Callable[..., ToyEngine], transfer: str, folder: Path
+) -> None:
+    engine = engines()
+    request = Request("r", tokens(8, CHUNK), prefill_of(transfer))
+    engine.admit(request)
+    worker = engine.workers[0]
+    worker.begin(engine.scheduler.plan_step(engine.output({"r": (request, CHUNK)})))
+    worker.save_layer("layer.0")
+    engine.finish(request)  # the forward pass has raised
+    engine.close()
+    assert [(span.lane, span.first_layer) for span in read(folder)] == [("prefill", 0), ("gather", 0)]
+
+
+# ---- copies that end late, or were not begun --------------------------------------------------
+
+
+class LateMover:
+    """Says that something is computed when the test does."""
+
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        self.late: list[Callable[[], None]] = []
+
+    def when_computed(self, action: Callable[[], None]) -> bool:
+        self.late.append(action)
+        return True
+
+    def then(self, action: Callable[[], None]) -> None:
+        action()
+
+
+@pytest.fixture
+def tracer(folder: Path) -> Iterator[Tracer]:
+    with Tracer.open(folder, "e/0") as made:
+        yield made
+
+
+def step_of(tracer: Tracer, mover: Any, transfer: str, *, taken: int) -> StepTrace:
+    """A step that is to gather three chunks, of one, two and three pages, and has room for the first ones."""
+    slot = Slot(0, 4096, 0)
+    pages = [PagesPlan([slot], 4, first=0, block_ids=list(range(count))) for count in (1, 2, 3)]
+    save = SavePlan("r", transfer, pages, ends_transfer=True, blocks_before=0, num_tokens=9)
+    made = StepTrace.of(tracer, [save], pages[:taken], mover=mover, layout=layout())
+    assert made is not None
+    return made
+
+
+def test_what_is_seen_to_be_computed_after_the_copies_have_ended_is_written(
+    tracer: Tracer, transfer: str, folder: Path
+) -> None:
+    mover = LateMover()
+    trace = step_of(tracer, mover, transfer, taken=3)
+    trace.end()
+    trace.ended([])
+    trace.flush(is_due=True)
+    assert read(folder) == []
+    for action in mover.late:
+        action()
+    assert [(span.lane, span.num_layers) for span in read(folder)] == [("prefill", LAYERS)]
+
+
+@pytest.mark.parametrize(("taken", "nbytes"), [(0, []), (2, [3 * PAGE_BYTES])])
+def test_pages_whose_slots_were_lost_count_for_nothing(
+    tracer: Tracer, transfer: str, folder: Path, taken: int, nbytes: list[int]
+) -> None:
+    trace = step_of(tracer, LateMover(), transfer, taken=taken)
+    trace.computed(0)
+    trace.gathered(range(1))
+    tracer.flush()
+    assert [span.nbytes for span in read(folder)] == nbytes
+
+
+# ---- on streams ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_streams_spans_say_when_it_was_done_and_not_when_it_was_queued(
+    bed: Bed, transfer: str, folder: Path, graphs: bool
+) -> None:
+    engine = bed.engine(graphs=graphs, trace=str(folder))
+    streams = streams_of(engine)
+    prompt = tokens(9, CHUNK + 5)
+    request = Request("r", prompt, prefill_of(transfer))
+    engine.admit(request)
+    with streams.held(streams.made[0]):  # computes nothing
+        engine.step((request, len(prompt)))
+        assert read(folder) == []
+    num_prefill, num_gather = (1, 1) if graphs else (LAYERS + 1, LAYERS)
+    wait_until(lambda: len(read(folder)) == num_prefill + num_gather, what="written without another step")
+    engine.finish(request)
+    engine.close()
+    spans = read(folder)
+    assert gathered(spans) == dict.fromkeys(range(LAYERS), per_layer(len(prompt)))
+    prefill = lane(spans, "prefill")
+    assert [(span.first_layer, span.num_layers) for span in prefill] == (
+        [(0, LAYERS)] if graphs else [*((layer, 1) for layer in range(LAYERS)), (LAYERS - 1, 1)]
+    )
+    assert_in_order(prefill)
+    for span in lane(spans, "gather"):
+        assert span.start_ns <= span.end_ns
+        assert span.start_ns < prefill[0].end_ns, "queued before anything was computed"
+
+
+def test_what_is_loaded_on_streams_is_a_span(bed: Bed, transfer: str, folder: Path) -> None:
+    first, second = bed.engine(), bed.engine(trace=str(folder))
+    prompt = tokens(10, CHUNK + 5)
+    first.finish(saved(first, prompt, prefill_of(transfer)))
+    decode = Request("d", [*prompt, 7], decode_of(transfer, len(prompt)))
+    assert second.admit(decode) == set()
+    second.finish(decode)
+    second.close()
+    (span,) = read(folder)
+    assert (span.lane, span.nbytes) == ("scatter", LAYERS * per_layer(len(prompt)))

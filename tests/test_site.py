@@ -1,0 +1,145 @@
+"""The site is built from docs/ without a warning, and a broken link, anchor or picture is one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+URL = re.compile(r"https?:[^\s)`>\"']*")
+LOCAL_HOSTS = re.compile(r"localhost|\d+\.\d+\.\d+\.\d+")
+
+
+def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` does, from `root` into `out`."""
+    rule = (ROOT / "Makefile").read_text().split("\ndocs:", 1)[1].splitlines()[1]
+    program, *options = shlex.split(rule)
+    assert program.endswith("/sphinx-build")
+    places = {"build/doctrees": str(out / "doctrees"), "build/site": str(out / "site")}
+    command = [sys.executable, "-m", "sphinx", *(places.get(option, option) for option in options)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=55, check=False)
+
+
+class Page(HTMLParser):
+    """Where a built page leads, what it loads, and its anchors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Called by the parser."""
+        found = dict(attrs)
+        self.anchors.update(value for name in ("id", "name") if (value := found.get(name)))
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"] or "")
+        self.loads += [value for name in ("src", "href") if tag != "a" and (value := found.get(name))]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built."""
+    out = tmp_path_factory.mktemp("site")
+    result = build(ROOT, out)
+    assert result.returncode == 0, result.stderr
+    return out / "site"
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, Page]:
+    """All built pages."""
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def test_every_page_is_there(site):
+    built = {path.relative_to(site).with_suffix(".md") for path in site.rglob("*.html")}
+    assert {path.relative_to(ROOT) for path in PAGES} <= built
+
+
+def test_links_of_the_built_site_lead_somewhere(pages):
+    """Also those that the generator makes, and anchors; it stands on its own against the generator's own check."""
+    count = 0
+    for path, page in pages.items():
+        for link in page.links:
+            url = urlsplit(link)
+            if url.scheme:
+                continue
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            assert target.exists(), f"{path.name}: {link}"
+            if url.fragment and target in pages:
+                assert url.fragment in pages[target].anchors, f"{path.name}: {link}"
+                count += 1
+    assert count > 20
+
+
+def test_the_site_needs_no_other_host(pages):
+    loaded = [(path.name, target) for path, page in pages.items() for target in page.loads if urlsplit(target).netloc]
+    assert loaded == []
+
+
+def test_the_first_page_is_found_without_knowing_its_name(site, pages):
+    assert "docs/index.html" in pages[site / "index.html"].links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_other_hosts_have_a_sound_form(page):
+    """Whether somebody answers there is not asked: tests run without a network."""
+    for found in URL.findall(page.read_text()):
+        url = urlsplit(found.rstrip(".,;:"))
+        host = url.hostname or ""
+        if LOCAL_HOSTS.fullmatch(host):
+            continue
+        assert url.scheme == "https", f"{found}: not https"
+        assert re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", host), f"{found}: no public host's name"
+        assert (url.username, url.port) == (None, None), found
+
+
+BROKEN = {
+    "no_page": ("[nowhere](elsewhere.md)", "elsewhere.md"),
+    "no_anchor_here": ("[nowhere](#there)", "'there'"),
+    "no_anchor_there": ("[nowhere](good.md#there)", "local id not found"),
+    "no_picture": ("![nothing](nothing.png)", "nothing.png"),
+    "no_file": ("[nothing](nothing.py)", "nothing.py"),
+    "unlisted": ("Nobody leads here.", "any toctree"),
+}
+GOOD = "# Good\n\n## Here\n\n[this](#here), [that](index.md#pages), [code](../pyproject.toml)\n"
+
+
+def test_what_is_sound_is_no_error(tmp_path):
+    result = build(small_site(tmp_path, {"good": GOOD}), tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_what_is_broken_is_an_error(tmp_path):
+    broken = {name: f"# {name}\n\n{text}\n" for name, (text, _) in BROKEN.items()}
+    result = build(small_site(tmp_path, {"good": GOOD, **broken}), tmp_path)
+    assert result.returncode != 0
+    said = dict(re.findall(r"docs/(\w+)\.md.*?WARNING: (.*)", result.stderr))
+    assert said.keys() == BROKEN.keys(), "each of them, and nothing else"
+    assert [name for name, (_, complaint) in BROKEN.items() if complaint not in said[name]] == []
+
+
+def small_site(folder: Path, pages: dict[str, str]) -> Path:
+    """A repository with these pages and our settings; all pages but `unlisted` are listed."""
+    docs = folder / "small" / "docs"
+    docs.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "conf.py", docs)
+    shutil.copytree(ROOT / "docs" / "site", docs / "site")
+    shutil.copy(ROOT / "pyproject.toml", docs.parent)
+    entries = "".join(f"- [{name}]({name}.md)\n" for name in pages if name != "unlisted")
+    (docs / "index.md").write_text(f"# Site\n\n## Pages\n\n{entries}")
+    for name, text in pages.items():
+        (docs / f"{name}.md").write_text(text)
+    return docs.parent

@@ -1,0 +1,274 @@
+"""The tutorials are walked through: their programs run and print what the pages say, and what a page shows of a program
+is in that program under docs/examples."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+from node_harness import MIB, wait_until
+
+import pdx
+from pdx import registry
+from pdx.cli.main import main
+from pdx.cli.serve import engine_command
+from pdx.config import ConnectorConfig, parse
+from pdx.errors import PdxError
+from pdx.testing import tiny_llama
+from pdx.testing.channel_conformance import ChannelConformance
+from pdx.timeline import Breakdown
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code of a page that is fenced with this language."""
+    text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text()
+    return [code for name, code in BLOCK.findall(text) if name == language]
+
+
+def commands(page: str, program: str) -> list[list[str]]:
+    """The command lines of a page that start with this, as words, without the variables before them."""
+    lines = [line for code in blocks(page, "") for line in code.splitlines()]
+    words = [shlex.split(re.sub(r"^(\w+=\S+ )+", "", line)) for line in lines]
+    return [line for line in words if " ".join(line).startswith(program)]
+
+
+# ---- every page -----------------------------------------------------------------------------
+
+
+def plain(code: str) -> list[str]:
+    """Lines without their common indentation and without remarks for linters."""
+    return [re.sub(r" *# noqa.*", "", line).rstrip() for line in textwrap.dedent(code).splitlines()]
+
+
+def is_piece(code: str, program: Path) -> bool:
+    """Whether these lines stand in the program, one behind the other, with whatever indentation."""
+    wanted, lines = plain(code), program.read_text().splitlines()
+    count = len(wanted)
+    return any(plain("\n".join(lines[at : at + count])) == wanted for at in range(len(lines) - count + 1))
+
+
+@pytest.mark.parametrize("page", [page.stem for page in PAGES])
+def test_code_on_a_page_is_a_piece_of_a_program_that_runs(page):
+    programs = sorted(EXAMPLES.rglob("*.py"))
+    for code in blocks(page, "python"):
+        assert any(is_piece(code, program) for program in programs), code
+    for code in blocks(page, "toml"):
+        known = [path.read_text() for path in EXAMPLES.rglob("*.toml")]
+        assert any(code in text for text in known) or "nodes" in tomllib.loads(code), code
+    for code in blocks(page, "json"):
+        json.loads(code)
+
+
+def test_a_piece_that_was_changed_is_noticed():
+    program = EXAMPLES / "smallest_engine.py"
+    assert is_piece("self.worker.end_forward()\nreturn self.worker.finished_loads()\n", program)
+    assert not is_piece("self.worker.end_forward()\nreturn self.worker.finished_load()\n", program)
+    assert not is_piece("return self.worker.finished_loads()\nself.worker.end_forward()\n", program)
+
+
+# ---- two instances (engines are started by tests/engines and by the demo) -----------------------
+
+
+def test_the_connector_is_configured_as_pdx_serve_does_it():
+    lines = commands("two-instances", "vllm serve")
+    assert len(lines) == 2
+    for line in lines:
+        shown = json.loads(line[line.index("--kv-transfer-config") + 1])
+        settings = shown.pop("kv_connector_extra_config")
+        parse(ConnectorConfig, settings)
+        assert settings["url"].endswith(f":{line[line.index('--port') + 1]}")
+
+
+@needs_vllm
+def test_it_writes_what_pdx_serve_writes():
+    for shown, served in zip(
+        commands("two-instances", "vllm serve"), commands("two-instances", "pdx serve")[:2], strict=True
+    ):
+        role, model, flags = served[2], served[3], served[4:]
+        written = engine_command(model, flags, role=role, node="", arena="8GiB", proxy="")
+        ours, theirs = (json.loads(line[line.index("--kv-transfer-config") + 1]) for line in (written, shown))
+        here, there = (each.pop("kv_connector_extra_config") for each in (ours, theirs))
+        assert ours == theirs
+        assert {name: here[name] for name in there} == there
+
+
+@needs_vllm
+@pytest.mark.parametrize("page", [page.stem for page in PAGES])
+def test_flags_for_vllm_are_known_to_it(page):
+    """By vLLM's sources, because asking it takes half a minute."""
+    home = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    sources = [home / "engine" / "arg_utils.py", *(home / "entrypoints").rglob("cli_args.py")]
+    known = "".join(path.read_text() for path in sources)
+    serve = main.get_command(click.Context(main), "serve")
+    ours = {option for parameter in serve.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for line in commands(page, "vllm serve") + commands(page, "pdx serve"):
+        for flag in {word for word in line if word.startswith("--")} - ours:
+            assert f'"{flag}"' in known or f"    {flag[2:].replace('-', '_')}: " in known, flag
+
+
+def test_what_it_shows_of_a_request_is_what_the_proxy_tells():
+    shown = [json.loads(code) for code in blocks("two-instances", "json")]
+    (told,) = [one for one in shown if "handoff_ms" in one]
+    assert list(told) == [field.name for field in msgspec.structs.fields(Breakdown)]
+
+
+def test_the_model_for_cpus_is_made_by_what_the_page_says():
+    ((_, _, code),) = commands("two-instances", "python -c")
+    compile(code, "two-instances.md", "exec")
+    assert callable(tiny_llama.make_model)
+    assert "from pdx.testing.tiny_llama import make_model" in code
+
+
+# ---- Python API -------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(*lines: list[str]) -> Iterator[None]:
+    """`pdx` commands in processes of their own, ended afterwards."""
+    started = []
+    try:
+        started += [
+            subprocess.Popen([sys.executable, "-P", "-m", "pdx.cli.main", *line[1:]], stderr=subprocess.DEVNULL)
+            for line in lines
+        ]
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(20)
+
+
+def answers(address: str) -> bool:
+    try:
+        pdx.connect(address, timeout_s=1.0).close()
+    except PdxError:
+        return False
+    return True
+
+
+def run_example(line: list[str], environ: dict[str, str] | None = None) -> str:
+    """What the program of this command line prints."""
+    done = subprocess.run(
+        [sys.executable, *line[1:]],
+        cwd=ROOT,
+        env={**os.environ, **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_torch
+@pytest.mark.timeout(180)
+def test_the_python_api_page(place, monkeypatch):
+    """Its roster, its two nodes and its program, in a folder and at ports of our own."""
+    (roster,) = blocks("python-api", "toml")
+    nodes, programs = commands("python-api", "pdx node --name"), commands("python-api", "python docs/examples")
+    everything = json.dumps([roster, nodes, programs]).replace("/tmp/pdx-two", str(place))
+    for port in ("7700", "7701"):
+        everything = everything.replace(f":{port}", f":{free_port()}")
+    roster, nodes, (program,) = json.loads(everything)
+    monkeypatch.chdir(place)
+    (place / "roster.toml").write_text(roster)
+    (place / "roster.toml").chmod(0o600)
+    with running(*([*node, "--proxy", ""] for node in nodes)):
+        for address in program[2:]:
+            wait_until(lambda address=address: answers(address), 30.0, f"the node at {address} answers")
+        printed = run_example(program).splitlines()
+    (shown,) = blocks("python-api", "text")
+    assert printed[:-1] == shown.splitlines()[:-1]
+    channel = re.compile(r"by \w+:")
+    assert channel.sub("", printed[-1]) == channel.sub("", shown.splitlines()[-1])
+
+
+# ---- an engine --------------------------------------------------------------------------------
+
+
+@needs_torch
+@pytest.mark.timeout(120)
+def test_the_engine_page(start_node):
+    node = start_node(arena_bytes=64 * MIB)
+    (program,) = commands("add-an-engine", "python docs/examples")
+    assert run_example(program, {"PDX_NODE": node.address}) == blocks("add-an-engine", "text")[0]
+    status = node.status()
+    assert status.leases == 0
+    assert set(status.chunks) == {"sealed"}
+
+
+# ---- a channel --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def carrier(tmp_path_factory) -> Iterator[Path]:
+    """The page's package, as `pip install` would leave it."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "carrier.py").write_text((EXAMPLES / "carrier" / "carrier.py").read_text())
+    project = tomllib.loads((EXAMPLES / "carrier" / "pyproject.toml").read_text())["project"]
+    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    entries = "\n".join(f"{name} = {where}" for name, where in project["entry-points"]["pdx.channels"].items())
+    (info / "entry_points.txt").write_text(f"[pdx.channels]\n{entries}\n")
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    yield folder
+    sys.path.remove(str(folder))
+    sys.modules.pop("carrier", None)
+
+
+@pytest.fixture(scope="class")
+def found(request, carrier) -> None:
+    """The suite's region is the one that is found by its name."""
+    request.cls.region = registry.find("carrier")
+
+
+@pytest.mark.usefixtures("found")
+class TestCarrier(ChannelConformance):
+    pass
+
+
+def test_doctor_tries_the_channel_of_the_page(carrier, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(carrier))
+    (line,) = commands("add-a-channel", "pdx doctor")
+    result = CliRunner().invoke(main, [*line[1:], "--json"])
+    assert result.exit_code == 0, result.output
+    (channel,) = json.loads(result.stdout)["channels"]
+    assert channel["trial"]["state"] == "ok"
+    assert channel["trial"]["provider"] == "carrier:CarrierRegion"
+
+
+def test_the_suite_of_the_page_is_the_one_that_ran():
+    (code,) = [code for code in blocks("add-a-channel", "python") if "ChannelConformance" in code]
+    assert is_piece(code, EXAMPLES / "carrier" / "test_carrier.py")
