@@ -51,9 +51,14 @@ def completion(model: str, prompt: str | Sequence[int], output_tokens: int) -> d
 
 
 def session() -> aiohttp.ClientSession:
-    """For any number of requests at once, over connections that stay open. To be made inside the loop that uses it."""
+    """For any number of requests at once. To be made inside the loop that uses it.
+
+    Every request has a connection of its own: one that was kept could be closed by its server between two turns, and
+    the request sent on it would be lost.
+    """
     timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, trust_env=False)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], request_id: str) -> Answer:

@@ -108,6 +108,14 @@ class EngineRunning(Running):
             raise
         return msgspec.json.decode(found, type=dict[str, float])
 
+    def pause(self) -> None:
+        """See `Running.pause`."""
+        self._servers.pause()
+
+    def resume(self) -> None:
+        """See `Running.resume`."""
+        self._servers.resume()
+
     def died(self) -> str:
         """See `Running.died`."""
         return self._servers.died()
@@ -283,6 +291,7 @@ class Nixl(Pair):
 
     mode = Mode.PULL
     connector_name = "NixlConnector"
+    polls_idle = True  # its progress thread
     packages = (*VLLM, *NIXL)
     needs = Needs(any_of=("nixl", "nixl-cu12", "nixl-cu13"), install="pip install nixl")
 

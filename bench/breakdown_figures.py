@@ -122,6 +122,7 @@ def _against(rows: Mapping[str, list[Request]], system: str, head: str) -> list[
         is_goal = (system, other) == (OURS, OTHER)
         for what, value, bound in (
             ("client's first token", lambda request: _positive(to_client_ms(request)), TO_CLIENT),
+            ("client's first token with the queue", lambda request: _positive(to_client_with_queue_ms(request)), None),
             ("decoder may run", lambda request: _positive(to_runnable_ms(request)), TO_RUNNABLE),
         ):
             ratios = _ratios(rows[other], rows[system], value)

@@ -11,6 +11,7 @@ from pdx.bench.records import Engines
 
 READ_S = 10.0
 QUEUE = "vllm:request_queue_time_seconds_sum"  # arrived in the scheduler -> scheduled
+FIRST = "vllm:time_to_first_token_seconds_sum"  # arrived at the API server -> first token
 PREFILL = "vllm:request_prefill_time_seconds_sum"  # scheduled -> first token
 FINISHED = "vllm:request_prefill_time_seconds_count"
 COMPUTED = "vllm:prompt_tokens_by_source_total"
@@ -26,6 +27,7 @@ class Sums:
     finished: float
     queue_s: float
     prefill_s: float
+    first_s: float
     computed_tokens: float
 
     def since(self, before: Sums) -> Sums:
@@ -34,17 +36,18 @@ class Sums:
             self.finished - before.finished,
             self.queue_s - before.queue_s,
             self.prefill_s - before.prefill_s,
+            self.first_s - before.first_s,
             self.computed_tokens - before.computed_tokens,
         )
 
 
 def parse(text: str) -> Sums:
     """The sums in one page of /metrics, over all models and engine indices; what is missing is 0."""
-    found = {QUEUE: 0.0, PREFILL: 0.0, FINISHED: 0.0, COMPUTED: 0.0}
+    found = {QUEUE: 0.0, PREFILL: 0.0, FIRST: 0.0, FINISHED: 0.0, COMPUTED: 0.0}
     for name, labels, value in _SAMPLE.findall(text):
         if name in found and (name != COMPUTED or LOCAL in labels):
             found[name] += float(value)
-    return Sums(found[FINISHED], found[QUEUE], found[PREFILL], found[COMPUTED])
+    return Sums(found[FINISHED], found[QUEUE], found[PREFILL], found[FIRST], found[COMPUTED])
 
 
 def read(url: str) -> Sums:
@@ -61,12 +64,22 @@ def engines(prefill: Sums, decode: Sums | None) -> Engines | None:
     if prefill.finished < 1 or (decode is not None and decode.finished < 1):
         return None
     return Engines(
-        prefill_queue_ms=1e3 * prefill.queue_s / prefill.finished,
+        prefill_queue_ms=_queue_ms(prefill),
         prefill_ms=1e3 * prefill.prefill_s / prefill.finished,
-        decode_queue_ms=1e3 * decode.queue_s / decode.finished if decode else 0.0,
+        decode_queue_ms=_queue_ms(decode) if decode else 0.0,
         decode_first_ms=1e3 * decode.prefill_s / decode.finished if decode else 0.0,
         computed_tokens=decode.computed_tokens / decode.finished if decode else 0.0,
     )
+
+
+def _queue_ms(sums: Sums) -> float:
+    """How long a request waited for its turn, on average.
+
+    vLLM's own figure begins when the scheduler has taken the request, which it does not do while a step runs. That
+    matters where requests come together: there everything counts from the API server on, some IPC included.
+    """
+    queue_s = sums.queue_s if sums.finished == 1 else max(sums.queue_s, sums.first_s - sums.prefill_s)
+    return 1e3 * queue_s / sums.finished
 
 
 class Watch:

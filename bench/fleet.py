@@ -18,6 +18,8 @@ DEFAULT_KV_GIB = 4.0  # vLLM's, where VLLM_CPU_KVCACHE_SPACE says nothing
 class Fleet:
     """At most `max_engines` engines at a time. Whoever asks for a system uses it before asking for another.
 
+    Systems that poll without a pause do not run while another one is used, or its figures would be theirs, too.
+
     `traces`: a folder; each PDX system records spans in its folder of the system's name, which must be there.
     A context: leaving it ends everything. For one thread.
     """
@@ -55,6 +57,7 @@ class Fleet:
         system = self._systems[name]
         if system.engines > self._max_engines:
             raise CannotRun(f"{name} has {system.engines} engines, and there is room for {self._max_engines}")
+        self.rest(but=name)
         running = self._running.pop(name, None)
         if running is None:
             self._make_room(system.engines)
@@ -63,8 +66,16 @@ class Fleet:
         elif why := running.died():
             running.close()
             raise CannotRun(why)
+        elif system.polls_idle:
+            running.resume()
         self._running[name] = running
         return running
+
+    def rest(self, but: str = "") -> None:
+        """Nobody takes processor time now, `but` one; the next `get` of a system wakes it."""
+        for name, running in self._running.items():
+            if name != but and self._systems[name].polls_idle:
+                running.pause()
 
     def _make_room(self, engines: int) -> None:
         while sum(self._systems[name].engines for name in self._running) + engines > self._max_engines:

@@ -32,7 +32,7 @@ NO_PARTS = "what the engines or the proxy should have told, so there are no part
 
 
 class Asker:
-    """The one HTTP client of a run, with connections that stay open. For one thread.
+    """The one HTTP client of a run. For one thread.
 
     `wall_s` and `cpu_s`: how long requests were under way, and what this process used of the processor meanwhile.
     """

@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import urllib.error
@@ -87,6 +88,12 @@ class Running(ABC):
         """What PDX's proxy knows of a transfer by now; None: nothing, or the system is not PDX."""
         return None
 
+    def pause(self) -> None:  # noqa: B027 - most have no need of it
+        """Keep its processes from running until `resume`; only systems that say `polls_idle` need this. Idempotent."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Let them run again. Idempotent."""
+
     @abstractmethod
     def died(self) -> str:
         """Which of its processes has ended on its own, and the line of its log that says why; empty: none."""
@@ -104,6 +111,7 @@ class System(ABC):
     engines: ClassVar[int] = 2
     is_pair: ClassVar[bool] = True
     is_pdx: ClassVar[bool] = False
+    polls_idle: ClassVar[bool] = False  # takes processor time from others when nobody asks it anything
     packages: tuple[str, ...] = VLLM  # distributions whose versions matter
 
     @abstractmethod
@@ -205,15 +213,28 @@ class Servers:
             last = decisive(self._logs)
             raise CannotRun(f"{process.name} was not ready within {timeout_s:.0f} s; it said last: {last}")
 
-    def pids(self, name: str) -> list[int]:
-        """The server of that name and whatever it started."""
-        groups = {process.pid for process in self._processes if process.name == name}
+    def pids(self, *names: str) -> list[int]:
+        """The servers of these names and whatever they started."""
+        groups = {process.pid for process in self._processes if process.name in names}
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(ProcessLookupError):
                 if os.getpgid(int(folder.name)) in groups:
                     found.append(int(folder.name))
         return found
+
+    def pause(self) -> None:
+        """See `Running.pause`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """See `Running.resume`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids(*(process.name for process in self._processes)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def died(self) -> str:
         """See `Running.died`."""
@@ -222,7 +243,8 @@ class Servers:
         return ""
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End them, paused or not. Idempotent."""
+        self.resume()
         self._stack.close()
 
 

@@ -77,7 +77,8 @@ def test_every_command_is_in_the_readme():
 
 
 def test_every_module_is_in_the_architecture():
-    modules = [path for folder in ("pdx", "proxy", "kernels", "transports", "bench") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("pdx", "proxy", "kernels", "transports", "bench")
+    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     named = {str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"}
     assert len(named) > 40
     assert sorted(name for name in named if f"| `{name}` |" not in ARCHITECTURE) == []

@@ -14,6 +14,12 @@ class Ran(Running):
         self.system, self.words = system, ""
         self.url = self.prefill_url = self.decode_url = ""
 
+    def pause(self):
+        self.system.journal.append(f"pause {self.system.name}")
+
+    def resume(self):
+        self.system.journal.append(f"resume {self.system.name}")
+
     def died(self):
         return self.words
 
@@ -66,6 +72,16 @@ def test_systems_that_fit_stay(bed, journal):
         assert fleet.get("a") is first
         assert journal == ["+a", "+b", "+c"]
     assert sorted(journal[3:]) == ["-a", "-b", "-c"]
+
+
+def test_who_polls_does_not_run_beside_others(bed, journal):
+    quiet, polling = systems(journal, quiet=2, polling=2)
+    polling.polls_idle = True
+    with Fleet(bed, [quiet, polling], 4) as fleet:
+        for name in ("polling", "quiet", "polling"):
+            fleet.get(name)
+        fleet.rest()
+        assert journal == ["+polling", "pause polling", "+quiet", "resume polling", "pause polling"]
 
 
 def test_the_least_recently_used_make_room(bed, journal):

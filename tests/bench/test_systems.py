@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import urllib.error
+from pathlib import Path
 
 import pytest
 
@@ -235,6 +236,31 @@ def test_the_decisive_line_says_why_a_server_cannot_run(what, words, tmp_path):
             servers.start([command("prefill", ports.prefill), command("decode", ports.decode, what)])
         pids = servers.pids("prefill")
         assert pids
+    finally:
+        servers.close()
+    assert alive(pids) == []
+
+
+def states(pids):
+    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+
+def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
+    ports = baselines.Ports.free()
+    servers = system.Servers(tmp_path)
+    try:
+        engine = command("prefill", ports.prefill)
+        servers.start([engine])
+        pids = servers.pids("prefill")
+        running = baselines.EngineRunning(servers, [engine])
+        running.pause()
+        while states(pids) != {"T"}:
+            pass
+        running.resume()
+        while "T" in states(pids):
+            pass
+        assert running.died() == ""
+        running.pause()
     finally:
         servers.close()
     assert alive(pids) == []
