@@ -6,7 +6,6 @@ What each of them needs, and which vLLM refuses on a CPU, is in docs/adr/0023-ba
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import urllib.error
@@ -33,6 +32,7 @@ from pdx.bench.system import (
     is_cpu_build,
     vllm_missing,
 )
+from pdx.bench.threads import bring_home, let_go_first
 from pdx.config import parse_bytes
 
 CHECKED = "0.32."  # the vLLM in which the refusals below were seen; another one is simply tried
@@ -322,6 +322,21 @@ class Nixl(Pair):
                 bring_home(servers.pids(role), int(cores.split(",")[0]))
 
 
+class NixlYielding(Nixl):
+    """The same, but its progress thread gets only the time that nobody else wants: what is not owed to its polling.
+
+    Nobody's documentation advises this; it tells the connector's part in `nixl`'s figures from its polling thread's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("nixl-yield", "NixlConnector (pull), its polling thread at idle priority")
+
+    def settle(self, bed: Bed, servers: Servers) -> None:
+        """See `Nixl.settle`."""
+        super().settle(bed, servers)
+        let_go_first(servers.pids("prefill", "decode"))
+
+
 class NixlPush(Nixl):
     """vLLM's NixlPushConnector: the prefill engine writes the blocks when prefill has ended."""
 
@@ -366,6 +381,7 @@ def baselines() -> list[System]:
     """All of them, vLLM alone last."""
     return [
         Nixl(),
+        NixlYielding(),
         NixlPush(),
         Mooncake(),
         Offloading(
@@ -387,14 +403,6 @@ def baselines() -> list[System]:
         LMCache(),
         Plain(),
     ]
-
-
-def bring_home(pids: Sequence[int], core: int) -> list[int]:
-    """Bind the main threads of vLLM's workers among these processes to `core`; returns which."""
-    workers = [pid for pid in pids if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::Worker")]
-    for pid in workers:
-        os.sched_setaffinity(pid, {core})
-    return workers
 
 
 def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:

@@ -164,14 +164,11 @@ class Breakdown:
         return _line(self.result.requests[-turn.concurrency :], seen)
 
     def _take_copy(self, turn: Turn) -> None:
-        """Time the reference. It counts only beside PDX: engines of other systems need not sleep meanwhile, and a copy
-        that they slow down would make PDX's handoff look better."""
-        if self._copy_ms is None:
-            return
-        nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
-        copy_ms = self._copy_ms(nbytes)
-        if self._systems[turn.system].is_pdx:
-            self.result.copies.append(Copy(turn.round, nbytes, copy_ms))
+        """Time the reference, while no engine takes processor time."""
+        if self._copy_ms is not None:
+            self._fleet.rest()
+            nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
+            self.result.copies.append(Copy(turn.round, nbytes, self._copy_ms(nbytes)))
 
     def _observer(self, name: str, asker: Asker) -> Observer:
         """Of the system as it runs now; one that was just started has been warmed up."""

@@ -59,6 +59,7 @@ SYSTEMS = {
     "pdx-nixl": Look("#009E73", "-", "D"),
     "pdx-ucx": Look("#66B89A", "-", "v"),
     "nixl": Look("#D55E00", "--", "o"),
+    "nixl-yield": Look("#F0A070", ":", "o"),
     "nixl-push": Look("#E69F00", "--", "s"),
     "mooncake": Look("#CC79A7", "--", "^"),
     "offloading": Look("#8C3A6B", "-.", "D"),

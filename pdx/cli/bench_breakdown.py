@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +20,6 @@ TINY = "tiny"
 GIB, MIB = 1 << 30, 1 << 20
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # where the environment says nothing else
 KV_SPACE, KV_FLAG = "VLLM_CPU_KVCACHE_SPACE", "--kv-cache-memory-bytes"
-# NIXL's progress thread, as vLLM's connector starts it, never sleeps: an idle engine of these takes a whole core.
-RESTLESS = frozenset({"nixl", "nixl-push"})
 SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
 
 
@@ -51,7 +48,7 @@ SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
     show_default=True,
     help="Folder for results.",
 )
-@click.option("--max-engines", type=click.IntRange(1, 64), help="Engines at a time. [default: see docs]")
+@click.option("--max-engines", type=click.IntRange(1, 64), help="Engines at a time. [default: as memory allows]")
 @click.option("--overhead/--no-overhead", default=True, show_default=True, help="Measure what the benchmark costs.")
 @click.option(
     "--overhead-pairs",
@@ -104,7 +101,7 @@ def breakdown(
         systems=chosen,
         not_run=not_run,
         bed=bed,
-        max_engines=max_engines or engines_together(bed, chosen),
+        max_engines=max_engines or room_for_engines(bed),
         out=out,
         is_tiny=model is None,
     )
@@ -163,14 +160,11 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
     )
 
 
-def engines_together(bed: Bed, systems: Iterable[str]) -> int:
-    """How many engines may be there at a time: by memory, and so that none takes processor time from another's turn."""
+def room_for_engines(bed: Bed) -> int:
+    """How many engines there is memory for now."""
     from pdx.bench.fleet import engines_that_fit
     from pdx.bench.model_facts import flag
-    from pdx.bench.system import is_cpu_build
 
-    if is_cpu_build() and RESTLESS.intersection(systems):
-        return 2
     kv_bytes = flag(bed.flags, KV_FLAG)
     if kv_bytes is None:
         return engines_that_fit(bed)

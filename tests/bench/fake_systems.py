@@ -127,8 +127,8 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(text)}
         events = [{"choices": [{"text": letter}]} for letter in text] + [{"choices": [], "usage": usage}]
         stream = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+        self.server.finish(request_id)  # before the client can ask for more
         self._send(200, stream, {"x-pdx-transfer-id": f"t-{request_id}"} if self.server.system.is_pdx else {})
-        self.server.finish(request_id)
 
     def _send(self, status, body, headers=None):
         self.send_response(status)
@@ -151,6 +151,7 @@ class FakeSystem:
         self.journal, self.fails, self.hangs, self.cannot, self.is_wrong = journal, fails, hangs, cannot, is_wrong
         self.num_asked = 0
         self.num_started = 0
+        self.polls_idle = False
 
     def why_not(self):
         return ""
@@ -173,6 +174,7 @@ class FakeFleet:
 
     def __init__(self, systems, traces, *, holds_all=True):
         self.holds_all = holds_all
+        self.num_rests = 0
         self._systems, self._traces, self._running = systems, traces, {}
 
     @property
@@ -186,6 +188,9 @@ class FakeFleet:
             trace = self._traces / name if self._systems[name].is_pdx else None
             self._running[name] = self._systems[name].start(None, trace=trace)
         return self._running[name]
+
+    def rest(self):
+        self.num_rests += 1
 
     def close(self):
         while self._running:

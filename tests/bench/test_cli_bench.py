@@ -16,7 +16,7 @@ from pdx.bench.breakdown import Settings
 from pdx.bench.breakdown_run import Plan
 from pdx.bench.system import Bed
 from pdx.cli.bench import BENCHES
-from pdx.cli.bench_breakdown import engines_together
+from pdx.cli.bench_breakdown import room_for_engines
 from pdx.cli.main import main
 
 PROGRAM = Path(__file__).with_name("breakdown_program.py")
@@ -73,18 +73,12 @@ def test_what_is_refused(options, says, tmp_path, monkeypatch):
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("systems", "kv_bytes", "engines"),
-    [(["pdx", "nixl"], 1 << 30, 2), (["pdx", "plain"], 1 << 30, 7), (["pdx"], None, 4)],
-)
-def test_engines_at_a_time(systems, kv_bytes, engines, monkeypatch):
-    """By memory; and a pair whose threads never sleep has the cores of a CPU host for itself."""
-    monkeypatch.setattr("pdx.bench.system.is_cpu_build", lambda: True)
+@pytest.mark.parametrize(("kv_bytes", "engines"), [(1 << 30, 7), (None, 4)])
+def test_engines_at_a_time_are_as_many_as_memory_holds(kv_bytes, engines, monkeypatch):
     monkeypatch.setattr("pdx.bench.fleet.is_cpu_build", lambda: True)
     monkeypatch.setattr("pdx.bench.fleet.available_bytes", lambda: 29 << 30)
     flags = () if kv_bytes is None else ("--kv-cache-memory-bytes", str(kv_bytes))
-    bed = Bed(Path("model"), "some-model", flags, {}, Path("logs"), 1000, "1GiB")
-    assert engines_together(bed, systems) == engines
+    assert room_for_engines(Bed(Path("model"), "some-model", flags, {}, Path("logs"), 1000, "1GiB")) == engines
 
 
 @pytest.mark.timeout(90)

@@ -3,21 +3,22 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
 import urllib.error
 from pathlib import Path
 
 import pytest
 
-from pdx.bench import baselines, pdx_systems, system
+from pdx.bench import baselines, pdx_systems, system, threads
 from pdx.bench.systems import SYSTEMS, Bed, CannotRun
 from pdx.cli import placement
 
 ORDER = [
     *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx"),
-    *("nixl", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
+    *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
 ]
-PAIRS = ["nixl", "nixl-push", "mooncake"]
+PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
 # Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
 SERVER = """
 import http.server, json, sys
@@ -307,9 +308,9 @@ def test_workers_are_brought_home(monkeypatch):
     home = max(os.sched_getaffinity(0))
     bound = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
-    assert baselines.bring_home([os.getpid()], home) == []
-    monkeypatch.setattr(baselines.Path, "read_bytes", lambda self: b"VLLM::Worker\0")
-    assert baselines.bring_home([os.getpid()], home) == [os.getpid()]
+    assert threads.bring_home([os.getpid()], home) == []
+    monkeypatch.setattr(threads.Path, "read_bytes", lambda self: b"VLLM::Worker\0")
+    assert threads.bring_home([os.getpid()], home) == [os.getpid()]
     assert bound == [(os.getpid(), {home})]
 
 
@@ -317,3 +318,21 @@ def test_http_errors_are_not_taken_for_nothing(tmp_path):
     running = baselines.EngineRunning(None, [command("a", 1)], command("proxy", 1))
     with pytest.raises(urllib.error.URLError):
         running.moments("r")
+
+
+POLLS = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nwhile True: pass"
+SLEEPS = "import time; time.sleep(60)"
+
+
+def test_only_threads_that_poll_let_others_go_first():
+    children = [subprocess.Popen([sys.executable, "-S", "-c", program]) for program in (POLLS, SLEEPS)]
+    pids = [child.pid for child in children]
+    try:
+        while not (busy := threads.let_go_first(pids)):
+            pass
+        assert busy == [pids[0]]  # the first thread has the process's id
+        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_IDLE, os.SCHED_OTHER]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
