@@ -15,11 +15,17 @@ from pdx.bench.places import RESULTS, ROOT
 from pdx.bench.report import at_least, console, publish
 
 BENCHES = ("pages", "node", "handoff", "overhead", "channels", "paged", "across", "digests")
-# Their last results are shown: one takes as long as one wants, the others need a GPU (`python -m pdx.bench.gpu`).
-SHOWN = ("idle", *(f"gpu-{section}" for section in SECTIONS))
+# Their last results are shown: one takes as long as one wants, some need a GPU (`python -m pdx.bench.gpu`), and the
+# last are of `pdx bench breakdown`, copied from its --out.
+SHOWN = (
+    "idle",
+    *(f"gpu-{section}" for section in SECTIONS),
+    *("breakdown", "breakdown-8000", "breakdown-yield"),
+)
 NUMBERS = ROOT / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
 PAGES_GOAL = 0.8
+BREAKDOWN = "breakdown"
 
 
 def run(bench: str) -> str | None:
@@ -56,14 +62,16 @@ def table(bench: str) -> str:
     result = json.loads((RESULTS / f"{bench}.json").read_text())
     machine = result["machine"]
     versions = {**machine["versions"], **machine.get("gpu_versions", {})}
-    command = f"python -m pdx.bench.{bench.replace('-', ' --only ')}"
+    for facts in (result.get("details") or {}).get("systems", {}).values() if result["bench"] == BREAKDOWN else ():
+        versions |= facts["versions"]
     picture = RESULTS / f"{bench}.png"
     lines = [
-        f"### {result['title']}",
+        f"### {_title(result)}",
         "",
         *([f"![{result['title']}](../bench/results/{picture.name})", ""] if picture.exists() else []),
-        f"`{command}`, {machine['date']}, {machine['cpus']}-core {machine['cpu']}, {machine.get('gpu', 'no GPU')}, "
-        f"Python {machine['python']}, {', '.join(f'{name} {number}' for name, number in versions.items())}; "
+        f"`{_command(bench, result)}`, {machine['date']}, {machine['cpus']}-core {machine['cpu']}, "
+        f"{machine.get('gpu', 'no GPU')}, Python {machine['python']}, "
+        f"{', '.join(f'{name} {number}' for name, number in versions.items())}; "
         f"load at the end {machine['load_at_end']}.",
         "",
         "| figure | measured | goal | met | note |",
@@ -73,7 +81,37 @@ def table(bench: str) -> str:
         met = {None: "", True: "yes", False: "**no**"}[figure["is_met"]]
         measured = f"{figure['value']:,.3f} {figure['unit']}".strip()
         lines.append(f"| {figure['name']} | {measured} | {figure['goal']} | {met} | {figure['note']} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *_left_out(result), ""])
+
+
+def _title(result: dict[str, Any]) -> str:
+    """Of several breakdowns, each has its own."""
+    title = str(result["title"])
+    if result["bench"] != BREAKDOWN:
+        return title
+    asked = result["details"]["settings"]
+    tokens = ", ".join(f"{each:,}" for each in asked["tokens"])
+    return f"{title}: {tokens} tokens; {', '.join(asked['systems'])}"
+
+
+def _command(bench: str, result: dict[str, Any]) -> str:
+    """What one types to measure it again."""
+    if result["bench"] != BREAKDOWN:
+        return f"python -m pdx.bench.{bench.replace('-', ' --only ')}"
+    asked = result["details"]["settings"]
+    lists = " ".join(f"--{name} {','.join(map(str, asked[name]))}" for name in ("tokens", "concurrency", "systems"))
+    overhead = "" if asked["overhead_pairs"] else " --no-overhead"
+    return f"pdx bench breakdown {lists} --rounds {asked['rounds']} --max-engines {asked['max_engines']}{overhead}"
+
+
+def _left_out(result: dict[str, Any]) -> list[str]:
+    """What a breakdown says nothing about, below its table."""
+    if result["bench"] != BREAKDOWN:
+        return []
+    details = result["details"]
+    lines = [f"{name} did not run, or not to the end: {why}" for name, why in details["not_run"].items()]
+    lines += [f"no goal checked: {line}" for line in details["missing"]]
+    return ["", *(f"- {line}" for line in lines)] if lines else []
 
 
 def fill_numbers() -> None:

@@ -6,12 +6,13 @@ What each of them needs, and which vLLM refuses on a CPU, is in docs/adr/0023-ba
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import urllib.error
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ CHECKED = "0.32."  # the vLLM in which the refusals below were seen; another one
 MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PROXY = (sys.executable, "-P", "-m", "pdx.bench.baseline_proxy")
 
 
@@ -59,11 +61,14 @@ class Ports:
     def free(cls) -> Ports:
         """Ports nobody listens on now. All are held until all are known, so no two are the same."""
         with ExitStack() as held:
-            found = []
-            for _ in range(5):
+            found: list[int] = []
+            for port in (*_candidates(), *[0] * 5):  # 0: whichever is free
                 listener = held.enter_context(socket.socket())
-                listener.bind(("127.0.0.1", 0))
-                found.append(listener.getsockname()[1])
+                with suppress(OSError):
+                    listener.bind(("127.0.0.1", port))
+                    found.append(listener.getsockname()[1])
+                if len(found) == 5:
+                    break
             return cls(*found)
 
 
@@ -309,6 +314,15 @@ class Nixl(Pair):
         side = ports.prefill_side if role == "prefill" else ports.decode_side
         return {"UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
 
+    def commands(self, bed: Bed) -> list[str]:
+        """See `System.commands`."""
+        return [*super().commands(bed), *self.by_hand()]
+
+    def by_hand(self) -> list[str]:
+        """What `settle` does, as remarks below the commands."""
+        back = "taskset -p moves the main thread of its worker back to its own core (bring_home in pdx.bench.threads)"
+        return [f"# then, of each engine: {back}"] if is_cpu_build() else []
+
     def settle(self, bed: Bed, servers: Servers) -> None:
         """Undo what would cripple this baseline where cores are few.
 
@@ -330,6 +344,11 @@ class NixlYielding(Nixl):
 
     def __init__(self) -> None:
         super().__init__("nixl-yield", "NixlConnector (pull), its polling thread at idle priority")
+
+    def by_hand(self) -> list[str]:
+        """See `Nixl.by_hand`."""
+        idle = "chrt --idle gives its threads that poll idle priority (let_go_first in pdx.bench.threads)"
+        return [*super().by_hand(), f"# then, of each engine: {idle}"]
 
     def settle(self, bed: Bed, servers: Servers) -> None:
         """See `Nixl.settle`."""
@@ -403,6 +422,13 @@ def baselines() -> list[System]:
         LMCache(),
         Plain(),
     ]
+
+
+def _candidates() -> list[int]:
+    """Ports that the kernel gives to nobody who does not ask for them: engines bind theirs only after their imports."""
+    lowest = int(EPHEMERAL.read_text().split()[0])
+    ports = range(max(1024, lowest - 12_000), lowest)
+    return random.sample(ports, min(100, len(ports)))
 
 
 def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import tempfile
@@ -58,7 +57,7 @@ def measure(observer: Observer, bodies: Iterator[Bodies], folder: Path, asker: A
                 spans_per_request=statistics.fmean(spans),
                 span_us=span_us,
                 span_share=statistics.fmean(spans) * span_us / 1e3 / statistics.median(e2e_ms),
-                bench_cpu_share=asker.cpu_s / (asker.wall_s * (os.cpu_count() or 1)),
+                bench_core_share=asker.cpu_s / asker.wall_s,
             )
     finally:
         trace.switch(folder, True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from pdx.bench import records
 from pdx.bench.breakdown_figures import figures, missing
@@ -12,8 +15,12 @@ from pdx.bench.records import Result
 from pdx.bench.report import console, publish
 from pdx.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pdx.bench.channels import Row
+
 RESULT = "result.json"
 BENCH = "breakdown"
+TRANSFER = Path("transfer", "transfer.json")  # beside our folder
 
 
 def write(result: Result, folder: Path) -> list[Path]:
@@ -24,6 +31,7 @@ def write(result: Result, folder: Path) -> list[Path]:
     if not result.requests:
         console.print("nothing was measured", markup=False)
         return []
+    _show_systems(result)
     console.print(client_table(result))
     console.print(parts_table(result))
     for line in missing(result):
@@ -38,18 +46,47 @@ def write(result: Result, folder: Path) -> list[Path]:
         BENCH,
         f"where a request's time goes, {state}",
         figures(result),
-        {"not_run": result.not_run, "settings": result.settings, "missing": missing(result)},
+        {
+            "systems": {name: msgspec.to_builtins(facts) for name, facts in result.systems.items()},
+            "not_run": result.not_run,
+            "settings": result.settings,
+            "missing": missing(result),
+        },
         folder=folder,
     )
     return pictures
 
 
+def _show_systems(result: Result) -> None:
+    """Versions and commands of those that measured something."""
+    for name, facts in result.systems.items():
+        if _has(result, name):
+            versions = ", ".join(f"{package} {version}" for package, version in facts.versions.items())
+            console.print(f"{name}: {facts.title} ({versions})", markup=False, soft_wrap=True)
+            for command in facts.commands:
+                console.print(f"    {command}", markup=False, soft_wrap=True)
+
+
 def _draw(result: Result, folder: Path) -> list[Path]:
     try:
-        return draw_all(result, folder)
+        return draw_all(result, folder, _bandwidth(folder.parent / TRANSFER, result))
     except ConfigError as error:
         console.print(f"no pictures: {error}", markup=False)
         return []
+
+
+def _bandwidth(path: Path, result: Result) -> list[Row] | None:
+    """What `pdx bench transfer` measured here on the same day, if its folder is beside ours; else None."""
+    if not path.exists():
+        return None
+    try:
+        from pdx.bench import transfer  # it brings the channels along
+
+        found = msgspec.json.decode(path.read_bytes(), type=transfer.Result)
+    except (ImportError, OSError, msgspec.DecodeError):
+        return None
+    is_same = all(found.machine.get(key) == result.machine.get(key) for key in ("cpu", "cpus", "date"))
+    return found.rows if is_same and found.rows else None
 
 
 def _has(result: Result, system: str) -> bool:

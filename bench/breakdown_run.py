@@ -68,7 +68,13 @@ def new_result(plan: Plan) -> Result:
     return Result(
         machine=machine(),
         model=model,
-        settings=settings | {"arena": plan.bed.arena, "environment": plan.bed.env, "max_engines": plan.max_engines},
+        settings=settings
+        | {
+            "arena": plan.bed.arena,
+            "environment": plan.bed.env,
+            "max_engines": plan.max_engines,
+            "is_gather_beside": not is_cpu_build(),
+        },
         systems={
             name: SystemFacts(title=system.title, versions=system.versions(), commands=system.commands(plan.bed))
             for name, system in plan.systems.items()
@@ -115,12 +121,17 @@ def _memcpy(nbytes: int) -> Callable[[int], float]:
 
 @contextlib.contextmanager
 def _sigterm_is_sigint() -> Iterator[None]:
-    """Both end the run in the same way: KeyboardInterrupt here, inside an event loop, too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """Both end the run in the same way: KeyboardInterrupt here, inside an event loop, too. Also where this process was
+    started with SIGINT ignored, as shells start what runs in the background."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

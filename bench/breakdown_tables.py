@@ -16,7 +16,7 @@ Key = tuple[int, int, str]  # prompt tokens, concurrency, system
 
 
 def client_table(result: Result) -> Table:
-    """What a client saw of each system: medians over requests, means of gaps between tokens."""
+    """What a client saw of each system: medians over requests; between tokens, the mean and the longest silence."""
     table = Table(title="as the client sees it (ms)", title_justify="left")
     _heads(table)
     numbers = ("first token", "worst", "between\ntokens", "worst", "whole\nanswer", "decoder's\nfirst token")
@@ -25,6 +25,7 @@ def client_table(result: Result) -> Table:
     for key, requests in _grouped(result):
         ttfts = [request.ttft_ms for request in requests]
         gaps = [gap for request in requests for gap in request.itl_ms]
+        per_token = [found for request in requests if (found := request.mean_itl_ms) is not None]
         firsts = [request.decode_first_ms for request in requests if request.decode_first_ms is not None]
         shares = [request.hidden_share for request in requests if request.hidden_share is not None]
         compared = [request.is_same for request in requests if request.is_same is not None]
@@ -33,7 +34,7 @@ def client_table(result: Result) -> Table:
             *_row_head(key, len(requests)),
             _number(statistics.median(ttfts)),
             _number(max(ttfts)),
-            _number(statistics.fmean(gaps)) if gaps else "-",
+            _number(statistics.fmean(per_token)) if per_token else "-",
             _number(max(gaps)) if gaps else "-",
             _number(statistics.median(request.e2e_ms for request in requests)),
             _number(statistics.median(firsts)) if firsts else "-",

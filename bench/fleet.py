@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from pdx.config import parse_bytes
 
 ENGINE_BYTES = 2 << 30  # of one engine's processes beside the KV cache: measured 1.6-1.9 GiB with a tiny model
 SPARE_BYTES = 1 << 30  # for proxies, nodes and whoever measures
+AWAKE_S = 1.5  # for a system that was stopped: timers that are overdue, and what they start
 DEFAULT_KV_GIB = 4.0  # vLLM's, where VLLM_CPU_KVCACHE_SPACE says nothing
 
 
@@ -30,6 +32,7 @@ class Fleet:
         self._max_engines = max_engines
         self._traces = traces
         self._running: dict[str, Running] = {}  # least recently used first
+        self._stopped: set[str] = set()  # those of them that do not run now
 
     def __enter__(self) -> Fleet:
         return self
@@ -58,17 +61,20 @@ class Fleet:
         if system.engines > self._max_engines:
             raise CannotRun(f"{name} has {system.engines} engines, and there is room for {self._max_engines}")
         self.rest(but=name)
-        running = self._running.pop(name, None)
+        running = self._running.get(name)
         if running is None:
             self._make_room(system.engines)
             trace = self._traces / name if self._traces is not None and system.is_pdx else None
             running = system.start(self._bed, trace=trace)
         elif why := running.died():
-            running.close()
+            self._end(name)
             raise CannotRun(why)
-        elif system.polls_idle:
+        elif name in self._stopped:
+            self._stopped.discard(name)
             running.resume()
-        self._running[name] = running
+            time.sleep(AWAKE_S)
+        self._running.pop(name, None)
+        self._running[name] = running  # as the last one
         return running
 
     def rest(self, but: str = "") -> None:
@@ -76,6 +82,7 @@ class Fleet:
         for name, running in self._running.items():
             if name != but and self._systems[name].polls_idle:
                 running.pause()
+                self._stopped.add(name)
 
     def _make_room(self, engines: int) -> None:
         while sum(self._systems[name].engines for name in self._running) + engines > self._max_engines:
@@ -83,6 +90,7 @@ class Fleet:
             self._end(name)
 
     def _end(self, name: str) -> None:
+        self._stopped.discard(name)
         self._running.pop(name).close()
 
     def close(self) -> None:

@@ -41,16 +41,17 @@ def whole(context: AbstractContextManager[_T]) -> Iterator[_T]:
     """
     stack = ExitStack()
     try:
-        with _undisturbed():
+        with undisturbed():
             entered = stack.enter_context(context)
         yield entered
     finally:
-        with _undisturbed():
+        with undisturbed():
             stack.close()
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
+    """Signals take effect when this context ends: what is in it must have deadlines of its own."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in _NUMBERS}
     try:

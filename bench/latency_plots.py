@@ -25,8 +25,10 @@ def draw_ttft(result: Result, path: Path) -> Path | None:
 
 
 def draw_itl(result: Result, path: Path) -> Path | None:
-    """Distribution of the gaps between tokens."""
-    return _distributions(result, path, "Time between tokens, as the client sees it", lambda each: each.itl_ms)
+    """Distribution of the gaps between events with tokens: a server that is late puts several tokens into one."""
+    return _distributions(
+        result, path, "Time between events with tokens, as the client sees it", lambda each: each.itl_ms
+    )
 
 
 def draw_load(result: Result, path: Path) -> Path | None:
@@ -42,7 +44,7 @@ def draw_load(result: Result, path: Path) -> Path | None:
         chosen = [each for each in result.requests if each.prompt_tokens == tokens]
         _means(sheet.axes(row, 0), chosen, lambda each: [each.ttft_ms])
         axes = sheet.axes(row, 1)
-        _means(axes, chosen, lambda each: each.itl_ms)
+        _means(axes, chosen, lambda each: [] if each.mean_itl_ms is None else [each.mean_itl_ms])
         _caption(sheet.figure.axes[-2], f"{tokens:,} tokens: mean TTFT")
         _caption(axes, f"{tokens:,} tokens: mean ITL")
     sheet.footnote(style.small_print(result, f"Means over {len(result.requests)} requests of all systems"))

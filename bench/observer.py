@@ -49,7 +49,7 @@ class Asker:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         if self._session is not None:
-            self._runner.run(self._session.close())
+            self._runner.run(_close(self._session))
         self._runner.close()
 
     def together(self, url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
@@ -74,6 +74,11 @@ class Asker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _close(session: aiohttp.ClientSession) -> None:
+    await session.close()
+    await asyncio.sleep(0)  # its sockets are closed by the loop, one step later
 
 
 @dataclass(frozen=True, slots=True)

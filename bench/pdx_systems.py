@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from pdx.bench import server
-from pdx.bench.system import VLLM, Bed, CannotRun, Command, Running, Servers, System, vllm_missing
+from pdx.bench.system import VLLM, Bed, CannotRun, Command, Running, Servers, System, is_cpu_build, vllm_missing
+from pdx.cli import guard
 from pdx.client import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
@@ -22,25 +23,35 @@ from pdx.timeline import Moment
 PORT = 8000  # in what one would type
 ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses
 POLL_S = 0.1
+STOP_S = 4 * guard.GRACE_S  # `pdx up` ends its proxy, engines and nodes one after the other, each within GRACE_S
 UP = (sys.executable, "-P", "-m", "pdx.cli.main", "up")
-LIBRARIES = {"nixl": ("nixl", "nixl-cu12", "nixl-cu13"), "ucx": ("ucxx-cu12", "libucx-cu12")}
+LIBRARIES = {
+    "nixl": ("nixl", "nixl-cu12", "nixl-cu13"),
+    "ucx": ("ucxx-cu12", "libucx-cu12"),
+    "cuda_ipc": ("cuda-bindings",),
+}
 
 
 class PdxSystem(System):
-    """`channel`: of two nodes; None: one node for both engines."""
+    """`channel`: of two nodes; None: one node for both engines. `gpu`: of the arenas, as `pdx up --gpu` takes it."""
 
     is_pdx = True
 
-    def __init__(self, channel: str | None) -> None:
+    def __init__(self, channel: str | None, gpu: str = "") -> None:
         self.channel = channel
-        self.name = "pdx" if channel is None else f"pdx-{channel}"
-        self.title = "PDX, one node" if channel is None else f"PDX, two nodes, {channel}"
+        self.gpu = gpu
+        alone = "pdx-gpu" if gpu else "pdx"
+        self.name = alone if channel is None else f"pdx-{channel}"
+        where = f", arenas on GPU {gpu}" if gpu else ""
+        self.title = ("PDX, one node" if channel is None else f"PDX, two nodes, {channel}") + where
         self.packages = ("pdx-transport", *VLLM, *LIBRARIES.get(channel or "", ()))
 
     def why_not(self) -> str:
         """See `System.why_not`."""
         if missing := vllm_missing():
             return missing
+        if self.gpu and is_cpu_build():
+            return "needs an NVIDIA GPU and vLLM's build for it"
         if self.channel is None:
             return ""
         try:
@@ -60,7 +71,7 @@ class PdxSystem(System):
         logs = bed.logs / self.name
         command = self._command(bed, port, logs, trace)
         with ExitStack() as undo:
-            servers = Servers(logs)
+            servers = Servers(logs, STOP_S)
             undo.callback(servers.close)
             servers.start([command])
             running = PdxRunning(servers, port, is_one_node=self.channel is None)
@@ -72,6 +83,8 @@ class PdxSystem(System):
         options = ["--port", str(port), "--arena", bed.arena]
         if self.channel is not None:
             options += ["--channel", self.channel]
+        if self.gpu:
+            options += ["--gpu", self.gpu]
         if logs is not None:
             options += ["--logs", str(logs)]
         return Command(

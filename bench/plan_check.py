@@ -80,16 +80,19 @@ def way(found: Calibration, tokens: int) -> Overlap:
     )
 
 
-def handoff_s(found: Calibration, tokens: int) -> float:
-    """Prefill has ended -> the decode engine may run: a constant, what of the wire does not hide, and the scatter.
-
-    The constant contains what of the wire did not hide at the lengths of the calibration.
-    """
-    nbytes = tokens * found.engine.shapes.kv_token_bytes
+def control_s(found: Calibration) -> float:
+    """Of a handoff, what is neither wire nor scatter: the calibration's constant, less what of the wire did not hide
+    at its lengths."""
     if not found.is_wired:
-        return found.control_s + nbytes / found.scatter_bytes_s
-    calibrated = statistics.median(way(found, other).exposed_s for other in found.at_tokens)
-    return max(0.0, found.control_s - calibrated) + way(found, tokens).exposed_s + nbytes / found.scatter_bytes_s
+        return found.control_s
+    return max(0.0, found.control_s - statistics.median(way(found, other).exposed_s for other in found.at_tokens))
+
+
+def handoff_s(found: Calibration, tokens: int) -> float:
+    """Prefill has ended -> the decode engine may run: a constant, what of the wire does not hide, and the scatter."""
+    nbytes = tokens * found.engine.shapes.kv_token_bytes
+    exposed_s = way(found, tokens).exposed_s if found.is_wired else 0.0
+    return control_s(found) + exposed_s + nbytes / found.scatter_bytes_s
 
 
 def replayed(found: Calibration, point: Measured) -> list[Replayed]:
@@ -145,7 +148,7 @@ def speeds(found: Calibration) -> str:
     parts = [f"matrices {fast.flops / 1e9:,.4g} GFLOPS, attention {fast.attention_flops / 1e9:,.4g} GFLOPS"]
     named = (("memory", fast.memory_bytes), ("scatter", found.scatter_bytes_s), ("wire", found.wire_bytes_s))
     parts += [f"{name} {show_rate(rate)}" for name, rate in named if rate < INF]
-    parts.append(f"handoff {found.control_s * 1e3:.1f} ms and TTFT {found.request_s * 1e3:.1f} ms besides")
+    parts.append(f"handoff {control_s(found) * 1e3:.1f} ms and TTFT {found.request_s * 1e3:.1f} ms besides")
     return "; ".join(parts)
 
 

@@ -47,7 +47,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     is_wired: bool  # the KV goes from node to node, layer by layer
     wire_bytes_s: float
     scatter_bytes_s: float  # of what moves after prefill: for systems other than PDX, the whole transfer
-    control_s: float  # of a handoff, what is neither wire nor scatter
+    control_s: float  # of a handoff, what is not scatter: with a wire also what of it did not hide
     request_s: float  # of TTFT, what is not prefill
 
 

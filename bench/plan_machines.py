@@ -107,7 +107,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies between a data sheet and an engine; every one is an option of `pdx plan`."""
+    """What lies between a data sheet and an engine; most are options of `pdx plan`."""
 
     mfu: float = 0.5  # share of the peak that prefill reaches
     mbu: float = 0.7  # share of the memory's speed that decoding reaches
@@ -134,7 +134,7 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
 
 def speeds_of(gpu: Gpu, assumed: Assumptions, tp: int, weight_bytes: float) -> Speeds:
     """Of an engine of `tp` such GPUs, for a model whose parameters have so many bytes each."""
-    peak = (gpu.tflops_fp8 if weight_bytes <= 1 else gpu.tflops) * 1e12
+    peak = (gpu.tflops_fp8 if weight_bytes == 1 else gpu.tflops) * 1e12  # 4-bit weights are multiplied in 16 bits
     return Speeds(
         flops=tp * peak * assumed.mfu,
         attention_flops=tp * gpu.tflops * 1e12 * assumed.mfu,

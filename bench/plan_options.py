@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from pdx.bench.plan_check import control_s
 from pdx.bench.plan_engine import INF, Engine
 from pdx.bench.plan_fit import Calibration, calibrate, choose_system, load_result, points, shapes_measured
 from pdx.bench.plan_machines import Assumptions, Gpu, find_gpu, speeds_of
@@ -113,7 +114,7 @@ def _measured(options: Options, path: Path, work: Workload, slo: Slo, links: lis
     link = Link(
         wire_bytes_s=found.wire_bytes_s if found.is_wired else parse_rate(options.link) * options.link_share,
         scatter_bytes_s=found.scatter_bytes_s,
-        control_s=found.control_s,
+        control_s=control_s(found),
     )
     case = Case(engine=found.engine, work=work, slo=slo, link=link, request_s=found.request_s)
     return Asked(case, describe(found), links)
@@ -127,7 +128,7 @@ def describe(found: Calibration) -> str:
         f"{found.engine.shapes.name} as measured with {found.system} at {lengths} tokens: "
         f"matrices {speeds.flops / 1e9:,.4g} GFLOPS, attention {speeds.attention_flops / 1e9:,.4g} GFLOPS, memory "
         f"{speeds.memory_bytes / 1e9:,.3g} GB/s, scatter {found.scatter_bytes_s / 1e9:,.3g} GB/s, handoff "
-        f"{found.control_s * 1e3:.1f} ms besides"
+        f"{control_s(found) * 1e3:.1f} ms besides"
     )
 
 

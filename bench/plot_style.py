@@ -58,6 +58,8 @@ SYSTEMS = {
     "pdx-shm": Look("#2B3A8C", "-", "^"),
     "pdx-nixl": Look("#009E73", "-", "D"),
     "pdx-ucx": Look("#66B89A", "-", "v"),
+    "pdx-gpu": Look("#4A90E2", "-.", "P"),
+    "pdx-cuda_ipc": Look("#7B5FC4", "-.", "X"),
     "nixl": Look("#D55E00", "--", "o"),
     "nixl-yield": Look("#F0A070", ":", "o"),
     "nixl-push": Look("#E69F00", "--", "s"),

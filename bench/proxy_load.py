@@ -133,7 +133,7 @@ class _Load:
             for url in (stage.prefill_url, stage.decode_url):
                 async with http.post(f"{url}/pace", json=asdict(pace)) as response:
                     assert response.status == 200
-            for way in (DIRECT, PROXY):  # connections are made, and code is warm
+            for way in (DIRECT, PROXY):  # code is warm; each request comes on a connection of its own
                 await self._block(http, urls[way], min(case.concurrency, case.in_block))
             for way in BLOCKS:
                 before = _Spent.now(stage)

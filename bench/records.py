@@ -63,7 +63,7 @@ class Request(msgspec.Struct, frozen=True):
     concurrency: int
     index: int  # among those sent together
     ttft_ms: float  # sent -> first token, at the client
-    itl_ms: list[float]  # between tokens, at the client
+    itl_ms: list[float]  # between events that carry text, at the client; a late server puts several tokens into one
     e2e_ms: float
     output_tokens: int
     decode_first_ms: float | None  # sent -> first token of the decode engine left the proxy; None: one engine
@@ -72,6 +72,11 @@ class Request(msgspec.Struct, frozen=True):
     engines: Engines | None = None
     moved_bytes: int = 0
     hidden_share: float | None = None
+
+    @property
+    def mean_itl_ms(self) -> float | None:
+        """Per token, however many of them came together."""
+        return sum(self.itl_ms) / (self.output_tokens - 1) if self.itl_ms and self.output_tokens > 1 else None
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -103,7 +108,8 @@ class SystemFacts(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One plain memcpy of a prompt's KV between two requests: the reference of handoffs."""
+    """A plain memcpy of a prompt's KV between two requests, the reference of handoffs: the median of five to the same
+    target, after one that is dropped because its memory lay idle."""
 
     round: int
     nbytes: int
@@ -120,7 +126,8 @@ class Overhead(msgspec.Struct, frozen=True):
     spans_per_request: float
     span_us: float  # to record one, measured directly
     span_share: float  # spans_per_request x span_us / e2e
-    bench_cpu_share: float  # CPU time of the measuring process / (wall time x cores) while it measured
+    bench_core_share: float | None = None  # CPU time of the measuring process / wall time (1: a whole core)
+    bench_cpu_share: float | None = None  # only in older results: the same / the number of cores
 
 
 class Result(msgspec.Struct, kw_only=True):

@@ -18,21 +18,21 @@ Result = dict[str, Any]
 def compare(
     first: Tally, second: Tally, *, figures: Callable[[Tally], Mapping[str, Any]], keys: Sequence[str]
 ) -> Result:
-    """The ratios of `keys` over everything, and in each block that both got through. `figures` makes them of tallies.
+    """The ratios of `keys` in each block that both got through, and over all of these. `figures` makes them of tallies.
 
     The blocks are what tells how much of a ratio is chance: both did each of them within the same minutes.
     """
-    whole = figures(first), figures(second)
-    blocks = [
-        (figures(Tally(first.server, [one])), figures(Tally(second.server, [other])))
-        for one, other in zip(first.blocks, second.blocks, strict=False)
-        if one.is_over and other.is_over
+    both = [
+        (one, other) for one, other in zip(first.blocks, second.blocks, strict=False) if one.is_over and other.is_over
     ]
+    blocks = [(figures(Tally(first.server, [one])), figures(Tally(second.server, [other]))) for one, other in both]
+    ours, others = (Tally(tally.server, [pair[place] for pair in both]) for place, tally in enumerate((first, second)))
+    whole = (figures(ours), figures(others)) if both else None
     ratios = {}
     for key in keys:
         each = [found for pair in blocks if (found := ratio(key, *pair)) is not None]
         middle = statistics.median(each) if each else None
-        ratios[key] = {"all": ratio(key, *whole), "median_of_blocks": middle, "blocks": each}
+        ratios[key] = {"all": ratio(key, *whole) if whole else None, "median_of_blocks": middle, "blocks": each}
     return {
         "kind": KIND,
         "first": first.server.label,

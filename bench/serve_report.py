@@ -20,7 +20,7 @@ from pdx.bench.goodput import Slo, goodput
 from pdx.bench.report import console, machine
 from pdx.bench.serve import Settings, Tally
 from pdx.bench.serve_client import BACKENDS, METRICS, PERCENTILES, Client
-from pdx.bench.serve_comparison import compare, ratio, verdict
+from pdx.bench.serve_comparison import compare, verdict
 from pdx.bench.serve_workloads import Workload
 
 KIND = "pdx-bench-serve"
@@ -148,12 +148,13 @@ class Report:
         for column in ("", *_SHOWN):
             table.add_column(column, justify="right" if column else "left")
         figures = [self._figures(tally) for tally in tallies]
+        ratios = self._compare(tallies)["ratios"] if len(tallies) == 2 else {}
         for metric in METRICS:
             for tally, found in zip(tallies, figures, strict=True):
                 label = f" {tally.server.label}" if len(tallies) > 1 else ""
                 table.add_row(_NAMES[metric] + label, *(f"{found[f'{name}_{metric}_ms']:,.2f}" for name in _SHOWN))
-            if len(tallies) == 2:
-                each = [ratio(f"{name}_{metric}_ms", *figures) for name in _SHOWN]
+            if ratios:
+                each = [ratios[f"{name}_{metric}_ms"]["all"] for name in _SHOWN]
                 table.add_row("  times lower", *("–" if one is None else f"{one:.2f} x" for one in each))
         return table
 

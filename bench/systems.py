@@ -9,6 +9,7 @@ from pdx.bench.system import Bed, CannotRun, Running, System
 __all__ = ["SYSTEMS", "Bed", "CannotRun", "Running", "System"]
 
 CHANNELS = (None, "tcp", "shm", "nixl", "ucx")
+ON_GPUS = (PdxSystem(None, gpu="0"), PdxSystem("cuda_ipc", gpu="0,1"))
 SYSTEMS: dict[str, System] = {
-    system.name: system for system in [*(PdxSystem(channel) for channel in CHANNELS), *baselines()]
+    system.name: system for system in [*(PdxSystem(channel) for channel in CHANNELS), *ON_GPUS, *baselines()]
 }

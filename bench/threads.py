@@ -14,9 +14,12 @@ BUSY_SHARE = 0.3  # of that time: two threads that poll may share a core
 
 def bring_home(pids: Sequence[int], core: int) -> list[int]:
     """Bind the main threads of vLLM's workers among these processes to `core`; returns which."""
-    workers = [pid for pid in pids if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::Worker")]
-    for pid in workers:
-        os.sched_setaffinity(pid, {core})
+    workers = []
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::Worker"):
+                os.sched_setaffinity(pid, {core})
+                workers.append(pid)
     return workers
 
 

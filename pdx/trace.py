@@ -106,7 +106,10 @@ class Tracer:
     def is_on(self) -> bool:
         """Whether spans are asked for now: reads one byte, with a system call, because touching a mapped file that
         somebody has just shortened ends the process."""
-        return self._is_open and os.pread(self._switch, 1, 0) == b"1"
+        try:
+            return self._is_open and os.pread(self._switch, 1, 0) == b"1"
+        except OSError:  # closed just now by another thread, or the folder's file system is gone
+            return False
 
     def span(
         self, lane: Lane, transfer: str, first_layer: int, num_layers: int, start_ns: int, end_ns: int, nbytes: int
@@ -118,7 +121,8 @@ class Tracer:
         self._spans.append(TraceSpan(lane, transfer, first_layer, num_layers, start_ns, end_ns, nbytes, self._who))
 
     def flush(self, at_least: int = 1) -> None:
-        """Write what was recorded, if it is so many spans. Where another thread is writing, that one does it."""
+        """Write what was recorded, if it is so many spans. Where another thread is writing, that one or the next flush
+        does it."""
         while len(self._spans) >= at_least and self._writing.acquire(blocking=False):
             try:
                 self._write()

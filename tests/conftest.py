@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -20,6 +21,9 @@ from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached
 from pdx.config import NodeConfig
 
 pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whichever test imports one of them first
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started us in the background; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LEAK_DEADLINE_S = 5.0
 _HARMLESS_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/nvidia")

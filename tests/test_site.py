@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+pytestmark = pytest.mark.timeout(180)  # builds, on machines that may be busy
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 URL = re.compile(r"https?:[^\s)`>\"']*")
@@ -26,7 +27,7 @@ def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
     assert program.endswith("/sphinx-build")
     places = {"build/doctrees": str(out / "doctrees"), "build/site": str(out / "site")}
     command = [sys.executable, "-m", "sphinx", *(places.get(option, option) for option in options)]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=55, check=False)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=170, check=False)
 
 
 class Page(HTMLParser):

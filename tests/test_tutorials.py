@@ -156,7 +156,7 @@ def running(*lines: list[str]) -> Iterator[None]:
     started = []
     try:
         started += [
-            subprocess.Popen([sys.executable, "-P", "-m", "pdx.cli.main", *line[1:]], stderr=subprocess.DEVNULL)
+            subprocess.Popen([sys.executable, "-P", "-m", "pdx.cli.main", *line[1:]])  # pytest keeps what it says
             for line in lines
         ]
         yield

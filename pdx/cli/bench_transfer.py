@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -65,10 +63,9 @@ def transfer(
     try:
         from pdx.bench import transfer as bench
         from pdx.bench.channel_trial import check_room
-        from pdx.bench.plot_style import require_matplotlib
+        from pdx.bench.interrupts import Interrupts
     except ImportError as error:
         raise ConfigError(f"this bench needs more packages ({error}): pip install 'pdx-transport[bench]'") from error
-    require_matplotlib()
     depths = [_number(word) for word in in_flight.split(",")]
     wanted = [parse_bytes(word) for word in sizes.split(",")]
     chosen = bench.options(wanted, depths, repeats, has_raw=raw, ring=parse_bytes(memory))
@@ -80,15 +77,16 @@ def transfer(
     names = dict.fromkeys(channels or (name for name in schemes() if name not in INSIDE_ONE_PROCESS))
     teller = Teller()
     run = bench.Run(list(names), chosen, out / "transfer.json", teller.tell)
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with teller.shown(run.steps):
+        with Interrupts(), teller.shown(run.steps):
             run.measure()
     except KeyboardInterrupt:
         run.save()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    picture = run.draw(out / "transfer.png")
+    try:
+        picture = run.draw(out / "transfer.png")
+    except ConfigError as error:
+        picture = None
+        click.echo(f"no picture: {error}", err=True)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(run.result), indent=1))
     else:
@@ -146,7 +144,3 @@ def _number(word: str) -> int:
         return int(word)
     except ValueError:
         raise ConfigError(f"{word!r} is not a number of messages; write for example --in-flight 1,8") from None
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

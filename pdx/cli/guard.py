@@ -43,6 +43,7 @@ def send(groups: Collection[int], number: int) -> None:
 def end(groups: Collection[int], grace_s: float) -> None:
     """TERM, then KILL to what is left after `grace_s`; returns when nothing runs."""
     send(groups, signal.SIGTERM)
+    send(groups, signal.SIGCONT)  # or what is stopped would not notice
     deadline = time.monotonic() + grace_s
     while members(groups) and time.monotonic() < deadline:
         time.sleep(0.05)

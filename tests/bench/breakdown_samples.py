@@ -69,7 +69,7 @@ def overhead(**changed):
         "spans_per_request": 100,
         "span_us": 1.0,
         "span_share": 0.0001,
-        "bench_cpu_share": 0.01,
+        "bench_core_share": 0.01,
     }
     return Overhead(**fields | changed)
 
@@ -81,6 +81,7 @@ def everything():
         requests += [
             request("pdx", round_),
             request("nixl", round_, to_client=200.0, to_runnable=200.0, itl_ms=[31.0, 31.0]),
+            request("nixl-yield", round_, to_client=200.0, to_runnable=200.0, itl_ms=[31.0, 31.0]),
             request("plain", round_),
         ]
         for index in range(4):
@@ -88,6 +89,7 @@ def everything():
             requests += [
                 request("pdx", round_, ttft_ms=2000.0 + index, **together),
                 request("nixl", round_, ttft_ms=4000.0 + index, itl_ms=[40.0, 40.0], **together),
+                request("nixl-yield", round_, ttft_ms=4000.0 + index, itl_ms=[40.0, 40.0], **together),
                 request("plain", round_, ttft_ms=2000.0, **together),
             ]
     return requests

@@ -98,6 +98,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    timeout = 10.0  # for a client that connects and says nothing, as one that was interrupted may
+
     def log_message(self, *_):
         pass
 

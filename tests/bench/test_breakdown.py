@@ -2,12 +2,13 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from fake_systems import FakeFleet, FakeSystem
 
 from pdx import trace
-from pdx.bench import observer, records
+from pdx.bench import breakdown_overhead, observer, records
 from pdx.bench.bodies import Bodies
 from pdx.bench.breakdown import Breakdown, Settings, Turn, order
 from pdx.bench.prompts import Prompts
@@ -238,7 +239,16 @@ def test_overhead_of_the_benchmark(folder):
     assert 0 < found.e2e_ratio_low <= found.e2e_ratio <= found.e2e_ratio_high
     assert 0 < found.span_us < 1000
     assert 0 < found.span_share < 1
-    assert 0 < found.bench_cpu_share <= 1
+    assert 0 < found.bench_core_share <= 1.5
     spans = trace.read(folder / "pdx")
     assert len(spans) == 1 + 1 + 4  # a warm-up, a request, and every other one afterwards
     assert run.systems["nixl"].num_asked == 1 + 1
+
+
+def test_the_share_of_this_process_is_that_of_one_core(tmp_path, monkeypatch):
+    monkeypatch.setattr(breakdown_overhead, "time_span_us", lambda: 1.0)
+    monkeypatch.setattr(breakdown_overhead, "_count_spans", lambda folder, transfer: 1)
+    asked = SimpleNamespace(ask=lambda bodies: [SimpleNamespace(e2e_ms=1.0, transfer="t")])
+    asker = SimpleNamespace(cpu_s=0.5, wall_s=10.0)
+    (found,) = breakdown_overhead.measure(asked, iter([[], []]), tmp_path, asker)
+    assert found.bench_core_share == 0.05

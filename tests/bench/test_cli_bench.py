@@ -1,5 +1,6 @@
 """`pdx bench` and `pdx bench breakdown` as commands: what is refused, what is written, and what Ctrl-C keeps."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from fake_systems import FakeSystem
+from plot_samples import bandwidth
 
-from pdx.bench import breakdown_report, breakdown_run, memcpy, records
+from pdx.bench import breakdown_report, breakdown_run, memcpy, records, transfer
 from pdx.bench.breakdown import Settings
 from pdx.bench.breakdown_run import Plan
+from pdx.bench.report import machine
 from pdx.bench.system import Bed
 from pdx.cli.bench import BENCHES
 from pdx.cli.bench_breakdown import room_for_engines
@@ -30,7 +34,7 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 KV_BYTES = 2 * 1 * 8 * 4
-WAIT_S = 45
+WAIT_S = 150  # it imports much and draws pictures, on machines that may be busy
 
 
 @pytest.fixture
@@ -41,9 +45,14 @@ def model(tmp_path):
     return folder
 
 
-def start(hangs, model, out, *options):
+@contextlib.contextmanager
+def started(hangs, model, out, *options):
     command = [sys.executable, str(PROGRAM), str(hangs), "--model", str(model), "--out", str(out), *SMALL, *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # if it has not ended
 
 
 def test_every_bench_has_a_page_of_help():
@@ -81,10 +90,13 @@ def test_engines_at_a_time_are_as_many_as_memory_holds(kv_bytes, engines, monkey
     assert room_for_engines(Bed(Path("model"), "some-model", flags, {}, Path("logs"), 1000, "1GiB")) == engines
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 def test_a_whole_run_writes_everything(model, tmp_path):
     out = tmp_path / "out"
-    with start(0, model, out, "--systems", "all", "--max-engines", "7", "--overhead-pairs", "2") as process:
+    (tmp_path / "transfer").mkdir()
+    beside = transfer.Result(machine=machine(), settings={}, rows=bandwidth(), is_complete=True)
+    (tmp_path / "transfer" / "transfer.json").write_bytes(msgspec.json.encode(beside))
+    with started(0, model, out, "--systems", "all", "--max-engines", "7", "--overhead-pairs", "2") as process:
         told, progress = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, progress
     result = records.load(out / "result.json")
@@ -97,21 +109,30 @@ def test_a_whole_run_writes_everything(model, tmp_path):
     assert result.overhead.pairs == 2
     figures = json.loads((out / "breakdown.json").read_text())
     assert figures["details"]["not_run"] == result.not_run
+    assert figures["details"]["systems"]["nixl"]["commands"] == ["serve nixl"]
+    assert "\n    serve nixl\n" in told
     last = json.loads(told.splitlines()[-1])
     assert last["bench"] == "breakdown"
     assert last["answers equal to plain vLLM's"] == 1.0
     assert last.keys() == {"bench", *(figure["name"] for figure in figures["figures"])}
-    for name in ("breakdown.png", "ttft-cdf.png", "itl-cdf.png", "concurrency.png", "timeline-pdx-50.png"):
+    for name in (
+        "breakdown.png",
+        "ttft-cdf.png",
+        "itl-cdf.png",
+        "concurrency.png",
+        "bandwidth.png",
+        "timeline-pdx-50.png",
+    ):
         assert (out / name).read_bytes().startswith(PNG)
     assert "nixl, 2 × 50 tokens, round 2: first token after" in progress
     assert "warming up plain, 1 of 1" in progress
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(200)
 def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     out = tmp_path / "out"
     hangs = 2 + 1 + 2 + 1  # two warm-ups, a batch of one, one of two, and then
-    with start(hangs, model, out, "--systems", "pdx,nixl", "--max-engines", "4", "--no-overhead") as process:
+    with started(hangs, model, out, "--systems", "pdx,nixl", "--max-engines", "4", "--no-overhead") as process:
         for line in process.stderr:
             if line.rstrip().endswith("ms between tokens") and "pdx, 1 × 50 tokens" in line:
                 break  # next is the batch that hangs; before or in it
@@ -142,7 +163,7 @@ def plan(model, out, *systems, not_run=()):
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     monkeypatch.setattr(memcpy, "CALM_S", 0.0)
-    monkeypatch.setattr(breakdown_report, "draw_all", lambda result, folder: [])
+    monkeypatch.setattr(breakdown_report, "draw_all", lambda result, folder, bandwidth: [])
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
@@ -153,13 +174,22 @@ def test_a_wrong_answer_is_a_failure(model, out):
     assert records.load(out / "result.json").is_complete
 
 
-def test_sigterm_is_as_good_as_ctrl_c(model, out):
-    """It comes while a request is under way; the handler before is in place again afterwards."""
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["in front", "in the background"])
+def sigint(request):
+    """What a process that a shell starts there does on SIGINT."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield request.param
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_sigterm_is_as_good_as_ctrl_c(model, out, sigint, number):
+    """It comes while a request is under way; the handlers before are in place again afterwards."""
     before = signal.getsignal(signal.SIGTERM)
-    ended = FakeSystem("nixl", [], hangs=lambda number: os.kill(os.getpid(), signal.SIGTERM) is None)
+    ended = FakeSystem("nixl", [], hangs=lambda asked: os.kill(os.getpid(), number) is None)
     assert breakdown_run.run(plan(model, out, FakeSystem("plain", []), ended)) == 130
     assert [request.system for request in records.load(out / "result.json").requests] == ["plain"]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == [sigint, before]
 
 
 def test_nothing_measured_is_a_failure(model, out, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from click.testing import CliRunner
 from plot_samples import bandwidth
 from rich.console import Console
 
+from pdx.bench import channel_trial
 from pdx.bench.channel_trial import Missing
 from pdx.bench.channels import MEMCPY, Row
-from pdx.bench.transfer import Result, view
+from pdx.bench.transfer import Result, Run, view
+from pdx.cli.bench_transfer import Teller
 from pdx.cli.main import main
 
 pytestmark = pytest.mark.timeout(180)  # half a dozen processes that import much, on machines that may be busy
@@ -97,6 +100,18 @@ def test_shm_and_tcp_are_measured_beside_memcpy(tmp_path):
     assert len([line for line in found["stderr"].splitlines() if "GB/s" in line]) == len(cases)
 
 
+def test_without_matplotlib_everything_but_the_picture_is_written(tmp_path):
+    program = "import sys; sys.modules['matplotlib'] = None; from pdx.cli.main import main; main()"
+    options = ["--channel", "tcp", "--no-raw", "--sizes", "4KiB", "--in-flight", "1", "--repeats", "1"]
+    command = [sys.executable, "-P", "-c", program, *COMMAND[4:], "--out", str(tmp_path), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    found = end(process, tmp_path)
+    assert process.returncode == 0, found
+    assert {row["scheme"] for row in found["rows"]} == {MEMCPY, "tcp"}
+    assert "no picture: pictures need matplotlib" in found["stderr"]
+    assert not (tmp_path / "transfer.png").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_midway_it_keeps_what_it_has(tmp_path, number):
     sizes = ",".join(str(4096 * step) for step in range(1, 17))
@@ -113,6 +128,30 @@ def test_interrupted_midway_it_keeps_what_it_has(tmp_path, number):
     assert (tmp_path / "transfer.png").exists()
     assert "tcp" in found["stdout"]
     assert "interrupted" in found["stderr"]
+
+
+def test_a_second_signal_does_not_disturb_the_end(tmp_path, monkeypatch):
+    """It comes when the folder in /dev/shm is about to be removed."""
+    real = shutil.rmtree
+    removed = []
+
+    def disturbed(path, *args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        real(path, *args, **kwargs)
+        removed.append(path)
+
+    monkeypatch.setattr(Teller, "tell", lambda self, scheme, message: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(channel_trial.shutil, "rmtree", disturbed)
+    monkeypatch.setattr(Run, "draw", lambda self, path: None)  # which leaves fonts open
+    options = ["--channel", "tcp", "--no-raw", "--sizes", "4KiB", "--in-flight", "1", "--repeats", "1"]
+    done = CliRunner().invoke(main, ["bench", "transfer", "--memory", "8MiB", "--out", str(tmp_path), *options])
+    monkeypatch.undo()
+    left = list(Path("/dev/shm").glob(f"pdx-bench-{os.getpid()}-*"))
+    for folder in left:
+        shutil.rmtree(folder)
+    assert done.exit_code == 130, done.output
+    assert len(removed) == 1
+    assert left == []
 
 
 def test_nothing_is_left_of_it_when_it_is_killed(tmp_path):

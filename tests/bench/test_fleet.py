@@ -74,14 +74,15 @@ def test_systems_that_fit_stay(bed, journal):
     assert sorted(journal[3:]) == ["-a", "-b", "-c"]
 
 
-def test_who_polls_does_not_run_beside_others(bed, journal):
+def test_who_polls_does_not_run_beside_others(bed, journal, monkeypatch):
+    monkeypatch.setattr(fleet_module.time, "sleep", lambda seconds: journal.append(f"{seconds} s"))
     quiet, polling = systems(journal, quiet=2, polling=2)
     polling.polls_idle = True
     with Fleet(bed, [quiet, polling], 4) as fleet:
-        for name in ("polling", "quiet", "polling"):
+        for name in ("polling", "quiet", "polling", "polling"):
             fleet.get(name)
         fleet.rest()
-        assert journal == ["+polling", "pause polling", "+quiet", "resume polling", "pause polling"]
+        assert journal == ["+polling", "pause polling", "+quiet", "resume polling", "1.5 s", "pause polling"]
 
 
 def test_the_least_recently_used_make_room(bed, journal):
@@ -125,6 +126,20 @@ def test_a_system_that_has_died_is_said_and_ended(bed, journal):
         assert (fleet.running, journal) == ([], ["+a", "-a"])
         fleet.get("a")
     assert journal == ["+a", "-a", "+a", "-a"]
+
+
+def test_a_system_is_kept_where_asking_it_is_interrupted(bed, journal, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with Fleet(bed, systems(journal, a=1), 1) as fleet:
+        fleet.get("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(Ran, "died", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fleet.get("a")
+        assert fleet.running == ["a"]
+    assert journal == ["+a", "-a"]
 
 
 def test_all_are_ended_even_if_one_cannot_be(bed, journal):

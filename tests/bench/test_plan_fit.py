@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plan_cases import CONTROL_S, CPU, REQUEST_S, SCATTER, TINY, measured
 
 from pdx.bench import records
-from pdx.bench.plan_check import check, table
+from pdx.bench.plan_check import check, control_s, handoff_s, table, way
 from pdx.bench.plan_engine import Engine
 from pdx.bench.plan_fit import (
     budget_measured,
@@ -21,6 +21,7 @@ from pdx.bench.plan_fit import (
     points,
     shapes_measured,
 )
+from pdx.bench.plan_options import Options, ask
 from pdx.bench.plan_replay import alone, mean_first_s, mean_gap_s, pair
 from pdx.bench.plan_shapes import PRESETS
 from pdx.errors import ConfigError
@@ -83,6 +84,43 @@ def test_two_nodes_hide_what_they_can():
     assert hidden[8000] > 0.95  # in four steps
     own = [row.error for row in found.rows if row.quantity == "handoff" and row.is_own]
     assert own == [pytest.approx(0, abs=1e-6)]
+
+
+def test_what_a_wire_does_not_hide_counts_once(tmp_path):
+    """A plan from a measurement of two nodes has the handoff that was measured, not the exposed wire twice."""
+    tokens, wire_ms = 4000, 10_000.0  # much longer than prefill
+    one = measured((tokens,), (1,))
+    wired = [
+        msgspec.structs.replace(
+            request, parts=msgspec.structs.replace(request.parts, wire=records.Part(wire_ms, wire_ms)), hidden_share=0.4
+        )
+        for request in one.requests
+        if request.parts
+    ]
+    found = calibrate(one, points(msgspec.structs.replace(one, requests=wired), "pdx"), PRESETS["tiny"])
+    exposed_s = way(found, tokens).exposed_s
+    assert exposed_s > 1
+    wired = [
+        msgspec.structs.replace(request, decode_first_ms=request.decode_first_ms + exposed_s * 1e3) for request in wired
+    ]
+    one = msgspec.structs.replace(one, requests=wired)
+    found = calibrate(one, points(one, "pdx"), PRESETS["tiny"])
+    assert control_s(found) == pytest.approx(CONTROL_S, rel=0.01)
+    path = tmp_path / "result.json"
+    records.save(one, path)
+    asked = ask(
+        Options(
+            **dict.fromkeys(("model", "gpu", "tp", "weights", "kv", "reuse_link", "memory", "system"), ""),
+            **dict.fromkeys(("step", "control"), "1ms"),
+            **dict.fromkeys(("prefillers", "decoders", "input_variation", "reuse"), 0),
+            **dict.fromkeys(("mfu", "mbu", "link_share"), 1.0),
+            **{"link": "1GB/s", "links": "1GB/s", "arena": "host", "rate": 0.001, "share": 0.95},
+            **{"input_tokens": str(tokens), "output_tokens": "16", "ttft": "60s", "itl": "60s", "calibrate": path},
+        )
+    )
+    planned = asked.case.split(1, 1).request.handoff_s
+    assert planned == pytest.approx(handoff_s(found, tokens), abs=0.01)  # the plan's wire has a latency
+    assert planned == pytest.approx(points(one, "pdx")[0].handoff_s, abs=0.01)
 
 
 def test_a_system_that_moves_everything_after_prefill():

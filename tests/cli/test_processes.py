@@ -108,6 +108,17 @@ def test_a_process_deaf_to_term_is_killed_after_the_grace(tmp_path):
     assert stubborn.exit_status == 128 + signal.SIGKILL
 
 
+def test_a_stopped_process_gets_its_grace(tmp_path):
+    says = "signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit()))"
+    with Processes(tmp_path, grace_s=30.0) as processes:
+        stopped = processes.start(
+            "stopped", python(f"import signal, sys; {says}; print('ready', flush=True); {SLEEP}"), is_ready=lambda: True
+        )
+        wait_for(lambda: says_something(stopped.log))
+        os.kill(stopped.pid, signal.SIGSTOP)
+    assert (stopped.tail(1), stopped.exit_status) == (["bye"], 0)
+
+
 def test_stages_end_in_reverse(tmp_path, monkeypatch):
     ended: list[set[int]] = []
     end = guard.end

@@ -87,6 +87,17 @@ def test_whether_it_is_on_is_one_byte_read(tracer, monkeypatch):
     assert reads == [(1, 0)]
 
 
+def test_a_switch_that_cannot_be_read_is_off(tracer, folder, monkeypatch):
+    def stale(*args):
+        raise OSError(116, "Stale file handle")
+
+    switch(folder, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(trace.os, "pread", stale)
+        assert not tracer.is_on
+    assert tracer.is_on
+
+
 def test_threads_record_and_flush_at_the_same_time(tracer, folder):
     start = threading.Barrier(8)
 

@@ -55,7 +55,7 @@ def spans_of(folder, nbytes):
         spans = trace.read(folder)
         return spans if sum(span.nbytes for span in spans) >= nbytes else None
 
-    return wait_until(found, 5.0, "the spans are written while the nodes go on")
+    return wait_until(found, 30.0, "the spans are written while the nodes go on")
 
 
 def by_layer(spans):
