@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import signal
 import sys
 import time
 import uuid
@@ -25,11 +24,12 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from pdx.bench.web_process import serve_until_stopped
+
 KEPT = 1000  # requests of which the moments are kept
 KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
 CONNECT_S = 5.0
 BODY_BYTES = 64 << 20
-SHUTDOWN_S = 2.0
 PATHS = ("/v1/completions", "/v1/chat/completions")
 Body = dict[str, Any]
 Moments = dict[str, float]
@@ -290,17 +290,7 @@ async def serve(options: argparse.Namespace) -> None:
     mode = Mode(options.mode)
     peer = await bootstrap_peer(options.bootstrap) if mode is Mode.MOONCAKE else None
     proxy = Proxy(mode, options.prefill, options.decode, peer)
-    # A client that goes away must cancel its request's task: that is what closes the legs.
-    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", options.port).start()
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
-    finally:
-        await runner.cleanup()
+    await serve_until_stopped(proxy.app(), options.port)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, TypeVar
@@ -31,6 +32,36 @@ class Interrupts:
         if not self._came:
             self._came = True
             raise KeyboardInterrupt
+
+
+def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """`asyncio.run` within `Interrupts`: a signal cancels the coroutine, and takes its effect when the loop has ended.
+
+    Raised inside a loop, KeyboardInterrupt comes out of it a second time while its tasks are cancelled, and leaves the
+    loop open.
+    """
+    came: list[int] = []
+
+    async def cancellable() -> _T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def cancel(number: int) -> None:
+            if not came:
+                came.append(number)
+                task.cancel()
+
+        for number in _NUMBERS:
+            loop.add_signal_handler(number, cancel, number)
+        return await coroutine
+
+    before = {number: signal.getsignal(number) for number in _NUMBERS}
+    try:
+        return asyncio.run(cancellable())
+    finally:
+        _restore(before)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager

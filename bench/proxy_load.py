@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from pdx.bench import interrupts
 from pdx.bench.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.cpu_clock import CpuClock, machine_seconds
 from pdx.bench.proxy_stage import Stage
@@ -105,7 +106,7 @@ def measure(stage: Stage, case: Case, *, is_saturated: bool = False) -> Row:
 
     :raises AskFailed: a request failed. :raises RuntimeError: the proxy changed an answer, or chose another mode.
     """
-    return asyncio.run(_Load(stage, case).run(AT_ONCE if is_saturated else stage.pace))
+    return interrupts.run(_Load(stage, case).run(AT_ONCE if is_saturated else stage.pace))
 
 
 def cost(fewer: Row, more: Row) -> Cost:

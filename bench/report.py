@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,16 +66,21 @@ def publish(
         met = "" if figure.is_met is None else "yes" if figure.is_met else "NO"
         table.add_row(figure.name, f"{figure.value:,.3f}", figure.unit, figure.goal, met, figure.note)
     console.print(table)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{bench}.json").write_text(as_text(bench, title, figures, details or {}, facts or {}))
+    print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
+
+
+def as_text(bench: str, title: str, figures: Sequence[Figure], details: dict[str, Any], facts: dict[str, Any]) -> str:
+    """What a result's file holds."""
     result = {
         "bench": bench,
         "title": title,
-        "machine": {**machine(), **(facts or {})},
+        "machine": {**machine(), **facts},
         "figures": [asdict(figure) for figure in figures],
-        "details": details or {},
+        "details": details,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{bench}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
+    return json.dumps(result, indent=1, ensure_ascii=False) + "\n"
 
 
 def machine() -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pdx.bench.report import Figure, machine
+from pdx.bench.report import Figure, as_text
 
 
 class ResultFile:
@@ -24,14 +22,7 @@ class ResultFile:
 
         :raises OSError: it cannot be written.
         """
-        result = {
-            "bench": self._bench,
-            "title": self._title,
-            "machine": machine(),
-            "figures": [asdict(figure) for figure in figures],
-            "details": details,
-        }
-        text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+        text = as_text(self._bench, self._title, figures, details, {})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(text)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import time
 from array import array
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+
+from pdx.bench.web_process import serve_until_stopped
 
 MODEL = "stand-in"
 MODEL_LEN = 1 << 20
@@ -172,23 +173,6 @@ async def _sleep_until(due: float) -> None:
     await asyncio.sleep(max(0.0, due - time.monotonic()))
 
 
-async def serve(port: int, pace: Pace) -> None:
-    """Until SIGTERM or SIGINT.
-
-    :raises OSError: the port cannot be had.
-    """
-    runner = web.AppRunner(StandInEngine(pace).app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
-    finally:
-        await runner.cleanup()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m pdx.bench.stand_in_engine", description="Answers in vLLM's protocol at a fixed pace."
@@ -197,7 +181,8 @@ def main() -> None:
     parser.add_argument("--first-ms", type=float, default=20.0, help="from a request to its first token")
     parser.add_argument("--pace-ms", type=float, default=5.0, help="from each token to the next")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.port, Pace(arguments.first_ms, arguments.pace_ms)))
+    engine = StandInEngine(Pace(arguments.first_ms, arguments.pace_ms))
+    asyncio.run(serve_until_stopped(engine.app(), arguments.port))
 
 
 if __name__ == "__main__":

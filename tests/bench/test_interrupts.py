@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from pdx.bench.interrupts import Interrupts, whole
+from pdx.bench.interrupts import Interrupts, run, whole
 from pdx.bench.steps import Steps
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
@@ -79,3 +80,35 @@ def test_errors_are_no_interrupts() -> None:
     with pytest.raises(ValueError, match="broken"), steps:
         raise ValueError("broken")
     assert not steps.was_interrupted
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_inside_a_loop_cancels_and_comes_out_behind_it(number: int) -> None:
+    events: list[str] = []
+
+    async def client() -> None:
+        signal.raise_signal(number)
+        await asyncio.Event().wait()
+
+    async def work() -> None:
+        tasks = [asyncio.create_task(client()) for _ in range(3)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            signal.raise_signal(number)  # a second one does not cut the end short
+            await asyncio.sleep(0)
+            events.append("ended")
+
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        run(work())
+    assert events == ["ended"]
+
+
+def test_without_a_signal_a_coroutine_just_runs() -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+
+    async def work() -> int:
+        return 7
+
+    assert run(work()) == 7
+    assert [signal.getsignal(number) for number in NUMBERS] == before
