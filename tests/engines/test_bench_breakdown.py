@@ -42,7 +42,8 @@ def test_breakdown_of_real_requests(tmp_path):
     alone = requests[0]
     assert alone.engines.computed_tokens == 1  # the decode engine computes the first token, and nothing else
     assert alone.decode_first_ms > alone.ttft_ms  # the client has a token before the decode engine runs
-    assert len(alone.itl_ms) == OUTPUT - 1
+    assert alone.output_tokens == OUTPUT
+    assert 1 <= len(alone.itl_ms) < OUTPUT  # a server that is late sends several tokens in one event
 
     [trace] = result.traces
     gathered = [span for span in trace.spans if span.lane == "gather"]
