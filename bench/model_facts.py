@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdx.bench.prompts import text_config
+from pdx.cli.serve import flag
 from pdx.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
@@ -41,13 +42,3 @@ def model_facts(model: Path, name: str, flags: Sequence[str], *, is_on_gpu: bool
         "block_tokens": int(block) if block else GPU_BLOCK_TOKENS if is_on_gpu else CPU_BLOCK_TOKENS,
         "config": {key: value for key, value in config.items() if isinstance(value, (int, float, str, bool))},
     }
-
-
-def flag(flags: Sequence[str], name: str) -> str | None:
-    """The last value given for `name`, as `--name value` or `--name=value`."""
-    value = None
-    for index, each in enumerate(flags):
-        head, equals, tail = each.partition("=")
-        if head.replace("_", "-") == name:
-            value = tail if equals else flags[index + 1] if index + 1 < len(flags) else ""
-    return value

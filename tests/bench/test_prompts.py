@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from pdx.bench.model_facts import flag, model_facts
+from pdx.bench.model_facts import model_facts
 from pdx.bench.prompts import Prompts
+from pdx.cli.serve import flag
 from pdx.errors import ConfigError
 from pdx.testing.tiny_llama import make_model
 
