@@ -1,10 +1,11 @@
-"""SIGINT and SIGTERM end a measurement, and leave no process of it behind. For the main thread."""
+"""SIGINT and SIGTERM end a measurement, and leave no process of it behind. For the main thread, but for `run`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
@@ -38,8 +39,10 @@ def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """`asyncio.run` within `Interrupts`: a signal cancels the coroutine, and takes its effect when the loop has ended.
 
     Raised inside a loop, KeyboardInterrupt comes out of it a second time while its tasks are cancelled, and leaves the
-    loop open.
+    loop open. Signals are handled by the main thread only: in any other one this is `asyncio.run`.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(coroutine)
     came: list[int] = []
 
     async def cancellable() -> _T:

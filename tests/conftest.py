@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached
 
 from pdx.config import NodeConfig
@@ -24,6 +25,10 @@ pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whiche
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started us in the background; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Cores are shared and stall for seconds: how long an example took says nothing.
+settings.register_profile("pdx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pdx")
 
 LEAK_DEADLINE_S = 5.0
 _HARMLESS_FDS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/nvidia")

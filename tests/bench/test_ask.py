@@ -59,7 +59,7 @@ def test_what_is_asked():
     assert body["stream_options"] == {"include_usage": True}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, len(STREAM) - 1), max_size=12, unique=True).map(sorted))
 def test_bytes_may_be_cut_anywhere(cuts):
     ends = [*cuts, len(STREAM)]

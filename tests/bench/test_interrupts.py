@@ -112,3 +112,13 @@ def test_without_a_signal_a_coroutine_just_runs() -> None:
 
     assert run(work()) == 7
     assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+def test_in_another_thread_a_coroutine_just_runs() -> None:
+    async def work() -> int:
+        return 7
+
+    async def in_a_thread() -> int:
+        return await asyncio.to_thread(run, work())
+
+    assert asyncio.run(in_a_thread()) == 7

@@ -10,7 +10,7 @@ from pdx.bench.crossover import break_even_bytes_s, crossover, layered_load_s, l
 GBPS = 1e9 / 8
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(1e-6, 1e-4), st.floats(1e-11, 1e-8), st.floats(1e8, 1e11))
 def test_a_crossover_solves_the_equation(linear, quadratic, speed):
     def prefill_s(tokens):
@@ -25,7 +25,7 @@ def test_a_crossover_solves_the_equation(linear, quadratic, speed):
         assert found.turns[-1:] in ([], [found.load_from])
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.floats(1e8, 1e11), st.floats(1, 10))
 def test_more_bandwidth_never_moves_it_up(speed, times):
     chosen = engine()

@@ -1,7 +1,7 @@
 """What hides: bytes are conserved, faster wires never hide less, and known cases come out in closed form."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import case, engine
 
@@ -31,7 +31,6 @@ def test_a_faster_wire_is_never_worse(steps, speed, times):
     assert fast.early_bytes >= slow.early_bytes * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40_000), st.integers(1, 40_000), st.sampled_from([1e8, 1e9, 1e10, 1e11]))
 def test_longer_prompts_never_hide_fewer_bytes(one, other, speed):
     chosen = case(wire=speed)

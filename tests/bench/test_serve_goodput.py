@@ -3,13 +3,11 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.bench.goodput import Slo, goodput
 from pdx.errors import ConfigError
-
-unhurried = settings(deadline=None)  # cores are shared
 
 
 @dataclass
@@ -82,7 +80,6 @@ def test_nothing_was_sent():
     assert (found.good, found.share, found.per_s) == (0, 0.0, 0.0)
 
 
-@unhurried
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=50), st.floats(1, 10_000))
 def test_at_least_19_of_20_gaps_of_a_good_request_are_short(gaps, bound_ms):
     is_good = not Slo(itl=bound_ms).missed(Out(itl=gaps))

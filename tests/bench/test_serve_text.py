@@ -4,12 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.bench.serve_text import Writer
-
-unhurried = settings(deadline=None)  # cores are shared
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers trains a small vocabulary")
 
@@ -44,7 +42,6 @@ ENCODERS = {"characters": characters, "pieces": pieces, "sentence": sentence, "t
 WRITERS = {name: Writer(encode, "salt") for name, encode in ENCODERS.items()}
 
 
-@unhurried
 @given(st.sampled_from(list(WRITERS)), st.integers(2, 700), st.text(max_size=5))
 def test_texts_have_the_tokens_asked_for(kind, tokens, name):
     assert len(ENCODERS[kind](WRITERS[kind].text(name, tokens))) == tokens

@@ -5,13 +5,11 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.bench.serve_workloads import Workload, arrivals, blocks, make_shape, plan
 from pdx.errors import ConfigError
-
-unhurried = settings(deadline=None)  # cores are shared
 
 kinds = st.sampled_from(list(Workload))
 
@@ -39,7 +37,6 @@ def shape(workload, **settings):
     return make_shape(workload, **{**usual, **settings})
 
 
-@unhurried
 @given(shapes())
 def test_a_seed_fixes_everything(shape):
     assert plan(shape) == plan(shape)
@@ -51,7 +48,6 @@ def test_another_seed_is_another_plan():
     assert [session.system for session in one] != [session.system for session in two]
 
 
-@unhurried
 @given(shapes())
 def test_every_request_is_planned_with_the_lengths_asked_for(shape):
     sessions = plan(shape)
@@ -63,7 +59,6 @@ def test_every_request_is_planned_with_the_lengths_asked_for(shape):
         assert all(turn.message.tokens == shape.message_tokens for turn in later)
 
 
-@unhurried
 @given(shapes())
 def test_own_texts_are_nobody_elses_and_a_name_is_one_text(shape):
     sessions = plan(shape)
@@ -74,7 +69,6 @@ def test_own_texts_are_nobody_elses_and_a_name_is_one_text(shape):
     assert len({passage.name for passage in shared}) == len(set(shared))
 
 
-@unhurried
 @given(shapes(st.just(Workload.LONG_DOCUMENT)))
 def test_documents_are_asked_about_equally_often(shape):
     counts = Counter(session.system.name for session in plan(shape))
@@ -104,7 +98,6 @@ def test_pauses_have_the_mean_asked_for():
     assert len(set(pauses)) == len(pauses)
 
 
-@unhurried
 @given(st.integers(1, 300), st.floats(0.01, 1000), st.integers())
 def test_arrivals_rise_and_keep_the_rate(count, rate, seed):
     times = arrivals(count, rate, random.Random(seed))
@@ -131,7 +124,6 @@ def test_requests_of_conversations_have_the_rate_on_average():
     assert sessions[-1].start_s == pytest.approx(400 / 8)
 
 
-@unhurried
 @given(shapes(), st.integers(1, 9))
 def test_blocks_are_all_of_it_with_the_same_gaps(shape, count):
     sessions = plan(shape)

@@ -27,7 +27,7 @@ from pdx.kernels.page_map import PageMap  # noqa: E402
 GIB = 1 << 30
 PLACES = [pytest.param(("cuda", "cuda"), id="device"), pytest.param(("cuda", "pinned"), id="host")]
 NAMES = ["gather", "scatter"]
-many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ GIB = 1 << 30
 MAP_NORESERVE = 0x4000  # Linux's; the module has no name for it
 on_all_places = pytest.mark.parametrize("place", PLACES)
 in_both_directions = pytest.mark.parametrize("name", ["gather", "scatter"])
-some = settings(max_examples=60, deadline=None)
+some = settings(max_examples=60)
 
 
 def synchronize(place):

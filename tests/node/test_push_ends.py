@@ -167,7 +167,7 @@ EVENT = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(EVENT, max_size=60))
 def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events):
     stage = SendingStage(tmp_path_factory.mktemp("stage"), granules=64, group_bytes=4096, window_bytes=3 * 4096)

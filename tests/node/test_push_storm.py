@@ -175,7 +175,7 @@ class Storm:
         self.stage.free_what_is_sealed()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(events=st.lists(st.tuples(st.sampled_from(VERBS), numbers, numbers, numbers), min_size=30, max_size=80))
 def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events):
     storm = Storm(tmp_path_factory.mktemp("storm"))

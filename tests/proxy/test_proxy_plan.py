@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.proxy.body import continuation_body, encode, located, prefill_body, sampled_body
@@ -137,7 +137,6 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.dictionaries(NAMES, JSON), route=st.sampled_from(Route))
 def test_any_body_has_a_mode_and_its_legs_leave_it_as_it_was(body, route):
     before = copy.deepcopy(body)

@@ -119,7 +119,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_offsets_are_aligned_and_sizes_rounded_up():

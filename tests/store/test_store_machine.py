@@ -459,5 +459,5 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
 TestStore = StoreMachine.TestCase
