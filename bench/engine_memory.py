@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdx.client import ReadableChunk, WritableChunk
 from pdx.errors import ConfigError
-from pdx.kernels.pages import gather, page_rows, scatter
+from pdx.kernels.pages import PageCopy, gather, page_rows, scatter
 
 MIB = 1 << 20
 PAGE_BYTES = 64 << 10  # of a chunk that is a multiple of it
@@ -86,12 +86,12 @@ class EngineMemory:
         """Gather the pages of a part of chunk `index`."""
         rows = self.rows_of(chunk)
         first, last = (len(rows) * each // parts for each in (part, part + 1))
-        gather(self._rows[0], self._ids[0][index][first:last], rows[first:last])
+        gather([PageCopy(rows[first:last], self._ids[0][index][first:last], self._rows[0])])
         self.finish()
 
     def load(self, index: int, chunk: ReadableChunk) -> None:
         """Scatter them again, to the other pages."""
-        scatter(self.rows_of(chunk), self._ids[1][index], self._rows[1])
+        scatter([PageCopy(self.rows_of(chunk), self._ids[1][index], self._rows[1])])
         self.finish()
 
     def check(self, what: str) -> None:

@@ -48,7 +48,7 @@ from pdx.bench.pair import why_not
 from pdx.bench.report import Figure, at_least, plain, publish
 from pdx.bench.timing import measure
 from pdx.channel import Piece, RemoteRegion, Transfer
-from pdx.kernels.pages import gather
+from pdx.kernels.pages import PageCopy, gather
 
 SLICES_IN_FLIGHT = 16
 PAGES_IN_FLIGHT = 64
@@ -131,7 +131,7 @@ class Ends:
         def call() -> None:
             under_way: deque[Transfer] = deque()
             for index, (row, ids) in enumerate(zip(slices.rows, slices.ids, strict=True)):
-                gather(slices.pages, ids, row)
+                gather([PageCopy(row, ids, slices.pages)])
                 at = index * SLICE_BYTES
                 under_way.append(sender.write([Piece(at, at, SLICE_BYTES)], msgspec.msgpack.encode((kib, index))))
                 if len(under_way) == SLICES_IN_FLIGHT:

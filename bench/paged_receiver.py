@@ -26,7 +26,7 @@ from torch import Tensor
 from pdx.bench.channel_raw import RawNixl, SharedFile
 from pdx.bench.pair import why_not
 from pdx.channel import TOKEN_BYTES, Memory
-from pdx.kernels.pages import page_rows, scatter
+from pdx.kernels.pages import PageCopy, page_rows, scatter
 from pdx.registry import find
 
 TOTAL_BYTES = 128 << 20
@@ -163,7 +163,7 @@ class Receiver:
         for notification in notifications:
             kib, index = msgspec.msgpack.decode(notification.payload)
             slices = self._slices[kib]
-            scatter(slices.rows[index], slices.ids[index], slices.pages)
+            scatter([PageCopy(slices.rows[index], slices.ids[index], slices.pages)])
         self._landed += len(notifications)
         return bool(notifications)
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from pdx.bench.timing import Timing, measure
-from pdx.kernels.pages import gather, page_rows, scatter
+from pdx.kernels.pages import PageCopy, gather, page_rows, scatter
 
 TOTAL_BYTES = 128 << 20
 PAGE_KIB = (16, 32, 64, 128)
@@ -72,13 +72,10 @@ def cases(cache: Tensor, arena: Tensor) -> Iterator[Row]:
             pages, slot = (page_rows(memory.view(num_blocks, -1)) for memory in (cache, arena))
             for order in ("random", "runs"):
                 block_ids = block_order(order, num_blocks)
+                copies = [PageCopy(slot, block_ids, pages)]
                 for operation, call, copy in (
-                    ("gather", lambda p=pages, s=slot, b=block_ids: gather(p, b, s), plain_copy(cache, arena)),
-                    (
-                        "scatter",
-                        lambda p=pages, s=slot, b=block_ids: scatter(s, b, p),
-                        plain_copy(arena, cache),
-                    ),
+                    ("gather", lambda c=copies: gather(c), plain_copy(cache, arena)),
+                    ("scatter", lambda c=copies: scatter(c), plain_copy(arena, cache)),
                 ):
                     timings = measure({"memcpy": copy, operation: call}, reference="memcpy", repeats=REPEATS)
                     yield row(operation, page_kib, order, threads, timings)

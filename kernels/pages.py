@@ -1,16 +1,21 @@
-"""Gather and scatter of KV pages on the CPU: whole pages of opaque bytes, one torch call per layer.
+"""Gather and scatter of KV pages on the CPU: whole pages of opaque bytes.
 
-A page is one block of one layer. Rows are 2-D views [num_pages, page_bytes / 16] of 16-byte elements, because
-torch copies its widest dtype fastest; complex128 is that dtype, nothing here is a number. Consecutive block ids
-need no path of their own: the processor prefetches across them, and they copy as fast as one memcpy.
+A page is one block of one layer. Rows are 2-D views [num_pages, page_bytes / 16] of 16-byte elements. Where torch has
+one thread, pages are copied by streaming stores; where it has several, by torch, whose threads the engine has bound to
+its cores. torch copies its widest dtype fastest; complex128 is that dtype, nothing here is a number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
 import torch
 from torch import Tensor
 
-ELEMENT_BYTES = 16
+from pdx.kernels.streaming import ELEMENT_BYTES, copy_pages
+
 _ELEMENT = torch.complex128
 
 
@@ -45,30 +50,76 @@ def page_rows(tensor: Tensor) -> Tensor:
     return tensor.as_strided((sizes[0], page_elements), (row_elements, 1)).view(_ELEMENT)
 
 
-def gather(pages: Tensor, block_ids: Tensor, out: Tensor) -> None:
-    """Copy `out[i] = pages[block_ids[i]]`; the engine's pages into a slot.
+class PageCopy(NamedTuple):
+    """`rows[i]` and `pages[block_ids[i]]`, for all i: rows from `page_rows` that share no memory; int64 [len(rows)]."""
 
-    `pages` and `out` are rows from `page_rows` that share no memory; `block_ids` is int64 [len(out)]. Nothing
-    of the data's size is allocated, the GIL is free during the copy, and any thread may call.
+    rows: Tensor
+    block_ids: Tensor
+    pages: Tensor
 
-    :raises IndexError: a block id is outside `pages`; nothing was copied.
-    :raises ValueError: the shapes or dtypes do not belong together; nothing was copied.
+
+def gather(copies: Sequence[PageCopy]) -> None:
+    """Copy the engine's pages into slots.
+
+    Nothing of the data's size is allocated, the GIL is free during the copy, and any thread may call. On one thread
+    (`torch.get_num_threads`) the GIL is taken once for all copies.
+
+    :raises IndexError: a block id is outside its pages; nothing was copied.
+    :raises ValueError: the shapes or dtypes of a copy do not belong together; nothing was copied.
     """
-    if _checked(pages, block_ids, out):
-        torch.index_select(pages, 0, block_ids, out=out)
+    if torch.get_num_threads() == 1:
+        _stream(copies, to_pages=False)
+        return
+    for rows, block_ids, pages in _checked(copies):
+        torch.index_select(pages, 0, block_ids, out=rows)
 
 
-def scatter(rows: Tensor, block_ids: Tensor, pages: Tensor) -> None:
-    """Copy `pages[block_ids[i]] = rows[i]`; a slot into the engine's pages.
+def scatter(copies: Sequence[PageCopy]) -> None:
+    """Copy slots into the engine's pages.
 
-    Contract and errors as `gather`. Block ids must differ; which row wins otherwise is not defined.
+    Contract and errors as `gather`. Block ids of the same pages must differ; which row wins otherwise is not defined.
     """
-    if _checked(pages, block_ids, rows):
+    if torch.get_num_threads() == 1:
+        _stream(copies, to_pages=True)
+        return
+    for rows, block_ids, pages in _checked(copies):
         pages.index_copy_(0, block_ids, rows)
 
 
-def _checked(pages: Tensor, block_ids: Tensor, rows: Tensor) -> bool:
-    """Whether there is anything to copy; torch itself would resize a wrong `out`, or not name the bad id."""
+def _stream(copies: Sequence[PageCopy], *, to_pages: bool) -> None:
+    table, block_ids = [], []
+    first = 0
+    for copy in copies:
+        _check(copy)
+        rows, ids, pages = copy
+        page_bytes = pages.shape[1] * ELEMENT_BYTES
+        place = pages.data_ptr(), pages.stride(0) * ELEMENT_BYTES, len(pages)
+        table.append((*place, rows.data_ptr(), rows.stride(0) * ELEMENT_BYTES, page_bytes, first, len(ids)))
+        block_ids.append(ids.numpy())
+        first += len(ids)
+    if not first:
+        return
+    all_ids = numpy.concatenate(block_ids)
+    bad = copy_pages(numpy.array(table, dtype=numpy.int64), all_ids, to_pages)
+    if bad >= 0:
+        num_pages = next(line[2] for line in reversed(table) if line[6] <= bad)
+        raise _outside(int(all_ids[bad]), num_pages)
+
+
+def _checked(copies: Sequence[PageCopy]) -> list[PageCopy]:
+    """Those that copy anything; torch itself would resize a wrong `out`, and not name the bad id."""
+    for copy in copies:
+        _check(copy)
+    filled = [copy for copy in copies if len(copy.block_ids)]
+    for copy in filled:
+        lowest, highest = (int(bound) for bound in torch.aminmax(copy.block_ids))
+        if lowest < 0 or highest >= len(copy.pages):
+            raise _outside(lowest if lowest < 0 else highest, len(copy.pages))
+    return filled
+
+
+def _check(copy: PageCopy) -> None:
+    rows, block_ids, pages = copy
     if pages.dtype != _ELEMENT or rows.dtype != _ELEMENT or pages.dim() != 2:
         raise ValueError(f"expected rows from page_rows(), got {pages.dtype} {tuple(pages.shape)} and {rows.dtype}")
     if block_ids.dtype != torch.int64 or block_ids.dim() != 1:
@@ -77,10 +128,7 @@ def _checked(pages: Tensor, block_ids: Tensor, rows: Tensor) -> bool:
         raise ValueError(
             f"{len(block_ids)} pages of {pages.shape[1]} elements do not fit rows of shape {tuple(rows.shape)}"
         )
-    if not len(block_ids):
-        return False
-    lowest, highest = (int(bound) for bound in torch.aminmax(block_ids))
-    if lowest < 0 or highest >= len(pages):
-        bad = lowest if lowest < 0 else highest
-        raise IndexError(f"block id {bad} is outside the {len(pages)} pages")
-    return True
+
+
+def _outside(block_id: int, num_pages: int) -> IndexError:
+    return IndexError(f"block id {block_id} is outside the {num_pages} pages")

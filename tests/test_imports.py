@@ -62,7 +62,7 @@ RULES = [
     rule("pdx/cli", CORE, "click rich msgspec", lazy="*"),
     rule("pdx/testing", CORE | {"pdx.cuda", "pdx.kernels", "pdx.transports"}, "*", lazy="*"),
     rule("transports", CORE - ATTACHED | {"pdx.cuda"}, "*"),
-    rule("kernels", set(), "torch triton"),
+    rule("kernels", set(), "llvmlite numba numpy torch triton"),
     rule(
         "bench",
         CORE

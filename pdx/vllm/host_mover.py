@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdx.kernels.pages import gather, scatter
+from pdx.kernels.pages import PageCopy, gather, scatter
 from pdx.layout import KvLayout
 from pdx.memory import Arena
 from pdx.vllm.mover import Action, Mover, Scatter
@@ -20,7 +20,7 @@ log = logging.getLogger("pdx")
 
 
 class _Target(NamedTuple):
-    """Pages of a chunk, the rows of its slot, and the blocks they come from (int64 [pages])."""
+    """Pages of a chunk, the rows of its slot, and the engine's blocks they belong to (int64 [pages])."""
 
     pages: PagesPlan
     rows: torch.Tensor
@@ -66,11 +66,7 @@ class HostMover(Mover):
 
     def gather(self, layers: range) -> bool:
         """See `Mover.gather`."""
-        for layer in layers:
-            for target in self._targets:
-                first = layer * target.pages.num_blocks + target.pages.first
-                out = target.rows[first : first + len(target.block_ids)]
-                gather(self._layers[layer], target.block_ids, out)
+        gather([self._copy(target, layer) for layer in layers for target in self._targets])
         self._num_gathered += len(layers)
         return True
 
@@ -108,14 +104,12 @@ class HostMover(Mover):
         slot = rows.of(pages.slots[self._shard], self._layout.num_layers * pages.num_blocks)
         return _Target(pages, slot, torch.tensor(pages.block_ids, dtype=torch.int64))
 
-    def _load(self, rows: ArenaRows, load: LoadPlan) -> list[PagesPlan]:
-        return [pages for pages in load.pages if not self._scatter(pages, rows)]
+    def _copy(self, target: _Target, layer: int) -> PageCopy:
+        first = layer * target.pages.num_blocks + target.pages.first
+        return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, self._layers[layer])
 
-    def _scatter(self, pages: PagesPlan, rows: ArenaRows) -> bool:
-        if not self._is_ours(pages, rows):
-            return False
-        source = self._target(pages, rows)
-        for layer, target in enumerate(self._layers):
-            first = layer * pages.num_blocks + pages.first
-            scatter(source.rows[first : first + len(source.block_ids)], source.block_ids, target)
-        return self._is_ours(pages, rows)
+    def _load(self, rows: ArenaRows, load: LoadPlan) -> list[PagesPlan]:
+        sources = [self._target(pages, rows) for pages in load.pages if self._is_ours(pages, rows)]
+        scatter([self._copy(source, layer) for source in sources for layer in range(len(self._layers))])
+        arrived = {id(source.pages) for source in sources if self._is_ours(source.pages, rows)}
+        return [pages for pages in load.pages if id(pages) not in arrived]

@@ -60,9 +60,9 @@ def test_it_is_what_the_cpu_kernels_do(place, problem):
                 part = expected.slots[at : at + num_pages * rows.shape[1] * cpu_pages.ELEMENT_BYTES]
                 slot, block_ids = cpu_pages.page_rows(part.view(num_pages, -1)), torch.tensor(run.block_ids)
                 if name == "gather":
-                    cpu_pages.gather(rows, block_ids, slot)
+                    cpu_pages.gather([cpu_pages.PageCopy(slot, block_ids, rows)])
                 else:
-                    cpu_pages.scatter(slot, block_ids, rows)
+                    cpu_pages.scatter([cpu_pages.PageCopy(slot, block_ids, rows)])
         assert actual.is_same(expected)
 
 

@@ -13,6 +13,24 @@ from torch import Tensor
 
 from pdx.kernels import pages, reference
 
+
+def gather(blocks, block_ids, out):
+    pages.gather([pages.PageCopy(out, block_ids, blocks)])
+
+
+def scatter(rows, block_ids, blocks):
+    pages.scatter([pages.PageCopy(rows, block_ids, blocks)])
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["streaming", "torch"])
+def threads(request):
+    """Both ways of copying: on one thread PDX's own, on several torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -66,7 +84,7 @@ def test_gather_is_the_reference_and_touches_nothing_else(problem):
     engine, slot, block_ids = problem
     before, expected = engine.copy(), slot.copy()
     reference.gather(before.blocks, block_ids, expected.blocks)
-    pages.gather(pages.page_rows(engine.blocks), block_ids, pages.page_rows(slot.blocks))
+    gather(pages.page_rows(engine.blocks), block_ids, pages.page_rows(slot.blocks))
     assert torch.equal(slot.raw, expected.raw)
     assert torch.equal(engine.raw, before.raw)
 
@@ -76,7 +94,7 @@ def test_scatter_is_the_reference_and_touches_nothing_else(problem):
     engine, slot, block_ids = problem
     before, expected = slot.copy(), engine.copy()
     reference.scatter(before.blocks, block_ids, expected.blocks)
-    pages.scatter(pages.page_rows(slot.blocks), block_ids, pages.page_rows(engine.blocks))
+    scatter(pages.page_rows(slot.blocks), block_ids, pages.page_rows(engine.blocks))
     assert torch.equal(engine.raw, expected.raw)
     assert torch.equal(slot.raw, before.raw)
 
@@ -86,16 +104,78 @@ def test_there_and_back_restores_the_pages_and_only_those(problem):
     engine, slot, block_ids = problem
     before = engine.copy()
     rows, saved = pages.page_rows(engine.blocks), pages.page_rows(slot.blocks)
-    pages.gather(rows, block_ids, saved)
+    gather(rows, block_ids, saved)
     for block_id in block_ids.tolist():
         engine.blocks[block_id] = 0
-    pages.scatter(saved, block_ids, rows)
+    scatter(saved, block_ids, rows)
     assert torch.equal(engine.raw, before.raw)
+
+
+@pytest.mark.parametrize("page_bytes", [16, 48, 64, 112, 4096, 16384, 16384 - 16, 16384 + 16, 3 * 16384 + 4096 + 80])
+@pytest.mark.parametrize("lead", [0, 16, 48])
+@pytest.mark.parametrize("gap", [0, 32])
+def test_pages_of_any_size_at_any_address(page_bytes, lead, gap):
+    """Whatever part of a page is a span, a line or less than one, and wherever it begins."""
+    engine = memory((5, page_bytes), torch.uint8, lead=lead, gap=gap, seed=1)
+    slot = memory((3, page_bytes), torch.uint8, lead=32, seed=2)
+    ids = torch.tensor([4, 0, 3])
+    expected = engine.copy()
+    reference.scatter(slot.blocks, ids, expected.blocks)
+    scatter(pages.page_rows(slot.blocks), ids, pages.page_rows(engine.blocks))
+    assert torch.equal(engine.raw, expected.raw)
+    back = memory((3, page_bytes), torch.uint8, lead=lead, seed=3)
+    around = back.copy()
+    around.blocks.copy_(slot.blocks)
+    gather(pages.page_rows(engine.blocks), ids, pages.page_rows(back.blocks))
+    assert torch.equal(back.raw, around.raw)
+
+
+def several():
+    """Three copies of different sizes, from three engines' layers, one of them of no page."""
+    sizes = [(64, [3, 1]), (160, []), (16448, [0, 2, 1])]
+    engines = [memory((4, nbytes), torch.uint8, seed=index) for index, (nbytes, _) in enumerate(sizes)]
+    slots = [memory((len(ids), nbytes), torch.uint8, seed=9 + index) for index, (nbytes, ids) in enumerate(sizes)]
+    copies = [
+        pages.PageCopy(
+            pages.page_rows(slot.blocks), torch.tensor(ids, dtype=torch.int64), pages.page_rows(engine.blocks)
+        )
+        for slot, engine, (_, ids) in zip(slots, engines, sizes, strict=True)
+    ]
+    return engines, slots, copies
+
+
+def test_several_copies_in_one_call():
+    engines, slots, copies = several()
+    expected = [engine.copy() for engine in engines]
+    for engine, slot, copy in zip(expected, slots, copies, strict=True):
+        reference.scatter(slot.blocks, copy.block_ids, engine.blocks)
+    pages.scatter(copies)
+    assert all(torch.equal(engine.raw, wanted.raw) for engine, wanted in zip(engines, expected, strict=True))
+    wanted = [slot.copy() for slot in slots]
+    for slot in slots:
+        slot.blocks.zero_()
+    pages.gather(copies)
+    assert all(torch.equal(slot.raw, before.raw) for slot, before in zip(slots, wanted, strict=True))
+
+
+@pytest.mark.parametrize("operation", [pages.gather, pages.scatter])
+def test_a_bad_block_id_in_any_of_several_copies_copies_nothing(operation):
+    engines, slots, copies = several()
+    before = [each.raw.clone() for each in (*engines, *slots)]
+    copies[2] = copies[2]._replace(block_ids=torch.tensor([0, 2, 7]), pages=copies[2].pages[:3])
+    with pytest.raises(IndexError, match="block id 7 is outside the 3 pages"):
+        operation(copies)
+    assert all(torch.equal(each.raw, was) for each, was in zip((*engines, *slots), before, strict=True))
+
+
+def test_no_copy_is_no_error():
+    pages.gather([])
+    pages.scatter([])
 
 
 def test_the_same_page_can_be_gathered_twice():
     engine, slot = memory((3, 32), torch.uint8), memory((4, 32), torch.uint8, seed=1)
-    pages.gather(pages.page_rows(engine.blocks), torch.tensor([2, 0, 2, 2]), pages.page_rows(slot.blocks))
+    gather(pages.page_rows(engine.blocks), torch.tensor([2, 0, 2, 2]), pages.page_rows(slot.blocks))
     assert torch.equal(slot.blocks, engine.blocks[[2, 0, 2, 2]])
 
 
@@ -103,7 +183,7 @@ def test_sentinels_around_and_between_pages_survive_a_scatter():
     engine = memory((4, 2, 16), torch.bfloat16, lead=32, gap=48)
     engine.raw.fill_(0xA5)
     rows = memory((2, 2, 16), torch.bfloat16).blocks.zero_()
-    pages.scatter(pages.page_rows(rows), torch.tensor([3, 1]), pages.page_rows(engine.blocks))
+    scatter(pages.page_rows(rows), torch.tensor([3, 1]), pages.page_rows(engine.blocks))
     zeros = [index for index, byte in enumerate(engine.raw.tolist()) if byte == 0]
     assert zeros == [*range(32 + 112, 32 + 112 + 64), *range(32 + 336, 32 + 336 + 64)]
     assert set(engine.raw.tolist()) == {0, 0xA5}
@@ -148,9 +228,9 @@ def test_a_bad_block_id_is_named_and_nothing_is_copied(ids, bad):
     before = engine.copy(), slot.copy()
     rows, saved = pages.page_rows(engine.blocks), pages.page_rows(slot.blocks)
     with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
-        pages.gather(rows, torch.tensor(ids), saved)
+        gather(rows, torch.tensor(ids), saved)
     with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
-        pages.scatter(saved, torch.tensor(ids), rows)
+        scatter(saved, torch.tensor(ids), rows)
     assert torch.equal(engine.raw, before[0].raw)
     assert torch.equal(slot.raw, before[1].raw)
 
@@ -167,15 +247,15 @@ def test_a_bad_block_id_is_named_and_nothing_is_copied(ids, bad):
 def test_what_does_not_fit_together_is_refused(rows, ids):
     engine, slot = (pages.page_rows(memory(shape, torch.uint8).blocks) for shape in ((4, 32), rows))
     with pytest.raises(ValueError, match="block ids must be|do not fit"):
-        pages.gather(engine, ids, slot)
+        gather(engine, ids, slot)
     with pytest.raises(ValueError, match="block ids must be|do not fit"):
-        pages.scatter(slot, ids, engine)
+        scatter(slot, ids, engine)
 
 
 def test_bytes_that_are_not_rows_are_refused():
     raw = torch.zeros(4, 32, dtype=torch.uint8)
     with pytest.raises(ValueError, match="page_rows"):
-        pages.gather(raw, torch.tensor([0]), raw[:1])
+        gather(raw, torch.tensor([0]), raw[:1])
 
 
 @pytest.fixture
@@ -185,7 +265,7 @@ def large():
     return engine, torch.arange(1024).flip(0), slot
 
 
-@pytest.mark.parametrize("operation", [pages.gather, pages.scatter])
+@pytest.mark.parametrize("operation", [gather, scatter])
 def test_the_gil_is_free_during_the_copy(large, operation):
     ticks, done = [0], threading.Event()
 
@@ -213,7 +293,7 @@ def test_the_gil_is_free_during_the_copy(large, operation):
     assert most > 5
 
 
-@pytest.mark.parametrize("operation", [pages.gather, pages.scatter])
+@pytest.mark.parametrize("operation", [gather, scatter])
 def test_no_temporary_of_the_datas_size(large, operation):
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
