@@ -16,9 +16,7 @@ from numba.extending import intrinsic
 
 ELEMENT_BYTES = 16
 _LINE_BYTES = 64
-_STREAMS = 4
 _STREAM_BYTES = 4096  # what the processor prefetches in
-_SPAN_BYTES = _STREAMS * _STREAM_BYTES
 
 _I64 = ir.IntType(64)
 _ELEMENT = ir.VectorType(_I64, 2)
@@ -65,6 +63,19 @@ def _fence(_typing: Any) -> Any:
     return numba.void(), code
 
 
+@numba.njit("uintp(uintp, uintp, uintp, uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
+def _copy_spans(target: Any, source: Any, at: Any, nbytes: Any, streams: Any) -> Any:
+    """Copy from `at` on as long as so many streams fit, and return how far it came."""
+    stream_bytes, line = numba.uintp(_STREAM_BYTES), numba.uintp(_LINE_BYTES)
+    span_bytes = streams * stream_bytes
+    while at + span_bytes <= nbytes:
+        for offset in range(numba.uintp(0), stream_bytes, line):
+            for stream in range(numba.uintp(0), span_bytes, stream_bytes):
+                _stream_line(target + at + stream + offset, source + at + stream + offset)
+        at += span_bytes
+    return at
+
+
 @numba.njit("void(uintp, uintp, uintp)", nogil=True)  # type: ignore[untyped-decorator]
 def _copy_page(target: Any, source: Any, nbytes: Any) -> None:
     element, line = numba.uintp(ELEMENT_BYTES), numba.uintp(_LINE_BYTES)
@@ -72,12 +83,8 @@ def _copy_page(target: Any, source: Any, nbytes: Any) -> None:
     while at < nbytes and (target + at) % line:
         _store_element(target + at, source + at)
         at += element
-    while at + numba.uintp(_SPAN_BYTES) <= nbytes:
-        for offset in range(0, _STREAM_BYTES, _LINE_BYTES):
-            for stream in range(_STREAMS):
-                here = at + numba.uintp(stream * _STREAM_BYTES + offset)
-                _stream_line(target + here, source + here)
-        at += numba.uintp(_SPAN_BYTES)
+    at = _copy_spans(target, source, at, nbytes, numba.uintp(8))
+    at = _copy_spans(target, source, at, nbytes, numba.uintp(4))
     while at + line <= nbytes:
         _stream_line(target + at, source + at)
         at += line

@@ -32,7 +32,7 @@ from pdx.vllm.streams import Streams, TorchStreams
 log = logging.getLogger("pdx")
 
 ATTACH_S = 20.0  # at start-up only
-IDLE_WAIT_S = 0.01
+IDLE_WAIT_S = 0.03
 
 
 class WorkerHalf:
