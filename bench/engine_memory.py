@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pdx.client import ReadableChunk, WritableChunk
 from pdx.errors import ConfigError
-from pdx.kernels.pages import PageCopy, gather, page_rows, scatter
+from pdx.kernels.page_rows import page_rows
+from pdx.kernels.pages import PageCopy, gather, scatter
 
 MIB = 1 << 20
 PAGE_BYTES = 64 << 10  # of a chunk that is a multiple of it

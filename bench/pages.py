@@ -21,7 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from pdx.bench.timing import Timing, measure
-from pdx.kernels.pages import PageCopy, gather, page_rows, scatter
+from pdx.kernels.page_rows import page_rows
+from pdx.kernels.pages import PageCopy, gather, scatter
 
 TOTAL_BYTES = 128 << 20
 PAGE_KIB = (16, 32, 64, 128)

@@ -1,8 +1,7 @@
 """Gather and scatter of KV pages on the CPU: whole pages of opaque bytes.
 
-A page is one block of one layer. Rows are 2-D views [num_pages, page_bytes / 16] of 16-byte elements. Where torch has
-one thread, pages are copied by streaming stores; where it has several, by torch, whose threads the engine has bound to
-its cores. torch copies its widest dtype fastest; complex128 is that dtype, nothing here is a number.
+A page is one block of one layer. Where torch has one thread, pages are copied by streaming stores; where it has
+several, by torch, whose threads the engine has bound to its cores.
 """
 
 from __future__ import annotations
@@ -14,44 +13,15 @@ import numpy
 import torch
 from torch import Tensor
 
-from pdx.kernels.streaming import ELEMENT_BYTES, copy_pages
-
-_ELEMENT = torch.complex128
-
-
-def page_rows(tensor: Tensor) -> Tensor:
-    """`tensor` [num_pages, ...] of any dtype as rows [num_pages, page_bytes / 16]: a view, nothing is copied.
-
-    All dimensions after the first make up one page, in any order but without holes. Pages may lie apart from
-    each other (block-outermost layouts, where the other layers' pages lie between). A slot of the arena becomes
-    rows as its bytes in shape [num_pages, page_bytes].
-
-    :raises ValueError: a page has holes, pages overlap, or page size, distance or address is no multiple of 16.
-    """
-    if tensor.dim() < 2:
-        raise ValueError(f"expected [num_pages, ...], got shape {tuple(tensor.shape)}")
-    sizes, strides, itemsize = tensor.shape, tensor.stride(), tensor.element_size()
-    inner = sorted(range(1, tensor.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
-    page_elements = 1
-    for dim in reversed(inner):
-        if sizes[dim] != 1 and strides[dim] != page_elements:
-            raise ValueError(f"a page is not contiguous: shape {tuple(sizes)}, strides {strides}")
-        page_elements *= sizes[dim]
-    page_bytes, row_bytes = page_elements * itemsize, strides[0] * itemsize
-    if not page_bytes or page_bytes % ELEMENT_BYTES:
-        raise ValueError(f"pages of {page_bytes} bytes are not divisible by {ELEMENT_BYTES}")
-    if sizes[0] > 1 and (row_bytes < page_bytes or row_bytes % ELEMENT_BYTES):
-        raise ValueError(f"pages of {page_bytes} bytes lie {row_bytes} bytes apart")
-    offset_bytes = tensor.storage_offset() * itemsize
-    if tensor.data_ptr() % ELEMENT_BYTES or offset_bytes % ELEMENT_BYTES:
-        raise ValueError(f"address {tensor.data_ptr():#x} or storage offset {offset_bytes} is not aligned to 16")
-    # A lone page's distance to the next may be anything; torch wants it divisible all the same.
-    row_elements = strides[0] if sizes[0] > 1 else page_elements
-    return tensor.as_strided((sizes[0], page_elements), (row_elements, 1)).view(_ELEMENT)
+from pdx.kernels.page_rows import ELEMENT, ELEMENT_BYTES
+from pdx.kernels.streaming import copy_pages
 
 
 class PageCopy(NamedTuple):
-    """`rows[i]` and `pages[block_ids[i]]`, for all i: rows from `page_rows` that share no memory; int64 [len(rows)]."""
+    """`rows[i]` and `pages[block_ids[i]]`, for all i; both are rows as `page_rows` makes them, and share no memory.
+
+    `block_ids` is int64 [len(rows)].
+    """
 
     rows: Tensor
     block_ids: Tensor
@@ -120,7 +90,7 @@ def _checked(copies: Sequence[PageCopy]) -> list[PageCopy]:
 
 def _check(copy: PageCopy) -> None:
     rows, block_ids, pages = copy
-    if pages.dtype != _ELEMENT or rows.dtype != _ELEMENT or pages.dim() != 2:
+    if pages.dtype != ELEMENT or rows.dtype != ELEMENT or pages.dim() != 2:
         raise ValueError(f"expected rows from page_rows(), got {pages.dtype} {tuple(pages.shape)} and {rows.dtype}")
     if block_ids.dtype != torch.int64 or block_ids.dim() != 1:
         raise ValueError(f"block ids must be int64 [n], got {block_ids.dtype} {tuple(block_ids.shape)}")

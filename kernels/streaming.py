@@ -14,7 +14,8 @@ import numba
 from llvmlite import ir
 from numba.extending import intrinsic
 
-ELEMENT_BYTES = 16
+from pdx.kernels.page_rows import ELEMENT_BYTES
+
 _LINE_BYTES = 64
 _STREAM_BYTES = 4096  # what the processor prefetches in
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdx.kernels.pages import page_rows
+from pdx.kernels.page_rows import page_rows
 from pdx.memory import Arena
 from pdx.messages import Slot
 

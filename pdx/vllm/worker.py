@@ -15,12 +15,11 @@ import torch
 from pdx.config import ConnectorConfig
 from pdx.connection import Connection
 from pdx.errors import LayoutError, NodeUnavailable
-from pdx.kernels.pages import page_rows
+from pdx.kernels.page_rows import page_rows
 from pdx.layout import KvLayout
 from pdx.memory import Arena, populate_in_background
 from pdx.messages import VERSION, Abort, Hello, Slot
 from pdx.trace import tracer_for
-from pdx.vllm.host_mover import HostMover
 from pdx.vllm.link import NodeLink
 from pdx.vllm.loader import Loader
 from pdx.vllm.mover import Mover
@@ -89,6 +88,8 @@ class WorkerHalf:
             )
         device = devices.pop()
         if device.type == "cpu" and self._streams is None:
+            from pdx.vllm.host_mover import HostMover  # needs Numba, and half a second to compile
+
             _populate(layers)
             blocks = [self._block_rows(tensor, num_blocks) for tensor in layers]
             return HostMover(blocks, self._layout, self._shard, self._link.count)

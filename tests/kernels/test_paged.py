@@ -16,6 +16,7 @@ from pdx.kernels import pages as cpu_pages
 from pdx.kernels import reference
 from pdx.kernels.batch import Batch, Run
 from pdx.kernels.page_map import PageMap
+from pdx.kernels.page_rows import ELEMENT_BYTES, page_rows
 
 # What the interpreter of older Tritons does with the bounds of a loop.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -54,11 +55,11 @@ def test_it_is_what_the_cpu_kernels_do(place, problem):
         actual.run(name)
         synchronize(place)
         for layer in problem.which:
-            rows = cpu_pages.page_rows(expected.layers[layer])
+            rows = page_rows(expected.layers[layer])
             for run in (run for run in problem.runs if run.block_ids):
                 at, num_pages = run.address + layer * run.layer_bytes, len(run.block_ids)
-                part = expected.slots[at : at + num_pages * rows.shape[1] * cpu_pages.ELEMENT_BYTES]
-                slot, block_ids = cpu_pages.page_rows(part.view(num_pages, -1)), torch.tensor(run.block_ids)
+                part = expected.slots[at : at + num_pages * rows.shape[1] * ELEMENT_BYTES]
+                slot, block_ids = page_rows(part.view(num_pages, -1)), torch.tensor(run.block_ids)
                 if name == "gather":
                     cpu_pages.gather([cpu_pages.PageCopy(slot, block_ids, rows)])
                 else:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdx.kernels import pages, reference
+from pdx.kernels.page_rows import page_rows
 
 
 def gather(blocks, block_ids, out):
@@ -84,7 +85,7 @@ def test_gather_is_the_reference_and_touches_nothing_else(problem):
     engine, slot, block_ids = problem
     before, expected = engine.copy(), slot.copy()
     reference.gather(before.blocks, block_ids, expected.blocks)
-    gather(pages.page_rows(engine.blocks), block_ids, pages.page_rows(slot.blocks))
+    gather(page_rows(engine.blocks), block_ids, page_rows(slot.blocks))
     assert torch.equal(slot.raw, expected.raw)
     assert torch.equal(engine.raw, before.raw)
 
@@ -94,7 +95,7 @@ def test_scatter_is_the_reference_and_touches_nothing_else(problem):
     engine, slot, block_ids = problem
     before, expected = slot.copy(), engine.copy()
     reference.scatter(before.blocks, block_ids, expected.blocks)
-    scatter(pages.page_rows(slot.blocks), block_ids, pages.page_rows(engine.blocks))
+    scatter(page_rows(slot.blocks), block_ids, page_rows(engine.blocks))
     assert torch.equal(engine.raw, expected.raw)
     assert torch.equal(slot.raw, before.raw)
 
@@ -103,7 +104,7 @@ def test_scatter_is_the_reference_and_touches_nothing_else(problem):
 def test_there_and_back_restores_the_pages_and_only_those(problem):
     engine, slot, block_ids = problem
     before = engine.copy()
-    rows, saved = pages.page_rows(engine.blocks), pages.page_rows(slot.blocks)
+    rows, saved = page_rows(engine.blocks), page_rows(slot.blocks)
     gather(rows, block_ids, saved)
     for block_id in block_ids.tolist():
         engine.blocks[block_id] = 0
@@ -121,12 +122,12 @@ def test_pages_of_any_size_at_any_address(page_bytes, lead, gap):
     ids = torch.tensor([4, 0, 3])
     expected = engine.copy()
     reference.scatter(slot.blocks, ids, expected.blocks)
-    scatter(pages.page_rows(slot.blocks), ids, pages.page_rows(engine.blocks))
+    scatter(page_rows(slot.blocks), ids, page_rows(engine.blocks))
     assert torch.equal(engine.raw, expected.raw)
     back = memory((3, page_bytes), torch.uint8, lead=lead, seed=3)
     around = back.copy()
     around.blocks.copy_(slot.blocks)
-    gather(pages.page_rows(engine.blocks), ids, pages.page_rows(back.blocks))
+    gather(page_rows(engine.blocks), ids, page_rows(back.blocks))
     assert torch.equal(back.raw, around.raw)
 
 
@@ -136,9 +137,7 @@ def several():
     engines = [memory((4, nbytes), torch.uint8, seed=index) for index, (nbytes, _) in enumerate(sizes)]
     slots = [memory((len(ids), nbytes), torch.uint8, seed=9 + index) for index, (nbytes, ids) in enumerate(sizes)]
     copies = [
-        pages.PageCopy(
-            pages.page_rows(slot.blocks), torch.tensor(ids, dtype=torch.int64), pages.page_rows(engine.blocks)
-        )
+        pages.PageCopy(page_rows(slot.blocks), torch.tensor(ids, dtype=torch.int64), page_rows(engine.blocks))
         for slot, engine, (_, ids) in zip(slots, engines, sizes, strict=True)
     ]
     return engines, slots, copies
@@ -175,7 +174,7 @@ def test_no_copy_is_no_error():
 
 def test_the_same_page_can_be_gathered_twice():
     engine, slot = memory((3, 32), torch.uint8), memory((4, 32), torch.uint8, seed=1)
-    gather(pages.page_rows(engine.blocks), torch.tensor([2, 0, 2, 2]), pages.page_rows(slot.blocks))
+    gather(page_rows(engine.blocks), torch.tensor([2, 0, 2, 2]), page_rows(slot.blocks))
     assert torch.equal(slot.blocks, engine.blocks[[2, 0, 2, 2]])
 
 
@@ -183,7 +182,7 @@ def test_sentinels_around_and_between_pages_survive_a_scatter():
     engine = memory((4, 2, 16), torch.bfloat16, lead=32, gap=48)
     engine.raw.fill_(0xA5)
     rows = memory((2, 2, 16), torch.bfloat16).blocks.zero_()
-    scatter(pages.page_rows(rows), torch.tensor([3, 1]), pages.page_rows(engine.blocks))
+    scatter(page_rows(rows), torch.tensor([3, 1]), page_rows(engine.blocks))
     zeros = [index for index, byte in enumerate(engine.raw.tolist()) if byte == 0]
     assert zeros == [*range(32 + 112, 32 + 112 + 64), *range(32 + 336, 32 + 336 + 64)]
     assert set(engine.raw.tolist()) == {0, 0xA5}
@@ -191,7 +190,7 @@ def test_sentinels_around_and_between_pages_survive_a_scatter():
 
 def test_rows_are_a_view():
     engine = memory((4, 2, 8, 16), torch.float16, lead=16, gap=32)
-    rows = pages.page_rows(engine.blocks)
+    rows = page_rows(engine.blocks)
     assert rows.shape == (4, 32)
     assert rows.data_ptr() == engine.blocks.data_ptr()
     assert rows.stride() == ((512 + 32) // 16, 1)
@@ -214,19 +213,19 @@ def test_rows_are_a_view():
 )
 def test_page_rows_refuses_what_is_not_rows_of_whole_aligned_pages(tensor, complaint):
     with pytest.raises(ValueError, match=complaint):
-        pages.page_rows(tensor)
+        page_rows(tensor)
 
 
 def test_page_rows_of_one_page_or_none():
-    assert pages.page_rows(memory((1, 32), torch.uint8, gap=8).blocks).shape == (1, 2)
-    assert pages.page_rows(torch.empty(0, 2, 16)).shape == (0, 8)
+    assert page_rows(memory((1, 32), torch.uint8, gap=8).blocks).shape == (1, 2)
+    assert page_rows(torch.empty(0, 2, 16)).shape == (0, 8)
 
 
 @pytest.mark.parametrize(("ids", "bad"), [([0, 4], "4"), ([-1, 2], "-1"), ([2**40, 0], str(2**40))])
 def test_a_bad_block_id_is_named_and_nothing_is_copied(ids, bad):
     engine, slot = memory((4, 32), torch.uint8, seed=1), memory((2, 32), torch.uint8, seed=2)
     before = engine.copy(), slot.copy()
-    rows, saved = pages.page_rows(engine.blocks), pages.page_rows(slot.blocks)
+    rows, saved = page_rows(engine.blocks), page_rows(slot.blocks)
     with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
         gather(rows, torch.tensor(ids), saved)
     with pytest.raises(IndexError, match=f"block id {bad} is outside the 4 pages"):
@@ -245,7 +244,7 @@ def test_a_bad_block_id_is_named_and_nothing_is_copied(ids, bad):
     ],
 )
 def test_what_does_not_fit_together_is_refused(rows, ids):
-    engine, slot = (pages.page_rows(memory(shape, torch.uint8).blocks) for shape in ((4, 32), rows))
+    engine, slot = (page_rows(memory(shape, torch.uint8).blocks) for shape in ((4, 32), rows))
     with pytest.raises(ValueError, match="block ids must be|do not fit"):
         gather(engine, ids, slot)
     with pytest.raises(ValueError, match="block ids must be|do not fit"):
@@ -261,7 +260,7 @@ def test_bytes_that_are_not_rows_are_refused():
 @pytest.fixture
 def large():
     """64 MiB of rows, a slot of as many, and all the ids."""
-    engine, slot = (pages.page_rows(torch.ones(1024, 64 << 10, dtype=torch.uint8)) for _ in range(2))
+    engine, slot = (page_rows(torch.ones(1024, 64 << 10, dtype=torch.uint8)) for _ in range(2))
     return engine, torch.arange(1024).flip(0), slot
 
 
