@@ -142,7 +142,7 @@ def test_a_system_that_moves_everything_after_prefill():
 
 
 def test_measured_today_prefill_of_2000_from_4000():
-    """bench/results: one run of 4,000 tokens gives the speed; another run of 2,000, on one engine, is 1.67 s."""
+    """bench/results: one run of 4,000 tokens gives the speed; another run of 2,000, on one engine, follows."""
     rows = json.loads((RESULTS / "handoff.json").read_text())["figures"]
     prefill_s = next(row["value"] for row in rows if row["name"] == "prefill") / 1e3
     rate = json.loads((RESULTS / "overhead.json").read_text())["figures"][0]["value"]
