@@ -90,8 +90,12 @@ def _checked(copies: Sequence[PageCopy]) -> list[PageCopy]:
 
 def _check(copy: PageCopy) -> None:
     rows, block_ids, pages = copy
-    if pages.dtype != ELEMENT or rows.dtype != ELEMENT or pages.dim() != 2:
+    if pages.dtype != ELEMENT or rows.dtype != ELEMENT or {pages.dim(), rows.dim()} != {2}:
         raise ValueError(f"expected rows from page_rows(), got {pages.dtype} {tuple(pages.shape)} and {rows.dtype}")
+    if not (pages.is_cpu and rows.is_cpu and block_ids.is_cpu):
+        raise ValueError(f"expected memory of the CPU, got {pages.device}, {rows.device} and {block_ids.device}")
+    if pages.stride(1) != 1 or rows.stride(1) != 1 or not block_ids.is_contiguous():
+        raise ValueError(f"expected rows without holes, got strides {pages.stride()} and {rows.stride()}")
     if block_ids.dtype != torch.int64 or block_ids.dim() != 1:
         raise ValueError(f"block ids must be int64 [n], got {block_ids.dtype} {tuple(block_ids.shape)}")
     if rows.shape != (len(block_ids), pages.shape[1]):

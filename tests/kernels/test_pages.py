@@ -299,3 +299,17 @@ def test_no_temporary_of_the_datas_size(large, operation):
         operation(*large)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert allocated < 1 << 20
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["rows", "block ids", "pages"])
+def test_what_has_holes_or_lies_elsewhere_is_refused(number):
+    """Their addresses would be trusted."""
+    whole = [page_rows(torch.zeros(4, 64, dtype=torch.uint8)) for _ in range(2)]
+    wide = page_rows(torch.zeros(4, 128, dtype=torch.uint8))
+    holes = [wide[:, ::2], torch.arange(8)[::2], wide[:, ::2]]
+    for bad, complaint in ((holes[number], "without holes"), (holes[number].to("meta"), "memory of the CPU")):
+        copy = [whole[0], torch.arange(4), whole[1]]
+        copy[number] = bad
+        for operation in (pages.gather, pages.scatter):
+            with pytest.raises(ValueError, match=complaint):
+                operation([pages.PageCopy(*copy)])
