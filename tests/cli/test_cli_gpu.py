@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 
@@ -21,6 +22,16 @@ from pdx.cli.status import view
 from pdx.config import NodeConfig
 from pdx.messages import NodeStatus
 from pdx.testing.fake_cuda import fake_cuda
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """`pdx node` is a whole process and keeps its handlers; here they would be those of the tests after it."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 def pdx(*arguments: str):
