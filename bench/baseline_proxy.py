@@ -24,11 +24,12 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pdx.bench.web_process import serve_until_stopped
+from pdx.proxy.server import serve_until_stopped
 
 KEPT = 1000  # requests of which the moments are kept
 KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
 CONNECT_S = 5.0
+SHUTDOWN_S = 2.0  # for requests under way
 BODY_BYTES = 64 << 20
 PATHS = ("/v1/completions", "/v1/chat/completions")
 Body = dict[str, Any]
@@ -290,7 +291,7 @@ async def serve(options: argparse.Namespace) -> None:
     mode = Mode(options.mode)
     peer = await bootstrap_peer(options.bootstrap) if mode is Mode.MOONCAKE else None
     proxy = Proxy(mode, options.prefill, options.decode, peer)
-    await serve_until_stopped(proxy.app(), options.port)
+    await serve_until_stopped(proxy.app(), "127.0.0.1", options.port, shutdown_s=SHUTDOWN_S)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pdx.bench.web_process import serve_until_stopped
+from pdx.proxy.server import serve_until_stopped
 
 MODEL = "stand-in"
 MODEL_LEN = 1 << 20
@@ -31,6 +31,7 @@ WORDS = (" alpha", " beta", " gamma", " delta", " eps", " zeta", " eta", " theta
 FIRST_TOKEN = 1000  # ids of generated tokens, of as many digits as an engine's
 MAX_BODY = 64 << 20
 DEFAULT_TOKENS = 16
+SHUTDOWN_S = 2.0  # for requests under way
 
 
 @dataclass(slots=True)
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=5.0, help="from each token to the next")
     arguments = parser.parse_args()
     engine = StandInEngine(Pace(arguments.first_ms, arguments.pace_ms))
-    asyncio.run(serve_until_stopped(engine.app(), arguments.port))
+    asyncio.run(serve_until_stopped(engine.app(), "127.0.0.1", arguments.port, shutdown_s=SHUTDOWN_S))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import secrets
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -33,6 +32,7 @@ from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
 from pdx.proxy.relay import Relay
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Roster
+from pdx.proxy.server import serve_until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -238,20 +238,7 @@ async def serve(config: ProxyConfig) -> None:
     :raises ConfigError: an engine's URL is not one, or the control socket cannot be had.
     :raises OSError: the HTTP address cannot be had.
     """
-    # A client that goes away must cancel its request's task: that is what closes the legs.
-    runner = web.AppRunner(
-        Proxy(config).app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-    )
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, config.host, config.port).start()
-        log.info("listening on %s", ", ".join(f"http://{host}:{port}" for host, port, *_ in runner.addresses))
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
-    finally:
-        await runner.cleanup()
+    await serve_until_stopped(Proxy(config).app(), config.host, config.port, shutdown_s=_SHUTDOWN_S)
 
 
 async def _body(request: web.Request) -> Body:
