@@ -18,6 +18,7 @@ import msgspec
 from pdx.bench import breakdown_overhead, parts, records
 from pdx.bench.ask import AskFailed
 from pdx.bench.bodies import Bodies
+from pdx.bench.interrupts import whole
 from pdx.bench.observer import Asker, Observer, Seen
 from pdx.bench.records import Copy, Request, Result
 from pdx.errors import PdxError
@@ -132,7 +133,7 @@ class Breakdown:
         """
         turns = order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all)
         self._watcher.begin(sum(map(self._amount, turns)))
-        with Asker() as asker:
+        with whole(Asker()) as asker:
             for turn in turns:
                 self._watcher.now(str(turn))
                 line = self._take(turn, asker)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, TypeVar
@@ -35,36 +35,35 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """`asyncio.run` within `Interrupts`: a signal cancels the coroutine, and takes its effect when the loop has ended.
+def run(coroutine: Coroutine[Any, Any, _T], *, by: Callable[[Coroutine[Any, Any, _T]], _T] = asyncio.run) -> _T:
+    """`by(coroutine)` within `Interrupts`: a signal cancels the coroutine, and takes its effect when `by` has returned.
 
     Raised inside a loop, KeyboardInterrupt comes out of it a second time while its tasks are cancelled, and leaves the
-    loop open. Signals are handled by the main thread only: in any other one this is `asyncio.run`.
+    loop open; so it does while the loop is made. Signals are handled by the main thread only: in any other one this is
+    just `by(coroutine)`.
     """
     if threading.current_thread() is not threading.main_thread():
-        return asyncio.run(coroutine)
-    came: list[int] = []
+        return by(coroutine)
+    running: list[asyncio.Task[Any]] = []
 
-    async def cancellable() -> _T:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
+    def cancel() -> None:
+        for task in running:
+            task.get_loop().call_soon_threadsafe(task.cancel)  # which also wakes a loop that waits for sockets
 
-        def cancel(number: int) -> None:
-            if not came:
-                came.append(number)
+    with undisturbed(cancel) as came:
+
+        async def cancellable() -> _T:
+            task = asyncio.current_task()
+            assert task is not None
+            running.append(task)
+            if came:
                 task.cancel()
+            try:
+                return await coroutine
+            finally:
+                running.clear()
 
-        for number in _NUMBERS:
-            loop.add_signal_handler(number, cancel, number)
-        return await coroutine
-
-    before = {number: signal.getsignal(number) for number in _NUMBERS}
-    try:
-        return asyncio.run(cancellable())
-    finally:
-        _restore(before)
-        if came:
-            signal.raise_signal(came[0])
+        return by(cancellable())
 
 
 @contextlib.contextmanager
@@ -84,12 +83,23 @@ def whole(context: AbstractContextManager[_T]) -> Iterator[_T]:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Signals take effect when this context ends: what is in it must have deadlines of its own."""
+def undisturbed(first: Callable[[], object] = lambda: None) -> Iterator[list[int]]:
+    """Signals take effect when this context ends: what is in it must have deadlines of its own.
+
+    Yields the signals that came so far; `first` is called at the first of them.
+    """
     came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in _NUMBERS}
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) == 1:
+            first()
+
+    before = {number: signal.getsignal(number) for number in _NUMBERS}
     try:
-        yield
+        for number in _NUMBERS:
+            signal.signal(number, take)
+        yield came
     finally:
         _restore(before)
         if came:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from pdx import trace
-from pdx.bench import parts
+from pdx.bench import interrupts, parts
 from pdx.bench.ask import Answer, ask, session
 from pdx.bench.engine_metrics import Watch
 from pdx.bench.engines import wait_until
@@ -59,7 +59,7 @@ class Asker:
         """
         start_at, used_s = time.perf_counter(), time.process_time()
         try:
-            return self._runner.run(self._together(url, bodies))
+            return interrupts.run(self._together(url, bodies), by=self._runner.run)
         finally:
             self.wall_s += time.perf_counter() - start_at
             self.cpu_s += time.process_time() - used_s
