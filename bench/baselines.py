@@ -6,13 +6,11 @@ What each of them needs, and which vLLM refuses on a CPU, is in docs/adr/0023-ba
 from __future__ import annotations
 
 import json
-import random
-import socket
 import sys
 import urllib.error
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +32,13 @@ from pdx.bench.system import (
     vllm_missing,
 )
 from pdx.bench.threads import bring_home, let_go_first
+from pdx.cli.ports import free_ports
 from pdx.config import parse_bytes
 
 CHECKED = "0.32."  # the vLLM in which the refusals below were seen; another one is simply tried
 MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PROXY = (sys.executable, "-P", "-m", "pdx.bench.baseline_proxy")
 
 
@@ -59,17 +57,8 @@ class Ports:
 
     @classmethod
     def free(cls) -> Ports:
-        """Ports nobody listens on now. All are held until all are known, so no two are the same."""
-        with ExitStack() as held:
-            found: list[int] = []
-            for port in (*_candidates(), *[0] * 5):  # 0: whichever is free
-                listener = held.enter_context(socket.socket())
-                with suppress(OSError):
-                    listener.bind(("127.0.0.1", port))
-                    found.append(listener.getsockname()[1])
-                if len(found) == 5:
-                    break
-            return cls(*found)
+        """Ports nobody listens on now, no two the same."""
+        return cls(*free_ports(5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,13 +411,6 @@ def baselines() -> list[System]:
         LMCache(),
         Plain(),
     ]
-
-
-def _candidates() -> list[int]:
-    """Ports that the kernel gives to nobody who does not ask for them: engines bind theirs only after their imports."""
-    lowest = int(EPHEMERAL.read_text().split()[0])
-    ports = range(max(1024, lowest - 12_000), lowest)
-    return random.sample(ports, min(100, len(ports)))
 
 
 def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:

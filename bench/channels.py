@@ -24,7 +24,7 @@ from rich.table import Table
 from pdx.bench.channel_raw import RAW, Flow, Raw, RawShm, SharedFile
 from pdx.bench.places import RESULTS
 from pdx.bench.receiver import Receiver
-from pdx.bench.report import Figure, at_least, console, machine, plain, publish
+from pdx.bench.report import Figure, at_least, console, machine, plain, publish, significant
 from pdx.bench.timing import measure
 from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.errors import ChannelUnavailable
@@ -190,7 +190,7 @@ def measure_memcpy(options: Options, folder: Path, on_row: Callable[[Row], None]
     for size in options.sizes:
         walk = Walk(size, 1, options.ring)
         timing = measure({"copy": walk(copy)}, reference="copy", repeats=options.repeats)["copy"]
-        on_row(Row(MEMCPY, size, 1, None, round(timing.rate(walk.count * size / 1e9), 4), None))
+        on_row(Row(MEMCPY, size, 1, None, significant(timing.rate(walk.count * size / 1e9)), None))
 
 
 def _row(scheme: str, sender: Sender, raw: Raw | None, walk: Walk, depth: int, repeats: int) -> Row:
@@ -201,8 +201,8 @@ def _row(scheme: str, sender: Sender, raw: Raw | None, walk: Walk, depth: int, r
         calls["one thread"] = walk(raw.copy_alone)
     timings = measure(calls, reference="raw" if raw is not None else "ours", repeats=repeats)
     amount = walk.count * walk.nbytes / 1e9
-    rates = {name: round(timing.rate(amount), 4) for name, timing in timings.items()}
-    ratio = round(timings["ours"].ratio, 3) if raw is not None else None
+    rates = {name: significant(timing.rate(amount)) for name, timing in timings.items()}
+    ratio = significant(timings["ours"].ratio) if raw is not None else None
     return Row(scheme, walk.nbytes, depth, rates.get("raw"), rates["ours"], ratio, rates.get("one thread", 0.0))
 
 

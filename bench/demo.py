@@ -27,6 +27,7 @@ from pdx.bench.workload import Request
 from pdx.cli import placement
 from pdx.cli.doctor import try_channel
 from pdx.cli.node import check_channels
+from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
 from pdx.cli.ready import knows_nodes
 from pdx.client import connect
@@ -178,7 +179,7 @@ def main() -> int:
     nodes = "a node" if pair is None else f"two nodes joined by {pair}"
     say(f"starting PDX: {nodes}, a prefill engine, a decode engine and the proxy (up to a minute)")
     with Processes(FOLDER / "logs") as processes:
-        port = server.free_port()
+        (port,) = free_ports(1)
         start_pdx(processes, model, port, flags, pair)
         say("PDX is ready and answers")
         engines = Pair(port, pair)

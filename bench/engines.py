@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import sys
 import time
 import urllib.request
@@ -68,14 +67,6 @@ def _wait(process: Process) -> None:
         if process.state is State.DIED or time.monotonic() > deadline:
             raise RuntimeError(f"{process.name} is {process.state}:\n" + "\n".join(process.tail(30)))
         time.sleep(0.2)
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def prompt(tokens: int, seed: int) -> str:

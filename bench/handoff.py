@@ -17,7 +17,6 @@ from pdx.bench.engines import (
     KV_BYTES,
     bench_folder,
     complete,
-    free_port,
     get,
     prompt,
     say,
@@ -26,6 +25,7 @@ from pdx.bench.engines import (
 )
 from pdx.bench.memcpy import Memcpy
 from pdx.bench.report import Figure, at_least, at_most, plain, publish
+from pdx.cli.ports import free_ports
 from pdx.timeline import Event
 
 TOKENS = 4000
@@ -87,7 +87,7 @@ def row(found: dict[str, Any], idle_copy_ms: float, copies_ms: list[float]) -> d
 def measure() -> list[dict[str, float]]:
     """All requests through one pair of engines."""
     rows = []
-    port = free_port()
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     memcpy = Memcpy(TOKENS * KV_BYTES, core=max(os.sched_getaffinity(0)), targets=TARGETS)
     with bench_folder() as (model, processes):

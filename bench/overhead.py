@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdx.bench.engines import FLAGS, PLAIN_SERVER, bench_folder, complete, free_port, prompt, say, start_together
+from pdx.bench.engines import FLAGS, PLAIN_SERVER, bench_folder, complete, prompt, say, start_together
 from pdx.bench.report import at_most, plain, publish
+from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_at
 from pdx.client import connect
@@ -38,7 +39,7 @@ def once_s(url: str, seed: int) -> float:
 
 def on_cores(processes: Processes, model: Path, node: str, cores: Sequence[int]) -> list[tuple[float, float]]:
     """(with, without) the connector, in seconds, with the engines bound to these cores."""
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    urls = [f"http://127.0.0.1:{port}" for port in free_ports(2)]
     flags = [[*FLAGS, "--max-model-len", "6000", "--port", url.rpartition(":")[2]] for url in urls]
     commands = [
         [*PDX, "serve", "both", str(model), "--node", node, "--proxy", "", *flags[0]],

@@ -14,6 +14,7 @@ import msgspec
 from pdx.bench import server
 from pdx.bench.system import VLLM, Bed, CannotRun, Command, Running, Servers, System, is_cpu_build, vllm_missing
 from pdx.cli import guard
+from pdx.cli.ports import free_ports
 from pdx.client import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
@@ -67,7 +68,7 @@ class PdxSystem(System):
 
     def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
         """See `System.start`."""
-        port = server.free_port()
+        (port,) = free_ports(1)
         logs = bed.logs / self.name
         command = self._command(bed, port, logs, trace)
         with ExitStack() as undo:

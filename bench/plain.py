@@ -13,6 +13,7 @@ from typing import Any
 
 from pdx.bench import server, workload
 from pdx.bench.workload import Request
+from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_health
 
@@ -43,7 +44,7 @@ def reference(folder: Path, model: Path, flags: Sequence[str], say: Callable[[st
     file = folder / f"plain-{_key(model, flags)}.json"
     if file.exists():
         return Reference(json.loads(file.read_text()), is_kept=True)
-    port = server.free_port()
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
     with Processes(folder / "logs") as processes:

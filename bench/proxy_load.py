@@ -22,6 +22,7 @@ from pdx.bench import interrupts
 from pdx.bench.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.cpu_clock import CpuClock, machine_seconds
 from pdx.bench.proxy_stage import Stage
+from pdx.bench.report import significant
 from pdx.bench.spread import Spread, spread_ms
 from pdx.bench.stand_in_engine import MODEL, Pace
 
@@ -221,7 +222,7 @@ class _Spent:
         """Of the requests that were answered meanwhile."""
         gaps = [gap for answer in answers for gap in answer.itl_ms]
         spent = (self.client_s, self.proxy_s, self.engine_s, self.machine_s)
-        cores = [round(each / self.wall_s, 3) for each in spent]
+        cores = [significant(each / self.wall_s) for each in spent]
         return Way(
             ttft=spread_ms([answer.ttft_ms for answer in answers]),
             itl=spread_ms(gaps),

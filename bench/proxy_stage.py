@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdx.bench.engines import free_port
 from pdx.bench.stand_in_engine import Pace
+from pdx.cli.ports import free_ports
 from pdx.cli.processes import Process, Processes, State
 from pdx.cli.ready import answers_health
 
@@ -38,7 +38,7 @@ def stage(pace: Pace) -> Iterator[Stage]:
     :raises RuntimeError: one of them did not start; the message has the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, Processes(Path(folder)) as processes:
-        ports = [free_port() for _ in range(3)]
+        ports = free_ports(3)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [

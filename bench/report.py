@@ -49,6 +49,11 @@ def plain(name: str, value: float, unit: str, note: str = "") -> Figure:
     return Figure(name, round(value, 4), unit, note=note)
 
 
+def significant(value: float) -> float:
+    """Five digits of it: what is small does not become nothing."""
+    return float(f"{value:.5g}")
+
+
 def publish(
     bench: str,
     title: str,

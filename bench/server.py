@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -30,14 +29,6 @@ class Answer:
 
 class Failed(Exception):
     """A server ended, never became ready, or answered with an error; the text holds its words."""
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def wait(process: Process, say: Callable[[str], None]) -> None:

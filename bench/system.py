@@ -201,17 +201,19 @@ class Servers:
             for command in commands
         ]
         deadline = time.monotonic() + timeout_s
+        failed = ""
         while not all(process.state is State.READY for process in started):
             for process in started:
                 self._check(process, deadline, timeout_s)
+            if failed:
+                raise CannotRun(f"{failed}: {decisive(self._logs)}")
+            failed = self._failed_engine()  # told at the next look: its worker may log the cause after it
             time.sleep(LOOK_S)
 
     def _check(self, process: Process, deadline: float, timeout_s: float) -> None:
         state = process.look()
         if state is State.DIED:
             raise CannotRun(f"{process.name} ended with status {process.exit_status}: {decisive(self._logs)}")
-        if state is State.STARTING and (failed := self._failed_engine()):
-            raise CannotRun(f"{failed}: {decisive(self._logs)}")
         if state is State.STARTING and time.monotonic() > deadline:
             last = decisive(self._logs)
             raise CannotRun(f"{process.name} was not ready within {timeout_s:.0f} s; it said last: {last}")

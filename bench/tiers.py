@@ -24,6 +24,7 @@ import torch
 from pdx.bench.engine_memory import EngineMemory, Load
 from pdx.bench.interrupts import whole
 from pdx.bench.pair import TO, end, node_pair, wait_until
+from pdx.bench.report import significant
 from pdx.bench.spread import Spread, spread
 from pdx.cli.status import size
 from pdx.client import Node, connect
@@ -281,11 +282,11 @@ def _measure(name: str, tier: Tier, load: Load, memory: EngineMemory) -> Row:
         chunk_bytes=load.chunk_bytes,
         chunks=load.chunks,
         rounds=load.rounds,
-        memcpy_gb_s=round(rates["memcpy"], 3),
-        write_gb_s=round(rates["write"], 3),
-        write_ratio=round(ratios["write"], 3),
-        read_gb_s=round(rates["read"], 3),
-        read_ratio=round(ratios["read"], 3),
+        memcpy_gb_s=significant(rates["memcpy"]),
+        write_gb_s=significant(rates["write"]),
+        write_ratio=significant(ratios["write"]),
+        read_gb_s=significant(rates["read"]),
+        read_ratio=significant(ratios["read"]),
         store=spread(watch.together(*tier.STORE)),
         hit=spread(watch.together(*tier.HIT)),
         phases={what: spread(times) for what, times in watch.times.items()},

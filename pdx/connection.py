@@ -6,6 +6,7 @@ A connection serves one node process: when that dies, `is_alive` turns False for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -252,7 +253,7 @@ class Connection:
             reachable = self.is_alive or self._welcome is None
             if reachable:
                 self._heartbeat()
-                self.tell(Bye())
+                self._say_bye()
             self._stop.set()
             self._socket.close(linger=_FAREWELL_MS if reachable else 0)
         if self._heart.is_alive():
@@ -262,6 +263,14 @@ class Connection:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
+
+    def _say_bye(self) -> None:
+        if self._welcome is None:
+            self.tell(Bye())
+            return
+        # Until it has read that, a node that sees this process end takes it for dead.
+        with contextlib.suppress(NodeError, ProtocolError):
+            self.collect(self.ask(Bye()), _FAREWELL_MS / 1000)
 
     def __enter__(self) -> Connection:
         return self

@@ -48,12 +48,13 @@ class Proxy:
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
+        self._clock = WakingClock(config.heartbeat_timeout_s / 3, time.monotonic)
         self._roster = Roster(
             prefill=config.prefill,
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             suspect_s=config.suspect_s,
-            clock=WakingClock(config.heartbeat_timeout_s / 3, time.monotonic),
+            clock=self._clock,
         )
         self._ledger = Ledger(keep=config.kept_timelines)
         self._clocks = Clocks(host_id())
@@ -109,6 +110,7 @@ class Proxy:
             ceilings=Ceilings(self._legs, clock=time.monotonic),
             control=self._control,
             metrics=self._metrics,
+            clock=self._clock,
         )
         watch = asyncio.create_task(self._watch())
         self._stack.push_async_callback(_stop, watch)

@@ -10,7 +10,7 @@ from pdx.errors import LegFailed
 from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
 
-_ANSWER_S = 1.0
+_ANSWER_S = 5.0  # beside prefill; after an answer that was late, decoders sample for _RETRY_S
 _GOOD_S = 300.0
 _RETRY_S = 2.0  # an engine that would not say is asked again after
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections.abc import Callable
 
 from pdx.errors import ClientGone, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
@@ -21,18 +21,29 @@ from pdx.timeline import Event
 
 log = logging.getLogger(__name__)
 
-_FAILOVER_S = 2.5  # no further engine is tried after; with the connect timeout, a client hears within 5 s
+# No further engine is tried after; with the connect timeout, a client hears within 5 s in which the proxy ran.
+_FAILOVER_S = 2.5
 
 
 class Relay:
     """Serves exchanges. What it changes are the parts it is made of; itself it only remembers one warning."""
 
-    def __init__(self, *, roster: Roster, legs: Legs, ceilings: Ceilings, control: Control, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        *,
+        roster: Roster,
+        legs: Legs,
+        ceilings: Ceilings,
+        control: Control,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
         self._roster = roster
         self._legs = legs
         self._ceilings = ceilings
         self._control = control
         self._metrics = metrics
+        self._clock = clock
         self._warned_no_pair = False
         self._warned_unplaced = False
 
@@ -181,8 +192,8 @@ class Relay:
             exchange.booking.end()
         tried: set[str] = set()
         failure: LegFailed | None = None
-        give_up_at = time.monotonic() + _FAILOVER_S
-        while failure is None or time.monotonic() < give_up_at:
+        give_up_at = self._clock() + _FAILOVER_S
+        while failure is None or self._clock() < give_up_at:
             engine = router.decoder(self._candidates(), planned=exchange.planned, tried=tried)
             if engine is None:
                 break

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -37,16 +38,24 @@ from pdx.node.start import start
 
 MIB = 1 << 20
 _PUPPET = Path(__file__).with_name("node_puppet.py")
+_LAST_SEQ = 1 << 62  # beyond all numbers that tests give their messages
+_ROUND_S = 0.05
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0, what: str = "") -> Any:
-    """Poll until `condition()` is true and return what it returned; fail when the deadline is over."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        if time.monotonic() > deadline:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
+    """Poll until `condition()` is true and return what it returned; fail when the deadline is over.
+
+    A round counts for `_ROUND_S` at most: while the machine stood still, so did the process that is waited for.
+    """
+    left_s = timeout_s
+    while True:
+        started = time.monotonic()
+        if result := condition():
+            return result
+        if left_s < 0:
             raise AssertionError(f"not within {timeout_s} s: {what or condition}")
         time.sleep(0.005)
-    return result
+        left_s -= min(time.monotonic() - started, _ROUND_S)
 
 
 def arenas_of(address: str) -> list[Path]:
@@ -60,6 +69,18 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], 0)[0])
+    finally:
+        os.close(pidfd)
+
+
 class Wire:
     """A raw connection to a node: it sends whatever it is told to, and believes nothing."""
 
@@ -69,7 +90,7 @@ class Wire:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
         self.seq = 0
-        self._is_attached = False
+        self._node_pid = 0  # once attached
 
     def send_frames(self, *frames: bytes) -> None:
         """Any frames at all."""
@@ -81,7 +102,7 @@ class Wire:
         self.send_frames(encode(ToNode(self.seq, reply, body)))
         return self.seq
 
-    def answer(self, timeout_s: float = 5.0) -> tuple[int, Answer] | None:
+    def answer(self, timeout_s: float = 30.0) -> tuple[int, Answer] | None:
         """The next answer, None if none comes."""
         if not self._socket.poll(timeout_s * 1000):
             return None
@@ -99,7 +120,8 @@ class Wire:
     def hello(self, **settings: Any) -> Welcome | Refused:
         """Attach as a client of this process, or as `settings` say."""
         answer = self.ask(Hello(**{"version": VERSION, "pid": os.getpid(), "kind": "client", **settings}))
-        self._is_attached |= isinstance(answer, Welcome)
+        if isinstance(answer, Welcome):
+            self._node_pid = answer.pid
         return answer
 
     def refused(self, body: Ask) -> str:
@@ -118,12 +140,18 @@ class Wire:
         """Say bye where the node still runs, so that its next user finds it as it was. Idempotent."""
         if self._socket.closed:
             return
-        if self._is_attached:
-            seq = self.tell(Bye(), seq=1 << 62, reply=True)
-            while (received := self.answer(0.3)) and received[0] != seq:
-                pass
+        if self._node_pid:
+            wait_until(self._has_left, what="the node has read the bye, or has ended")
         self._socket.close()
         self._context.term()
+
+    def _has_left(self) -> bool:
+        # Said again each time: of answers to one that has read none, the node drops what is too much.
+        self.tell(Bye(), seq=max(self.seq + 1, _LAST_SEQ), reply=True)
+        while received := self.answer(0.3):
+            if received[0] >= _LAST_SEQ:
+                return True
+        return has_ended(self._node_pid)
 
     def __enter__(self) -> Wire:
         return self
@@ -171,7 +199,7 @@ class NodeProcess:
                     raise NodeUnavailable(self.log)
                 return wire.answer(0.02) is not None
 
-            wait_until(serves, 20.0, "the node serves")
+            wait_until(serves, what="the node serves")
             wire.ask(Bye())
         return self
 
@@ -187,7 +215,7 @@ class NodeProcess:
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
     def close(self) -> None:
         """SIGTERM, and wait until it has cleaned up."""
@@ -196,7 +224,7 @@ class NodeProcess:
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
         try:
-            assert self.process.wait(10) == 0, self.log
+            assert self.process.wait(30) == 0, self.log
         except subprocess.TimeoutExpired:
             self.kill()
             raise

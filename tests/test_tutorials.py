@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import textwrap
@@ -27,6 +26,7 @@ from node_harness import MIB, wait_until
 import pdx
 from pdx import registry
 from pdx.cli.main import main
+from pdx.cli.ports import free_ports
 from pdx.cli.serve import engine_command
 from pdx.config import ConnectorConfig, parse
 from pdx.errors import PdxError
@@ -145,11 +145,6 @@ def test_the_model_for_cpus_is_made_by_what_the_page_says():
 # ---- Python API -------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextlib.contextmanager
 def running(*lines: list[str]) -> Iterator[None]:
     """`pdx` commands in processes of their own, ended afterwards."""
@@ -197,8 +192,8 @@ def test_the_python_api_page(place, monkeypatch):
     (roster,) = blocks("python-api", "toml")
     nodes, programs = commands("python-api", "pdx node --name"), commands("python-api", "python docs/examples")
     everything = json.dumps([roster, nodes, programs]).replace("/tmp/pdx-two", str(place))
-    for port in ("7700", "7701"):
-        everything = everything.replace(f":{port}", f":{free_port()}")
+    for port, free in zip(("7700", "7701"), free_ports(2), strict=True):
+        everything = everything.replace(f":{port}", f":{free}")
     roster, nodes, (program,) = json.loads(everything)
     monkeypatch.chdir(place)
     (place / "roster.toml").write_text(roster)
@@ -222,9 +217,13 @@ def test_the_engine_page(start_node):
     node = start_node(arena_bytes=64 * MIB)
     (program,) = commands("add-an-engine", "python docs/examples")
     assert run_example(program, {"PDX_NODE": node.address}) == blocks("add-an-engine", "text")[0]
-    status = node.status()
-    assert status.leases == 0
-    assert set(status.chunks) == {"sealed"}
+
+    def is_left() -> bool:
+        status = node.status()
+        return (len(status.attached), status.leases) == (1, 0)  # one: who asks
+
+    wait_until(is_left, 30.0, "the program holds nothing any more")
+    assert set(node.status().chunks) == {"sealed"}
 
 
 # ---- a channel --------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class UcxChannel(Channel):
 
     def wait_ended(self) -> None:
         """Wait until all transfers are over. Not on the engine's thread."""
-        self._ended.wait(_CLOSE_S)
+        self._region.engine.wait(self._ended, _CLOSE_S)
 
     def abort(self, transfer: UcxTransfer) -> None:
         """Drop it if it has not begun."""

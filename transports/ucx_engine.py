@@ -25,6 +25,7 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
 
 _FIX = "pip install 'pdx-transport[ucx]'"
 _GPU_FIX = "pip install 'pdx-transport[ucx]' (libucx with its CUDA plugin), and look at UCX_TLS"
+_STEP_S = 0.05  # of waiting; if one takes longer this process stood still, and then UCX could not act either
 _CALL_S = 10.0  # a bound for what the thread does at once; it does not wait for peers
 _POLL_MS = 50  # UCX is known to miss waking somebody now and then
 _CLOSING_POLL_MS = 1  # and it wakes nobody for what is left to do when an endpoint was closed
@@ -230,13 +231,18 @@ class UcxEngine:
             done.set()
 
         self.run(do)
-        deadline = time.monotonic() + _CALL_S
-        while not done.wait(0.05):
-            if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise ChannelBroken("the region is closed")
+        if not self.wait(done, _CALL_S):
+            raise ChannelBroken("the region is closed")
         if errors:
             raise errors[0]
         return results[0]
+
+    def wait(self, done: threading.Event, timeout_s: float) -> bool:
+        """Whether the thread sets this within `timeout_s` in which it could run. Not on the thread."""
+        for _ in range(round(timeout_s / _STEP_S)):
+            if done.wait(_STEP_S) or not self._thread.is_alive():
+                break
+        return done.is_set()
 
     def connect(self, address: bytes, lost: Callable[[], None]) -> Endpoint:
         """An endpoint for another worker; `lost` is called by the thread when that one is gone. Thread only.
@@ -290,12 +296,17 @@ class UcxEngine:
         self._is_open = False
 
     def settle(self, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Make progress until `is_done()`, for a while. Messages are not looked at meanwhile. Thread only."""
-        deadline = time.monotonic() + timeout_s
-        while not is_done() and time.monotonic() < deadline:
+        """Make progress until `is_done()`, for `timeout_s` in which this process ran. Messages are not looked at
+        meanwhile. Thread only.
+        """
+        left_s, before = timeout_s, time.monotonic()
+        while not is_done() and left_s > 0:
             self._worker.progress()
             self._advance()
             self._close_due()
+            now = time.monotonic()
+            left_s -= min(now - before, _STEP_S)
+            before = now
 
     def _close_due(self) -> None:
         for endpoint, end in list(self._closing.items()):

@@ -179,7 +179,7 @@ def _region_bytes() -> int:
 
 def _ucx_transports(timeout_s: float) -> list[str]:
     out, status = _run([_LOOPBACK, "ucx"], timeout_s, subprocess.DEVNULL)
-    return [] if status else msgspec.json.decode(out, type=list[str])
+    return msgspec.json.decode(out, type=list[str]) if status == 0 else []
 
 
 def _gpus(timeout_s: float) -> list[Fact]:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +18,7 @@ import msgspec
 
 from pdx.cli import placement
 from pdx.cli.node import check_channels
+from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes, State
 from pdx.cli.progress import Progress
 from pdx.cli.ready import answers_at, answers_health, knows_nodes
@@ -237,19 +238,8 @@ def _arena_gpus(text: str, num_nodes: int) -> list[str]:
 
 def _engines(prefill: int, decode: int) -> list[Engine]:
     names = [("prefill", index) for index in range(prefill)] + [("decode", index) for index in range(decode)]
-    ports = _free_ports(len(names))
+    ports = free_ports(len(names))
     return [Engine(f"{role}-{index}", role, port) for (role, index), port in zip(names, ports, strict=True)]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. All are held until all are known, so no two are the same."""
-    with ExitStack() as held:
-        ports = []
-        for _ in range(count):
-            listener = held.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
-        return ports
 
 
 def _is_free(host: str, port: int) -> bool:

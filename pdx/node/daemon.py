@@ -114,7 +114,8 @@ class Daemon:
             self._undo = undo.pop_all()
         self._next_tick = time.monotonic()
         self._next_report = time.monotonic()
-        self._last_busy = time.monotonic()
+        self._looked_at = time.monotonic()
+        self._idle_s = 0.0
 
     def _bind(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
@@ -184,11 +185,13 @@ class Daemon:
         self._report(now)
 
     def is_idle_too_long(self) -> bool:
-        """Whether nothing has been attached for `exit_when_idle_s`."""
+        """Whether nothing has been attached for `exit_when_idle_s`; ask after each turn."""
         now = time.monotonic()
-        if len(self.service.sessions) or not self._config.exit_when_idle_s:
-            self._last_busy = now
-        return now - self._last_busy > self._config.exit_when_idle_s > 0
+        self._idle_s += min(now - self._looked_at, 2 * TICK_S)  # while the machine stood still, nobody could attach
+        self._looked_at = now
+        if len(self.service.sessions):
+            self._idle_s = 0.0
+        return self._idle_s > self._config.exit_when_idle_s > 0
 
     # ---- messages ---------------------------------------------------------------------------
 

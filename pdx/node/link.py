@@ -61,6 +61,7 @@ class Link:
         self.pid = 0
         self.heard_at = 0.0  # on the clock of `Links`, as is the next
         self.pinged_at = 0.0
+        self.is_wanted = False  # something waited for it since it was dialled
         self.fault = ""  # sending failed: to be lost at the next tick
         self.socket: zmq.Socket[bytes] | None = None
         self._watch = watch

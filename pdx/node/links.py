@@ -128,14 +128,20 @@ class Links:
         """The link to a peer, if it was ever dialled."""
         return self._links.get(name)
 
-    def dial(self, name: str) -> Link:
+    def dial(self, name: str, *, is_wanted: bool = True) -> Link:
         """The link to that peer; if it is closed, it is dialled now, and `link_ready` or `link_lost` will follow.
+
+        `is_wanted`: something waits for the link. The first that does has the whole timeout for it, however long it
+        was dialled before for nobody; those after it share that time, or a dead peer would keep them all.
 
         :raises PeerUnknown: the roster does not name it, or it is this node itself.
         :raises ConfigError: it has a key and this node has none, or the other way round.
         """
         link = self._links.get(name)
         if link is not None and link.state is not LinkState.CLOSED:
+            if link.state is LinkState.DIALING and is_wanted and not link.is_wanted:
+                link.is_wanted = True
+                link.heard_at = self._now
             return link
         own = self._handler.identity()
         if name == own.name:
@@ -145,6 +151,7 @@ class Links:
         if link is None:
             link = self._links[name] = Link(name, watch=self._watch, unwatch=self._forget_socket)
         self._by_socket[socket] = link
+        link.is_wanted = is_wanted
         link.dial(socket, entry, own, self._now)
         return link
 

@@ -269,7 +269,7 @@ class Peers:
             link = self.links.link(name)
             if link is None or link.state is LinkState.CLOSED:
                 try:
-                    self.links.dial(name)
+                    self.links.dial(name, is_wanted=False)
                 except (PeerError, ConfigError) as error:
                     log.debug("%s is not dialled: %s", name, error)
 

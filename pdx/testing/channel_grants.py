@@ -34,13 +34,13 @@ class Grants:
         """One bad piece among good ones, of all sizes: none of them lands, and the next good write does."""
         writer, reader = stage.side(), stage.side()
         _, remote = reader.session((0, MIB), (4 * MIB, MIB))
-        channel = writer.region.connect(remote)
+        channel = writer.connect(remote)
         good = [Piece(0, at * 4096, 4096) for at in range(count - 1)]
         self._refused(stage, channel, reader, [*good, Piece(0, 2 * MIB, 16)])
         self._refused(stage, channel, reader, [*good, Piece(0, MIB - 8, 16)])
         self._refused(stage, channel, reader, [*good, Piece(0, 4 * MIB - 1, MIB)])
         self._refused(stage, channel, reader, [Piece(0, 2 * MIB, 2 * MIB), *good])
-        again = writer.region.connect(remote)
+        again = writer.connect(remote)
         assert stage.written(again, [Piece(0, 4 * MIB, MIB)], b"good") == ""
         assert stage.notified(reader, 1) == [b"good"]
         assert reader.view[4 * MIB : 5 * MIB] == writer.view[:MIB]
@@ -49,39 +49,39 @@ class Grants:
         """Two spans side by side may belong to two chunks; a piece across both is a mistake."""
         writer, reader = stage.side(), stage.side()
         _, remote = reader.session((0, MIB), (MIB, MIB))
-        self._refused(stage, writer.region.connect(remote), reader, [Piece(0, MIB - 1, 2)])
+        self._refused(stage, writer.connect(remote), reader, [Piece(0, MIB - 1, 2)])
 
     def test_a_piece_may_lie_anywhere_inside_its_span(self, stage: Stage) -> None:
         """At its end, in its middle."""
         writer, reader = stage.side(), stage.side()
         _, remote = reader.session((0, MIB), (MIB, 2 * MIB))
-        channel = writer.region.connect(remote)
+        channel = writer.connect(remote)
         assert stage.written(channel, [Piece(0, MIB + 5, 7), Piece(0, 3 * MIB - 9, 9), Piece(0, MIB - 1, 1)]) == ""
 
     def test_a_session_without_grants_may_write_nothing(self, stage: Stage, checks: None) -> None:
         """Connecting alone allows nothing."""
         writer, reader = stage.side(), stage.side()
-        self._refused(stage, writer.region.connect(reader.session()[1]), reader, [Piece(0, 0, 1)])
+        self._refused(stage, writer.connect(reader.session()[1]), reader, [Piece(0, 0, 1)])
 
     def test_grants_are_of_one_session(self, stage: Stage, checks: None) -> None:
         """What one peer may write to, another may not."""
         writer, reader = stage.side(), stage.side()
         reader.session((0, MIB))
         _, remote = reader.session((MIB, MIB))
-        self._refused(stage, writer.region.connect(remote), reader, [Piece(0, 0, 4096)])
+        self._refused(stage, writer.connect(remote), reader, [Piece(0, 0, 4096)])
 
     def test_grants_come_and_go_while_connected(self, stage: Stage, checks: None) -> None:
         """A span that was taken back is refused; one that is given later is not."""
         writer, reader = stage.side(), stage.side()
         token, remote = reader.session((0, MIB))
         listener = reader.region.listen()
-        channel = writer.region.connect(remote)
+        channel = writer.connect(remote)
         assert stage.written(channel, [Piece(0, 0, MIB)]) == ""
         assert wait_until(lambda: listener.revoke(token, 0, MIB), "nothing lands there any more")
         assert listener.revoke(token, 0, MIB)
         self._refused(stage, channel, reader, [Piece(0, 0, MIB)])
         listener.grant(token, MIB, MIB)
-        assert stage.written(writer.region.connect(remote), [Piece(0, MIB, MIB)]) == ""
+        assert stage.written(writer.connect(remote), [Piece(0, MIB, MIB)]) == ""
 
     def test_nothing_lands_where_it_was_taken_back(self, stage: Stage, checks: None, peer: Peer) -> None:
         """A peer that writes on and on: as soon as `revoke` is True the memory is another's, and stays as it is."""
@@ -138,8 +138,8 @@ class Grants:
         """Its channel breaks, its grants are gone; the other session goes on. Twice is as good as once."""
         writer, reader = stage.side(), stage.side()
         token, remote = reader.session((0, MIB))
-        other = writer.region.connect(reader.session((4 * MIB, MIB))[1])
-        channel = writer.region.connect(remote)
+        other = writer.connect(reader.session((4 * MIB, MIB))[1])
+        channel = writer.connect(remote)
         assert stage.written(channel, [Piece(0, 0, MIB)], b"first") == ""
         assert stage.notified(reader, 1) == [b"first"]  # a notification may come later than the write is over
         reader.region.listen().expel(token)

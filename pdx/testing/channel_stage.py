@@ -76,6 +76,10 @@ class Side:
             self.region.listen().grant(token, offset, nbytes)
         return token, remote
 
+    def connect(self, remote: RemoteRegion) -> Channel:
+        """A channel to this region, which is there: a loaded machine gets all the time that a test has."""
+        return self.region.connect(remote, timeout_s=DEADLINE_S)
+
     def take(self) -> list[Notification]:
         """All notifications so far, oldest first."""
         self.seen += self.region.listen().take()
@@ -141,7 +145,7 @@ class Peer:
             self.do("grant", token.hex(), offset, nbytes)
         return token, msgspec.msgpack.decode(bytes.fromhex(detail), type=RemoteRegion)
 
-    def connect(self, remote: RemoteRegion, timeout_s: float = 5.0) -> Any:
+    def connect(self, remote: RemoteRegion, timeout_s: float = DEADLINE_S) -> Any:
         """Connect to this region: the channel's number, or the error."""
         return self.do("connect", msgspec.msgpack.encode(remote).hex(), timeout_s)
 
@@ -205,13 +209,14 @@ class Stage:
         self._region = region
         self._memories = itertools.cycle(memories)
         self._world = world
-        self._bell = threading.Event()
+        self._bell = threading.Condition()
+        self._rings = 0  # a count, since several threads may wait, each for something else
         self._seeds = itertools.count(first_seed)
         self._open: list[Side | Peer] = []
 
     def side(self, nbytes: int = 8 * MIB) -> Side:
         """A region in this process."""
-        side = Side(self._region, next(self._memories)(nbytes), self._bell.set, seed=next(self._seeds))
+        side = Side(self._region, next(self._memories)(nbytes), self._ring, seed=next(self._seeds))
         self._open.append(side)
         return side
 
@@ -226,14 +231,23 @@ class Stage:
         """Wait for the bell, or every millisecond where a backend is polled, until `condition()` is true."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._bell.clear()
+            rings = self._rings
             if result := condition():
                 return result
             left = deadline - time.monotonic()
             if left <= 0:
                 raise AssertionError(f"not within {timeout_s} s: {what}")
-            if not self._bell.wait(0.001 if self._region.is_polled else left) and not self._region.is_polled:
+            if not self._rang(rings, 0.001 if self._region.is_polled else left) and not self._region.is_polled:
                 assert not condition(), f"`wake` was not called: {what}"
+
+    def _rang(self, rings: int, timeout_s: float) -> bool:
+        with self._bell:
+            return self._bell.wait_for(lambda: self._rings != rings, timeout_s)
+
+    def _ring(self) -> None:
+        with self._bell:
+            self._rings += 1
+            self._bell.notify_all()
 
     def finish(self, transfers: Iterable[Transfer], timeout_s: float = DEADLINE_S) -> list[str]:
         """Wait until all are over: the name of each one's error, "" if it has none."""

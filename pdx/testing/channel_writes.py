@@ -42,7 +42,7 @@ def scattered(sizes: list[int], *, seed: int) -> tuple[list[Piece], int]:
 
 def connected(writer: Side, reader: Side, *spans: tuple[int, int]) -> Channel:
     """A channel that may write to these spans."""
-    return writer.region.connect(reader.session(*spans)[1])
+    return writer.connect(reader.session(*spans)[1])
 
 
 class Writes:
@@ -57,7 +57,7 @@ class Writes:
         writer, reader = stage.side(nbytes), stage.side(nbytes)
         before, source = bytes(reader.view), bytes(writer.view)
         token, remote = reader.session(*((piece.remote, piece.nbytes) for piece in pieces))
-        channel = writer.region.connect(remote)
+        channel = writer.connect(remote)
         assert stage.written(channel, pieces, b"done") == ""
         assert stage.notified(reader, 1) == [b"done"]
         assert reader.take()[0].token == token
@@ -147,7 +147,7 @@ class Writes:
         for index, writer in enumerate([first, second]):
             token, remote = reader.session((index * 4 * MIB, 4 * MIB))
             tokens.append(token)
-            channels.append(writer.region.connect(remote))
+            channels.append(writer.connect(remote))
             pieces.append([Piece(at, index * 4 * MIB + at, MIB) for at in range(0, 4 * MIB, MIB)])
         transfers = [channels[index].write([pieces[index][n]], bytes([index])) for n in range(4) for index in range(2)]
         assert set(stage.finish(transfers)) == {""}
@@ -174,7 +174,7 @@ class Writes:
         source = bytes(side.view)
         expected = landed(peer.bytes(0, 8 * MIB), source, pieces)
         _, remote = peer.session((0, 8 * MIB))
-        channel = side.region.connect(remote)
+        channel = side.connect(remote)
         assert stage.written(channel, pieces, b"there") == ""
         assert peer.do("payloads", 1) == [b"there".hex()]
         assert peer.bytes(0, 8 * MIB) == expected

@@ -125,7 +125,8 @@ class StreamCalls:
     def cuStreamDestroy(self, stream: Any) -> None:
         self._devices.here()
         found = self._stream(stream)
-        del self._objects[int(stream)]
+        with self._lock:
+            del self._objects[int(stream)]
         found.destroy()
 
     def cuStreamSynchronize(self, stream: Any) -> None:
@@ -163,7 +164,8 @@ class StreamCalls:
 
     def cuEventDestroy(self, event: Any) -> None:
         self._event(event)
-        del self._objects[int(event)]
+        with self._lock:
+            del self._objects[int(event)]
 
     def cuMemcpyAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> None:
         here, found = self._devices.here(), self._stream(stream)

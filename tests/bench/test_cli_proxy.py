@@ -18,9 +18,9 @@ from aiohttp import web
 from cli_process import CliProcess
 from click.testing import CliRunner
 
-from pdx.bench.ask import AskFailed, ask, completion, session
+from pdx.bench.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.cpu_clock import CpuClock, machine_seconds
-from pdx.bench.proxy_load import FORWARD, SAMPLED, Case, Row, Way, cost, measure
+from pdx.bench.proxy_load import FORWARD, SAMPLED, Case, Row, Way, _Spent, cost, measure
 from pdx.bench.proxy_stage import Stage
 from pdx.bench.spread import Spread
 from pdx.bench.stand_in_engine import MODEL, Pace, StandInEngine
@@ -216,6 +216,12 @@ def test_the_cost_of_a_token_is_what_more_tokens_take() -> None:
     found = cost(fewer, replace(fewer, tokens=24, cpu_ms=3.4))
     assert found.cpu_us_per_token == pytest.approx(100.0)
     assert found.cpu_ms_per_request == pytest.approx(1.0)
+
+
+def test_cores_that_were_hardly_busy_are_not_zero() -> None:
+    spent = _Spent(wall_s=36_000.0, client_s=0.9, proxy_s=1.8, engine_s=2.7, machine_s=36_000.0)
+    way = spent.way([Answer("a", 1.0, [1.0], 2.0, "", "r", 1, 2, 0)])
+    assert (way.client_cores, way.proxy_cores, way.engine_cores, way.machine_cores) == (2.5e-5, 5e-5, 7.5e-5, 1.0)
 
 
 def test_cpu_time_is_that_of_the_process() -> None:

@@ -19,8 +19,9 @@ from pdx.bench.engine_memory import SMALLEST, EngineMemory, Load
 from pdx.bench.spread import spread_ms
 from pdx.bench.steps import Steps
 from pdx.bench.store_run import Settings, StoreRun
-from pdx.bench.tiers import Stopwatch, Tier
+from pdx.bench.tiers import OwnArena, Stopwatch, Tier
 from pdx.cli.main import main
+from pdx.client import connect
 from pdx.cuda.gpu import why_no_gpu
 from pdx.errors import ChannelUnavailable, ConfigError
 
@@ -151,6 +152,25 @@ class Forgetful(Tier):
 
     def read(self, names: Sequence[str], watch: Stopwatch) -> float:
         return 1.0
+
+
+class Slow(OwnArena):
+    """Says that it takes hours."""
+
+    def write(self, names: Sequence[str], watch: Stopwatch) -> float:
+        return super().write(names, watch) + 36_000.0
+
+    def read(self, names: Sequence[str], watch: Stopwatch) -> float:
+        return super().read(names, watch) + 36_000.0
+
+
+def test_slow_is_not_zero() -> None:
+    with tiers.one_node(SMALL.arena_bytes) as address, connect(address) as node:
+        memory = EngineMemory(SMALL)
+        row = tiers._measure("host", Slow(node, memory, SMALL), SMALL, memory)
+    assert row.write_gb_s == pytest.approx(SMALL.total_bytes / 1e9 / 36_000, rel=1e-3)
+    assert row.read_gb_s == pytest.approx(row.write_gb_s, rel=1e-3)
+    assert min(row.write_ratio, row.read_ratio) > 0
 
 
 def test_other_bytes_are_noticed_before_anything_counts() -> None:

@@ -229,6 +229,12 @@ def test_a_small_shared_memory_is_said(monkeypatch):
     assert "--shm-size" in fact.fix
 
 
+@pytest.mark.parametrize("status", [None, 1, -11])
+def test_a_look_at_ucx_that_failed_ends_nothing_else(monkeypatch, status):
+    monkeypatch.setattr(doctor_module, "_run", lambda command, timeout_s, errors: (b"", status))
+    assert doctor_module._ucx_transports(1.0) == []
+
+
 def test_ucx_and_the_variables_that_limit_it():
     missing = ucx_transports([], {}, has_rdma=True)
     assert (missing.is_ok, missing.finding) == (True, FindingName.UCX_UNAVAILABLE)

@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from pdx.cli import guard
+from pdx.cli.ports import free_ports
 from pdx.cli.up import nodes_of, up
 from pdx.client import connect
 from pdx.errors import ConfigError
@@ -29,7 +30,7 @@ class Up:
 
     def __init__(self, place: Path, *flags: str) -> None:
         self.place = place
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
         self.output = place / "output"
         options = ["--port", str(self.port), "--arena", "8MiB", "--logs", str(place / "logs")]
         with self.output.open("wb") as output:
@@ -93,12 +94,6 @@ def wait_for(condition, timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _get(url: str) -> bytes:

@@ -14,7 +14,7 @@ from stream_bed import Bed, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
 import pdx
-from pdx.messages import Mark, Slot
+from pdx.messages import Mark, Ping, Slot
 from pdx.timeline import Event
 from pdx.trace import Tracer, TraceSpan, read, switch
 from pdx.vllm.plan import PagesPlan, SavePlan
@@ -46,14 +46,15 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What engines' workers tell their node."""
+    """What engines' workers tell their node, but for what a clock tells it."""
     from pdx.connection import Connection
 
     log: list[Any] = []
     real = Connection.tell
 
     def tell(self: Connection, body: Any) -> None:
-        log.append(body)
+        if not isinstance(body, Ping):
+            log.append(body)
         real(self, body)
 
     monkeypatch.setattr(Connection, "tell", tell)

@@ -87,6 +87,7 @@ class ToyEngine:
         graphs: bool = False,
         **settings: Any,
     ) -> None:
+        settings.setdefault("lookup_s", 20.0)  # so that only an answer decides, on a loaded machine, too
         config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
         shape = layout(num_shards=shards)
         assert streams is None or shards == 1

@@ -13,12 +13,13 @@ from typing import Any
 import aiohttp  # noqa: F401 - fail early where the proxy could not run
 import pytest
 from cases import CASES
-from engine_process import Server, free_port
+from engine_process import Server
 from http_client import post
 from pair import ENGINE_ENV, ENGINE_FLAGS, Pair
 from tiny import make_tiny
 
 pytest.importorskip("vllm")
+from pdx.cli.ports import free_ports
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +38,7 @@ def model(workplace: Path) -> Path:
 @pytest.fixture(scope="session")
 def expected(workplace: Path, model: Path) -> dict[str, Any]:
     """What a plain engine answers to every case."""
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     server = Server([*command, "--port", str(port), *ENGINE_FLAGS], port, workplace / "plain.log", ENGINE_ENV)
     try:

@@ -6,31 +6,14 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
+from node_harness import wait_until
+
 READY_S = 240.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    """Poll a condition that another process brings about."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout_s} s")
-        time.sleep(0.005)
 
 
 class Server:

@@ -12,10 +12,12 @@ from typing import Any
 
 import psutil
 from cases import MODEL, completion, text
-from engine_process import Server, free_port, wait_until
+from engine_process import Server
 from http_client import post
+from node_harness import wait_until
 
 import pdx
+from pdx.cli.ports import free_ports
 from pdx.config import NodeConfig
 from pdx.messages import NodeStatus
 from pdx.node.start import start
@@ -41,7 +43,7 @@ class Pair:
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}  # by address
         for role in self.configs:
             self.start_node(role)
-        port = free_port()
+        (port,) = free_ports(1)
         command = [sys.executable, "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", self.control]
         self.proxy = Server(command, port, workplace / "proxy.log")
         self.prefill = self.serve("prefill", core=0)
@@ -85,7 +87,7 @@ class Pair:
         self.wait_ready()
 
     def serve(self, role: str, core: int) -> Server:
-        port = free_port()
+        (port,) = free_ports(1)
         options = ["--node", self.configs[role].address, "--arena", str(ARENA_BYTES), "--proxy", self.control]
         if self.is_wired:
             options.append("--no-start-node")  # an engine could not know its name and channel
@@ -124,7 +126,7 @@ class Pair:
         """Nothing is being filled, leased, transferred, pushed or held back."""
         return all(map(_is_at_rest, self.statuses()))
 
-    def wait_at_rest(self, timeout_s: float = 5.0) -> None:
+    def wait_at_rest(self, timeout_s: float = 15.0) -> None:
         wait_until(self.is_at_rest, timeout_s, "the arena's counters are back at rest")
 
     def post(self, path: str, body: dict[str, Any]) -> Any:

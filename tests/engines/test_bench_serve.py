@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_process import Server, free_port
+from engine_process import Server
 from pair import ENGINE_ENV, ENGINE_FLAGS
 
+from pdx.cli.ports import free_ports
 from pdx.testing.tiny_llama import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -22,7 +23,7 @@ PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
 def service(workplace: Path) -> Iterator[Server]:
     """`pdx up` with a model of two layers."""
     model = make_model(workplace / "small", layers=2, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128)
-    port = free_port()
+    (port,) = free_ports(1)
     command = [*PDX, "up", str(model), "--port", str(port), "--arena", "128MiB", "--logs", str(workplace / "up-logs")]
     server = Server([*command, "--", *ENGINE_FLAGS], port, workplace / "up.log", ENGINE_ENV)
     try:

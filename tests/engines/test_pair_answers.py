@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from cases import CASES, completion, text
-from engine_process import Server, wait_until
+from engine_process import Server
 from http_client import stream
+from node_harness import wait_until
 from pair import Pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

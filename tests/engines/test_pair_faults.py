@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from cases import CASES, completion, text
-from engine_process import wait_until
 from http_client import open_request, post, stream
+from node_harness import wait_until
 from pair import ARENA_BYTES, Pair
 from test_pair_answers import essence
 
@@ -264,6 +264,6 @@ def test_decoder_killed_while_it_generates(pair: Pair) -> None:
     pair.decode.kill()
     killed = time.monotonic()
     assert any("error" in event for event in events), "the stream ends with an error event"
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < 30
     assert post(pair.proxy.url, *completion("hello"))["http_status"] in (502, 503)
     pair.wait_at_rest()

@@ -12,13 +12,15 @@ from typing import Any
 import psutil
 import pytest
 from cases import CASES, completion, text
-from engine_process import Server, free_port, wait_until
+from engine_process import Server
 from http_client import post
+from node_harness import wait_until
 from pair import ENGINE_ENV, ENGINE_FLAGS
 from test_pair_answers import computed_prompt_tokens, essence
 from tiny import make_tiny
 
 import pdx
+from pdx.cli.ports import free_ports
 from pdx.messages import NodeStatus
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -34,7 +36,7 @@ class Host:
 
     def serve(self, name: str, model: Path, *flags: str, cores: str = "0") -> Server:
         """An engine by the documented line; without vLLM's own prefix cache, so that every hit is the node's."""
-        port = free_port()
+        (port,) = free_ports(1)
         connector = {
             "kv_connector": "PdxConnector",
             "kv_connector_module_path": "pdx.vllm.connector",

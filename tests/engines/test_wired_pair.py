@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from cases import CASES, chat, completion, text
-from engine_process import wait_until
 from http_client import post, stream
+from node_harness import wait_until
 from pair import Pair
 from test_pair_answers import computed_prompt_tokens, essence
 from test_pair_faults import wait_prefilling

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from node_harness import MIB, arenas_of, attached, wait_until
+from node_harness import MIB, arenas_of, attached, is_stopped, wait_until
 
 import pdx
 from pdx.config import listen_address
@@ -16,14 +16,14 @@ BACK_S = 1.0  # after any fault the counters are back at their baseline within t
 
 @pytest.fixture
 def short_node(start_node):
-    """A node whose reservations and leases end after 0.1 s."""
-    return start_node(reserve_s=0.1, max_lease_s=0.1)
+    """A node whose reservations end after 2 s."""
+    return start_node(reserve_s=2.0)
 
 
 @pytest.fixture
 def client(address, puppets):
     """A client of whatever node the test started, in this process."""
-    with pdx.connect(address) as made:
+    with pdx.connect(address, timeout_s=30.0) as made:
         yield made
 
 
@@ -48,7 +48,7 @@ def test_a_stopped_writer_keeps_its_room_and_its_late_fill_is_harmless(short_nod
     puppet = puppets()
     puppet.do("reserve", "a", 4 * MIB)
     puppet.stop()
-    wait_until(lambda: client.status().chunks == {"quarantined": 1}, 2.0)
+    wait_until(lambda: client.status().chunks == {"quarantined": 1})
     with client.reserve("b", 4 * MIB) as chunk:
         chunk.view[:] = b"\x07" * (4 * MIB)
         with pytest.raises(pdx.PdxError):
@@ -61,7 +61,7 @@ def test_a_stopped_writer_keeps_its_room_and_its_late_fill_is_harmless(short_nod
     assert puppet.result() == "StaleSlot", "and hears of it when it seals"
     assert client.lookup(["a"]) == 0
     with client.get("b") as chunk:
-        assert set(chunk.view) == {7}
+        assert bytes(chunk.view) == b"\x07" * (4 * MIB)
     wait_until(lambda: client.status().chunks == {"sealed": 1}, BACK_S)
     assert client.status().free_bytes == 4 * MIB
 
@@ -70,18 +70,18 @@ def test_a_writer_killed_in_quarantine_gives_its_room_back(short_node, puppets, 
     puppet = puppets()
     puppet.do("reserve", "a", 8 * MIB)
     puppet.stop()
-    wait_until(lambda: client.status().chunks == {"quarantined": 1}, 2.0)
+    wait_until(lambda: client.status().chunks == {"quarantined": 1})
     puppet.kill()
     wait_until(lambda: client.status().free_bytes == 8 * MIB, BACK_S)
 
 
-def test_a_stopped_reader_finds_out_that_its_bytes_are_stale(short_node, puppets, client):
+def test_a_stopped_reader_finds_out_that_its_bytes_are_stale(node, puppets, client):
     puppet = puppets()
     puppet.do("put", "a", 4 * MIB, 1)
     assert puppet.do("get", "a", 0.1) == 0
     assert puppet.do("read", "a") == [1]
     puppet.stop()
-    wait_until(lambda: client.status().leases == 0, 2.0)
+    wait_until(lambda: client.status().leases == 0)
     client.delete("a")
     with client.reserve("b", 8 * MIB) as chunk:
         chunk.view[:] = b"\x02" * (8 * MIB)
@@ -104,7 +104,7 @@ def test_silence_alone_frees_nothing(node, puppets, client):
     def is_silent():
         return max(attached.silent_s for attached in client.status().attached) > 1.3
 
-    wait_until(is_silent, 4.0)
+    wait_until(is_silent)
     assert client.status().chunks == {"filling": 1}
     puppet.go_on()
     assert puppet.do("seal", "a") is None
@@ -116,7 +116,7 @@ def test_silence_alone_frees_nothing(node, puppets, client):
 
 def test_a_killed_node_is_noticed_and_the_next_one_cleans_up(start_node, address, place):
     node = start_node()
-    with pdx.connect(address, timeout_s=2.0) as client:
+    with pdx.connect(address, timeout_s=30.0) as client:
         assert client._connection.is_alive
         old_epoch = client._connection.epoch
         with client.reserve("a", MIB) as chunk:
@@ -132,17 +132,18 @@ def test_a_killed_node_is_noticed_and_the_next_one_cleans_up(start_node, address
         assert stale not in arenas_of(address)
         assert len(arenas_of(address)) == 1
         assert len(bytes(reader.view)) == MIB, "the old memory stays mapped as long as somebody looks"
-        with pdx.connect(address) as fresh:
+        with pdx.connect(address, timeout_s=30.0) as fresh:
             assert fresh._connection.epoch != old_epoch
             assert fresh.status().free_bytes == 8 * MIB
             assert fresh.lookup(["a"]) == 0
         assert not client._connection.is_alive, "dead for good, whoever answers there now"
 
 
-def test_a_call_to_a_dead_node_ends_at_its_deadline(start_node, address):
+def test_a_call_to_a_dead_node_ends_at_its_deadline(start_node, address, monkeypatch):
     node = start_node()
-    with pdx.connect(address, timeout_s=0.2) as client:
+    with pdx.connect(address, timeout_s=30.0) as client:
         node.kill()
+        monkeypatch.setattr(client, "_timeout_s", 0.2)
         with pytest.raises(NodeUnavailable, match="did not answer within 0.2 s"):
             client.status()
     arenas_of(address)[0].unlink()
@@ -150,13 +151,16 @@ def test_a_call_to_a_dead_node_ends_at_its_deadline(start_node, address):
     os.unlink(listen_address(node.config).removeprefix("ipc://"))
 
 
-def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address):
-    with pdx.connect(address, timeout_s=0.1) as client:
+def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address, monkeypatch):
+    with pdx.connect(address, timeout_s=30.0) as client:
         node.signal(signal.SIGSTOP)
-        with pytest.raises(NodeUnavailable):
-            client.reserve("a", MIB)
-        with pytest.raises(NodeUnavailable):
-            client.get("a")
+        wait_until(lambda: is_stopped(node.pid))
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_timeout_s", 0.1)
+            with pytest.raises(NodeUnavailable):
+                client.reserve("a", MIB)
+            with pytest.raises(NodeUnavailable):
+                client.get("a")
         assert client._connection.is_alive
         node.signal(signal.SIGCONT)
         with attached(address) as other:
@@ -167,7 +171,7 @@ def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address):
 
 def test_the_clean_end_of_a_node_leaves_nothing(start_node, address, place):
     node = start_node()
-    with pdx.connect(address) as client:
+    with pdx.connect(address, timeout_s=30.0) as client:
         client.reserve("a", MIB)
         node.close()
         assert node.process.returncode == 0
@@ -180,7 +184,7 @@ def test_the_clean_end_of_a_node_leaves_nothing(start_node, address, place):
 def test_both_polite_signals_end_it_cleanly(start_node, address, number):
     node = start_node()
     node.signal(number)
-    assert node.process.wait(5) == 0
+    assert node.process.wait(30) == 0
     assert not arenas_of(address)
 
 
@@ -196,13 +200,13 @@ def test_a_client_that_reads_no_answers_costs_only_itself(node, address, client)
 def test_a_slot_of_another_life_is_stale(start_node, address):
     """Replayed from before the node's restart: epochs and generations fail closed."""
     node = start_node()
-    with pdx.connect(address) as client:
+    with pdx.connect(address, timeout_s=30.0) as client:
         chunk = client.reserve("a", MIB)
         slot = chunk.slot
         node.kill()
     start_node()
-    with pdx.connect(address) as client:
+    with pdx.connect(address, timeout_s=30.0) as client:
         with pytest.raises(StaleSlot):
             client._connection.arena.check(slot)
         with pytest.raises(StaleSlot):
-            client._connection.call(Fill([slot], seal=True), 5.0)
+            client._connection.call(Fill([slot], seal=True), 30.0)

@@ -184,7 +184,7 @@ def test_the_cable_is_pulled_and_plugged_in_again(moment: str, machines: list[Ma
     alpha, beta = machines
     push(alpha, beta, "warm", seed=4)
     if moment != "between writes":
-        alpha.host.slow_down(100)  # then the chunk takes more than a second
+        alpha.host.slow_down(20)  # then the chunk takes more than six seconds
     landed = beta.landed_bytes()
     data = noise(5)
     with alpha.attach() as node:

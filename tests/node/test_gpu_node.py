@@ -52,7 +52,7 @@ def puppet(address):
 
 
 def test_status_says_which_gpu_and_makes_no_context_in_who_asks(node, address):
-    with fake_cuda() as fake, pdx.connect(address) as client:
+    with fake_cuda() as fake, pdx.connect(address, timeout_s=30.0) as client:
         status = client.status()
         assert (status.gpu, status.mapped, status.arena_bytes) == (uuid(), 1, 4 * MIB)
         with client.reserve("x", 5000) as chunk:
@@ -86,7 +86,8 @@ def test_a_client_that_is_killed_leaves_nothing(node, puppet):
     victim.kill()
     wait_until(lambda: node.status().free_bytes == free)
     assert node.status().mapped == 1
-    wait_until(lambda: len(os.listdir(f"/proc/{node.pid}/fd")) == descriptors)
+    # Fewer, where the connection of who waited for the node was still being closed when they were counted.
+    wait_until(lambda: len(os.listdir(f"/proc/{node.pid}/fd")) <= descriptors)
 
 
 def test_a_client_that_ends_has_given_everything_back(node, puppet):
@@ -193,7 +194,7 @@ def test_a_tensor_is_over_the_slot_and_sealing_waits_for_the_gpu(node, address, 
     monkeypatch.setattr(torch, "as_tensor", stand_in)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append(f"wait {device}"))
     with fake_cuda() as fake:
-        with pdx.connect(address) as client:
+        with pdx.connect(address, timeout_s=30.0) as client:
             with client.reserve("x", 4000) as chunk:
                 chunk.tensor(torch.float32, (10, 100))[:] = 2.5
                 assert steps == ["cuda:0"]
@@ -217,7 +218,7 @@ def test_a_client_says_goodbye_when_the_gpu_has_done_what_it_was_asked_to(node, 
     monkeypatch.setattr(torch, "as_tensor", lambda span, device: torch.zeros(4000, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append(f"wait {device}"))
     with fake_cuda():
-        client = pdx.connect(address)
+        client = pdx.connect(address, timeout_s=30.0)
         close = client._connection.close
         monkeypatch.setattr(client._connection, "close", lambda: (steps.append("bye"), close()))
         client.reserve("never sealed", 4000).tensor(torch.float32)
@@ -297,13 +298,13 @@ def test_chunks_are_pushed_and_fetched_by_cuda_ipc(cluster_of, gpus, digests):
     assert cluster.counter("b", "digest_mismatches") == 0
     cluster.nodes["a"].kill()
     own = int("b" in gpus)
-    wait_until(lambda: cluster["b"].status().mapped == own, 10.0, "the dead peer's memory is unmapped")
+    wait_until(lambda: cluster["b"].status().mapped == own, what="the dead peer's memory is unmapped")
 
 
 def test_a_node_that_can_only_be_reached_by_channels_for_host_memory_says_so(cluster_of):
     cluster = cluster_of("ab", {"b": "0"}, channels=["tcp"])
-    wait_until(lambda: "is a GPU's" in cluster.nodes["b"].log, 10.0, "its own log")
-    wait_until(lambda: "tcp moves host memory" in why(cluster, "a", "b"), 10.0, "the other node's status")
+    wait_until(lambda: "is a GPU's" in cluster.nodes["b"].log, what="its own log")
+    wait_until(lambda: "tcp moves host memory" in why(cluster, "a", "b"), what="the other node's status")
     assert cluster.nodes["b"].log.count("no channel tcp") == 1, "once, not with every attempt"
     cluster.settle("a")
 
@@ -312,7 +313,7 @@ def test_two_gpus_without_peer_access_step_down_or_say_why(cluster_of):
     cluster = cluster_of("ab", {"a": "0", "b": "1"}, "--no-peer-access", channels=["cuda_ipc"])
     a = Copy(cluster["a"])
     a.put("x", b"x", push_to="b")
-    wait_until(lambda: "cannot access memory of GPU" in why(cluster, "a", "b"), 10.0)
+    wait_until(lambda: "cannot access memory of GPU" in why(cluster, "a", "b"))
     assert cluster.counter("a", "channels_broken") >= 1
     assert cluster["b"].status().mapped == 1
 

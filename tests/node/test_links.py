@@ -193,6 +193,27 @@ def test_a_peer_that_never_answers_is_lost_and_may_be_dialled_again(stage):
     stage.until(lambda: alpha.core.saw("ready"), "it is reached as soon as it is there")
 
 
+def test_the_first_that_waits_for_a_link_dialled_for_nobody_has_the_whole_time(stage):
+    alpha, beta = stage.node("alpha"), stage.node("beta", 2)
+    stage.introduce(alpha, beta)
+    beta.close()
+    alpha.links.dial("beta", is_wanted=False)
+    stage.pass_time(TIMEOUT_S - 0.5)
+    alpha.links.dial("beta")
+    stage.pass_time(TIMEOUT_S - 0.5)
+    assert not alpha.core.saw("lost"), "it would be lost with what has just come"
+    alpha.links.dial("beta")
+    stage.pass_time(1.0)
+    assert alpha.core.saw("lost"), "whoever comes later does not keep it for ever"
+    alpha.links.dial("beta", is_wanted=False)
+    stage.pass_time(TIMEOUT_S - 0.5)
+    alpha.links.dial("beta")
+    stage.node("beta", 3)
+    stage.pass_time(1.0)
+    stage.until(lambda: alpha.core.saw("ready"))
+    assert len(alpha.core.saw("lost")) == 1, "each dialling anew"
+
+
 def test_leaving_says_bye(stage):
     alpha, beta = stage.pair()
     link = alpha.links.link("beta")

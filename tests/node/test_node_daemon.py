@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from node_harness import MIB, Wire, arenas_of, wait_until
@@ -10,7 +11,8 @@ from node_harness import MIB, Wire, arenas_of, wait_until
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
 from pdx.messages import VERSION, Bye, Done, Hello, Status, Welcome
-from pdx.node.daemon import Daemon
+from pdx.node import daemon as module
+from pdx.node.daemon import TICK_S, Daemon
 
 
 @pytest.fixture
@@ -89,6 +91,19 @@ def test_many_messages_do_not_keep_deadlines_waiting(daemon, wire):
             answered[-1] += 1
     assert len(answered) >= 3
     assert max(answered) <= 256, "one turn is one burst"
+
+
+def test_while_the_machine_stands_still_the_node_is_not_idle(address, monkeypatch):
+    """Nobody could attach meanwhile."""
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    with Daemon(NodeConfig(address=address, arena_bytes=MIB, exit_when_idle_s=2.0)) as daemon:
+        now += 1000.0
+        turns = 0
+        while not daemon.is_idle_too_long():
+            now += TICK_S
+            turns += 1
+    assert turns in (8, 9), "2 s less two ticks that the standstill counts for, with rounding"
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,9 @@ def test_the_death_of_the_writer_ends_the_waiting(start_node, puppets, attach, a
     assert worker.ask(Fill(slots[:1], layers=2, seal=True)).count == 1
     assert look(scheduler, TRANSFER).waiting
     writer.kill()
-    found = wait_until(lambda: not (answer := look(scheduler, TRANSFER)).waiting and answer, 1.0)
+    found = wait_until(lambda: not (answer := look(scheduler, TRANSFER)).waiting and answer)
     assert found.hits == 1
     assert scheduler.status().chunks == {"sealed": 1}
-    worker._is_attached = False
 
 
 def test_shards_come_together(start_node, attach):

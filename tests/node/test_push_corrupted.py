@@ -60,7 +60,7 @@ def daemon(config):
     thread.start()
     assert ready.wait(10)
     try:
-        with pdx.connect(config.address) as client:
+        with pdx.connect(config.address, timeout_s=30.0) as client:
             yield client
     finally:
         stop.set()
@@ -102,10 +102,10 @@ def test_a_byte_that_changed_on_its_way_is_never_seen(nodes, write):
         chunk.view[:] = data
         for part in range(4):
             chunk.fill(part)
-            wait_until(lambda part=part: has_answered(a, b, part + 1), 10.0)
+            wait_until(lambda part=part: has_answered(a, b, part + 1))
         chunk.seal()
-    wait_until(lambda: not any(peer.pushes for peer in a.status().peers), 10.0, "the sender has given up or is done")
-    wait_until(lambda: not any(peer.landing for peer in b.status().peers), 10.0)
+    wait_until(lambda: not any(peer.pushes for peer in a.status().peers), what="the sender has given up or is done")
+    wait_until(lambda: not any(peer.landing for peer in b.status().peers))
     assert b.status().counters["digest_mismatches"] == 1
     assert b.lookup(["x"]) == 0
     assert (b.status().chunks, b.status().free_bytes) == ({}, 8 * MIB)

@@ -7,6 +7,7 @@ from node_harness import MIB, attached, wait_until
 from peers_harness import Cluster, pattern, put, read, why_not
 
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
+from pdx.handshake import LinkState
 from pdx.messages import Cancel, Fill, Lookup, Reserve
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
@@ -43,7 +44,7 @@ def test_parts_are_across_before_the_last_is_filled(cluster_of, scheme):
         for part in range(3):
             chunk.view[part * MIB : (part + 1) * MIB] = data[part * MIB : (part + 1) * MIB]
             chunk.fill(part)
-            wait_until(lambda part=part: cluster.counter("b", "landed_bytes") >= (part + 1) * MIB, 15.0)
+            wait_until(lambda part=part: cluster.counter("b", "landed_bytes") >= (part + 1) * MIB)
         with pytest.raises(ChunkMissing):
             b.get("x")
         chunk.view[3 * MIB :] = data[3 * MIB :]
@@ -83,10 +84,10 @@ def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of, chann
     with a.reserve("x", len(data), parts=4, push_to="b") as chunk:
         chunk.view[:] = data
         chunk.fill(0)
-        wait_until(lambda: cluster.counter("b", "landed_bytes") >= MIB, 10.0)
+        wait_until(lambda: cluster.counter("b", "landed_bytes") >= MIB)
         with pytest.raises(ChunkExists):
             b.reserve("x", len(data), parts=4, push_to="c")
-        wait_until(lambda: cluster.counter("c", "landed_bytes") >= MIB, 10.0)
+        wait_until(lambda: cluster.counter("c", "landed_bytes") >= MIB)
         chunk.seal()
     assert read(c, "x", wait_s=10.0) == data
     cluster.settle()
@@ -97,10 +98,10 @@ def test_a_source_that_gives_up_ends_the_push_at_all_nodes(cluster_of, channel):
     a, b = cluster["a"], cluster["b"]
     with a.reserve("x", 4 * MIB, parts=4, push_to="b") as chunk:
         chunk.fill(0)
-        wait_until(lambda: cluster.counter("b", "landed_bytes") >= MIB, 10.0)
+        wait_until(lambda: cluster.counter("b", "landed_bytes") >= MIB)
         with pytest.raises(ChunkExists):
             b.reserve("x", 4 * MIB, parts=4, push_to="c")
-        wait_until(lambda: cluster.counter("c", "landed_bytes") >= MIB, 10.0)
+        wait_until(lambda: cluster.counter("c", "landed_bytes") >= MIB)
     cluster.settle()
     for name in "abc":
         assert cluster[name].status().chunks == {}
@@ -120,13 +121,14 @@ def test_names_that_no_roster_has(cluster_of):
 
 
 def test_a_peer_that_is_not_there(place):
-    with Cluster(place, "ab", channels=["shm"], peer_timeout_s=0.5) as cluster:
+    with Cluster(place, "ab", channels=["shm"], peer_timeout_s=1.0) as cluster:
         cluster.start("a")
         put(cluster["a"], "x", b"x", push_to="b")
         with pytest.raises(ChunkMissing):
             cluster["a"].get("y", source="b", wait_s=1.0)
         cluster.settle()
         cluster.start("b")
+        wait_until(lambda: cluster.peer("a", "b").state == LinkState.READY)
         cluster["a"].push("x", to="b")
         assert read(cluster["b"], "x", wait_s=10.0) == b"x"
 
@@ -137,7 +139,7 @@ def test_a_full_peer_gets_it_when_there_is_room(cluster_of, channel):
     put(b, "old", pattern(1, CHUNK))
     with b.get("old"):
         put(a, "new", pattern(2, CHUNK), push_to="b")
-        wait_until(lambda: cluster.counter("b", "reserve_full"), 10.0, "it has asked for room")
+        wait_until(lambda: cluster.counter("b", "reserve_full"), what="it has asked for room")
         assert b.lookup(["new"]) == 0
     assert read(b, "new", wait_s=10.0) == pattern(2, CHUNK)
     assert b.lookup(["old"]) == 0
@@ -165,8 +167,8 @@ def test_64_at_once_with_room_for_one_chunk_all_come_to_an_end(cluster_of, chann
     for thread in threads:
         thread.join()
     assert outcomes == dict.fromkeys(range(64), True)
-    wait_until(lambda: cluster.counter("a", "granted_chunks") == 64, 20.0, "each gets its turn")
-    cluster.settle(timeout_s=1.0)
+    wait_until(lambda: cluster.counter("a", "granted_chunks") == 64, what="each gets its turn")
+    cluster.settle()
     assert cluster.counter("b", "sealed") == 64
     b.delete(*[f"chunk-{number}" for number in range(64)])
     assert b.status().free_bytes == MIB
@@ -179,14 +181,14 @@ def test_a_transfer_that_is_cancelled_ends_at_both_nodes(cluster_of, channel, wh
     with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
         reserved = prefill.ask(Reserve(keys, 2 * MIB, layers=2, transfer=TRANSFER, push_to="b"))
         prefill.ask(Fill(reserved.slots, 0))
-        wait_until(lambda: cluster.counter("b", "landed_bytes") >= 2 * MIB, 10.0)
+        wait_until(lambda: cluster.counter("b", "landed_bytes") >= 2 * MIB)
         ask = Lookup(keys, transfer=TRANSFER, lease_s=1.0)
         assert decode.ask(ask).waiting
         (prefill if where == "a" else decode).ask(Cancel(TRANSFER))
-        wait_until(lambda: not decode.ask(ask).waiting, 5.0)
+        wait_until(lambda: not decode.ask(ask).waiting)
         cluster.settle("b")
         assert decode.status().free_bytes == cluster["b"].status().arena_bytes
-        wait_until(lambda: cluster.peer("a", "b").pushes == 0, 5.0)
+        wait_until(lambda: cluster.peer("a", "b").pushes == 0)
         prefill.ask(Fill(reserved.slots, 1, seal=True))
     cluster.settle()
     assert cluster["b"].status().chunks == {}
@@ -201,7 +203,7 @@ def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, channel):
         assert prefill.ask(reserve).granted == []
         prefill.ask(Fill(reserved.slots, 0, 2, seal=True))
         ask = Lookup(keys, lease_s=5.0, transfer=TRANSFER)
-        found = wait_until(lambda: (got := decode.ask(ask)).hits == 3 and not got.waiting and got, 10.0)
+        found = wait_until(lambda: (got := decode.ask(ask)).hits == 3 and not got.waiting and got)
         assert [slot.nbytes for slot in found.slots] == [MIB, MIB, 5000]
         wait_until(lambda: cluster.counter("a", "sent_bytes") == 2 * MIB + 5000)
         assert cluster.counter("a", "pushes") == 1

@@ -45,7 +45,7 @@ def reserve(prefill):
 
 
 def wait_sent(cluster, nbytes):
-    wait_until(lambda: cluster.counter("a", "sent_bytes") == nbytes, 15.0, f"{nbytes} bytes are acknowledged")
+    wait_until(lambda: cluster.counter("a", "sent_bytes") == nbytes, what=f"{nbytes} bytes are acknowledged")
 
 
 def spans_of(folder, nbytes):

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 import aiohttp
 import zmq
@@ -17,6 +18,7 @@ from engine_standin import StandIn
 
 from pdx import messages
 from pdx.messages import EngineReport, NodeReport
+from pdx.proxy import ceiling
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 
@@ -134,7 +136,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(prefills=1, decodes=1, named=True, **settings):
-    """A proxy; unless `named`, its engines are known only once a node reports them."""
+    """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time."""
     folder = Path(tempfile.mkdtemp(prefix="pdxp"))
     prefill = [StandIn(f"p{index}") for index in range(prefills)]
     decode = [StandIn(f"d{index}") for index in range(decodes)]
@@ -143,6 +145,7 @@ async def cluster(prefills=1, decodes=1, named=True, **settings):
     if named:
         settings["prefill"] = tuple(engine.url for engine in prefill)
         settings["decode"] = tuple(engine.url for engine in decode)
+    settings.setdefault("connect_timeout_s", DEADLINE_S)
     address = f"ipc://{folder}/p.sock"
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
     runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -154,7 +157,8 @@ async def cluster(prefills=1, decodes=1, named=True, **settings):
     try:
         await node.report()
         await made.metric_reaches(1, "pdx_proxy_reports_total")
-        yield made
+        with mock.patch.object(ceiling, "_ANSWER_S", DEADLINE_S):
+            yield made
     finally:
         await client.close()
         await runner.cleanup()

@@ -8,12 +8,19 @@ import pytest
 from engine_standin import StandIn
 from proxy_harness import FORWARDED, HALF, cluster, events, run, within
 
+from pdx.proxy.roster import Roster
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 
 def text_of(raw):
     return json.loads(raw)["choices"][0]["text"]
+
+
+def patience(fault):
+    """Settings of a proxy: a leg's limit strikes healthy engines, too, so it is short only where nothing else ends."""
+    return {"read_timeout_s": 3.0} if fault in ("hang", "hang_mid") else {}
 
 
 async def expected(made, body=BODY):
@@ -32,7 +39,7 @@ async def expected(made, body=BODY):
 )
 def test_prefill_fails(fault, reason):
     async def main():
-        async with cluster(read_timeout_s=0.3) as made:
+        async with cluster(**patience(fault)) as made:
             if fault == "refuse":
                 await made.prefill.stop()
             made.prefill.fault = fault
@@ -93,6 +100,26 @@ def test_decoder_refuses_and_another_takes_over(prompt, stream):
     run(main)
 
 
+def test_a_proxy_that_stood_still_after_a_refusal_tries_another(monkeypatch):
+    """A standstill of the proxy itself costs no engine its turn."""
+    suspect = Roster.suspect
+
+    def stand_still(roster, url):
+        time.sleep(2.6)
+        suspect(roster, url)
+
+    monkeypatch.setattr(Roster, "suspect", stand_still)
+
+    async def main():
+        async with cluster(decodes=2) as made:
+            await made.decodes[0].stop()
+            status, _, _ = await made.post(COMPLETIONS, {**BODY, "n": 2})
+            assert (status, len(made.decodes[1].seen)) == (200, 1)
+            assert await made.metric("pdx_proxy_failovers_total", reason="refused") == 1
+
+    run(main)
+
+
 def test_prefill_engine_decodes_as_a_last_resort():
     async def main():
         async with cluster() as made:
@@ -113,12 +140,10 @@ def test_nobody_left():
             await made.prefill.stop()
             await made.decode.stop()
             for _ in range(2):
-                started = time.monotonic()
                 status, _, raw = await made.post(COMPLETIONS, BODY)
                 assert status == 503
                 assert json.loads(raw)["error"]["code"] == 503
                 assert "127.0.0.1" not in raw.decode()
-                assert time.monotonic() - started < 5
             assert (await made.get("/health"))[0] == 503
             assert (await made.get("/v1/models"))[0] == 503
         async with cluster(prefills=0, decodes=0) as made:
@@ -132,7 +157,7 @@ def test_nobody_left():
 @pytest.mark.parametrize("prompt", [FORWARDED, HALF])
 def test_decoder_dies_in_the_middle_of_a_stream(prompt, fault):
     async def main():
-        async with cluster(read_timeout_s=0.3) as made:
+        async with cluster(**patience(fault)) as made:
             made.decode.fault = fault
             status, headers, raw = await made.post(COMPLETIONS, {**BODY, "prompt": prompt, "stream": True})
             assert status == 200
@@ -150,7 +175,7 @@ def test_decoder_dies_in_the_middle_of_a_stream(prompt, fault):
 @pytest.mark.parametrize("prompt", [FORWARDED, HALF])
 def test_decoder_dies_before_it_answers(prompt, fault, code):
     async def main():
-        async with cluster(read_timeout_s=0.3) as made:
+        async with cluster(**patience(fault)) as made:
             await made.post(COMPLETIONS, BODY)
             made.decode.fault = fault
             status, headers, raw = await made.post(COMPLETIONS, {**BODY, "prompt": prompt})
@@ -195,14 +220,12 @@ def test_engine_is_lost_while_it_works(leg, how, stream):
         async with cluster(named=False, heartbeat_timeout_s=0.6) as made:
             prefill = ("p", "prefill", made.prefill.url)
             decode = ("d", "decode", made.decode.url)
-            await made.node.report(prefill, decode)
+            beat = asyncio.create_task(keep_reporting(made.node, prefill, decode))
             await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
             await made.post(COMPLETIONS, BODY)  # the engine's limits are known from here on
             broken = getattr(made, leg)
             broken.fault = "hang"
             broken.arrived.clear()
-            beat = asyncio.create_task(keep_reporting(made.node, prefill, decode))
-            started = time.monotonic()
             task = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "stream": stream}))
             await within(broken.arrived.wait())
             beat.cancel()
@@ -213,7 +236,6 @@ def test_engine_is_lost_while_it_works(leg, how, stream):
                 beat = asyncio.create_task(keep_reporting(made.other_node(), stays))
             status, headers, raw = await within(task)
             await within(broken.closed.wait())
-            assert time.monotonic() - started < 5
             if leg == "prefill":
                 assert (status, headers["x-pdx-mode"]) == (200, "alone")
                 assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_lost") == 1
@@ -241,7 +263,8 @@ def test_connect_timeout():
             filler.connect_ex(trap.getsockname())
             fillers.append(filler)
         url = f"http://127.0.0.1:{trap.getsockname()[1]}"
-        async with cluster(prefills=0, decode=(), named=False, connect_timeout_s=0.2) as made:
+        limits = {"connect_timeout_s": 1.0, "heartbeat_timeout_s": 60.0}  # the node reports once
+        async with cluster(prefills=0, decode=(), named=False, **limits) as made:
             await made.node.report(("trap", "prefill", url), ("d", "decode", made.decode.url))
             await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
             status, headers, _ = await made.post(COMPLETIONS, BODY)

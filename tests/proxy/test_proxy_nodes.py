@@ -199,14 +199,16 @@ def test_nodes_hear_of_each_other():
             one, two, three = (made.other_node(name) for name in ("one", "two", "three"))
             beat = asyncio.create_task(keep_reporting(two, listen="ipc:///2", public_key="k" * 40))
             await hears_of(two, two="ipc:///2")
-            await one.report(listen="ipc:///1")
+            life = asyncio.create_task(keep_reporting(one, listen="ipc:///1"))
             await hears_of(one, one="ipc:///1", two="ipc:///2")
             await hears_of(two, one="ipc:///1", two="ipc:///2")
             await three.report()  # it does not listen, but may want to reach the others
             await hears_of(three, one="ipc:///1", two="ipc:///2")
+            life.cancel()
             one.epoch += 1  # restarted, at another address
-            await one.report(listen="ipc:///3")
+            life = asyncio.create_task(keep_reporting(one, listen="ipc:///3"))
             await hears_of(two, one="ipc:///3", two="ipc:///2")
+            life.cancel()
             await hears_of(two, two="ipc:///2")  # one has fallen silent
             beat.cancel()
 

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from node_harness import NodeProcess
-from reference_prompts import CHUNK, SETTINGS, SHAPES, prompt_of
+from reference_prompts import CHUNK, SETTINGS, SHAPES, connector_to, prompt_of
 
 from pdx.bench.reference_pair import NODES, EngineProcess, hand_over, legs
 from pdx.config import NodeConfig, listen_address
@@ -20,7 +21,7 @@ NEW_TOKENS = 12
 
 def open_engine(process: EngineProcess, node: NodeProcess | None = None, **settings: Any) -> None:
     """A tiny engine in `process`, attached to `node` where one is given."""
-    connector = {"node": node.address, "start_node": False, "chunk_tokens": CHUNK} if node is not None else None
+    connector = msgspec.to_builtins(connector_to(node.address)) if node is not None else None
     process.do("open", shapes=asdict(SHAPES), connector=connector, **{**SETTINGS, **settings})
 
 

@@ -193,9 +193,9 @@ def test_repr_shows_what_is_used():
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_512_slots_are_cheap(fresh):
-    # The goal is 1 and 2 ms; the bound leaves room for a loaded machine, and catches a linear search.
+    # The goal is 1 and 2 ms; the bound leaves room for a loaded machine, and catches a linear search (0.6 s).
     best = min(seconds_for_512_slots(fresh) for _ in range(5))
-    assert best < 0.01
+    assert best < 0.05
 
 
 def seconds_for_512_slots(fresh: bool) -> float:

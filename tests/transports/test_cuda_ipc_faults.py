@@ -182,7 +182,7 @@ def test_a_killed_reader_leaves_nothing_in_the_writer(fake, kind):
         side, peer = stage.side(), stage.peer()
         before, descriptors = held(fake), len(os.listdir("/proc/self/fd"))
         _, remote = peer.session((0, 8 * MIB))
-        channel = side.region.connect(remote)
+        channel = side.connect(remote)
         transfers = [channel.write([Piece(0, 0, 2 * MIB)], b"") for _ in range(30)]
         stage.until(lambda: transfers[2].poll(), "some have landed")
         peer.kill()
@@ -249,10 +249,10 @@ def test_a_failed_import_names_both_drivers():
 def test_an_error_of_cuda_ends_that_channel_alone(fake, caplog, call):
     with stage_of(GpuBlock) as stage, caplog.at_level(logging.WARNING):
         writer, reader = stage.side(), stage.side()
-        other = writer.region.connect(reader.session((4 * MIB, MIB))[1])
+        other = writer.connect(reader.session((4 * MIB, MIB))[1])
         assert stage.written(other, [Piece(0, 4 * MIB, MIB)]) == ""
         _, remote = reader.session((0, MIB))
-        channel = writer.region.connect(remote)
+        channel = writer.connect(remote)
         before = held(fake)
         fake.fail(call)
         assert stage.written(channel, [Piece(0, 0, 4096)], b"bad") == "ChannelBroken"
@@ -261,7 +261,7 @@ def test_an_error_of_cuda_ends_that_channel_alone(fake, caplog, call):
         assert reader.region.listen().faults["broken"] == 1
         assert stage.written(other, [Piece(0, 4 * MIB, MIB)], b"good") == ""
         wait_until(lambda: held(fake)["mapped"] < before["mapped"], "the broken channel's mapping is gone")
-        assert stage.written(writer.region.connect(remote), [Piece(0, 0, MIB)], b"again") == ""
+        assert stage.written(writer.connect(remote), [Piece(0, 0, MIB)], b"again") == ""
         assert stage.notified(reader, 3) == [b"", b"good", b"again"]
 
 
@@ -270,7 +270,7 @@ def test_the_copies_before_a_refused_one_are_waited_for(fake):
     with stage_of(GpuBlock) as stage:
         writer, reader = stage.side(), stage.side()
         token, remote = reader.session((0, 8 * MIB))
-        channel = writer.region.connect(remote)
+        channel = writer.connect(remote)
         with fake.hold():
             fake.fail("cuMemcpyAsync", after=1)
             before = fake.calls["cuEventRecord"]
@@ -316,7 +316,7 @@ def test_host_memory_is_page_locked_where_the_driver_lets_us(caplog, kinds, refu
         if refusal == "cuMemHostRegister":
             fake.fail(refusal, error="NOT_PERMITTED", times=9)
         writer, reader = stage.side(), stage.side()
-        channel = writer.region.connect(reader.session((0, 8 * MIB))[1])
+        channel = writer.connect(reader.session((0, 8 * MIB))[1])
         if is_refused:
             wait_until(lambda: "copies slowly" in caplog.text, "it is logged")
         else:

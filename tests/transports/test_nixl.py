@@ -52,7 +52,7 @@ def test_an_expelled_peer_can_write_but_nobody_hears_of_it(stage: Stage) -> None
     writer, reader = stage.side(), stage.side()
     token, remote = reader.session((0, MIB))
     listener = reader.region.listen()
-    channel = writer.region.connect(remote)
+    channel = writer.connect(remote)
     listener.expel(token)
     assert stage.written(channel, [Piece(0, 0, MIB)], b"late") == ""
     assert reader.view[:MIB] == writer.view[:MIB]
@@ -66,7 +66,7 @@ def test_an_expelled_peer_can_write_but_nobody_hears_of_it(stage: Stage) -> None
 def test_an_aborted_write_is_not_announced(stage: Stage) -> None:
     """NIXL cannot stop it, but when it is over nobody hears of it, or it was over before."""
     writer, reader = stage.side(), stage.side()
-    channel = writer.region.connect(reader.session((0, 8 * MIB))[1])
+    channel = writer.connect(reader.session((0, 8 * MIB))[1])
     transfers = [channel.write([Piece(0, 0, 8 * MIB)], bytes([at])) for at in range(8)]
     for transfer in transfers:
         transfer.abort()

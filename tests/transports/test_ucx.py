@@ -1,9 +1,13 @@
 """UCX passes the suite, over what it finds best here and over nothing but TCP; and what is UCX's own."""
 
+import itertools
 import secrets
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
@@ -12,14 +16,20 @@ from ucx_conformance import UcxConformance, stage_of
 
 from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, merged
 from pdx.errors import ProtocolError
-from pdx.testing.channel_stage import MIB, Stage
+from pdx.testing.channel_stage import MIB, Peer, Stage
+from pdx.transports import ucx_engine
 from pdx.transports.nixl import NixlRegion
 from pdx.transports.ucx import UcxRegion
 from pdx.transports.ucx_messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES, Done, Put, decode, payload_tag
 
 # With a peer that is stopped, writes must be cancelled. UCXX 0.52 lets an endpoint and its cancelled requests hold each
 # other for ever, and the worker's descriptors with them; see docs/adr/0018-nixl-and-ucx.md.
-_LEAVES_A_WORKER = ("stopped_peer_cannot_be_connected_to", "stopped_reader_holds_up_nobody", "comes_free[stop]")
+_LEAVES_A_WORKER = (
+    "stopped_peer_cannot_be_connected_to",
+    "stopped_reader_holds_up_nobody",
+    "comes_free[stop]",
+    "waits_for_a_stopped_reader",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +59,11 @@ def stage() -> Iterator[Stage]:
         yield stage
 
 
+@pytest.fixture
+def peer(stage: Stage) -> Peer:
+    return stage.peer()
+
+
 def test_it_leaves_the_environment_alone() -> None:
     """ucxx sets variables when it is imported, which would change NIXL's UCX in the same process."""
     code = (
@@ -60,13 +75,67 @@ def test_it_leaves_the_environment_alone() -> None:
     assert done.stdout.strip() == "True"
 
 
+# Before NIXL's UCX is loaded: in a process with both, UCX may crash where an endpoint is closed by force.
+class TestStalls:
+    """Time in which this process stood still is none that UCX had to let go of memory."""
+
+    @pytest.fixture
+    def always_stalls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The engines' clock is a minute ahead each time they look at it."""
+        ahead_s = itertools.count(60, 60)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(ahead_s))
+        monkeypatch.setattr(ucx_engine, "time", clock)
+
+    def test_the_engine_goes_on_to_settle(self, stage: Stage, always_stalls: None) -> None:
+        """Else a listener would close with receives posted, and bytes would land behind it."""
+        engine = stage.side(MIB).region.engine
+        answers = iter([False, False, True])
+        engine.call(lambda: engine.settle(lambda: next(answers), 1.0))
+        assert list(answers) == [], "it has asked to the end"
+
+    def test_the_engine_does_not_settle_for_ever(self, stage: Stage, always_stalls: None) -> None:
+        """However often it was stopped."""
+        engine = stage.side(MIB).region.engine
+        engine.call(lambda: engine.settle(lambda: False, 1.0))
+
+    def test_a_call_waits_for_what_is_being_done(self, stage: Stage, always_stalls: None) -> None:
+        """Else whoever closes would go on while the thread is still about to."""
+
+        def work() -> str:
+            time.sleep(0.2)  # longer than its caller sleeps between looks at the clock
+            return "done"
+
+        assert stage.side(MIB).region.engine.call(work) == "done"
+
+    def test_closing_waits_for_a_stopped_reader(self, stage: Stage, peer: Peer) -> None:
+        """By force after a moment, which comes later where this process was stopped, too."""
+        side = stage.side()
+        channel = side.connect(peer.session((0, 8 * MIB))[1])
+        assert stage.written(channel, [Piece(0, 0, MIB)]) == ""
+        peer.stop()
+        transfers = [channel.write([Piece(0, 0, 8 * MIB)], b"") for _ in range(4)]
+        channel._ended = _Stalled()
+        channel.close()
+        assert all(transfer.poll() for transfer in transfers)
+
+
+class _Stalled(threading.Event):
+    """Its first wait is over before anything has happened, as when the process was stopped meanwhile."""
+
+    was_stalled = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        stalled, self.was_stalled = self.was_stalled, True
+        return super().wait(timeout) if stalled else self.is_set()
+
+
 def test_both_libraries_in_one_process(stage: Stage) -> None:
     """UCXX and NIXL each bring a UCX of their own; a node uses both, one after the other and at once."""
     with stage_of(NixlRegion, first_seed=7) as nixl:
         pairs = []
         for each in (stage, nixl):
             writer, reader = each.side(), each.side()
-            pairs.append((each, writer, reader, writer.region.connect(reader.session((0, 8 * MIB))[1])))
+            pairs.append((each, writer, reader, writer.connect(reader.session((0, 8 * MIB))[1])))
         for _ in range(10):
             under_way = [(each, channel.write([Piece(0, 0, 8 * MIB)], b"x")) for each, _, _, channel in pairs]
             assert [each.finish([transfer]) for each, transfer in under_way] == [[""], [""]]
