@@ -23,7 +23,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     forward: bool = True  # send a completion's first token to the client before the decode leg starts
     connect_timeout_s: PositiveSeconds = 2.0
     read_timeout_s: PositiveSeconds = 600.0  # one leg, from its first byte sent to its last byte received
-    heartbeat_timeout_s: PositiveSeconds = 3.0  # a node silent for longer is gone, and its engines with it
+    # A node silent for longer is gone, and what its engines work on is given up. Nodes report once a second, but one
+    # whose processor is taken from it may miss some while the proxy runs on.
+    heartbeat_timeout_s: PositiveSeconds = 6.0
     suspect_s: PositiveSeconds = 2.0  # an engine that refused a connection is avoided for so long
     max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 32 << 20
     kept_timelines: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000
