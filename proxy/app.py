@@ -21,7 +21,7 @@ from pdx.host import host_id
 from pdx.messages import NodeReport, PeerEntry
 from pdx.proxy import fault
 from pdx.proxy.ceiling import Ceilings
-from pdx.proxy.clocks import Clocks, WakingClock
+from pdx.proxy.clocks import Clocks
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.exchange import Exchange, Outcome
@@ -33,6 +33,7 @@ from pdx.proxy.relay import Relay
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Roster
 from pdx.proxy.server import serve_until_stopped
+from pdx.waking import WakingClock
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,8 @@
-"""Clocks for who hears of other processes: what is to be added to other hosts' clocks to compare their moments with
-this host's, and one that stands still while the proxy does. Pure; no clock of its own."""
+"""What is to be added to other hosts' clocks to compare their moments with this host's. Pure; no clock of its own."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import msgspec
 
@@ -53,23 +51,3 @@ class Clocks:
             window.start_ns, window.least_ns = received_ns, seen_ns
         window.least_ns = min(window.least_ns, seen_ns)
         return min(window.least_ns, window.before_ns)
-
-
-class WakingClock:
-    """Seconds in which this process ran: what passes between two looks counts for `longest_s` at most.
-
-    For judging silence. While the proxy's machine stood still it heard nobody, and what was said meanwhile is still
-    unread when it goes on; by an ordinary clock everybody would be silent then. Somebody must look regularly.
-    """
-
-    def __init__(self, longest_s: float, clock: Callable[[], float]) -> None:
-        self._longest_s = longest_s
-        self._clock = clock
-        self._looked_at = clock()
-        self._passed_s = 0.0
-
-    def __call__(self) -> float:
-        now = self._clock()
-        self._passed_s += min(now - self._looked_at, self._longest_s)
-        self._looked_at = now
-        return self._passed_s

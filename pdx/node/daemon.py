@@ -40,6 +40,7 @@ from pdx.messages import (
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.numa import choose, memory_on, run_on
 from pdx.ownership import owned
+from pdx.waking import WakingClock
 
 log = logging.getLogger("pdx.node")
 
@@ -114,8 +115,8 @@ class Daemon:
             self._undo = undo.pop_all()
         self._next_tick = time.monotonic()
         self._next_report = time.monotonic()
-        self._looked_at = time.monotonic()
-        self._idle_s = 0.0
+        self._waking = WakingClock(2 * TICK_S, time.monotonic)
+        self._last_busy = self._waking()
 
     def _bind(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
@@ -186,12 +187,10 @@ class Daemon:
 
     def is_idle_too_long(self) -> bool:
         """Whether nothing has been attached for `exit_when_idle_s`; ask after each turn."""
-        now = time.monotonic()
-        self._idle_s += min(now - self._looked_at, 2 * TICK_S)  # while the machine stood still, nobody could attach
-        self._looked_at = now
+        now = self._waking()  # while the machine stood still, nobody could attach
         if len(self.service.sessions):
-            self._idle_s = 0.0
-        return self._idle_s > self._config.exit_when_idle_s > 0
+            self._last_busy = now
+        return now - self._last_busy > self._config.exit_when_idle_s > 0
 
     # ---- messages ---------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from pdx.node.lives import Lives
 from pdx.node.reception import Reception
 from pdx.peer_messages import Coming, Granted, PeerBody, PeerBye, PeerPing, PeerWelcome, Stop
 from pdx.roster import Roster
+from pdx.waking import WakingClock
 
 __all__ = ["Link", "LinkHandler", "Links", "PeerSession"]
 
@@ -64,9 +65,9 @@ class Links:
         self._context, self._handler, self._counters = context, handler, counters
         self._timeout_s, self._ping_s = timeout_s, ping_s
         self._watch, self._unwatch = watch, unwatch
-        self._clock = clock
-        self._ticked_at = clock()
-        self._now = 0.0  # seconds in which this node listened; others' silence is measured by it
+        # A node that was stopped, or starved, heard nobody; that is not the others' silence.
+        self._clock = WakingClock(timeout_s / 4, clock)
+        self._now = self._clock()
         self._links: dict[str, Link] = {}
         self._by_socket: dict[zmq.Socket[bytes], Link] = {}
         self._lives = Lives()
@@ -190,10 +191,7 @@ class Links:
 
     def tick(self) -> None:
         """A few times a second: signs of life, silences, and whether the roster changed."""
-        now = self._clock()
-        # A node that was stopped, or starved, heard nobody; that is not the others' silence.
-        self._now += min(max(now - self._ticked_at, 0.0), self._timeout_s / 4)
-        self._ticked_at = now
+        self._now = self._clock()
         if self._roster.refresh():
             self._reception.obey_roster()
             for link in self.links:

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.messages import VERSION, NodeReport
-from pdx.proxy.clocks import WINDOW_NS, Clocks, WakingClock
+from pdx.proxy.clocks import WINDOW_NS, Clocks
 from pdx.proxy.roster import MAX_NODES, Roster
+from pdx.waking import WakingClock
 
 MS, S = 10**6, 10**9
 
