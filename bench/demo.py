@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,14 +63,18 @@ def make_model() -> Path:
     return folder
 
 
-def check_pair(pair: str) -> None:
-    """:raises Failed: that channel does not work on this machine; the text says what would help."""
+def check_pair(pair: str) -> dict[str, float]:
+    """GB/s of that channel in a trial; empty with AUTO, where the nodes measure by themselves.
+
+    :raises Failed: that channel does not work on this machine; the text says what would help.
+    """
     if pair == AUTO:
-        return
+        return {}
     check_channels([pair])
     trial = try_channel(pair, TRIAL_BYTES, TRIAL_S)
     if trial.state != "ok":
         raise server.Failed(f"channel {pair} does not work here: {trial.why}\n{trial.fix}".strip())
+    return {} if trial.rate is None else {pair: trial.rate.median_gb_s}
 
 
 def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str], pair: str | None) -> None:
@@ -89,12 +93,13 @@ def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str]
 
 
 class Pair:
-    """The running prefill and decode engine behind their proxy."""
+    """The running prefill and decode engine behind their proxy. `tried`: GB/s of the channel before they ran."""
 
-    def __init__(self, port: int, pair: str | None) -> None:
+    def __init__(self, port: int, pair: str | None, tried: Mapping[str, float]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._folder = runtime_folder() / f"up-{port}"
         self._pair = pair
+        self._tried = tried
         attached = self._status("decode" if pair else "node").attached
         self._decoder = next(one.url for one in attached if one.role == "decode" and one.url)
 
@@ -103,7 +108,9 @@ class Pair:
         if self._pair is None:
             return None
         there, here = self._peer("prefill", "decode"), self._peer("decode", "prefill")
-        return Wire(there.channel, there.sent_bytes, here.landed_bytes, there.landed_bytes, there.rates)
+        # Nodes that were told one channel have nothing to choose, so they measure nothing.
+        rates = there.rates or dict(self._tried)
+        return Wire(there.channel, there.sent_bytes, here.landed_bytes, there.landed_bytes, rates)
 
     def _status(self, node: str) -> NodeStatus:
         with connect(f"ipc://{self._folder}/{node}.sock") as attached:
@@ -170,9 +177,10 @@ def main() -> int:
     pair = arguments().pair or None
     FOLDER.mkdir(exist_ok=True)
     os.environ.update({name: os.environ.get(name, value) for name, value in ENGINE_ENV.items()})
+    tried: dict[str, float] = {}
     if pair is not None:
         say(f"trying channel {pair} between two processes")
-        check_pair(pair)
+        tried = check_pair(pair)
     model = make_model()
     flags = [*FLAGS, *(SHARED_GPU if placement.gpus() else ())]
     reference, changes = plain_answers(model, flags)
@@ -182,7 +190,7 @@ def main() -> int:
         (port,) = free_ports(1)
         start_pdx(processes, model, port, flags, pair)
         say("PDX is ready and answers")
-        engines = Pair(port, pair)
+        engines = Pair(port, pair, tried)
         rows = run_all(engines, reference)
         wire = engines.wire()
         say("stopping")

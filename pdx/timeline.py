@@ -50,7 +50,8 @@ class Breakdown(msgspec.Struct, frozen=True):
     handoff_ms: float | None  # prefill end -> the decode engine may run
     load_ms: float | None
     first_decode_ms: float | None  # may run -> first byte of the decode leg
-    push_ms: float | None  # prefill end -> everything is on the decode's node (it may be before); None: no wire between
+    push_ms: float | None  # prefill end -> everything is on the decode's node, 0 if it was before; None: no wire
+    push_lead_ms: float | None  # the other way round: how long everything was there before prefill's end
     moved_bytes: int  # gathered by the prefill engine
     pushed_bytes: int  # sent from node to node
     hidden_share: float | None  # bytes where decode finds them when prefill ended / bytes in all that had to get there
@@ -73,12 +74,14 @@ def breakdown(moments: list[Moment]) -> Breakdown:
         return (last[end].at_ns - last[start].at_ns) / 1e6
 
     arrived = Event.LANDED if Event.LANDED in last else Event.PUSHED
+    left_ms = span_ms(Event.PREFILL_END, arrived)
     return Breakdown(
         prefill_ms=span_ms(Event.PREFILL_SENT, Event.PREFILL_END),
         handoff_ms=span_ms(Event.PREFILL_END, Event.RUNNABLE),
         load_ms=span_ms(Event.LOAD_START, Event.LOAD_END),
         first_decode_ms=span_ms(Event.RUNNABLE, Event.DECODE_FIRST),
-        push_ms=span_ms(Event.PREFILL_END, arrived),
+        push_ms=None if left_ms is None else max(0.0, left_ms),
+        push_lead_ms=None if left_ms is None else max(0.0, -left_ms),
         moved_bytes=nbytes.get(Event.SEALED, 0),
         pushed_bytes=nbytes.get(Event.PUSHED if Event.PUSHED in last else Event.LANDED, 0),
         hidden_share=_hidden_share(nbytes),

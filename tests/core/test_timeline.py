@@ -58,6 +58,16 @@ def test_between_two_nodes_what_counts_is_what_is_across():
     assert (fetched.push_ms, fetched.pushed_bytes, fetched.hidden_share) == (5.0, 100, 1.0)
 
 
+def test_a_push_that_ends_before_prefill_leaves_nothing_and_has_a_lead():
+    """The last layer is gathered in the last step; what is behind its attention in that step takes time, too."""
+    moments = [Moment(Event.LANDED, 55 * MS, nbytes=100), Moment(Event.PREFILL_END, 100 * MS, nbytes=128)]
+    result = breakdown(moments)
+    assert (result.push_ms, result.push_lead_ms) == (0.0, 45.0)
+    late = breakdown([Moment(Event.PREFILL_END, 100 * MS), Moment(Event.LANDED, 105 * MS)])
+    assert (late.push_ms, late.push_lead_ms) == (5.0, 0.0)
+    assert breakdown([Moment(Event.LANDED, 1)]).push_lead_ms is None
+
+
 def test_a_push_of_nothing_hides_nothing():
     moments = [Moment(Event.PREFILL_END, 1), Moment(Event.ACROSS, 1), Moment(Event.PUSHED, 2)]
     assert breakdown(moments).hidden_share is None
