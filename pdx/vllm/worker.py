@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -213,7 +214,14 @@ class WorkerHalf:
             self._saving.gather(self._layers[name])
 
     def end_forward(self) -> None:
-        """The forward pass is over: gather what no hook was called for, seal what is whole."""
+        """The forward pass is over: gather what no hook was called for, seal what is whole.
+
+        vLLM's first model runner calls this in a `finally`. While an exception is on its way the layers that no hook
+        was called for were not computed, so the step is given up.
+        """
+        if sys.exc_info()[0] is not None:
+            self._give_up()
+            return
         saving, self._saving = self._saving, None
         if saving is not None and not saving.finish():
             self._spoil(saving.pages, saving.mover, saving.connection)

@@ -1,7 +1,8 @@
 """A toy engine around both halves of the connector: real tensors, a real node, a scheduler of a few lines.
 
 It computes nothing: the KV of a token is a function of all tokens up to it, as in a real model, so a page at the wrong
-place is seen. It calls the halves as vLLM 0.32 does, hooks included, and can skip hooks as a full CUDA graph does.
+place is seen. It calls the halves as vLLM 0.32 does, hooks included, and can skip hooks as a full CUDA graph does. Its
+forward pass can fail between two layers.
 With `streams` it queues its work as an engine on a GPU does, and with `graphs` it captures each step and replays it.
 """
 
@@ -55,6 +56,10 @@ def kv_bytes(tokens: list[int], layer: int, shard: int) -> torch.Tensor:
     return torch.tensor(list(digest), dtype=torch.uint8)
 
 
+class ForwardFailed(Exception):
+    """A kernel failed, or memory ran out, in the middle of a forward pass."""
+
+
 class Request(SimpleNamespace):
     """What the connector reads of vLLM's Request."""
 
@@ -102,6 +107,7 @@ class ToyEngine:
         assert self.scheduler.wait_attached(10)
         self.free = list(range(NUM_BLOCKS))
         self.skip_hooks = False
+        self.fails_at: tuple[int, int] | None = None  # the rank and layer whose computation raises `ForwardFailed`
 
     # ---- the scheduler's side ---------------------------------------------------------------
 
@@ -178,15 +184,20 @@ class ToyEngine:
     def run_worker(self, shard: int, plan: Any, scheduled: dict[str, tuple[Request, int]]) -> tuple[set[str], set[int]]:
         worker = self.workers[shard]
         worker.begin(plan)
-        if self.graphs and scheduled:
-            self.replay(self.capture(shard, scheduled))
-        else:
-            self.forward(shard, scheduled)
-        worker.end_forward()
-        return worker.finished_loads()
+        try:
+            if self.graphs and scheduled:
+                self.replay(self.capture(shard, scheduled))
+            else:
+                self.forward(shard, scheduled)
+        finally:  # as vLLM's first model runner does, whatever became of the forward pass
+            worker.end_forward()
+            done = worker.finished_loads()
+        return done
 
     def forward(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> None:
         for layer in range(LAYERS) if scheduled else ():
+            if (shard, layer) == self.fails_at:
+                raise ForwardFailed(f"layer {layer} of rank {shard}")
             for request, count in scheduled.values():
                 self.compute(shard, layer, request, request.num_computed, request.num_computed + count)
             if not self.skip_hooks:
