@@ -13,11 +13,9 @@ from typing import Any
 
 from pdx.errors import ConfigError, LayoutError
 from pdx.layout import KvLayout
+from pdx.vllm.weights import weight_files, weights_digest
 
-_SAMPLE_BYTES = 64 << 10
-_STRIDE_BYTES = 16 << 20
 _INCIDENTAL = ("_name_or_path", "transformers_version")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _HASHES = ("sha256", "sha256_cbor")
 
 
@@ -41,6 +39,11 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
     spec = groups[0].kv_cache_spec
     if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
         raise LayoutError(f"{type(spec).__name__} layers: PDX moves full attention only so far")
+    if getattr(spec, "non_causal", False):
+        raise LayoutError(
+            "non-causal attention layers: the KV of a prefix depends on the tokens behind it, so it cannot be used "
+            "again; run this model without PdxConnector"
+        )
     cache = vllm_config.cache_config
     if kv_cache_config.hash_block_size not in (None, spec.block_size):
         raise LayoutError(
@@ -64,7 +67,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
 
 
 def model_identity(model: Any, load_format: Any) -> str:
-    """A name for the weights: for a folder, its files' names, sizes and samples; for a hub name, its revision.
+    """A name for the weights: for a folder, the digest of its files (`pdx.vllm.weights`); for a hub name, its revision.
 
     Where the weights lie does not matter, so the same model on two hosts has one identity; how it is quantised and
     what its configuration says does.
@@ -74,28 +77,17 @@ def model_identity(model: Any, load_format: Any) -> str:
     parts = [json.dumps(config, sort_keys=True, default=str), str(model.dtype), str(model.quantization)]
     if str(load_format) == "dummy":
         parts.append(f"dummy weights from seed {model.seed}")
+    if "longrope" in parts[0]:  # vLLM turns keys by other factors where this exceeds what the model was trained on
+        parts.append(f"max_model_len {model.max_model_len}")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     place = Path(model.model)
     if place.exists():
-        files = [place] if place.is_file() else [path for path in place.iterdir() if path.suffix in _WEIGHTS]
-        for file in sorted(files):
-            digest.update(f"{file.name}:{file.stat().st_size}:".encode() + _sample(file))
+        digest.update(weights_digest(weight_files(place)))
     else:
         commit = getattr(model.hf_config, "_commit_hash", None)
         digest.update(f"{model.model}@{model.revision or commit}".encode())
     return digest.hexdigest()
-
-
-def _sample(file: Path) -> bytes:
-    """A piece of every 16 MB and the end: a fine-tune that touches any larger tensor differs in one of them."""
-    size = file.stat().st_size
-    digest = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as stream:
-        for offset in (*range(0, size, _STRIDE_BYTES), max(0, size - _SAMPLE_BYTES)):
-            stream.seek(offset)
-            digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.digest()
 
 
 def _cpu_isa(spec: Any, cache: Any) -> str:

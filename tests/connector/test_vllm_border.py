@@ -74,6 +74,15 @@ def test_identity_of_dummy_weights_is_their_seed(folder: Path) -> None:
     assert model_identity(model_of(folder), "auto") == model_identity(model_of(folder, seed=1), "auto")
 
 
+def test_identity_with_long_rope_is_that_of_the_models_length(folder: Path) -> None:
+    """vLLM turns the keys by other factors where `--max-model-len` exceeds what the model was trained on."""
+    config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": "longrope"}})
+    short, long = (
+        model_identity(model_of(folder, hf_config=config, max_model_len=length), "auto") for length in (4096, 131072)
+    )
+    assert short != long
+
+
 def test_identity_of_a_hub_model_is_its_revision() -> None:
     config = SimpleNamespace(to_dict=dict, _commit_hash="abc")
     hub = SimpleNamespace(model="org/name", revision=None, dtype="x", quantization=None, seed=0, hf_config=config)
@@ -92,10 +101,10 @@ class SlidingWindowSpec(SimpleNamespace):
     """Named like vLLM's."""
 
 
-def group(kind: type[SimpleNamespace] = FullAttentionSpec) -> Any:
+def group(kind: type[SimpleNamespace] = FullAttentionSpec, **changes: Any) -> Any:
     import torch
 
-    spec = kind(block_size=128, page_size_bytes=1 << 16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+    spec = kind(block_size=128, page_size_bytes=1 << 16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16, **changes)
     return SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
 
 
@@ -128,6 +137,7 @@ def test_layout_of_full_attention(folder: Path) -> None:
         ([group(SlidingWindowSpec)], {}, "SlidingWindowSpec"),
         ([group()], {"pipeline": 2}, "pipeline_parallel_size 2"),
         ([group()], {"hash_block_size": 16}, "block hashes of 16 tokens"),
+        ([group(non_causal=True)], {}, "non-causal attention"),
     ],
 )
 def test_layouts_that_pdx_does_not_move_are_refused(

@@ -1,0 +1,108 @@
+"""A digest of a model's weight files that differs wherever their KV would, for a bounded part of the reading.
+
+Small tensors are hashed whole: norms, biases and scales of a cache are where two checkpoints of one shape may differ
+alone. Of large ones pieces are read, because training changes such a tensor everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+WHOLE_BYTES = 1 << 20  # tensors below this are hashed whole
+PIECE_BYTES = 16 << 10
+STRIDE_BYTES = 4 << 20  # a piece of every so many bytes of a large tensor, and its end
+BLIND_STRIDE_BYTES = 256 << 10  # of a file that does not say where its tensors lie
+
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_MAX_HEADER_BYTES = 100 << 20  # what the format allows
+_THREADS = 8
+
+
+class _Table(NamedTuple):
+    """What a file says of its tensors: `head` stands for all it says, `spans` are their (offset, bytes)."""
+
+    head: bytes
+    spans: Sequence[tuple[int, int]]
+    stride: int
+
+
+def weight_files(place: Path) -> list[Path]:
+    """The files at `place`, a file or a folder, that hold weights, in order of their names."""
+    if place.is_file():
+        return [place]
+    return sorted(path for path in place.iterdir() if path.suffix in _SUFFIXES)
+
+
+def weights_digest(files: Iterable[Path]) -> bytes:
+    """16 bytes for the files' names, sizes, tables of tensors, all small tensors and samples of the large ones.
+
+    It reads 0.4 % of large tensors, no less than two pieces of each, and blocks for as long as that takes.
+
+    :raises OSError: a file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"pdx-weights-1")
+    ordered = list(files)
+    with ThreadPoolExecutor(_THREADS, "pdx-weights") as pool:
+        for file, content in zip(ordered, pool.map(_file_digest, ordered), strict=True):
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode() + content)
+    return digest.digest()
+
+
+def pieces(spans: Iterable[tuple[int, int]], stride: int = STRIDE_BYTES) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) to be read of tensors that lie at `spans`."""
+    for offset, nbytes in spans:
+        if nbytes < WHOLE_BYTES:
+            yield offset, nbytes
+            continue
+        for start in (*range(0, nbytes - PIECE_BYTES, stride), nbytes - PIECE_BYTES):
+            yield offset + start, PIECE_BYTES
+
+
+def _file_digest(file: Path) -> bytes:
+    size = file.stat().st_size
+    table = _safetensors_table(file, size) or _zip_table(file) or _Table(b"", [(0, size)], BLIND_STRIDE_BYTES)
+    digest = hashlib.blake2b(table.head, digest_size=16)
+    with file.open("rb") as stream:
+        for offset, nbytes in pieces(table.spans, table.stride):
+            stream.seek(offset)
+            digest.update(stream.read(nbytes))
+    return digest.digest()
+
+
+def _safetensors_table(file: Path, size: int) -> _Table | None:
+    """None: not such a file, or a damaged one, which the engine itself will refuse."""
+    if file.suffix != ".safetensors" or size < 8:
+        return None
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            return None
+        head = stream.read(length)
+    try:
+        tensors = json.loads(head)
+        tensors.pop("__metadata__", None)
+        offsets = [tensor["data_offsets"] for tensor in tensors.values()]
+        spans = sorted((8 + length + start, end - start) for start, end in offsets)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    is_sound = all(nbytes >= 0 and 0 <= start <= size - nbytes for start, nbytes in spans)
+    return _Table(head, spans, STRIDE_BYTES) if is_sound else None
+
+
+def _zip_table(file: Path) -> _Table | None:
+    """Of a file of torch: every tensor is a member, stored as it is, with its CRC-32. None: not such a file."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except (OSError, zipfile.BadZipFile):
+        return None
+    head = json.dumps([(each.filename, each.file_size, each.CRC) for each in members]).encode()
+    # A member's bytes lie behind its own header, whose length only the file itself says: a piece begins with it.
+    return _Table(head, [(each.header_offset, each.compress_size) for each in members], STRIDE_BYTES)
