@@ -27,8 +27,6 @@ from pdx.timeline import Event
 
 log = logging.getLogger("pdx.node")
 
-PUMP_S = 0.005  # offers that wait for room look for it again after so long
-
 
 class Guests:
     """All peers that dialled this node. Owned by the control loop."""
@@ -66,7 +64,6 @@ class Guests:
         self._clock = clock
         self._landers: dict[str, Lander] = {}
         self._schemes: dict[int, str] = {}  # of the sessions that have chosen
-        self._next_pump = 0.0
         self.landed_bytes: Counter[str] = Counter()  # by peer
         self.incoming = Incoming(
             store,
@@ -217,10 +214,7 @@ class Guests:
 
     def turn(self) -> None:
         """After each turn of the control loop."""
-        now = self._clock()
-        if now >= self._next_pump:
-            self._next_pump = now + PUMP_S
-            self.incoming.pump(now)
+        self.incoming.pump(self._clock())
         writable = self.incoming.writable
         for scheme, lander in self._landers.items():
             lander.expect(scheme in writable)

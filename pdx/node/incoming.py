@@ -2,13 +2,14 @@
 
 Offers wait in one queue for room, first come, first served: all of an offer or, when its time is over or it can never
 fit, its leading part. So requests that compete for little room get it one after the other, and none holds a part while
-it waits for the rest. No sockets, no threads here.
+it waits for the rest. The keys of a waiting offer are looked at only when there may be room for them. No sockets, no
+threads here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -27,6 +28,8 @@ from pdx.store.store import Claim, Store
 log = logging.getLogger("pdx.node")
 
 MAX_QUEUED = 4096  # offers of all peers together
+MAX_LANDINGS = 2048  # of one peer, those that wait for room included
+LOOK_S = 0.2  # room that is not enough by its bytes, or too scattered, is looked at again after so long
 LANDING_S = 5.0  # a notification comes no later than this after its sender says that all is written
 
 
@@ -51,6 +54,8 @@ class Landing:
         self.state = ReceiverState.QUEUED
         self.deadline = now + offer.wait_s  # of waiting for room; then, of landing
         self.chunks: dict[int, Chunk] = {}
+        self.lacking = 0.0  # bytes that it found no room for; nobody looks for its room while fewer are available …
+        self.look_at = 0.0  # … or before this
         self.landed_bytes = 0
         self.is_let_go = False  # its writer writes nothing more, or is dead; what it wrote may still be on its way in
 
@@ -97,9 +102,16 @@ class Incoming:
         self._on_sealed = on_sealed
         self._on_over = on_over
         self._landings: dict[tuple[int, int], Landing] = {}
+        self._of_transfer: defaultdict[str, list[Landing]] = defaultdict(list)
         self._queue: dict[tuple[int, int], Landing] = {}  # those in state QUEUED, in the order of their offers
-        self._bytes_of: Counter[int] = Counter()  # granted and not over, by session
+        self._count_of: Counter[str] = Counter()  # pushes, by peer
+        self._bytes_of: Counter[str] = Counter()  # granted and not over, by peer: all its sessions share one share
+        self._granted_by: Counter[str] = Counter()  # chunks that may be written now, by scheme
         self._session_of: dict[bytes, int] = {}  # token -> session number
+        self._blocked: Landing | None = None  # the first in the queue that found no room; those behind it wait, too
+        self._at_share: set[str] = set()  # peers whose offers wait because of what they hold already
+        self._is_news = False  # one of these may go on
+        self._next_late = float("inf")  # no deadline in the queue is earlier
 
     def __len__(self) -> int:
         return len(self._landings)
@@ -115,7 +127,7 @@ class Incoming:
     @property
     def writable(self) -> set[str]:
         """Schemes by which something may land now."""
-        return {landing.scheme for landing in self._landings.values() if landing.chunks}
+        return {scheme for scheme, count in self._granted_by.items() if count}
 
     # ---- offers and room --------------------------------------------------------------------
 
@@ -128,50 +140,95 @@ class Incoming:
         if landing.place in self._landings:
             raise ProtocolError(f"{session.name} offers push {offer.push} twice")
         _check(session, offer)
-        if len(self._queue) >= MAX_QUEUED:
+        if len(self._queue) >= MAX_QUEUED or self._count_of[session.name] >= MAX_LANDINGS:
             self._counters["offers_stopped"] += 1
-            session.send(Stop(offer.push, f"{len(self._queue)} offers wait for room already"))
+            waiting = f"{len(self._queue)} offers wait for room, {self._count_of[session.name]} of yours are under way"
+            session.send(Stop(offer.push, f"{waiting} already"))
             return
         self._landings[landing.place] = landing
+        self._count_of[session.name] += 1
         self._session_of[session.token] = session.number
         self._counters["offers"] += 1
         if offer.transfer is not None:
+            self._of_transfer[offer.transfer].append(landing)
             if self._transfers.is_given_up(offer.transfer):
                 self._stop(landing, "the transfer was given up", now)
                 return
             self._transfers.expect(offer.transfer, now + self._push_s)
         self._queue[landing.place] = landing
-        self.pump(now)
+        self._next_late = min(self._next_late, landing.deadline)
+        if self._is_worth_a_look(now):
+            self.pump(now)
+        elif self._blocked is None and not self._look(landing, now):
+            self._blocked = landing
 
     def pump(self, now: float) -> None:
-        """Give room to the offers that wait, in their order; a peer at its share does not keep others waiting."""
-        is_full = False
+        """Give room to the offers that wait, in their order; a peer at its share does not keep others waiting.
+
+        Costs nothing as long as there cannot be room.
+        """
+        if not self._is_worth_a_look(now):
+            return
+        has_late = self._next_late <= now
+        self._blocked, self._is_news = None, False
+        self._at_share.clear()
         for landing in list(self._queue.values()):
-            is_late = landing.deadline <= now
-            if not is_late and (is_full or not self._has_share(landing)):
-                continue
-            is_full |= not self._grant(landing, now, partial=is_late)
+            is_late = has_late and landing.deadline <= now
+            if is_late:
+                self._grant(landing, now, partial=True)
+            elif self._blocked is None:
+                self._blocked = None if self._look(landing, now) else landing
+            elif not has_late:
+                break
+        if has_late:
+            self._next_late = min((landing.deadline for landing in self._queue.values()), default=float("inf"))
+
+    def _is_worth_a_look(self, now: float) -> bool:
+        is_next = self._blocked is not None and self._may_have_room(self._blocked, now)
+        return bool(self._queue) and (is_next or self._is_news or self._next_late <= now)
+
+    def _may_have_room(self, landing: Landing, now: float) -> bool:
+        return self._store.available_bytes >= landing.lacking or landing.look_at <= now
+
+    def _look(self, landing: Landing, now: float) -> bool:
+        """Room for an offer, unless its peer is at its share; False: there is too little room."""
+        if not self._has_share(landing):
+            self._at_share.add(landing.session.name)
+            return True
+        return self._may_have_room(landing, now) and self._grant(landing, now, partial=False)
 
     def _has_share(self, landing: Landing) -> bool:
-        held = self._bytes_of[landing.session.number]
+        held = self._bytes_of[landing.session.name]
         offer = landing.offer
         return not held or held + round_up(offer.nbytes) * offer.shards * len(offer.keys) <= self._peer_bytes
+
+    def _within_share(self, landing: Landing) -> tuple[list[bytes], int]:
+        """The leading keys of an offer that its peer's share has room for, and the bytes they need. A peer that has
+        nothing gets one chunk at least, or an arena of few chunks would never take any."""
+        offer = landing.offer
+        held, needed = self._bytes_of[landing.session.name], 0
+        for index, key in enumerate(offer.keys):
+            if self._store.known(key, offer.shards) is not None:
+                continue
+            is_tail = bool(offer.tail_nbytes) and index == len(offer.keys) - 1
+            size = round_up(offer.tail_nbytes if is_tail else offer.nbytes) * offer.shards
+            if held + needed and held + needed + size > self._peer_bytes:
+                return list(offer.keys[:index]), needed
+            needed += size
+        return list(offer.keys), needed
 
     def _grant(self, landing: Landing, now: float, *, partial: bool) -> bool:
         """Room for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
         offer, session = landing.offer, landing.session
-        share = self._peer_bytes - self._bytes_of[session.number]
-        keys = list(offer.keys)
-        if not self._has_share(landing):
-            keys = keys[: max(0, share // (round_up(offer.nbytes) * offer.shards))]
-        has_tail = bool(offer.tail_nbytes) and len(keys) == len(offer.keys)
+        keys, needed = self._within_share(landing)
+        is_cut = len(keys) < len(offer.keys)
         claim = Claim(
             keys=keys,
             nbytes=offer.nbytes,
             layers=offer.layers,
             owner=-session.number,
             writers=[-session.number] * offer.shards,
-            tail_nbytes=offer.tail_nbytes if has_tail else 0,
+            tail_nbytes=0 if is_cut else offer.tail_nbytes,
             partial=partial,
             transfer=offer.transfer,
         )
@@ -182,10 +239,14 @@ class Incoming:
                 return self._grant(landing, now, partial=True)  # waiting does not help
             granted, slots, full = [], [], True
         if full and not partial:
+            # Bytes enough that lie too scattered: nothing tells when they do not any more.
+            landing.lacking = needed if needed > self._store.available_bytes else float("inf")
+            landing.look_at = now + LOOK_S
             return False
-        if full:
+        if full or is_cut:
             self._counters["granted_in_part"] += 1
-            log.warning("no room for %d of %d chunks from %s", len(keys) - len(granted), len(keys), session.name)
+            missing = len(offer.keys) - len(granted)
+            log.warning("no room for %d of %d chunks from %s", missing, len(offer.keys), session.name)
         self._open(landing, granted, slots, now)
         return True
 
@@ -196,7 +257,8 @@ class Incoming:
             landing.chunks[slot.offset] = self._store.at(slot)
             self.rooms[slot.offset] = Room(session.token, slot.generation, slot.nbytes, offer.layers)
             listener.grant(session.token, slot.offset, slot.nbytes)
-            self._bytes_of[session.number] += round_up(slot.nbytes)
+            self._bytes_of[session.name] += round_up(slot.nbytes)
+        self._granted_by[landing.scheme] += len(slots)
         self._step(landing, ReceiverStep.GRANT)
         landing.deadline = now + self._push_s
         if offer.transfer is not None:
@@ -263,7 +325,7 @@ class Incoming:
 
     def cancel(self, transfer: str, now: float) -> None:
         """The transfer was given up: nobody here wants its chunks any more."""
-        for landing in [each for each in self._landings.values() if each.offer.transfer == transfer]:
+        for landing in list(self._of_transfer.get(transfer, ())):
             if landing.state is not ReceiverState.CLOSING:
                 self._stop(landing, "", now)
 
@@ -292,9 +354,10 @@ class Incoming:
         self.pump(now)
 
     def _step(self, landing: Landing, step: ReceiverStep) -> None:
-        """Move on; whatever happens to it, it waits for room no more."""
+        """Move on; whatever happens to it, it waits for room no more, and those behind it may be next."""
         landing.state = RECEIVER[landing.state, step]
         self._queue.pop(landing.place, None)
+        self._is_news |= landing is self._blocked
 
     def _stop(self, landing: Landing, text: str, now: float) -> None:
         self._step(landing, ReceiverStep.STOP)
@@ -334,17 +397,28 @@ class Incoming:
         self._release(landing, left)
         self._store.let_go(left)
         del self._landings[landing.place]
+        self._count_of[landing.session.name] -= 1
+        if not self._count_of[landing.session.name]:
+            del self._count_of[landing.session.name]
+        if landing.offer.transfer is not None:
+            of_transfer = self._of_transfer[landing.offer.transfer]
+            of_transfer.remove(landing)
+            if not of_transfer:
+                del self._of_transfer[landing.offer.transfer]
         self._on_over(landing)
 
     def _release(self, landing: Landing, chunks: Iterable[Chunk]) -> None:
         """These are sealed, or nobody writes them any more; their spans are revoked already."""
+        name = landing.session.name
         for chunk in list(chunks):
             slot = chunk.slot
             landing.chunks.pop(slot.offset, None)
             self.rooms.pop(slot.offset, None)
-            self._bytes_of[landing.session.number] -= round_up(slot.nbytes)
-        if not self._bytes_of[landing.session.number]:
-            del self._bytes_of[landing.session.number]
+            self._bytes_of[name] -= round_up(slot.nbytes)
+            self._granted_by[landing.scheme] -= 1
+        self._is_news |= name in self._at_share
+        if not self._bytes_of[name]:
+            del self._bytes_of[name]
 
 
 def _check(session: Session, offer: Offer) -> None:

@@ -329,6 +329,11 @@ class Store:
         return self._room.free_bytes
 
     @property
+    def available_bytes(self) -> int:
+        """Bytes that would be nobody's if everything were evicted that may be."""
+        return self._room.available_bytes
+
+    @property
     def num_leases(self) -> int:
         """Leases that run."""
         return len(self._leases)

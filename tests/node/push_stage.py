@@ -300,6 +300,9 @@ class ReceivingStage(StoreStage):
         assert not self.incoming.rooms
         assert not self.incoming._queue
         assert not any(self.incoming._bytes_of.values())
+        assert not self.incoming._count_of
+        assert not self.incoming._of_transfer
+        assert not self.incoming.writable
         assert not any(spans for listener in self.listeners.values() for spans in listener.granted.values())
         assert not len(self.transfers), "somebody still waits for a transfer"
         assert set(self.store.census()[0]) <= {"sealed"}

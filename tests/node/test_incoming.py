@@ -10,6 +10,7 @@ from pdx.messages import MAX_SLOTS, Slot
 from pdx.node import incoming as module
 from pdx.node.lander import Verdict
 from pdx.peer_messages import Granted, LetGo, Slices, Stop
+from pdx.store.index import Index
 
 TRANSFER = "transfer-0123456789"
 
@@ -236,16 +237,61 @@ def test_a_share_counts_the_room_that_small_chunks_take(stage_with, a):
     stage.assert_idle()
 
 
-def test_an_offer_larger_than_the_share_is_granted_where_its_peer_has_nothing(stage_with, a):
+def test_an_offer_larger_than_the_share_is_cut_to_it_also_where_its_peer_has_nothing(stage_with, a, b):
     stage = stage_with(peer_share=0.25)
-    push = stage.offer(a, [0, 1], granules=4)
-    assert len(a.granted(push).slots) == 2
-    second = stage.offer(a, [2])
+    finish(stage, b, stage.offer(b, list(range(10, 14))))
+    for number in range(14, 26):
+        finish(stage, b, stage.offer(b, [number]))
+    push = stage.offer(a, list(range(8)))
+    assert a.granted(push).granted == [0, 1, 2, 3], "at once, for there will never be more"
+    assert stage.store.counters["evicted"] == 4, "what the others have cached stays"
+    assert stage.counters["granted_in_part"] == 1
+    second = stage.offer(a, [8])
     assert a.answers(second) == []
     finish(stage, a, push)
     stage.tick()
     finish(stage, a, second)
     stage.assert_idle()
+
+
+def test_what_is_here_already_takes_nothing_of_a_share(stage_with, a):
+    stage = stage_with(peer_share=0.25)
+    finish(stage, a, stage.offer(a, [0, 1, 2, 3]))
+    push = stage.offer(a, list(range(9)))
+    assert a.granted(push).granted == [4, 5, 6, 7]
+    finish(stage, a, push)
+    stage.assert_idle()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_chunk_larger_than_the_share_is_granted_alone(stage_with, a, shards):
+    """Or with few chunks in an arena no peer would ever write one."""
+    stage = stage_with(peer_share=0.25)
+    push = stage.offer(a, [0, 1], granules=5, shards=shards)
+    assert a.granted(push).granted == [0]
+    second = stage.offer(a, [1], granules=5, shards=shards)
+    assert a.answers(second) == []
+    finish(stage, a, push)
+    stage.tick()
+    assert a.granted(second).granted == [0]
+    finish(stage, a, second)
+    stage.assert_idle()
+
+
+def test_a_peer_that_comes_again_has_one_share(stage_with, a):
+    """What its earlier session may still write to counts, too."""
+    stage = stage_with(peer_share=0.5)
+    first = stage.offer(a, list(range(8)), scheme="blind")
+    stage.incoming.session_over(a, stage.now, is_dead=False)
+    again = FakeSession(9, a.name)
+    second = stage.offer(again, [10])
+    assert again.answers(second) == []
+    stage.incoming.session_over(a, stage.now, is_dead=True)
+    stage.tick()
+    assert len(again.granted(second).slots) == 1
+    finish(stage, again, second)
+    stage.assert_idle()
+    assert a.granted(first) is not None
 
 
 def test_what_is_here_already_is_not_granted(stage, a, b):
@@ -259,6 +305,106 @@ def test_what_is_here_already_is_not_granted(stage, a, b):
     stage.let_go(a, third)
     assert not stage.transfers.is_under_way(TRANSFER)
     finish(stage, b, second)
+    stage.assert_idle()
+
+
+# ---- what waiting costs --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """The keys that the store has looked up."""
+    keys = []
+    of = Index.of
+
+    def counted(index, key, shards=None):
+        keys.append(key)
+        return of(index, key) if shards is None else of(index, key, shards)
+
+    monkeypatch.setattr(Index, "of", counted)
+    return keys
+
+
+def test_nobody_looks_up_the_keys_of_an_offer_before_there_may_be_room(stage_with, a, b, looked_up):
+    stage = stage_with(granules=512)
+    first = stage.offer(a, list(range(1000, 1512)))
+    second = stage.offer(b, list(range(400)), wait_s=60.0)
+    assert b.answers(second) == []
+    slots = a.granted(first).slots
+    looked_up.clear()
+    for turn in range(399):
+        stage.land(a, first, slots[turn : turn + 1])
+        looked_up.clear()
+        stage.incoming.pump(stage.now)
+        assert not looked_up, f"{turn + 1} chunks are free, and 400 are needed"
+    for number in range(2000, 2010):
+        stage.offer(b, [number], wait_s=60.0)
+    assert not looked_up, "whoever comes later waits behind it"
+    stage.land(a, first, slots[399:400])
+    stage.incoming.pump(stage.now)
+    assert len(b.granted(second).slots) == 400
+    finish(stage, b, second)
+    stage.incoming.session_over(a, stage.now, is_dead=True)
+    stage.incoming.session_over(b, stage.now, is_dead=True)
+    stage.assert_idle()
+
+
+def test_room_that_is_too_scattered_is_looked_at_again_now_and_then(stage, a, b, looked_up):
+    finish(stage, a, stage.offer(a, list(range(16))))
+    odd = [stage.store.find([key(number)], 1)[0][0] for number in range(1, 16, 2)]
+    lease = stage.store.lease(odd, 1, 1e9)
+    push = stage.offer(b, [100], granules=2, wait_s=60.0)
+    assert b.answers(push) == [], "eight granules, no two of them neighbours"
+    looked_up.clear()
+    for _ in range(100):
+        stage.incoming.pump(stage.now)
+    assert not looked_up
+    stage.store.release(lease, 1)
+    stage.tick(module.LOOK_S)
+    assert len(b.granted(push).slots) == 1
+    finish(stage, b, push)
+    stage.assert_idle()
+
+
+def test_whoever_is_first_and_leaves_makes_way(stage, a, b):
+    first = stage.offer(a, [0], granules=12)
+    c = FakeSession(3, "c")
+    second = stage.offer(c, [1], granules=8, wait_s=60.0)
+    third = stage.offer(b, [2], granules=4, wait_s=60.0)
+    assert b.answers(third) == []
+    stage.let_go(c, second, complete=False)
+    stage.incoming.pump(stage.now)
+    assert len(b.granted(third).slots) == 1
+    finish(stage, a, first)
+    finish(stage, b, third)
+    stage.assert_idle()
+
+
+def test_schemes_by_which_something_may_land(stage, a, b):
+    assert stage.incoming.writable == set()
+    first = stage.offer(a, [0])
+    second = stage.offer(b, [1], scheme="blind")
+    assert stage.incoming.writable == {"sure", "blind"}
+    finish(stage, b, second, scheme="blind")
+    assert stage.incoming.writable == {"sure"}
+    finish(stage, a, first)
+    assert stage.incoming.writable == set()
+
+
+def test_a_peer_has_no_more_pushes_under_way_than_may_be(stage, a, b, monkeypatch):
+    """Each is remembered until its peer lets go, also if nothing was granted to it."""
+    monkeypatch.setattr(module, "MAX_LANDINGS", 3)
+    finish(stage, b, stage.offer(b, [0]))
+    pushes = [stage.offer(a, [0]) for _ in range(3)]
+    (stop,) = a.answers(stage.offer(a, [0]))
+    assert isinstance(stop, Stop)
+    assert stage.counters["offers_stopped"] == 1
+    finish(stage, b, stage.offer(b, [1]))
+    stage.let_go(a, pushes.pop())
+    pushes.append(stage.offer(a, [0]))
+    assert a.granted(pushes[-1]) is not None
+    for push in pushes:
+        stage.let_go(a, push)
     stage.assert_idle()
 
 
