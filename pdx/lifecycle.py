@@ -57,6 +57,10 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 }
 
 
+WRITABLE = frozenset({State.FILLING, State.QUARANTINED})  # somebody may still write there
+FINDABLE = frozenset({State.FILLING, State.SEALED})  # its key leads to it
+
+
 def advance(state: State, step: Step) -> State:
     """The state after `step`. A step that is not in the table is a bug of ours, not of a peer."""
     return TRANSITIONS[state, step]

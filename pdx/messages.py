@@ -159,10 +159,11 @@ class Renew(Message, frozen=True):
 
 
 class Pin(Message, frozen=True):
-    """Keep these chunks until unpinned (counted per chunk, not per caller)."""
+    """Keep these chunks, in each of so many shards, until unpinned (counted per chunk, not per caller)."""
 
     keys: Keys
     pinned: bool = True
+    shards: ShardCount = 1
 
 
 class Delete(Message, frozen=True):
@@ -293,6 +294,7 @@ class NodeStatus(Message, frozen=True):
     peers: list[PeerStatus] = []
     gpu: str = ""  # UUID of the GPU that the arena is on; empty: host memory
     mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
+    pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
 
 
 Ask = (

@@ -22,7 +22,8 @@ def view(status: NodeStatus, address: str) -> RenderableType:
         f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
         f"peers connect to {status.listen}\n" if status.listen else "",
         f"arena {size(status.arena_bytes)}{place}, used {size(used)} ({share:.0%}); "
-        f"{status.leases} leases, {status.pins} pins, {status.transfers} transfers under way",
+        f"{status.leases} leases, {status.pins} pins ({size(status.pinned_bytes)}), "
+        f"{status.transfers} transfers under way",
         f"; {status.mapped} blocks of GPU memory mapped" if status.mapped else "",
     )
     peers = [_peers(status)] if status.peers else []

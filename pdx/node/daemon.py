@@ -264,7 +264,7 @@ class Daemon:
                     raise ProtocolError(f"{len(frames)} frames instead of one")
                 message = decode_from_proxy(frames[0])
                 if isinstance(message, Cancel):
-                    self.service.cancel(message.transfer)
+                    self.service.cancel(message.transfer, "the proxy")
                 else:
                     self._peers.told(message.peers)
             except ProtocolError as error:

@@ -67,6 +67,11 @@ class Landing:
         """What it is found by."""
         return self.session.number, self.offer.push
 
+    @property
+    def source(self) -> str:
+        """Who makes its transfer known."""
+        return f"peer {self.session.name}"
+
 
 class Incoming:
     """All pushes to this node. Owned by the control loop; the clock is a parameter.
@@ -154,7 +159,7 @@ class Incoming:
             if self._transfers.is_given_up(offer.transfer):
                 self._stop(landing, "the transfer was given up", now)
                 return
-            self._transfers.expect(offer.transfer, now + self._push_s)
+            self._transfers.expect(offer.transfer, now + self._push_s, landing.source)
         self._queue[landing.place] = landing
         self._next_late = min(self._next_late, landing.deadline)
         if self._is_worth_a_look(now):
@@ -262,7 +267,8 @@ class Incoming:
         self._step(landing, ReceiverStep.GRANT)
         landing.deadline = now + self._push_s
         if offer.transfer is not None:
-            self._transfers.open(offer.transfer, [slot.offset for slot in slots], landing.deadline)
+            offsets = [slot.offset for slot in slots]
+            self._transfers.open(offer.transfer, offsets, landing.deadline, landing.source)
         session.send(Granted(offer.push, granted, slots))
 
     # ---- landing ----------------------------------------------------------------------------
@@ -371,7 +377,7 @@ class Incoming:
         self._store.abort(unsealed)
         self._on_changed(unsealed)
         if landing.offer.transfer is not None:
-            self._transfers.give_up(landing.offer.transfer, now)
+            self._transfers.give_up(landing.offer.transfer, now, landing.source)
 
     def _fence(self, landing: Landing, now: float) -> None:
         """End it, if nothing lands any more: the channel says so, or its writer does where the channel cannot."""
@@ -391,7 +397,7 @@ class Incoming:
     def _forget(self, landing: Landing, now: float) -> None:
         left = list(landing.chunks.values())
         if left and landing.offer.transfer is not None:
-            self._transfers.give_up(landing.offer.transfer, now)
+            self._transfers.give_up(landing.offer.transfer, now, landing.source)
         elif landing.offer.transfer is not None:
             self._transfers.arrived(landing.offer.transfer, now)
         self._release(landing, left)

@@ -74,6 +74,7 @@ class Reports:
             peers=self._peers.statuses(),
             gpu=self._gpu,
             mapped=num_mapped(),
+            pinned_bytes=self._store.pinned_bytes,
         )
 
     def heartbeat(self) -> NodeReport:

@@ -70,8 +70,8 @@ class Service:
         self.name = node_name(config)
         self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes))
         self.sessions = Sessions()
-        self.transfers = Transfers()
         self.counters: Counter[str] = Counter()
+        self.transfers = Transfers(self.counters)
         self.peers = Peers(
             config,
             name=self.name,
@@ -232,7 +232,8 @@ class Service:
         )
         granted, slots, full = self.store.reserve(claim)
         if ask.transfer is not None and not full:
-            self.transfers.open(ask.transfer, [slot.offset for slot in slots], now + MAX_TRANSFER_S)
+            offsets = [slot.offset for slot in slots]
+            self.transfers.open(ask.transfer, offsets, now + MAX_TRANSFER_S, _source(session))
         if ask.push_to and (ask.partial or not full):
             try:
                 self.peers.push(ask.push_to, ask.keys, ask.shards, ask.transfer, session.hello.layout)
@@ -286,7 +287,8 @@ class Service:
         return Done(1)
 
     def _pin(self, session: Session, ask: Pin) -> Answer:
-        count = self.store.pin(ask.keys, 1, pinned=ask.pinned)
+        _check_slots(ask)
+        count = self.store.pin(ask.keys, ask.shards, pinned=ask.pinned)
         if count != len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - count} of {len(ask.keys)} chunks are not there")
         return Done(count)
@@ -295,11 +297,11 @@ class Service:
         return Done(self.store.delete(ask.keys))
 
     def _cancel(self, session: Session, ask: Cancel) -> Answer:
-        return Done(int(self.cancel(ask.transfer)))
+        return Done(int(self.cancel(ask.transfer, _source(session))))
 
-    def cancel(self, transfer: str) -> bool:
-        """Give up a transfer; returns whether that is news. Also what the proxy asks for."""
-        news = self.transfers.give_up(transfer, self._clock())
+    def cancel(self, transfer: str, source: str) -> bool:
+        """Give up a transfer, as `source` asks for; returns whether that is news."""
+        news = self.transfers.give_up(transfer, self._clock(), source)
         self.peers.cancel(transfer)  # also if it was given up before: its chunks may have come to nothing one by one
         if news:
             self.counters["transfers_given_up"] += 1
@@ -323,7 +325,12 @@ class Service:
         return self.reports.status()
 
 
-def _check_slots(ask: Lookup | Reserve) -> None:
+def _source(session: Session) -> str:
+    """Who makes a transfer known: the process, however often it attaches."""
+    return f"process {session.hello.pid}"
+
+
+def _check_slots(ask: Lookup | Reserve | Pin) -> None:
     if len(ask.keys) * ask.shards > MAX_SLOTS:
         raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
     if isinstance(ask, Reserve) and ask.layers > min(ask.nbytes, ask.tail_nbytes or ask.nbytes):

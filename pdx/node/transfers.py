@@ -6,14 +6,20 @@ again for as long as the transfer is under way.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
 
 from pdx.store.chunk import Chunk
+from pdx.store.deadlines import Deadlines
+
+log = logging.getLogger("pdx.node")
 
 KEPT_S = 60.0  # how long a finished transfer's tail and record are kept for a decoder that comes late
+MAX_TRANSFERS = 10_000  # that one process or peer has made known
 
 
 class Progress(StrEnum):
@@ -25,55 +31,62 @@ class Progress(StrEnum):
 
 
 class Transfer(msgspec.Struct):
-    """One transfer: the slots that are not sealed yet, by offset, and the peers' offers that are not over."""
+    """One transfer: the slots that are not sealed yet, by offset, and the peers' offers that are not over.
 
+    `source` is who made it known: a process, a peer, or the proxy.
+    """
+
+    source: str
     pending: set[int]
     progress: Progress
     deadline: float
     offers: int = 0
 
-    def settle(self, now: float) -> None:
-        """It is complete as soon as nothing more is expected."""
-        if not self.pending and not self.offers and self.progress is Progress.UNDER_WAY:
-            self.progress = Progress.SEALED
-            self.deadline = now + KEPT_S
-
 
 class Transfers:
-    """All transfers a node knows. Owned by its control loop."""
+    """All transfers a node knows. Owned by its control loop; each call costs what it changes or returns.
 
-    def __init__(self) -> None:
+    Of what one source has made known the oldest is forgotten where it becomes more than `MAX_TRANSFERS`: whoever waits
+    for that one computes it itself.
+    """
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
         self._transfers: dict[str, Transfer] = {}
+        self._of_source: dict[str, dict[str, None]] = {}  # names, in the order in which they became known
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._under_way = 0
+        self._crowded_out: list[str] = []  # since the last `expire`
 
     def __len__(self) -> int:
-        return sum(transfer.progress is Progress.UNDER_WAY for transfer in self._transfers.values())
+        return self._under_way
 
-    def open(self, name: str, offsets: Iterable[int], deadline: float) -> None:
+    def open(self, name: str, offsets: Iterable[int], deadline: float, source: str) -> None:
         """Its chunks are reserved. Calling it again adds chunks; a transfer given up stays given up."""
         transfer = self._transfers.get(name)
         if transfer is None:
-            transfer = self._transfers[name] = Transfer(set(), Progress.UNDER_WAY, deadline)
+            transfer = self._add(name, source, Progress.UNDER_WAY, deadline)
         if transfer.progress is Progress.GIVEN_UP:
             return
         transfer.pending.update(offsets)
         is_complete = not transfer.pending and not transfer.offers
-        transfer.progress = Progress.SEALED if is_complete else Progress.UNDER_WAY
-        transfer.deadline = max(transfer.deadline, deadline)
+        self._turn(transfer, Progress.SEALED if is_complete else Progress.UNDER_WAY)
+        self._end_at(name, transfer, max(transfer.deadline, deadline))
 
-    def expect(self, name: str, deadline: float) -> None:
+    def expect(self, name: str, deadline: float, source: str) -> None:
         """A peer offers chunks of it: whether there is room for them or not, whoever asks for it waits."""
-        self.open(name, (), deadline)
+        self.open(name, (), deadline, source)
         transfer = self._transfers[name]
         if transfer.progress is not Progress.GIVEN_UP:
             transfer.offers += 1
-            transfer.progress = Progress.UNDER_WAY
+            self._turn(transfer, Progress.UNDER_WAY)
 
     def arrived(self, name: str, now: float) -> None:
         """What the peer offered is here, as far as it was granted."""
         transfer = self._transfers.get(name)
         if transfer is not None and transfer.offers:
             transfer.offers -= 1
-            transfer.settle(now)
+            self._settle(name, transfer, now)
 
     def is_under_way(self, name: str) -> bool:
         """Whether more of it may come."""
@@ -89,29 +102,83 @@ class Transfers:
         """These chunks are sealed."""
         for chunk in chunks:
             transfer = self._transfers.get(chunk.transfer or "")
-            if transfer is None:
-                continue
-            transfer.pending.discard(chunk.slot.offset)
-            transfer.settle(now)
+            if transfer is not None:
+                transfer.pending.discard(chunk.slot.offset)
+                self._settle(chunk.transfer or "", transfer, now)
 
     def aborted(self, chunks: Iterable[Chunk], now: float) -> None:
         """These chunks will not come: what is sealed of their transfers is all there will be."""
-        for chunk in chunks:
-            if chunk.transfer:
-                self.give_up(chunk.transfer, now)
+        for name in dict.fromkeys(chunk.transfer for chunk in chunks if chunk.transfer):
+            if name in self._transfers:
+                self.give_up(name, now, "")
 
-    def give_up(self, name: str, now: float) -> bool:
-        """Nothing more of it will come; returns whether that is news. An unknown name is remembered, too:
-        a decoder may ask for a transfer whose prefill never reached this node."""
+    def give_up(self, name: str, now: float, source: str) -> bool:
+        """Nothing more of it will come; returns whether that is news. An unknown name is remembered, too, as made
+        known by `source`: a decoder may ask for a transfer whose prefill never reached this node."""
         transfer = self._transfers.get(name)
-        if transfer is not None and transfer.progress is Progress.GIVEN_UP:
+        if transfer is None:
+            self._add(name, source, Progress.GIVEN_UP, now + KEPT_S)
+            return True
+        if transfer.progress is Progress.GIVEN_UP:
             return False
-        self._transfers[name] = Transfer(set(), Progress.GIVEN_UP, now + KEPT_S)
+        transfer.pending.clear()
+        transfer.offers = 0
+        self._turn(transfer, Progress.GIVEN_UP)
+        self._end_at(name, transfer, now + KEPT_S)
         return True
 
     def expire(self, now: float) -> list[str]:
-        """Forget transfers whose time is over; returns their names."""
-        late = [name for name, transfer in self._transfers.items() if transfer.deadline <= now]
+        """Forget transfers whose time is over; returns their names, and those crowded out since the last call."""
+        late = self._deadlines.take(now)
         for name in late:
-            del self._transfers[name]
+            self._forget(name)
+        late += self._crowded_out
+        self._crowded_out = []
         return late
+
+    def _add(self, name: str, source: str, progress: Progress, deadline: float) -> Transfer:
+        names = self._of_source.setdefault(source, {})
+        if len(names) >= MAX_TRANSFERS:
+            self._crowd_out(next(iter(names)), source)
+            names = self._of_source.setdefault(source, {})
+        names[name] = None
+        transfer = self._transfers[name] = Transfer(source, set(), progress, deadline)
+        self._under_way += progress is Progress.UNDER_WAY
+        self._deadlines.add(name, deadline)
+        return transfer
+
+    def _crowd_out(self, name: str, source: str) -> None:
+        self._deadlines.discard(name, self._transfers[name].deadline)
+        self._forget(name)
+        self._crowded_out.append(name)
+        self._counters["transfers_crowded_out"] += 1
+        if self._counters["transfers_crowded_out"] == 1:
+            log.warning(
+                "%s has made more than %d transfers known: the oldest is forgotten, whoever waits for it computes "
+                "(further ones are counted as transfers_crowded_out)",
+                source,
+                MAX_TRANSFERS,
+            )
+
+    def _forget(self, name: str) -> None:
+        transfer = self._transfers.pop(name)
+        self._under_way -= transfer.progress is Progress.UNDER_WAY
+        names = self._of_source[transfer.source]
+        del names[name]
+        if not names:
+            del self._of_source[transfer.source]
+
+    def _turn(self, transfer: Transfer, progress: Progress) -> None:
+        self._under_way += (progress is Progress.UNDER_WAY) - (transfer.progress is Progress.UNDER_WAY)
+        transfer.progress = progress
+
+    def _end_at(self, name: str, transfer: Transfer, deadline: float) -> None:
+        self._deadlines.discard(name, transfer.deadline)
+        transfer.deadline = deadline
+        self._deadlines.add(name, deadline)
+
+    def _settle(self, name: str, transfer: Transfer, now: float) -> None:
+        """It is complete as soon as nothing more is expected."""
+        if not transfer.pending and not transfer.offers and transfer.progress is Progress.UNDER_WAY:
+            self._turn(transfer, Progress.SEALED)
+            self._end_at(name, transfer, now + KEPT_S)

@@ -27,7 +27,7 @@ class Allocator:
         self._slots: dict[int, int] = {}  # offset -> bytes
         self._holes: list[tuple[int, int]] = []  # (bytes, offset), sorted: best fit first
         self._hole_at: dict[int, int] = {}  # offset -> bytes
-        self._hole_before: dict[int, int] = {}  # end -> offset
+        self._ends: dict[int, int] = {}  # where a slot or a hole ends -> its offset
         self._add_hole(0, total)
 
     def __repr__(self) -> str:
@@ -88,6 +88,7 @@ class Allocator:
         for rest, rest_bytes in rests:
             self._add_hole(rest, rest_bytes)
         self._slots.update(dict.fromkeys(offsets, size))
+        self._ends.update((offset + size, offset) for offset in offsets)
         return offsets
 
     def free(self, offset: int) -> None:
@@ -103,8 +104,9 @@ class Allocator:
         :raises ValueError: no slot starts at one of them, or one is named twice; nothing changed.
         """
         once = set(offsets)
-        for stranger in once - self._slots.keys():
-            raise ValueError(f"no slot at offset {stranger}")
+        for offset in once:
+            if offset not in self._slots:
+                raise ValueError(f"no slot at offset {offset}")
         if len(once) != len(offsets):
             raise ValueError("an offset is named twice")
         start = end = -1
@@ -113,7 +115,16 @@ class Allocator:
                 self._join_hole(start, end)
                 start = offset
             end = offset + self._slots.pop(offset)
+            del self._ends[end]
         self._join_hole(start, end)
+
+    def before(self, offset: int) -> int | None:
+        """The offset of the slot or hole that ends at `offset`; None where none does."""
+        return self._ends.get(offset)
+
+    def hole_bytes(self, offset: int) -> int:
+        """The bytes of the hole that begins at `offset`; 0 where none does."""
+        return self._hole_at.get(offset, 0)
 
     def check(self) -> None:
         """Assert every invariant, in time linear in the slots and holes; for tests and idle moments."""
@@ -121,7 +132,7 @@ class Allocator:
         assert self._holes == sorted(self._holes)
         assert dict(holes) == self._hole_at
         assert len(self._hole_at) == len(holes)
-        assert {offset + nbytes: offset for offset, nbytes in holes} == self._hole_before
+        assert {offset + nbytes: offset for offset, nbytes in [*holes, *self._slots.items()]} == self._ends
         assert self._free_bytes == sum(self._hole_at.values())
         end, after_hole = 0, False
         for offset, nbytes in sorted([*holes, *self._slots.items()]):
@@ -137,9 +148,10 @@ class Allocator:
         """[start, end) is nobody's any more: one hole with those beside it. Nothing where it is empty."""
         if start == end:
             return
-        if start in self._hole_before:
-            start = self._hole_before[start]
-            self._remove_hole(start)
+        before = self._ends.get(start, start)
+        if before in self._hole_at:
+            self._remove_hole(before)
+            start = before
         if end in self._hole_at:
             end += self._remove_hole(end)
         self._add_hole(start, end - start)
@@ -147,7 +159,7 @@ class Allocator:
     def _add_hole(self, offset: int, nbytes: int) -> None:
         insort(self._holes, (nbytes, offset))
         self._hole_at[offset] = nbytes
-        self._hole_before[offset + nbytes] = offset
+        self._ends[offset + nbytes] = offset
         self._free_bytes += nbytes
 
     def _remove_hole(self, offset: int) -> int:
@@ -159,6 +171,6 @@ class Allocator:
     def _remove_holes(self, first: int, last: int) -> None:
         """Drop the holes [first, last) of the sorted list, with one memmove for all of them."""
         for nbytes, offset in self._holes[first:last]:
-            del self._hole_at[offset], self._hole_before[offset + nbytes]
+            del self._hole_at[offset], self._ends[offset + nbytes]
             self._free_bytes -= nbytes
         del self._holes[first:last]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdx.layout import slice_span
 from pdx.lifecycle import State, Step, advance
+from pdx.memory import round_up
 from pdx.messages import Slot
 
 
@@ -17,6 +18,8 @@ class Chunk:
         "key",
         "layers",
         "leases",
+        "newer",
+        "older",
         "owner",
         "pins",
         "shard",
@@ -41,13 +44,15 @@ class Chunk:
         self.writer = 0  # session whose process fills it
         self.transfer: str | None = None
         self.deadline = 0.0
-        self.before: Chunk | None = None  # the chunk before it in its reservation; the chain ends at one that is gone
+        self.before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
+        self.older: Chunk | None = None  # its neighbours on the shelf; None: it is not there (`pdx.store.shelf`)
+        self.newer: Chunk | None = None
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"
 
     def step(self, step: Step) -> None:
-        """Move on in its life; see `pdx.lifecycle`."""
+        """Move on in its life; see `pdx.lifecycle`. Only the index calls it."""
         self.state = advance(self.state, step)
 
     @property
@@ -58,6 +63,11 @@ class Chunk:
     def span(self, first_layer: int, layers: int) -> tuple[int, int]:
         """Where slices [first_layer, first_layer + layers) lie in the slot: (start, bytes)."""
         return slice_span(self.slot.nbytes, self.layers, first_layer, layers)
+
+    @property
+    def room_bytes(self) -> int:
+        """What its slot takes of the arena."""
+        return round_up(self.slot.nbytes)
 
     @property
     def is_evictable(self) -> bool:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pdx.errors import ChunkMissing
-from pdx.lifecycle import State, Step
+from pdx.lifecycle import WRITABLE, State, Step
 from pdx.store.chunk import Chunk
+from pdx.store.deadlines import Deadlines
 from pdx.store.room import Room
 
 
@@ -29,6 +30,8 @@ class Leases:
         self._room = room
         self._counters = counters
         self._leases: dict[int, Lease] = {}
+        self._of_session: dict[int, dict[int, None]] = {}  # session -> numbers of its leases
+        self._deadlines: Deadlines[int] = Deadlines()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -40,28 +43,31 @@ class Leases:
         self.hold(lease.chunks)
         number = next(self._numbers)
         self._leases[number] = lease
+        self._of_session.setdefault(session, {})[number] = None
+        self._deadlines.add(number, deadline)
         return number
 
     def renew(self, number: int, session: int, deadline: float) -> None:
         """:raises ChunkMissing: the lease has ended."""
-        self._lease_of(number, session).deadline = deadline
+        lease = self._lease_of(number, session)
+        self._deadlines.discard(number, lease.deadline)
+        lease.deadline = deadline
+        self._deadlines.add(number, deadline)
 
     def end(self, number: int, session: int) -> None:
         """:raises ChunkMissing: it has ended already."""
-        lease = self._lease_of(number, session)
-        del self._leases[number]
-        self.unhold(lease.chunks)
+        self._deadlines.discard(number, self._lease_of(number, session).deadline)
+        self._end(number)
 
     def expire(self, now: float) -> None:
         """End leases whose deadline is over."""
-        for number, lease in list(self._leases.items()):
-            if lease.deadline <= now:
-                self._counters["leases_expired"] += 1
-                self.end(number, lease.session)
+        for number in self._deadlines.take(now):
+            self._counters["leases_expired"] += 1
+            self._end(number)
 
     def end_session(self, session: int) -> None:
         """End the leases of a process that is gone."""
-        for number in [number for number, lease in self._leases.items() if lease.session == session]:
+        for number in list(self._of_session.get(session, ())):
             self.end(number, session)
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
@@ -72,16 +78,28 @@ class Leases:
 
     def unhold(self, chunks: Sequence[Chunk]) -> None:
         """One reader of each of these is done."""
+        retired: list[Chunk] = []
+        tails: list[Chunk] = []
         for chunk in reversed(chunks):  # the end of the prompt becomes the older one
             chunk.leases -= 1
-            if chunk.leases or chunk.state in (State.FILLING, State.QUARANTINED):
+            if chunk.leases or chunk.state in WRITABLE:
                 continue
             if chunk.state is State.RETIRED:
-                self._room.free([chunk], Step.UNLEASED)
+                retired.append(chunk)
             elif chunk.tail:  # it was for this one reader
-                self._room.free([chunk], Step.EVICT)
+                tails.append(chunk)
             elif not chunk.pins:
                 self._room.shelf.put(chunk)
+        self._room.free(retired, Step.UNLEASED)
+        self._room.free(tails, Step.EVICT)
+
+    def _end(self, number: int) -> None:
+        lease = self._leases.pop(number)
+        numbers = self._of_session[lease.session]
+        del numbers[number]
+        if not numbers:
+            del self._of_session[lease.session]
+        self.unhold(lease.chunks)
 
     def _lease_of(self, number: int, session: int) -> Lease:
         lease = self._leases.get(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from pdx.memory import GRANULE_BYTES, Arena, round_up
 from pdx.messages import Slot
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
+from pdx.store.clearing import Clearing
 from pdx.store.index import Index
 from pdx.store.shelf import Shelf
 
@@ -25,6 +27,7 @@ class Room:
         self._allocator = Allocator(nbytes)
         self._index = index
         self._counters = counters
+        self._stopped_at: dict[int, Chunk] = {}  # size that was not found -> where the next search for it goes on
         self.shelf = Shelf()
 
     @property
@@ -37,35 +40,42 @@ class Room:
         """Bytes that would be nobody's if everything were evicted that may be."""
         return self._allocator.free_bytes + self.shelf.nbytes
 
-    def grant(self, nbytes: int, count: int, shards: int) -> list[list[Slot]]:
-        """New slots of `nbytes` for as many of `count` keys as fit, one per shard. Evicts what it must."""
-        offsets = self._take(nbytes, count * shards)
-        whole = len(offsets) // shards * shards
-        self._allocator.free_many(offsets[whole:])
-        slots = [Slot(offset, nbytes, self._next_generation(offset)) for offset in offsets[:whole]]
-        return [slots[first : first + shards] for first in range(0, whole, shards)]
+    def grant(self, sizes: Sequence[int], shards: int, *, partial: bool) -> list[list[Slot]]:
+        """New slots for chunks of these sizes, in order: for each a list of one slot per shard.
 
-    def _take(self, nbytes: int, count: int) -> list[int]:
-        """Up to `count` equal slots, evicting the least recently used chunks as long as that helps."""
-        offsets: list[int] = []
-        while True:
-            offsets += self._allocator.allocate_many(nbytes, count - len(offsets))
-            missing = (count - len(offsets)) * round_up(nbytes)
-            if not missing or not self.shelf:
-                return offsets
-            self._evict(missing)
+        For all of them or for none; with `partial` for as many leading ones as fit. Evicts what it must, and without
+        `partial` nothing unless everything fits then.
+        """
+        runs = [(nbytes, len(list(run)) * shards) for nbytes, run in itertools.groupby(sizes)]
+        taken = [self._allocator.allocate_many(nbytes, count) for nbytes, count in runs]
+        short = [nbytes for (nbytes, count), got in zip(runs, taken, strict=True) if len(got) < count]
+        if short and self._make_room(max(short), len(sizes) * shards - sum(map(len, taken)), partial=partial):
+            for (nbytes, count), got in zip(runs, taken, strict=True):
+                got += self._allocator.allocate_many(nbytes, count - len(got))
+        leading: list[int] = []
+        for (_, count), got in zip(runs, taken, strict=True):
+            leading += got
+            if len(got) < count:
+                break
+        whole = len(leading) // shards if partial or len(leading) == len(sizes) * shards else 0
+        self._allocator.free_many([offset for got in taken for offset in got][whole * shards :])
+        return [
+            [Slot(offset, nbytes, self._next_generation(offset)) for offset in leading[at * shards : (at + 1) * shards]]
+            for at, nbytes in enumerate(sizes[:whole])
+        ]
 
-    def _evict(self, nbytes: int) -> None:
-        """Evict the least recently used chunks with their other shards, until `nbytes` are free or none is left."""
-        evicted: list[Chunk] = []
-        least = self.shelf.nbytes - nbytes
-        while self.shelf and self.shelf.nbytes > least:
-            for chunk in self._index.of(self.shelf.oldest().key):
-                if chunk.is_evictable:
-                    self.shelf.take(chunk)
-                    evicted.append(chunk)
-        self._counters["evicted"] += len(evicted)
-        self.free(evicted, Step.EVICT)
+    def _make_room(self, nbytes: int, count: int, *, partial: bool) -> bool:
+        """Evict, so that `count` slots of `nbytes` fit, with `partial` some of them; whether anything was evicted."""
+        size = round_up(nbytes)
+        clearing = Clearing(self._allocator, self._index, size, count)
+        clearing.search(self.shelf.since(self._stopped_at.get(size)))
+        self._stopped_at = {size: clearing.stopped_at} if clearing.stopped_at is not None else {}
+        victims = list(clearing.victims) if partial or clearing.is_enough else []
+        for chunk in victims:
+            self.shelf.take(chunk)
+        self._counters["evicted"] += len(victims)
+        self.free(victims, Step.EVICT)
+        return bool(victims)
 
     def drop(self, chunk: Chunk) -> None:
         """Have a sealed chunk forgotten now, and its room free as soon as nobody reads it."""
@@ -77,16 +87,13 @@ class Room:
 
     def retire(self, chunk: Chunk) -> None:
         """Nobody may find or write it any more; the last of those who read it frees it."""
-        self._index.hide(chunk)
-        self._index.written(chunk)
-        chunk.step(Step.DELETE)
+        self._index.step(chunk, Step.DELETE)
 
     def free(self, chunks: Sequence[Chunk], step: Step) -> None:
         """These chunks are off the shelf, and nobody reads or writes them: forget them, and give their room back."""
         for chunk in chunks:
-            chunk.step(step)
+            self._index.step(chunk, step)
             chunk.before = None
-            self._index.remove(chunk)
             # Before anybody else can get the room: stale readers and writers see it.
             self._next_generation(chunk.slot.offset)
         self._allocator.free_many([chunk.slot.offset for chunk in chunks])

@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterator
 
-from pdx.memory import round_up
+from pdx.messages import Slot
 from pdx.store.chunk import Chunk
 
 
 class Shelf:
-    """Sealed chunks that nobody leases or pins. `put` and `take` are idempotent; `nbytes` is the room they hold."""
+    """Sealed chunks that nobody leases or pins. `put` and `take` are idempotent; `nbytes` is the room they hold.
+
+    A ring through the chunks themselves, closed by one that is nobody's: every call takes the same few steps.
+    """
 
     def __init__(self) -> None:
-        self._chunks: OrderedDict[int, Chunk] = OrderedDict()  # by offset
+        self._end = Chunk(b"", 0, Slot(0, 0, 0), 1)  # older than the oldest, newer than the newest
+        self._end.older = self._end.newer = self._end
+        self._count = 0
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return self._count
 
-    def put(self, chunk: Chunk) -> None:
-        """Evictable from now on, as the most recently used."""
-        if chunk.slot.offset not in self._chunks:
-            self._chunks[chunk.slot.offset] = chunk
-            self.nbytes += round_up(chunk.slot.nbytes)
+    def __contains__(self, chunk: Chunk | None) -> bool:
+        return chunk is not None and chunk.newer is not None
+
+    def put(self, chunk: Chunk, newer: Chunk | None = None) -> None:
+        """Evictable from now on: goes just before `newer` where that is on the shelf, else as the most recently used.
+
+        So a chunk that is sealed step by step goes before what leads up to it. Nothing else moves: a prompt counts as
+        used when the first of its chunks on the shelf was, until it is read.
+        """
+        if chunk not in self:
+            self._link(chunk, newer if newer is not None and newer in self else self._end)
+            self._count += 1
+            self.nbytes += chunk.room_bytes
 
     def take(self, chunk: Chunk) -> None:
         """Not evictable from now on."""
-        if self._chunks.pop(chunk.slot.offset, None) is not None:
-            self.nbytes -= round_up(chunk.slot.nbytes)
+        if chunk in self:
+            self._unlink(chunk)
+            self._count -= 1
+            self.nbytes -= chunk.room_bytes
 
     def touch(self, chunk: Chunk) -> None:
         """Used just now, if it is on the shelf."""
-        if self._chunks.get(chunk.slot.offset) is chunk:
-            self._chunks.move_to_end(chunk.slot.offset)
+        if chunk in self:
+            self._unlink(chunk)
+            self._link(chunk, self._end)
 
-    def touch_before(self, chunk: Chunk) -> None:
-        """What led up to `chunk` counts as used just now, its end first, so that it goes after `chunk`."""
-        before = chunk.before
-        while before is not None:
-            self.touch(before)
-            before = before.before
+    def since(self, chunk: Chunk | None) -> Iterator[Chunk]:
+        """From `chunk`, or from the least recently used where that is not on the shelf, to the most recently used."""
+        at = chunk if chunk is not None and chunk in self else self._end.newer
+        while at is not None and at is not self._end:
+            yield at
+            at = at.newer
 
-    def oldest(self) -> Chunk:
-        """The least recently used chunk; the shelf must not be empty."""
-        return next(iter(self._chunks.values()))
+    def _link(self, chunk: Chunk, newer: Chunk) -> None:
+        older = newer.older
+        assert older is not None
+        chunk.older, chunk.newer = older, newer
+        older.newer = newer.older = chunk
+
+    def _unlink(self, chunk: Chunk) -> None:
+        older, newer = chunk.older, chunk.newer
+        assert older is not None
+        assert newer is not None
+        older.newer, newer.older = newer, older
+        chunk.older = chunk.newer = None

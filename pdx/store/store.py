@@ -7,15 +7,14 @@ beginning, because a prefix is only worth what leads up to it.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
-from pdx.lifecycle import State, Step
+from pdx.lifecycle import WRITABLE, State, Step
 from pdx.memory import Arena, round_up
 from pdx.messages import Slot
 from pdx.store.chunk import Chunk
@@ -127,8 +126,7 @@ class Store:
     def reserve(self, claim: Claim) -> tuple[list[int], list[Slot], bool]:
         """Room for the keys that are not there: (granted indices, their slots chunk-major, whether room ran out).
 
-        Evicts what it must. Without `partial`, nothing is granted unless everything fits, and nothing is evicted
-        unless there are bytes enough; where what stays lies so that the slots fit nowhere, it was evicted in vain.
+        Evicts what it must. Without `partial`, nothing is granted and nothing evicted unless everything fits then.
 
         :raises ArenaTooSmall: it (one chunk of it, with `partial`) would not even fit into an empty arena.
         :raises ProtocolError: a key stands twice in the claim.
@@ -145,19 +143,18 @@ class Store:
         if total > self._room.available_bytes and not claim.partial:
             self.counters["reserve_full"] += 1
             return [], [], True
-        granted: list[int] = []
-        slots: list[Slot] = []
-        for index, places in self._grant(claim, wanted, shards):
-            granted.append(index)
-            slots.extend(places)
+        places = self._room.grant([claim.size(index) for index in wanted], shards, partial=claim.partial)
+        granted = wanted[: len(places)]
+        before: list[Chunk | None] = [None] * shards
+        for index, slots in zip(granted, places, strict=True):
+            for shard, slot in enumerate(slots):
+                chunk = claim.chunk(index, shard, slot)
+                chunk.before = before[shard]
+                before[shard] = chunk
+                self._index.add(chunk)
         full = len(granted) < len(wanted)
-        if full and not claim.partial:  # too fragmented, although the sum would fit
-            self._room.free([self._slots[slot.offset] for slot in slots], Step.LET_GO)
-            granted, slots = [], []
-        for slot, before in zip(slots[shards:], slots, strict=False):
-            self._slots[slot.offset].before = self._slots[before.offset]
         self.counters["reserve_full"] += full
-        return granted, slots, full
+        return granted, [slot for slots in places for slot in slots], full
 
     def _is_absent(self, key: bytes, shards: int) -> bool:
         """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
@@ -169,18 +166,6 @@ class Store:
         for chunk in present:
             self._room.drop(chunk)
         return True
-
-    def _grant(self, claim: Claim, wanted: list[int], shards: int) -> Iterator[tuple[int, list[Slot]]]:
-        """Slots, with chunks to be filled in them, for as many of the `wanted` keys as fit, in order."""
-        for nbytes, group in itertools.groupby(wanted, key=claim.size):
-            indices = list(group)
-            granted = self._room.grant(nbytes, len(indices), shards)
-            for index, slots in zip(indices, granted, strict=False):
-                for shard, slot in enumerate(slots):
-                    self._index.add(claim.chunk(index, shard, slot))
-                yield index, slots
-            if len(granted) < len(indices):
-                return
 
     def fill(self, slots: Iterable[Slot], first_layer: int, layers: int, session: int) -> list[Chunk]:
         """The writer has filled these slices; returns the chunks.
@@ -205,39 +190,40 @@ class Store:
         for chunk in once:
             if chunk.state is State.FILLING and not chunk.is_complete:
                 raise ProtocolError(f"{chunk!r} sealed with slices missing")
-        for chunk in reversed(once):
-            if chunk.state is State.QUARANTINED:  # aborted while the writer finished it: it lets go by sealing
-                self._let_go(chunk)
-                continue
-            chunk.step(Step.SEAL)
-            self._index.written(chunk)
-            if chunk.is_evictable:
-                self._room.shelf.put(chunk)
-            self.counters["sealed"] += 1
-        for chunk in once:
-            if chunk.before not in once:  # what led up to it was sealed in earlier steps: it goes later all the same
-                self._room.shelf.touch_before(chunk)
+        sealed = [chunk for chunk in once if chunk.state is not State.QUARANTINED]
+        self.let_go([chunk for chunk in once if chunk.state is State.QUARANTINED])  # aborted while it was being filled
+        for chunk in sealed:
+            self._index.step(chunk, Step.SEAL)
+        self.counters["sealed"] += len(sealed)
+        self._shelve(sealed)
+
+    def _shelve(self, sealed: Sequence[Chunk]) -> None:
+        """These were just sealed: each may be evicted from now on, before what leads up to it."""
+        shelf = self._room.shelf
+        evictable = {chunk: chunk.before for chunk in sealed if chunk.is_evictable}
+        for chunk, before in reversed(evictable.items()):  # the end of what was sealed at once becomes the older one
+            if before not in shelf and before not in evictable:
+                shelf.put(chunk)
+        for chunk, before in evictable.items():
+            shelf.put(chunk, before)
+        for chunk in sealed:
+            chunk.before = None
 
     def abort(self, chunks: Iterable[Chunk]) -> None:
         """Their reservation ends unsealed; the room stays the writer's until it lets go."""
         for chunk in chunks:
             if chunk.state is State.FILLING:
-                chunk.step(Step.ABORT)
-                self._index.hide(chunk)
+                self._index.step(chunk, Step.ABORT)
                 self.counters["aborted"] += 1
 
     def let_go(self, chunks: Iterable[Chunk]) -> None:
-        """Their writer will not write them any more: the room is free again."""
-        for chunk in chunks:
-            if chunk.state in (State.FILLING, State.QUARANTINED):
-                self.counters["aborted"] += chunk.state is State.FILLING
-                self._let_go(chunk)
-
-    def _let_go(self, chunk: Chunk) -> None:
-        if chunk.leases:  # a push still reads it
-            self._room.retire(chunk)
-        else:
-            self._room.free([chunk], Step.LET_GO)
+        """Their writer will not write them any more: the room is free again, or left to who still reads it."""
+        given = [chunk for chunk in dict.fromkeys(chunks) if chunk.state in WRITABLE]
+        self.counters["aborted"] += sum(chunk.state is State.FILLING for chunk in given)
+        for chunk in given:
+            if chunk.leases:  # a push still reads it
+                self._room.retire(chunk)
+        self._room.free([chunk for chunk in given if chunk.state in WRITABLE], Step.LET_GO)
 
     def at(self, slot: Slot) -> Chunk:
         """The chunk in this slot.
@@ -254,14 +240,12 @@ class Store:
         return [
             chunk
             for slot in slots
-            if (chunk := self._slots.get(slot.offset)) is not None
-            and chunk.slot == slot
-            and chunk.state in (State.FILLING, State.QUARANTINED)
+            if (chunk := self._slots.get(slot.offset)) is not None and chunk.slot == slot and chunk.state in WRITABLE
         ]
 
     def _written(self, slot: Slot, session: int) -> Chunk:
         chunk = self.at(slot)
-        if chunk.writer != session or chunk.state not in (State.FILLING, State.QUARANTINED):
+        if chunk.writer != session or chunk.state not in WRITABLE:
             raise StaleSlot(f"{chunk!r} is not this writer's to fill")
         return chunk
 
@@ -275,7 +259,7 @@ class Store:
             for chunks in self.find([key], shards):
                 count += 1
                 for chunk in chunks:
-                    chunk.pins = max(0, chunk.pins + (1 if pinned else -1))
+                    self._index.pin(chunk, 1 if pinned else -1)
                     (shelf.put if chunk.is_evictable else shelf.take)(chunk)
         return count
 
@@ -291,13 +275,13 @@ class Store:
 
     def drop_tails(self, transfer: str) -> None:
         """Forget what was sealed for this transfer alone; what is being read is freed with its last lease."""
-        for chunk in [chunk for chunk in self._slots.values() if chunk.tail and chunk.transfer == transfer]:
+        for chunk in self._index.transfers.of(transfer):
             if chunk.state is State.SEALED:
                 self._room.drop(chunk)
 
     def unsealed(self, transfer: str) -> list[Chunk]:
         """The chunks of this transfer that are still being filled."""
-        return [chunk for chunk in self._filling() if chunk.transfer == transfer]
+        return [chunk for chunk in self._index.transfers.of(transfer) if chunk.state is State.FILLING]
 
     # ---- time and sessions ------------------------------------------------------------------
 
@@ -305,21 +289,18 @@ class Store:
         """End leases and reservations whose deadline is over; returns the chunks that were aborted."""
         now = self._clock()
         self._leases.expire(now)
-        late = [chunk for chunk in self._filling() if chunk.deadline <= now]
+        late = self._index.deadlines.take(now)
         self.abort(late)
         return late
 
     def end_session(self, session: int) -> list[Chunk]:
         """The process is gone for good: its leases end, what it wrote is free, what it owned is aborted."""
         self._leases.end_session(session)
-        written = [chunk for chunk in self._index.writing.values() if chunk.writer == session]
+        written = self._index.writers.of(session)
         self.let_go(written)
-        owned = [chunk for chunk in self._filling() if chunk.owner == session]
+        owned = self._index.owners.of(session)
         self.abort(owned)
         return written + owned
-
-    def _filling(self) -> Iterator[Chunk]:
-        return (chunk for chunk in self._index.writing.values() if chunk.state is State.FILLING)
 
     # ---- numbers ----------------------------------------------------------------------------
 
@@ -340,11 +321,12 @@ class Store:
 
     def census(self) -> tuple[dict[str, int], dict[str, int], int]:
         """Chunks by state, bytes by state, pins."""
-        chunks: Counter[str] = Counter()
-        nbytes: Counter[str] = Counter()
-        pins = 0
-        for chunk in self._slots.values():
-            chunks[chunk.state] += 1
-            nbytes[chunk.state] += chunk.slot.nbytes
-            pins += chunk.pins
-        return dict(chunks), dict(nbytes), pins
+        index = self._index
+        chunks = {str(state): count for state, count in index.chunks.items() if count}
+        nbytes = {str(state): index.nbytes[state] for state, count in index.chunks.items() if count}
+        return chunks, nbytes, index.pins
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of chunks with a pin: no request evicts them, and they outlive whoever pinned them."""
+        return self._index.pinned_bytes

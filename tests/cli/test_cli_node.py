@@ -67,12 +67,30 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
         landed_bytes=6 << 30,
         why="it [was] silent",
     )
-    status = NodeStatus("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 0, 0, [], {}, "tcp://10.0.0.1:7700", [peer])
+    status = NodeStatus(
+        "alpha",
+        1,
+        2,
+        3.0,
+        1 << 30,
+        1 << 30,
+        {},
+        {},
+        0,
+        7,
+        0,
+        [],
+        {},
+        "tcp://10.0.0.1:7700",
+        [peer],
+        pinned_bytes=9 << 20,
+    )
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(view(status, "ipc:///run/node.sock"))
     shown = console.export_text()
     assert "node alpha, ipc:///run/node.sock" in shown
     assert "peers connect to tcp://10.0.0.1:7700" in shown
+    assert "7 pins (9.0 MiB)" in shown
     (row,) = [line for line in shown.splitlines() if "beta" in line]
     for words in ("ready", "nixl 2.25 tcp 1.50", " 3 ", " 4 ", "5.0 MiB", "6.0 GiB", "it [was] silent"):
         assert words in row

@@ -238,7 +238,7 @@ class ReceivingStage(StoreStage):
 
     def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0) -> None:
         super().__init__(folder, granules)
-        self.transfers = Transfers()
+        self.transfers = Transfers(Counter())
         self.listeners = {"sure": FakeListener(), "blind": FakeListener(knows=False)}
         self.over: list[Landing] = []
         self.sealed: list[Chunk] = []

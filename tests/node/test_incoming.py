@@ -455,7 +455,7 @@ def test_more_offers_than_may_wait_are_stopped(stage, a, b, monkeypatch):
 
 
 def test_a_transfer_that_was_given_up_is_not_offered_again(stage, a):
-    stage.transfers.give_up(TRANSFER, stage.now)
+    stage.transfers.give_up(TRANSFER, stage.now, "a client")
     push = stage.offer(a, [0], transfer=TRANSFER)
     assert [type(body) for body in a.answers(push)] == [Stop]
     stage.let_go(a, push, complete=False)

@@ -175,6 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.reserve(claim)
             return
         free_before = self.free_bytes()
+        fitting = self.fitting(round_up(claim.nbytes))
         evictable = sum(round_up(r.slot.nbytes) for r in self.live.values() if self.is_evictable(r))
         granted, slots, full = self.store.reserve(claim)
         evicted = self.take_evicted()
@@ -184,7 +185,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert partial or granted in ([], wanted)
         if not partial and total > free_before + evictable:
             assert full
-            assert not evicted
+        if not partial and full:
+            assert not evicted, "evicted in vain"
+        if len({round_up(claim.size(index)) for index in wanted}) == 1 and not claim.is_tail(wanted[0]):
+            possible = min(fitting // shards, len(wanted))
+            assert len(granted) == (possible if partial or possible == len(wanted) else 0), "as many as can fit"
         for number, slot in enumerate(slots):
             index, shard = granted[number // shards], number % shards
             assert slot.nbytes == claim.size(index)
@@ -206,6 +211,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     def free_bytes(self):
         return self.arena.nbytes - sum(round_up(record.slot.nbytes) for record in self.live.values())
+
+    def fitting(self, size):
+        """How many slots of `size` bytes would fit if everything were evicted that may be."""
+        stays = sorted(
+            (record.slot.offset, record.slot.offset + round_up(record.slot.nbytes))
+            for record in self.live.values()
+            if not self.is_evictable(record)
+        )
+        edges = [0, *itertools.chain.from_iterable(stays), self.arena.nbytes]
+        return sum((end - start) // size for start, end in zip(edges[::2], edges[1::2], strict=True))
 
     def take_evicted(self):
         """Records that the store evicted: only ones that nobody holds."""
@@ -436,10 +451,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert chunks == {state: states.count(state) for state in set(states)}
         assert sum(nbytes.values()) == sum(record.slot.nbytes for record in self.live.values())
         assert pins == sum(record.pins for record in self.live.values())
+        assert self.store.pinned_bytes == sum(record.slot.nbytes for record in self.live.values() if record.pins)
         assert self.store.num_leases == len(self.leases)
         assert self.store.free_bytes == self.free_bytes()
         self.store._room._allocator.check()
-        assert set(self.store._index.writing) == {r.slot.offset for r in self.live.values() if r.state in WRITABLE}
+        assert writing(self.store) == {r.slot.offset for r in self.live.values() if r.state in WRITABLE}
 
     def teardown(self):
         for session in self.sessions.values():
@@ -454,9 +470,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.delete([*KEYS[1], *KEYS[2]])
         assert self.store.free_bytes == self.arena.nbytes
         assert self.store.census() == ({}, {}, 0)
-        assert not self.store._index.writing
+        assert not writing(self.store)
         self.arena.close()
         self.folder.cleanup()
+
+
+def writing(store):
+    """Offsets of chunks that somebody may still write, by what the store knows of their writers."""
+    return {chunk.slot.offset for group in store._index.writers._groups.values() for chunk in group}
 
 
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)

@@ -114,6 +114,26 @@ def test_the_least_recently_used_prompt_goes_first(store):
     assert there(store, "abcdefgh") == "abcd"
 
 
+def test_a_step_of_one_prompt_leaves_the_others_their_turns(store):
+    slots = store.reserve(claim(keys("abcd")))[1]
+    for slot in slots[:3]:
+        seal(store, [slot])
+    put(store, "xyz")
+    store.touch([chunks[0] for chunks in store.find(keys("abc"), 1)])
+    seal(store, slots[3:])
+    put(store, "12")
+    assert there(store, "xyz") == "xy", "the free granule and the oldest of the others"
+    put(store, "3456")
+    assert there(store, "abcdxyz") == "ab"
+
+
+def test_chunks_of_one_step_that_were_reserved_apart_go_end_first(store):
+    slots = [store.reserve(claim([key]))[1][0] for key in keys("abcdefgh")]
+    seal(store, slots)
+    put(store, "xyz")
+    assert there(store, "abcdefgh") == "abcde"
+
+
 def test_leased_and_pinned_chunks_are_not_evicted(store):
     put(store, "abcdefgh")
     store.lease([store.find(keys("h"), 1)[0][0]], OWNER, 10)
@@ -162,6 +182,72 @@ def test_all_or_nothing_evicts_nothing_when_it_cannot_fit(store):
     assert there(store, "abcd") == "abcd"
     assert store.counters["evicted"] == 0
     assert store.counters["reserve_full"] == 1
+
+
+def leave(store, text, stay):
+    """A full store of one-granule chunks, of which those in `stay` are leased."""
+    for letter in text:
+        put(store, letter)
+    store.lease([store.find([letter.encode()], 1)[0][0] for letter in stay], OWNER, 10)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_nothing_is_evicted_where_what_stays_leaves_no_window(store, partial):
+    leave(store, "abcdefgh", "beg")
+    assert store.reserve(claim(keys("x"), granules=3, partial=partial)) == ([], [], True)
+    assert store.reserve(claim(keys("xy"), granules=2)) == ([], [], True)
+    assert there(store, "abcdefgh") == "abcdefgh"
+    assert store.counters["evicted"] == 0
+
+
+def test_only_one_window_is_evicted_for_a_chunk_larger_than_the_others(store):
+    leave(store, "abcdefgh", "beg")
+    assert store.reserve(claim(keys("x"), granules=2))[2] is False
+    assert there(store, "abcdefgh") == "abefgh"
+
+
+def test_a_hole_beside_a_chunk_is_part_of_its_window(store):
+    leave(store, "abcdefgh", "beg")
+    store.delete(keys("d"))
+    assert store.reserve(claim(keys("x"), granules=2))[2] is False
+    assert there(store, "abcdefgh") == "abefgh"
+    assert store.counters["evicted"] == 1
+
+
+def test_what_lies_before_a_chunk_goes_with_it_first(store):
+    put(store, "abcdefgh")
+    put(store, "x", granules=3)
+    assert there(store, "abcdefgh") == "abcde", "the end of the prompt"
+    store.touch([chunks[0] for chunks in store.find(keys("abc"), 1)])
+    put(store, "y", granules=2)
+    assert there(store, "abcdex") == "abcx"
+
+
+def test_a_search_that_finds_nothing_goes_on_where_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("pdx.store.clearing.LOOKS", 10)
+    with Arena.create(tmp_path / "wide", 100 * GRANULE_BYTES) as arena:
+        store = Store(arena)
+        names = [number.to_bytes(16, "little") for number in range(100)]
+        for name in names:
+            seal(store, store.reserve(claim([name]))[1])
+        store.lease([store.find([name], 1)[0][0] for name in names[:80:2]], OWNER, 1000)
+        answers = [store.reserve(claim(keys("x"), granules=4))[2] for _ in range(6)]
+        assert answers[0] is True, "it gives up after so many chunks"
+        assert False in answers
+        assert store.counters["evicted"] == 4
+
+
+def test_one_large_chunk_among_many_small_ones_evicts_its_window_and_no_more(tmp_path):
+    with Arena.create(tmp_path / "wide", 1000 * GRANULE_BYTES) as arena:
+        store = Store(arena)
+        names = [number.to_bytes(16, "little") for number in range(1000)]
+        for name in names:
+            seal(store, store.reserve(claim([name]))[1])
+        store.lease([store.find([name], 1)[0][0] for name in names[::101]], OWNER, 1000)
+        assert store.reserve(claim(keys("x"), granules=101)) == ([], [], True)
+        assert store.counters["evicted"] == 0
+        assert store.reserve(claim(keys("x"), granules=100))[2] is False
+        assert store.counters["evicted"] == 100
 
 
 def test_partial_grants_are_the_leading_ones_that_fit(store):

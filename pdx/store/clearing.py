@@ -1,0 +1,145 @@
+"""Which chunks to evict, so that slots of one size fit: found before anything is evicted.
+
+It begins at the least recently used chunk. Where that chunk's room, joined with the holes beside it, holds one more
+slot, it goes alone: with slots of one size that is all. Otherwise the chunks beside it go with it, first those before
+it (the end of a prompt lies behind its beginning, and goes first), then those behind it, until one more slot fits or
+both ways are barred by what must stay; then nothing of that goes.
+
+Given up: neighbours go out of their turn, though other least recently used chunks might lie together elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from pdx.memory import GRANULE_BYTES
+from pdx.store.allocator import Allocator
+from pdx.store.chunk import Chunk
+from pdx.store.index import Index
+
+LOOKS = 1024  # chunks looked at in one search beyond those that it must look at
+
+
+class Window(msgspec.Struct):
+    """Room without a gap: what would be free if `chunks` were evicted, with the free or cleared room beside them."""
+
+    start: int
+    end: int
+    chunks: list[Chunk]
+    cleared: list[int]  # starts of windows that were cleared before, and are parts of this one
+    slots: int = 0  # that fit into those
+
+
+class Clearing:
+    """A search for `wanted` slots of `size` bytes. Holes that can hold one must be used up before.
+
+    Its cost is bounded by what it finds, and by `LOOKS` chunks where it finds nothing.
+    """
+
+    def __init__(self, allocator: Allocator, index: Index, size: int, wanted: int) -> None:
+        self._allocator = allocator
+        self._index = index
+        self._size = size
+        self._wanted = wanted
+        self._looks = LOOKS + 8 * wanted + size // GRANULE_BYTES
+        self._ends: dict[int, int] = {}  # start of a cleared window -> its end
+        self._starts: dict[int, int] = {}  # end -> start
+        self.victims: dict[Chunk, None] = {}  # in the order in which they go
+        self.slots = 0  # that would fit into what is cleared
+        self.stopped_at: Chunk | None = None  # where the search gave up before it had looked at all
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether everything that is wanted would fit."""
+        return self.slots >= self._wanted
+
+    def search(self, oldest_first: Iterable[Chunk]) -> None:
+        """Choose victims until all slots fit. Nothing may change meanwhile."""
+        for chunk in oldest_first:
+            if self.is_enough:
+                return
+            if self._looks <= 0:
+                self.stopped_at = chunk
+                return
+            self._looks -= 1
+            if chunk not in self.victims:
+                window = self._window(chunk)
+                if self._grow(window):
+                    self._clear(window)
+                    self._clear_other_shards(window.chunks)
+
+    def _window(self, chunk: Chunk) -> Window:
+        """A chunk with the free and cleared room beside it."""
+        start = chunk.slot.offset
+        window = Window(start, start + chunk.room_bytes, [chunk], [])
+        self._join_before(window)
+        self._join_behind(window)
+        return window
+
+    def _join_before(self, window: Window) -> None:
+        start = self._starts.get(window.start)
+        if start is not None:
+            self._absorb(window, start, window.start)
+        else:
+            start = self._allocator.before(window.start)
+            if start is None or not self._allocator.hole_bytes(start):
+                return
+        window.start = start
+
+    def _join_behind(self, window: Window) -> None:
+        end = self._ends.get(window.end)
+        if end is not None:
+            self._absorb(window, window.end, end)
+            window.end = end
+        else:
+            window.end += self._allocator.hole_bytes(window.end)
+
+    def _absorb(self, window: Window, start: int, end: int) -> None:
+        window.cleared.append(start)
+        window.slots += (end - start) // self._size
+
+    def _gain(self, window: Window) -> int:
+        """How many slots more would fit than without this window."""
+        return (window.end - window.start) // self._size - window.slots
+
+    def _grow(self, window: Window) -> bool:
+        """Take in what lies before it, then what lies behind it, until one slot more fits; whether it does."""
+        slots = self._index.slots
+        is_barred = False  # before it
+        while not self._gain(window):
+            if self._looks <= 0:
+                return False
+            self._looks -= 1
+            offset = window.end if is_barred else self._allocator.before(window.start)
+            chunk = slots.get(offset) if offset is not None else None
+            if chunk is None or not chunk.is_evictable:
+                if is_barred:
+                    return False
+                is_barred = True
+                continue
+            window.chunks.append(chunk)
+            if is_barred:
+                window.end += chunk.room_bytes
+                self._join_behind(window)
+            else:
+                window.start = chunk.slot.offset
+                self._join_before(window)
+        return True
+
+    def _clear(self, window: Window) -> None:
+        """What is in it goes."""
+        self.slots += self._gain(window)
+        for start in window.cleared:
+            del self._starts[self._ends.pop(start)]
+        self._ends[window.start] = window.end
+        self._starts[window.end] = window.start
+        self.victims.update(dict.fromkeys(window.chunks))
+
+    def _clear_other_shards(self, chunks: list[Chunk]) -> None:
+        """The other shards of these go with them: a chunk that lacks one is worth nothing."""
+        for chunk in chunks:
+            for other in self._index.of(chunk.key):
+                if other not in self.victims and other.is_evictable:
+                    self._clear(self._window(other))

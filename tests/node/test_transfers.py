@@ -1,0 +1,82 @@
+"""What a node remembers of transfers: how much of it, for how long, and for whom."""
+
+from collections import Counter
+
+import pytest
+
+from pdx.node.transfers import KEPT_S, MAX_TRANSFERS, Transfers
+
+MANY = MAX_TRANSFERS + 25
+
+
+@pytest.fixture
+def counters():
+    return Counter()
+
+
+@pytest.fixture
+def transfers(counters):
+    return Transfers(counters)
+
+
+def give_up(transfers, count, source, prefix):
+    for number in range(count):
+        assert transfers.give_up(f"{prefix} {number}", 0.0, source)
+
+
+def test_of_one_source_the_oldest_are_forgotten_and_counted(transfers, counters, caplog):
+    give_up(transfers, MANY, "process 7", "mine")
+    assert counters == {"transfers_crowded_out": MANY - MAX_TRANSFERS}
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"process 7 has made more than {MAX_TRANSFERS} transfers known"
+    ]
+    assert not transfers.is_given_up(f"mine {MANY - MAX_TRANSFERS - 1}")
+    assert transfers.is_given_up(f"mine {MANY - MAX_TRANSFERS}")
+    crowded_out = [f"mine {number}" for number in range(MANY - MAX_TRANSFERS)]
+    assert transfers.expire(1.0) == crowded_out, "their tails are to be dropped, too"
+    assert transfers.expire(2.0) == []
+
+
+def test_one_source_does_not_crowd_out_anothers(transfers):
+    transfers.open("yours", [4096], 600.0, "peer alpha")
+    give_up(transfers, MANY, "process 7", "mine")
+    assert transfers.is_under_way("yours")
+
+
+def test_offers_and_reservations_are_bounded_as_well(transfers, counters):
+    for number in range(MANY):
+        transfers.expect(f"offered {number}", 60.0, "peer alpha")
+        transfers.open(f"reserved {number}", [], 60.0, "process 7")
+    assert counters["transfers_crowded_out"] == 2 * (MANY - MAX_TRANSFERS)
+    assert len(transfers) == MAX_TRANSFERS, "those that wait for a peer"
+    assert len(transfers._transfers) == 2 * MAX_TRANSFERS
+
+
+def test_what_is_over_makes_place_for_its_source_again(transfers, counters):
+    give_up(transfers, MAX_TRANSFERS, "process 7", "first")
+    assert len(transfers.expire(KEPT_S)) == MAX_TRANSFERS
+    give_up(transfers, MAX_TRANSFERS, "process 7", "second")
+    assert not counters
+    transfers.expire(1e9)
+    assert not transfers._transfers
+    assert not transfers._of_source
+
+
+def test_the_count_of_those_under_way_follows_each_of_them(transfers):
+    transfers.open("a", [4096], 10.0, "process 7")
+    transfers.expect("b", 20.0, "peer alpha")
+    transfers.expect("b", 30.0, "peer alpha")
+    transfers.open("c", [], 10.0, "process 7")
+    assert len(transfers) == 2
+    transfers.arrived("b", 1.0)
+    assert transfers.is_under_way("b")
+    transfers.arrived("b", 1.0)
+    assert len(transfers) == 1
+    assert transfers.give_up("a", 1.0, "the proxy")
+    assert not transfers.give_up("a", 1.0, "the proxy")
+    assert len(transfers) == 0
+    transfers.expect("b", 100.0, "peer alpha")
+    assert len(transfers) == 1
+    assert set(transfers.expire(99.0)) == {"a", "c"}
+    assert transfers.expire(100.0) == ["b"]
+    assert len(transfers) == 0
