@@ -22,6 +22,7 @@ from pdx.bench.baseline_proxy import Mode
 from pdx.bench.system import (
     VLLM,
     Bed,
+    CannotRun,
     Command,
     Running,
     Servers,
@@ -39,6 +40,8 @@ CHECKED = "0.32."  # the vLLM in which the refusals below were seen; another one
 MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
+PICKLES = ("mode=pickle", "Using pickle")  # LMCache's engine and LMCache's server, of how chunks travel
+SHM = Path("/dev/shm")
 PROXY = (sys.executable, "-P", "-m", "pdx.bench.baseline_proxy")
 
 
@@ -206,7 +209,8 @@ class Offloading(Plain):
 class LMCache(Plain):
     """LMCache as vLLM's `--kv-offloading-backend lmcache` means it: a server of its own beside the engine.
 
-    It gets as much host memory as PDX's arena.
+    It gets as much host memory as PDX's arena. On a CPU the engine copies, through shared memory if the server has a
+    name for it, and through pickled messages if not. LMCache's own tests on CPUs use shared memory, so it is used here.
     """
 
     packages = (*VLLM, "lmcache")
@@ -223,8 +227,9 @@ class LMCache(Plain):
         gib = parse_bytes(bed.arena) / (1 << 30)
         size = ("--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU")
         here = ("--host", "127.0.0.1", "--http-host", "127.0.0.1")
-        # The engine copies on a CPU, which a server by default does not offer.
-        modes = ("--supported-transfer-mode", "auto") if is_cpu_build() else ()
+        name = f"pdx-bench-{ports.prefill_side}"
+        # A server by default lets no engine copy, and has no shared memory to copy through.
+        modes = ("--supported-transfer-mode", "auto", "--shm-name", name) if is_cpu_build() else ()
         return Command(
             name="store",
             program=LMCACHE,
@@ -232,7 +237,20 @@ class LMCache(Plain):
             options=("--port", str(ports.prefill_side), "--http-port", str(ports.proxy), *here, *size, *modes),
             url=f"http://127.0.0.1:{ports.proxy}",
             health="/healthcheck",
+            leaves=(SHM / f"lmcache_l1_pool_{name}",) if modes else (),
         )
+
+    def settle(self, bed: Bed, servers: Servers) -> None:
+        """Refuse a set-up in which LMCache pickles every chunk.
+
+        :raises CannotRun: the log of the server or of the engine says so.
+        """
+        for log in sorted((bed.logs / self.name).glob("*.log")):
+            if found := next((words for words in PICKLES if words in log.read_text(errors="replace")), ""):
+                raise CannotRun(
+                    f"LMCache pickles every chunk instead of sharing memory ({log.name} says {found!r}), so its "
+                    "figures would not be LMCache's"
+                )
 
     def connector(self, bed: Bed, ports: Ports) -> dict[str, Any]:
         """See `Plain.connector`."""

@@ -151,6 +151,7 @@ class Command:
     url: str
     env: dict[str, str] = field(default_factory=dict)
     health: str = "/health"  # what it answers with 200 when it is ready
+    leaves: tuple[Path, ...] = ()  # files that stay behind if it is killed
 
     def line(self) -> str:
         """As one would type it."""
@@ -179,6 +180,7 @@ class Servers:
     def __init__(self, logs: Path, grace_s: float = guard.GRACE_S) -> None:
         """`grace_s`: what they get to end by themselves."""
         self._stack = ExitStack()
+        self._leavings: list[Path] = []
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         for log in logs.glob("*.log"):
@@ -191,6 +193,7 @@ class Servers:
         :raises CannotRun: one ended, its engine failed, or the time is up.
         """
         self._processes.stage()
+        self._leavings += [path for command in commands for path in command.leaves]
         started = [
             self._processes.start(
                 command.name,
@@ -252,10 +255,12 @@ class Servers:
         return ""
 
     def close(self) -> None:
-        """End them, paused or not; a signal meanwhile takes effect afterwards. Idempotent."""
+        """End them, paused or not, and remove what they leave; a signal meanwhile waits. Idempotent."""
         with undisturbed():
             self.resume()
             self._stack.close()
+            for path in self._leavings:
+                path.unlink(missing_ok=True)
 
 
 def _answers(url: str) -> bool:

