@@ -195,6 +195,8 @@ class Plain(Baseline):
 class Offloading(Plain):
     """vLLM's offloading to host memory; as much of it as PDX's arena has."""
 
+    keeps = True
+
     def __init__(self, name: str, connector: str, needs: Needs) -> None:
         super().__init__(name, f"vLLM's {connector}")
         self._connector = connector
@@ -213,6 +215,7 @@ class LMCache(Plain):
     name for it, and through pickled messages if not. LMCache's own tests on CPUs use shared memory, so it is used here.
     """
 
+    keeps = True
     packages = (*VLLM, "lmcache")
     needs = Needs(
         any_of=("lmcache",),

@@ -7,6 +7,7 @@ a `Watcher` is told.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,9 +19,10 @@ import msgspec
 from pdx.bench import breakdown_overhead, parts, records
 from pdx.bench.ask import AskFailed
 from pdx.bench.bodies import Bodies
+from pdx.bench.engine_cache import CacheNotReset
 from pdx.bench.interrupts import whole
 from pdx.bench.observer import Asker, Observer, Seen
-from pdx.bench.records import Copy, Request, Result
+from pdx.bench.records import Again, Copy, Kind, Request, Result
 from pdx.errors import PdxError
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from pdx.bench.system import Running, System
 
 PLAIN = "plain"  # the system whose answers are right
+SAVED_S = 1.5  # for what a connector still saves when the answer is there
 TOKEN_WEIGHT = 50  # a token of the answer takes as long as so many of the prompt, for the progress bar
 
 
@@ -125,6 +128,9 @@ class Breakdown:
         self._is_gather_beside = is_gather_beside
         self._observers: dict[str, tuple[Running, Observer]] = {}
         self._texts: dict[tuple[str, int, int, int, int], str] = {}
+        singles = {name for name, system in systems.items() if not system.is_pair}
+        self._reusing = singles if any(systems[name].keeps for name in singles) else set()
+        self._hits: dict[tuple[str, int, int], str] = {}  # answers to other questions about a document
 
     def run(self) -> None:
         """Measure everything; after an interruption `result` has what was measured until then.
@@ -159,10 +165,37 @@ class Breakdown:
             self._give_up(turn, error)
             return "failed"
         self._keep(turn, seen)
+        if turn.concurrency == 1 and turn.system in self._reusing:
+            self._ask_again(turn, names[0], observer, seen[0])
         self._take_copy(turn)
         self._compare()
         records.save(self.result, self._path)
         return _line(self.result.requests[-turn.concurrency :], seen)
+
+    def _ask_again(self, turn: Turn, name: str, observer: Observer, cold: Seen) -> None:
+        """The prompt of a batch once more, then another question about its document to an engine with an empty cache.
+
+        :raises AskFailed, OSError: the system did not answer.
+        """
+        same, other = self._bodies.again(turn.system, turn.tokens, name)
+        (own,) = observer.observe([same])
+        time.sleep(SAVED_S)
+        try:
+            observer.empty_cache()
+        except CacheNotReset as error:
+            self._reusing.discard(turn.system)
+            self._watcher.note(f"{turn.system}: prompts that were seen before are left out: {error}")
+            return
+        (hit,) = observer.observe([other])
+        kind = Kind.HIT if self._systems[turn.system].keeps else Kind.LOST
+        self._hits[turn.system, turn.round, turn.tokens] = hit.answer.text
+        for each, seen in ((Kind.COLD, cold), (Kind.OWN, own), (kind, hit)):
+            found = seen.engines.found if seen.engines else None
+            if found is None:
+                raise AskFailed("the engine's metrics do not tell where the tokens of a prompt were found")
+            is_same = own.answer.text == cold.answer.text if each is Kind.OWN else None
+            again = Again(turn.system, turn.round, turn.tokens, each, seen.answer.ttft_ms, found, is_same)
+            self.result.again.append(again)
 
     def _take_copy(self, turn: Turn) -> None:
         """Time the reference, while no engine takes processor time."""
@@ -246,6 +279,11 @@ class Breakdown:
                 right, own = self._texts.get((PLAIN, *key)), self._texts.get((request.system, *key))
                 if right is not None:
                     self.result.requests[at] = msgspec.structs.replace(request, is_same=own == right)
+        for at, again in enumerate(self.result.again):
+            right = self._hits.get((PLAIN, again.round, again.prompt_tokens))
+            if again.kind is Kind.HIT and again.is_same is None and right is not None:
+                own = self._hits[again.system, again.round, again.prompt_tokens]
+                self.result.again[at] = msgspec.structs.replace(again, is_same=own == right)
 
     def _measure_overhead(self, asker: Asker) -> None:
         """On the first PDX system that still answers."""

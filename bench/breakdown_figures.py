@@ -98,6 +98,8 @@ def figures(result: Result) -> list[Figure]:
 def missing(result: Result) -> list[str]:
     """Goals that this result says nothing about, or not enough, and why."""
     ran = {request.system for request in result.requests}
+    if result.again and not {OURS, OTHER} & (ran | result.not_run.keys()):
+        return []  # a run about reuse: goals are about pairs
     lacking = [
         f"{what}: {name} did not run ({result.not_run.get(name, 'not asked for')})"
         for name, what in ((OURS, "all goals"), (OTHER, "handoffs, TTFT and ITL against it"), (ALONE, "TTFT, answers"))

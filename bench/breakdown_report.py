@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.bench import records
+from pdx.bench import records, reuse_figures
 from pdx.bench.breakdown_figures import figures, missing
 from pdx.bench.breakdown_tables import client_table, parts_table
 from pdx.bench.plots import draw_all
@@ -34,6 +34,8 @@ def write(result: Result, folder: Path) -> list[Path]:
     _show_systems(result)
     console.print(client_table(result))
     console.print(parts_table(result))
+    if result.again:
+        console.print(reuse_figures.table(result))
     for line in missing(result):
         console.print(f"no goal checked: {line}", markup=False)
     pictures = _draw(result, folder)
@@ -45,7 +47,7 @@ def write(result: Result, folder: Path) -> list[Path]:
     publish(
         BENCH,
         f"where a request's time goes, {state}",
-        figures(result),
+        [*figures(result), *reuse_figures.figures(result)],
         {
             "systems": {name: msgspec.to_builtins(facts) for name, facts in result.systems.items()},
             "not_run": result.not_run,

@@ -7,15 +7,15 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdx.bench.records import Engines
+from pdx.bench.records import Engines, Found
 
 READ_S = 10.0
 QUEUE = "vllm:request_queue_time_seconds_sum"  # arrived in the scheduler -> scheduled
 FIRST = "vllm:time_to_first_token_seconds_sum"  # arrived at the API server -> first token
 PREFILL = "vllm:request_prefill_time_seconds_sum"  # scheduled -> first token
 FINISHED = "vllm:request_prefill_time_seconds_count"
-COMPUTED = "vllm:prompt_tokens_by_source_total"
-LOCAL = 'source="local_compute"'
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+SOURCES = {"computed": "local_compute", "local": "local_cache_hit", "external": "external_kv_transfer"}
 _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -29,6 +29,13 @@ class Sums:
     prefill_s: float
     first_s: float
     computed_tokens: float
+    local_tokens: float = 0.0  # of prompts, found in the engine's own prefix cache
+    external_tokens: float = 0.0  # of prompts, found by its KV connector
+
+    @property
+    def found(self) -> Found:
+        """All tokens of prompts by where they were found."""
+        return Found(self.computed_tokens, self.local_tokens, self.external_tokens)
 
     def since(self, before: Sums) -> Sums:
         """What was added."""
@@ -38,16 +45,21 @@ class Sums:
             self.prefill_s - before.prefill_s,
             self.first_s - before.first_s,
             self.computed_tokens - before.computed_tokens,
+            self.local_tokens - before.local_tokens,
+            self.external_tokens - before.external_tokens,
         )
 
 
 def parse(text: str) -> Sums:
     """The sums in one page of /metrics, over all models and engine indices; what is missing is 0."""
-    found = {QUEUE: 0.0, PREFILL: 0.0, FIRST: 0.0, FINISHED: 0.0, COMPUTED: 0.0}
+    found = {QUEUE: 0.0, PREFILL: 0.0, FIRST: 0.0, FINISHED: 0.0, **dict.fromkeys(SOURCES, 0.0)}
     for name, labels, value in _SAMPLE.findall(text):
-        if name in found and (name != COMPUTED or LOCAL in labels):
+        if name == BY_SOURCE:
+            for key, source in SOURCES.items():
+                found[key] += float(value) * (f'source="{source}"' in labels)
+        elif name in found:
             found[name] += float(value)
-    return Sums(found[FINISHED], found[QUEUE], found[PREFILL], found[FIRST], found[COMPUTED])
+    return Sums(found[FINISHED], found[QUEUE], found[PREFILL], found[FIRST], *(found[key] for key in SOURCES))
 
 
 def read(url: str) -> Sums:
@@ -69,7 +81,14 @@ def engines(prefill: Sums, decode: Sums | None) -> Engines | None:
         decode_queue_ms=_queue_ms(decode) if decode else 0.0,
         decode_first_ms=1e3 * decode.prefill_s / decode.finished if decode else 0.0,
         computed_tokens=decode.computed_tokens / decode.finished if decode else 0.0,
+        found=_mean_found(decode or prefill),
     )
+
+
+def _mean_found(sums: Sums) -> Found:
+    """Of one request."""
+    found, count = sums.found, sums.finished
+    return Found(found.computed / count, found.local / count, found.external / count)
 
 
 def _queue_ms(sums: Sums) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from pdx import trace
-from pdx.bench import interrupts, parts
+from pdx.bench import engine_cache, interrupts, parts
 from pdx.bench.ask import Answer, ask, session
 from pdx.bench.engine_metrics import Watch
 from pdx.bench.engines import wait_until
@@ -111,6 +111,13 @@ class Observer:
     def ask(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
         """Send them, and find out nothing."""
         return self._asker.together(self._running.url, bodies)
+
+    def empty_cache(self) -> None:
+        """The own prefix cache of a system with one engine, not what its connector keeps.
+
+        :raises CacheNotReset: it is not emptied.
+        """
+        engine_cache.reset(self._running.url)
 
     def observe(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Seen]:
         """Send them together and wait for everything that is told of them.

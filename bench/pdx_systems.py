@@ -1,4 +1,4 @@
-"""PDX as a system to compare: `pdx up` with one node, or with two nodes and one channel."""
+"""PDX as a system to compare: `pdx up` with one node, or with two nodes and one channel; one engine and its node."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ import time
 import urllib.error
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from pdx.bench import server
-from pdx.bench.system import VLLM, Bed, CannotRun, Command, Running, Servers, System, is_cpu_build, vllm_missing
+from pdx.bench.baselines import Plain, Ports
+from pdx.bench.system import (
+    VLLM,
+    Bed,
+    CannotRun,
+    Command,
+    Running,
+    Servers,
+    System,
+    engine_command,
+    is_cpu_build,
+    vllm_missing,
+)
 from pdx.cli import guard
 from pdx.cli.ports import free_ports
 from pdx.client import connect
@@ -25,7 +38,8 @@ PORT = 8000  # in what one would type
 ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses
 POLL_S = 0.1
 STOP_S = 4 * guard.GRACE_S  # `pdx up` ends its proxy, engines and nodes one after the other, each within GRACE_S
-UP = (sys.executable, "-P", "-m", "pdx.cli.main", "up")
+PDX = (sys.executable, "-P", "-m", "pdx.cli.main")
+UP = (*PDX, "up")
 LIBRARIES = {
     "nixl": ("nixl", "nixl-cu12", "nixl-cu13"),
     "ucx": ("ucxx-cu12", "libucx-cu12"),
@@ -96,6 +110,41 @@ class PdxSystem(System):
             url=f"http://127.0.0.1:{port}",
             env=bed.env if trace is None else {**bed.env, "PDX_TRACE": str(trace)},
         )
+
+
+class PdxAlone(Plain):
+    """One engine and its node, as `pdx serve both` has them: the node keeps what the engine computed."""
+
+    keeps = True
+    packages = ("pdx-transport", *VLLM)
+
+    def __init__(self) -> None:
+        super().__init__("pdx-both", "PDX, one engine and its node")
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        """See `Baseline.store_command`."""
+        socket = _socket(ports)
+        return Command(
+            name="node",
+            program=(*PDX, "node", "--address", f"ipc://{socket}", "--proxy", ""),
+            typed="pdx node",
+            options=("--arena", bed.arena),
+            url=f"ipc://{socket}",
+            leaves=(socket,),
+        )
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """See `Baseline.engine_commands`."""
+        home, _ = bed.homes()
+        engine = engine_command(bed, "engine", ports.prefill, env=home)
+        node = ("--node", f"ipc://{_socket(ports)}", "--no-start-node", "--proxy", "")
+        program = (*PDX, "serve", "both", str(bed.model), *node)
+        return [replace(engine, program=program, typed="pdx serve both MODEL")]
+
+
+def _socket(ports: Ports) -> Path:
+    """Where the engine of these ports meets its node."""
+    return runtime_folder() / f"bench-{ports.prefill}.sock"
 
 
 class PdxRunning(Running):

@@ -60,6 +60,7 @@ SYSTEMS = {
     "pdx-ucx": Look("#66B89A", "-", "v"),
     "pdx-gpu": Look("#4A90E2", "-.", "P"),
     "pdx-cuda_ipc": Look("#7B5FC4", "-.", "X"),
+    "pdx-both": Look("#56B4E9", "--", "*"),
     "nixl": Look("#D55E00", "--", "o"),
     "nixl-yield": Look("#F0A070", ":", "o"),
     "nixl-push": Look("#E69F00", "--", "s"),

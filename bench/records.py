@@ -6,6 +6,7 @@ what it measured.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ class Parts(msgspec.Struct, frozen=True):
     is_mean: bool = False
 
 
+class Found(msgspec.Struct, frozen=True):
+    """Where an engine had the tokens of its prompts from, by its own metrics."""
+
+    computed: float
+    local: float  # its own prefix cache
+    external: float  # its KV connector
+
+    @property
+    def prompt(self) -> float:
+        """All of them."""
+        return self.computed + self.local + self.external
+
+
 class Engines(msgspec.Struct, frozen=True):
     """What vLLM's own metrics say of a request (or the mean of those that ran together), the same for every system."""
 
@@ -52,6 +66,7 @@ class Engines(msgspec.Struct, frozen=True):
     decode_queue_ms: float  # arrived -> scheduled, decode engine: includes waiting for the KV cache
     decode_first_ms: float  # scheduled -> first token, decode engine
     computed_tokens: float  # prompt tokens that the decode engine computed itself
+    found: Found | None = None  # of the engine that answers; None: only in older results
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -77,6 +92,32 @@ class Request(msgspec.Struct, frozen=True):
     def mean_itl_ms(self) -> float | None:
         """Per token, however many of them came together."""
         return sum(self.itl_ms) / (self.output_tokens - 1) if self.itl_ms and self.output_tokens > 1 else None
+
+
+class Kind(StrEnum):
+    """What an engine has seen of a prompt before it is asked."""
+
+    COLD = "cold"  # nothing
+    OWN = "own"  # all of it, and its own prefix cache has it
+    HIT = "hit"  # all but the question at its end, and its own prefix cache was emptied since
+    LOST = "lost"  # the same, of an engine that keeps nothing but its own prefix cache
+
+
+class Again(msgspec.Struct, frozen=True):
+    """One request of an engine that was asked about the same document before, or (`COLD`) the first one of these."""
+
+    system: str
+    round: int
+    prompt_tokens: int
+    kind: Kind
+    ttft_ms: float
+    found: Found
+    is_same: bool | None = None  # the answer is plain vLLM's; None: there was none to compare with
+
+    @property
+    def is_as_meant(self) -> bool:
+        """Whether the tokens came from where the kind of request says; only then its time counts as one of it."""
+        return (self.found.local > 0, self.found.external > 0) == (self.kind is Kind.OWN, self.kind is Kind.HIT)
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -141,6 +182,7 @@ class Result(msgspec.Struct, kw_only=True):
     systems: dict[str, SystemFacts]
     not_run: dict[str, str]  # system -> why
     requests: list[Request] = []
+    again: list[Again] = []
     copies: list[Copy] = []
     traces: list[Trace] = []
     overhead: Overhead | None = None

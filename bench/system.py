@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +26,7 @@ from typing import ClassVar
 from pdx.bench.interrupts import undisturbed
 from pdx.cli import guard, placement
 from pdx.cli.processes import Process, Processes, State
+from pdx.cli.ready import answers_at
 from pdx.errors import PdxError
 from pdx.timeline import Moment
 
@@ -112,7 +113,8 @@ class System(ABC):
     title: str
     engines: ClassVar[int] = 2
     is_pair: ClassVar[bool] = True
-    is_pdx: ClassVar[bool] = False
+    is_pdx: ClassVar[bool] = False  # engines behind PDX's proxy, which tells timelines
+    keeps: ClassVar[bool] = False  # one engine with more than its own prefix cache
     polls_idle: ClassVar[bool] = False  # takes processor time from others when nobody asks it anything
     packages: tuple[str, ...] = VLLM  # distributions whose versions matter
 
@@ -150,7 +152,7 @@ class Command:
     options: tuple[str, ...]
     url: str
     env: dict[str, str] = field(default_factory=dict)
-    health: str = "/health"  # what it answers with 200 when it is ready
+    health: str = "/health"  # what it answers with 200 when it is ready; a node (`ipc://…`) lets a process attach
     leaves: tuple[Path, ...] = ()  # files that stay behind if it is killed
 
     def line(self) -> str:
@@ -198,7 +200,7 @@ class Servers:
             self._processes.start(
                 command.name,
                 [*command.program, *command.options],
-                is_ready=functools.partial(_answers, command.url + command.health),
+                is_ready=_is_ready(command),
                 env=command.env,
             )
             for command in commands
@@ -261,6 +263,12 @@ class Servers:
             self._stack.close()
             for path in self._leavings:
                 path.unlink(missing_ok=True)
+
+
+def _is_ready(command: Command) -> Callable[[], bool]:
+    if command.url.startswith("ipc://"):
+        return answers_at(command.url)
+    return functools.partial(_answers, command.url + command.health)
 
 
 def _answers(url: str) -> bool:

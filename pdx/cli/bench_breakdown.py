@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 GIB, MIB = 1 << 30, 1 << 20
-ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # where the environment says nothing else
+# Where the environment says nothing else. The last one lets engines be asked to empty their prefix caches.
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
 KV_SPACE, KV_FLAG = "VLLM_CPU_KVCACHE_SPACE", "--kv-cache-memory-bytes"
 SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
 

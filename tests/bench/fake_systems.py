@@ -6,10 +6,12 @@ import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from pdx.bench.bodies import QUESTION_TOKENS
 from pdx.bench.system import CannotRun
 from pdx.timeline import Event, Moment
 from pdx.trace import Lane, Tracer
 
+KEEPS = ("pdx-both", "lmcache")
 LETTERS = "abcdefghij"
 MS = 1_000_000
 # After the request's arrival, in ms.
@@ -48,6 +50,9 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.prefill_url, self.decode_url = self.url, f"{self.url}/decode" if system.engines == 2 else self.url
         self.arrived_ns = {}
+        self.own, self.kept = set(), set()  # documents in the engine's own cache, and behind its connector
+        self.found = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+        self.num_resets = 0
         self.num_done = 0
         self.is_over = threading.Event()
         self._tracer = Tracer.open(trace, "engine/0") if trace is not None else None
@@ -61,9 +66,22 @@ class Server(ThreadingHTTPServer):
             self.system.num_asked += 1
             return self.system.num_asked
 
-    def finish(self, request_id):
+    def look_up(self, prompt):
+        """Where the tokens of a prompt are: all but the last one in the own cache, the document behind a connector."""
+        document = prompt[:-QUESTION_TOKENS]
+        local = len(prompt) - 1 if document in self.own else 0
+        external = len(document) if document in self.kept and not local else 0
+        self.found["local_compute"] += len(prompt) - local - external
+        self.found["local_cache_hit"] += local
+        self.found["external_kv_transfer"] += external
+        self.own.add(document)
+        if self.system.keeps and not self.system.forgets:
+            self.kept.add(document)
+
+    def finish(self, request_id, prompt):
         with self._lock:
             self.num_done += 1
+            self.look_up(prompt)
             if self._tracer is not None and self._tracer.is_on:
                 start = self.arrived_ns[request_id]
                 self._tracer.span(Lane.GATHER, f"t-{request_id}", 0, 1, start + 3 * MS, start + 4 * MS, 100)
@@ -109,10 +127,17 @@ class Handler(BaseHTTPRequestHandler):
             f'vllm:request_queue_time_seconds_sum{{engine="0"}} {0.001 * done}',
             f'vllm:request_prefill_time_seconds_sum{{engine="0"}} {0.010 * done}',
             f'vllm:request_prefill_time_seconds_count{{engine="0"}} {done}',
+            *(
+                f'vllm:prompt_tokens_by_source_total{{engine="0",source="{source}"}} {count}'
+                for source, count in self.server.found.items()
+            ),
         ]
         self._send(200, "\n".join(lines).encode())
 
     def do_POST(self):
+        if self.path == "/reset_prefix_cache":
+            self.reset()
+            return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         request_id = self.headers["X-Request-Id"]
         number = self.server.arrive(request_id)
@@ -129,8 +154,16 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(text)}
         events = [{"choices": [{"text": letter}]} for letter in text] + [{"choices": [], "usage": usage}]
         stream = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-        self.server.finish(request_id)  # before the client can ask for more
+        self.server.finish(request_id, body["prompt"])  # before the client can ask for more
         self._send(200, stream, {"x-pdx-transfer-id": f"t-{request_id}"} if self.server.system.is_pdx else {})
+
+    def reset(self):
+        if self.server.system.is_closed:
+            self._send(404, b"Not Found")
+            return
+        self.server.num_resets += 1
+        self.server.own.clear()
+        self._send(200, b'{"success":true}')
 
     def _send(self, status, body, headers=None):
         self.send_response(status)
@@ -148,8 +181,12 @@ class FakeSystem:
 
     def __init__(self, name, journal, *, fails=never, hangs=never, cannot="", is_wrong=False):
         self.name, self.title = name, f"{name}, which is not there"
-        self.engines = 1 if name == "plain" else 2
-        self.is_pair, self.is_pdx = name != "plain", name.startswith("pdx")
+        self.keeps = name in KEEPS
+        self.is_pair = name != "plain" and not self.keeps
+        self.is_pdx = self.is_pair and name.startswith("pdx")
+        self.engines = 2 if self.is_pair else 1
+        self.forgets = False  # what it keeps
+        self.is_closed = False  # to whoever wants its cache reset
         self.journal, self.fails, self.hangs, self.cannot, self.is_wrong = journal, fails, hangs, cannot, is_wrong
         self.num_asked = 0
         self.num_started = 0

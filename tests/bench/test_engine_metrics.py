@@ -6,6 +6,7 @@ import pytest
 
 from pdx.bench import engine_metrics
 from pdx.bench.engine_metrics import Sums, Watch, engines, parse
+from pdx.bench.records import Found
 
 PAGE = """
 # HELP vllm:request_queue_time_seconds Histogram of time spent in WAITING phase for request.
@@ -21,11 +22,14 @@ vllm:request_prefill_time_seconds_created{engine="0",model_name="tiny"} 1.7e+09
 vllm:time_to_first_token_seconds_sum{engine="0",model_name="tiny"} 2.5
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 129.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 871.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 64.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="tiny",source="device"} 64.0
 """
 
 
 def test_sums_of_a_page():
-    assert parse(PAGE) == Sums(finished=3.0, queue_s=0.25, prefill_s=2.0, first_s=2.5, computed_tokens=129.0)
+    found = {"computed_tokens": 129.0, "local_tokens": 64.0, "external_tokens": 871.0}
+    assert parse(PAGE) == Sums(finished=3.0, queue_s=0.25, prefill_s=2.0, first_s=2.5, **found)
     assert parse("") == Sums(0, 0, 0, 0, 0)
 
 
@@ -38,6 +42,14 @@ def test_means_of_a_batch():
 def test_one_engine_does_everything():
     found = engines(Sums(1, 0.1, 2.0, 2.1, 400), None)
     assert (found.prefill_ms, found.decode_first_ms, found.computed_tokens) == (2000, 0, 0)
+
+
+def test_where_the_tokens_of_a_request_were_found():
+    before, after = Sums(1, 0, 0, 0, 100, 10, 0), Sums(3, 0, 0, 0, 120, 50, 400)
+    assert after.since(before).found == Found(computed=20, local=40, external=400)
+    assert after.since(before).found.prompt == 460
+    assert engines(after.since(before), None).found == Found(10, 20, 200)
+    assert engines(Sums(1, 0, 1, 0, 9), after.since(before)).found == Found(10, 20, 200)
 
 
 def test_nothing_finished():

@@ -19,7 +19,7 @@ from pdx.bench.systems import SYSTEMS, Bed, CannotRun
 from pdx.cli import guard, placement
 
 ORDER = [
-    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-gpu", "pdx-cuda_ipc"),
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-gpu", "pdx-cuda_ipc", "pdx-both"),
     *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
 ]
 PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
@@ -84,6 +84,12 @@ def test_names_and_order():
     assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:7]
     assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:7], *PAIRS]
     assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
+    assert [name for name, each in SYSTEMS.items() if each.keeps] == [
+        "pdx-both",
+        "offloading",
+        "simple-offload",
+        "lmcache",
+    ]
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -150,7 +156,7 @@ class _No:
 def test_commands_can_be_typed_and_name_no_place_of_this_machine(name, bed, two_cores):
     lines = SYSTEMS[name].commands(bed)
     remarks = [line for line in lines if line.startswith("# ")]
-    assert len(lines) - len(remarks) == {"lmcache": 2, **dict.fromkeys(PAIRS, 3)}.get(name, 1)
+    assert len(lines) - len(remarks) == {"lmcache": 2, "pdx-both": 2, **dict.fromkeys(PAIRS, 3)}.get(name, 1)
     for line in lines:
         assert str(bed.model) not in line
         assert sys.executable not in line
@@ -247,6 +253,29 @@ def test_pdx_is_started_with_its_channel(bed, two_cores):
     assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
     assert "--arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
     assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
+
+
+def test_one_engine_of_pdx_has_a_node_of_its_own(bed, two_cores):
+    node, engine = SYSTEMS["pdx-both"].commands(bed)
+    assert node == "pdx node --arena 1GiB"
+    assert "pdx serve both MODEL --host 127.0.0.1 --port 8100 --served-model-name tiny" in engine
+    ports = baselines.Ports(prefill=8123)
+    store, (command,) = SYSTEMS["pdx-both"].store_command(bed, ports), SYSTEMS["pdx-both"].engine_commands(bed, ports)
+    address = store.program[store.program.index("--address") + 1]
+    assert address == command.program[command.program.index("--node") + 1] == store.url
+    assert "--no-start-node" in command.program
+    assert [f"ipc://{path}" for path in store.leaves] == [address]
+
+
+def test_a_node_is_ready_when_it_lets_a_process_attach(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(system, "answers_at", lambda address: lambda: asked.append(address) or True)
+    servers = system.Servers(tmp_path)
+    try:
+        servers.start([replace(command("node", 1, "slow"), url="ipc:///some/socket")])
+    finally:
+        servers.close()
+    assert asked == ["ipc:///some/socket"]
 
 
 def command(name, port, what="serve"):
