@@ -67,8 +67,16 @@ def read(url: str) -> Sums:
 
     :raises OSError: it does not answer.
     """
+    return parse(page(url))
+
+
+def page(url: str) -> str:
+    """The page of /metrics of the server at `url`.
+
+    :raises OSError: it does not answer.
+    """
     with _direct.open(f"{url}/metrics", timeout=READ_S) as response:
-        return parse(response.read().decode())
+        return str(response.read().decode())
 
 
 def engines(prefill: Sums, decode: Sums | None) -> Engines | None:

@@ -17,7 +17,9 @@ from typing import Protocol
 
 import aiohttp
 
+from pdx.bench import serve_engines
 from pdx.bench.goodput import Output
+from pdx.bench.records import Found
 from pdx.bench.serve_client import Client, Dialogue, Question, Server
 from pdx.bench.serve_text import Writer
 from pdx.bench.serve_workloads import Passage, Session, Shape, blocks, plan
@@ -46,6 +48,7 @@ class Block:
     duration_s: float = 0.0
     cpu_s: float = 0.0  # of this process
     lags_s: list[float] = field(default_factory=list)  # of the event loop: timers fired so late
+    found: dict[str, Found] = field(default_factory=dict)  # tokens of prompts, by the URL of the engine that had them
 
 
 @dataclass(slots=True)
@@ -59,6 +62,12 @@ class Tally:
     def answers(self) -> list[Answer]:
         """Of all blocks."""
         return [answer for block in self.blocks for answer in block.answers]
+
+    @property
+    def found(self) -> dict[str, Found]:
+        """Where each engine found the tokens of prompts, in all blocks."""
+        each = {url for block in self.blocks for url in block.found}
+        return {url: serve_engines.total([b.found[url] for b in self.blocks if url in b.found]) for url in sorted(each)}
 
     @property
     def duration_s(self) -> float:
@@ -92,6 +101,7 @@ class Settings:
     blocks: int = 1
     warmups: int = 1
     salt: str = ""  # other salts give other texts
+    reset_cache: bool = False  # empty the engines' own prefix caches before each block
 
 
 class Run:
@@ -123,6 +133,7 @@ class Run:
         """Send everything, block by block, each to every server. SIGINT or SIGTERM ends it early and keeps the rest.
 
         :raises ConfigError: a server does not answer the first request.
+        :raises CacheNotReset: an engine's prefix cache is to be emptied, and is not.
         """
         with _stopped_by_signals() as stop:
             async with self._client.session() as http:
@@ -147,10 +158,15 @@ class Run:
             first = number % len(self.tallies)  # no server is always the first to get a block
             for tally in self.tallies[first:] + self.tallies[:first]:
                 block = Block(planned=sum(len(session.turns) for session in part))
+                if self._settings.reset_cache:
+                    await serve_engines.empty_caches(tally.server.engines)
+                counted = await serve_engines.read(tally.server.engines)
                 tally.blocks.append(block)
                 self._watcher.begin(tally.server, number + 1, len(parts), block.planned)
                 async with _measured(block):
                     await self._send(http, tally.server, part, block)
+                asked = sum(answer.output.prompt_len for answer in block.answers if answer.output.success)
+                block.found = await serve_engines.found_since(counted, asked)
                 block.is_over = True
                 on_block()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from pdx.bench import serve_engines
 from pdx.bench.goodput import Output, Slo
 from pdx.bench.serve_text import Encode
 from pdx.errors import ConfigError
@@ -40,6 +41,7 @@ class Server:
     model: str  # its name there
     root: str  # where the server has the model from
     max_tokens: int | None  # of a prompt with its answer
+    engines: tuple[str, ...] = ()  # URLs of vLLM's engines behind it, as far as they are known
 
 
 @dataclass(slots=True)
@@ -206,7 +208,8 @@ async def find_server(url: str, label: str, model: str | None) -> Server:
     if name not in known:
         raise ConfigError(f"{url} has no model {name!r} (it has: {', '.join(known) or 'none'})")
     limit = known[name].get("max_model_len")
-    return Server(label, url, name, str(known[name].get("root") or name), int(limit) if limit else None)
+    engines = await serve_engines.find(url)
+    return Server(label, url, name, str(known[name].get("root") or name), int(limit) if limit else None, engines)
 
 
 def _by_keys(

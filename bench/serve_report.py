@@ -14,8 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.table import Table
 
+from pdx.bench import serve_engines
 from pdx.bench.goodput import Slo, goodput
 from pdx.bench.report import console, machine
 from pdx.bench.serve import Settings, Tally
@@ -71,6 +73,8 @@ class Report:
             "errors": dict(Counter(output.error for output in outputs if not output.success)),
             "ttft_by_round_ms": _by_round(tally),
             "prompt_tokens": _spread([output.prompt_len for output in outputs if output.success]),
+            "found_tokens": _found(tally),
+            "reset_cache": self._settings.reset_cache,
             "client": _client(tally),
             "vllm_bench_serve": vllm_command(self._settings, self._slo, tally),
             "salt": self._settings.salt,
@@ -95,6 +99,8 @@ class Report:
         """Print the tables and what is to be said about them."""
         console.print(self._latencies(tallies))
         console.print(self._totals(tallies))
+        if any(tally.found for tally in tallies):
+            console.print(_sources(tallies))
         for tally in tallies:
             for line in self._remarks(tally):
                 console.print(f"{tally.server.label}: {line}", markup=False, soft_wrap=True)
@@ -140,7 +146,7 @@ class Report:
     def _block(self, tally: Tally, number: int) -> Result:
         """The same of one block."""
         alone = Tally(tally.server, [tally.blocks[number]])
-        return {**self._figures(alone), "duration": alone.duration_s}
+        return {**self._figures(alone), "duration": alone.duration_s, "found_tokens": _found(alone)}
 
     def _latencies(self, tallies: Sequence[Tally]) -> Table:
         title = f"{self._settings.shape.workload}: {self._settings.shape.requests} requests"
@@ -187,6 +193,8 @@ class Report:
             found.append("the client was too busy for these figures: lower --rate, or send from several machines")
         elif client["is_bottleneck"]:
             found.append("the client often had to wait for a processor, and its figures contain that: leave it a core")
+        if not tally.found:
+            found.append("where the tokens of prompts were found is not known: no vLLM engine's /metrics there")
         missed = goodput(outputs, self._slo, tally.duration_s).missed
         if any(missed.values()):
             found.append("missed " + ", ".join(f"{name}: {count} requests" for name, count in missed.items() if count))
@@ -246,6 +254,26 @@ def _client(tally: Tally) -> Result:
         "late_max_ms": max(late_ms, default=0.0),
         "is_bottleneck": share > BUSY or _p99(lags_ms) > LATE_MS,
     }
+
+
+def _found(tally: Tally) -> Result:
+    """Tokens of prompts by where an engine had them from; of all engines, and of each if there are several."""
+    found = tally.found
+    every = msgspec.structs.asdict(serve_engines.total(found.values())) if found else None
+    return {"all": every, "engines": {url: msgspec.structs.asdict(each) for url, each in found.items()}}
+
+
+def _sources(tallies: Sequence[Tally]) -> Table:
+    """A row for each engine."""
+    table = Table(title="where engines found the tokens of prompts", title_justify="left")
+    for column in ("", "engine", "in all", "own prefix cache", "connector", "computed"):
+        table.add_column(column, justify="right" if column not in ("", "engine") else "left")
+    for tally in tallies:
+        for url, found in tally.found.items():
+            each = (found.local, found.external, found.computed)
+            shares = (f"{count:,.0f} ({count / found.prompt:.0%})" if count else "0" for count in each)
+            table.add_row(tally.server.label, url.partition("://")[2], f"{found.prompt:,.0f}", *shares)
+    return table
 
 
 def _p99(ordered: Sequence[float]) -> float:

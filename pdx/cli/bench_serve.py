@@ -70,13 +70,23 @@ WORKLOADS = ("random", "long-document", "chat", "shared-prompt")
 @click.option("--concurrency", type=click.IntRange(1), metavar="MAX", help="Most requests under way. [default: any]")
 @click.option("--api", type=click.Choice(["completions", "chat"]), help="[default: chat for --workload chat]")
 @click.option(
-    "--blocks", metavar="N", default=4, show_default=True, type=click.IntRange(1), help="Turns, with --compare."
+    "--blocks",
+    metavar="N",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Parts of the workload, with --compare or --reset-cache.",
 )
 @click.option(
     "--warmups", metavar="N", default=1, show_default=True, type=click.IntRange(0), help="Requests that do not count."
 )
 @click.option("--seed", metavar="N", default=0, show_default=True, help="Of arrivals, pauses and who shares what.")
 @click.option("--salt", default="", help="Of the texts. [default: new ones, so that no cache has them]")
+@click.option(
+    "--reset-cache",
+    is_flag=True,
+    help="Empty the engines' own prefix caches before each block; they need VLLM_SERVER_DEV_MODE=1.",
+)
 @click.option("--detailed", is_flag=True, help="Keep every request's figures too.")
 @click.option(
     "--out",
@@ -97,6 +107,7 @@ def serve(
     blocks: int,
     warmups: int,
     salt: str,
+    reset_cache: bool,
     detailed: bool,
     out: Path,
     **shape: Any,
@@ -132,7 +143,8 @@ def serve(
         ),
         api=api or ("chat" if workload is Workload.CHAT else "completions"),
         concurrency=concurrency,
-        blocks=blocks if compare else 1,
+        blocks=blocks if compare or reset_cache else 1,
+        reset_cache=reset_cache,
         warmups=warmups,
         salt=salt or secrets.token_hex(4),
     )

@@ -31,6 +31,9 @@ class Conduct:
     pause_s: float = 0.0  # before each token
 
 
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
 @dataclass
 class StandIn:
     """`conduct(number, body)` decides about the number-th request; all are answered well otherwise."""
@@ -38,7 +41,11 @@ class StandIn:
     root: str = "model"
     conduct: object = None
     max_model_len: int = 100_000
+    metrics: str = "vllm"  # whose: vLLM's, "" for none, else the page itself
+    resets: str = "yes"  # an engine's prefix cache; "no": there is no such request
     seen: list[Seen] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)  # "reset" and "asked", in their order
+    found: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
 
     def __enter__(self):
         self._loop = asyncio.new_event_loop()
@@ -58,8 +65,11 @@ class StandIn:
 
     async def _serve(self, ready):
         self._end = asyncio.Event()
+        self._own, self._kept = set(), set()  # beginnings of prompts
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._tell)
+        app.router.add_post("/reset_prefix_cache", self._reset)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -74,8 +84,35 @@ class StandIn:
     async def _models(self, _request):
         return web.json_response({"data": [{"id": "toy", "root": self.root, "max_model_len": self.max_model_len}]})
 
+    async def _tell(self, _request):
+        if not self.metrics:
+            return web.Response(status=404)
+        name = "vllm:prompt_tokens_by_source_total"
+        lines = [f'{name}{{engine="0",source="{source}"}} {count}.0' for source, count in self.found.items()]
+        return web.Response(text="\n".join(lines) if self.metrics == "vllm" else self.metrics)
+
+    async def _reset(self, _request):
+        if self.resets == "no":
+            return web.Response(status=404)
+        self.events.append("reset")
+        self._own.clear()
+        return web.json_response({"success": True})
+
+    def _look_up(self, text):
+        """Ten letters are a block: what begins a prompt is in its own cache, or was before that was emptied."""
+        block, rest = text[:10], len(text) - 10
+        source = next(
+            (s for s, known in zip(SOURCES[1:], (self._own, self._kept), strict=True) if block in known), None
+        )
+        self.found[source or "local_compute"] += 10
+        self.found["local_compute"] += rest
+        self._own.add(block)
+        self._kept.add(block)
+
     async def _answer(self, request):
         body = await request.json()
+        self.events.append("asked")
+        self._look_up(body["prompt"] if "prompt" in body else "".join(each["content"] for each in body["messages"]))
         seen = Seen(body, request.headers.get("x-request-id", ""), time.monotonic())
         self.seen.append(seen)
         conduct = self.conduct(len(self.seen) - 1, body) if self.conduct else Conduct()

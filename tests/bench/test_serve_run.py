@@ -234,6 +234,85 @@ def by_blocks(arrivals):
     return [part.pop() for part in parts]
 
 
+def found(computed, local, external):
+    return {"computed": computed, "local": local, "external": external}
+
+
+LONG = ["--workload", "long-document", "--requests", 6, "--shared", 1, "--shared-len", 50, *SMALL, "--concurrency", 1]
+
+
+def test_where_tokens_were_found_is_told_by_the_engine(bench, tokenizer):
+    with StandIn(tokenizer) as server:
+        done = bench("--url", server.url, "--label", "a", *LONG)
+        assert "reset" not in server.events
+    told = done.files["serve-a.json"]["pdx"]["found_tokens"]
+    assert told == {"all": found(310, 50, 0), "engines": {server.url: found(310, 50, 0)}}
+    assert done.files["serve-a.json"]["pdx"]["blocks"][0]["found_tokens"] == told
+    assert "where engines found the tokens of prompts" in done.text
+    assert "50 (14%)" in done.text
+
+
+def test_with_empty_caches_only_a_connector_can_know_a_document(bench, tokenizer):
+    with StandIn(tokenizer) as server:
+        done = bench("--url", server.url, "--label", "a", *LONG, "--reset-cache", "--blocks", 3)
+    assert done.status == 0, done.text
+    assert server.events == ["reset", "asked", "asked"] * 3
+    result = done.files["serve-a.json"]["pdx"]
+    assert result["reset_cache"] is True
+    assert [block["found_tokens"]["all"] for block in result["blocks"]] == [
+        found(110, 10, 0),
+        found(100, 10, 10),
+        found(100, 10, 10),
+    ]
+    assert result["found_tokens"]["all"] == found(310, 30, 20)
+
+
+def test_two_services_have_their_caches_emptied_in_turns(bench, tokenizer):
+    with StandIn(tokenizer) as one, StandIn(tokenizer) as two:
+        argv = ["--url", one.url, "--compare", two.url, "--label", "one", "--label", "two", "--blocks", 2]
+        done = bench(*argv, *LONG, "--reset-cache")
+    assert done.status == 0, done.text
+    assert one.events == two.events == ["reset", "asked", "asked", "asked"] * 2
+
+
+@pytest.mark.parametrize(
+    ("server", "named"),
+    [
+        ({"resets": "no"}, "start that engine with VLLM_SERVER_DEV_MODE=1"),
+        ({"metrics": ""}, "neither an engine's nor those of PDX's proxy"),
+    ],
+)
+def test_a_cache_that_cannot_be_emptied_ends_the_run_before_it_begins(bench, tokenizer, server, named):
+    with StandIn(tokenizer, **server) as stand_in:
+        done = bench("--url", stand_in.url, *LONG, "--reset-cache")
+    assert done.status == 1
+    assert named in done.text
+    assert stand_in.events == []
+
+
+def test_a_service_that_does_not_tell_is_measured_and_said_so(bench, tokenizer):
+    with StandIn(tokenizer, metrics="") as server:
+        done = bench("--url", server.url, "--label", "a", *LONG)
+    assert done.status == 0
+    assert done.files["serve-a.json"]["pdx"]["found_tokens"] == {"all": None, "engines": {}}
+    assert "where the tokens of prompts were found is not known" in done.text
+
+
+def test_the_engines_behind_a_proxy_are_asked(bench, tokenizer):
+    with StandIn(tokenizer) as prefill, StandIn(tokenizer) as decode:
+        page = "".join(
+            f'pdx_proxy_engine_in_flight{{engine="e{number}",url="{url}"}} 0.0\n'
+            for number, url in enumerate((prefill.url, decode.url))
+        )
+        decode.found["external_kv_transfer"] = 7  # of an earlier day
+        with StandIn(tokenizer, metrics=page) as proxy:
+            done = bench("--url", proxy.url, "--label", "a", *LONG, "--reset-cache", "--blocks", 1)
+    assert done.status == 0, done.text
+    assert (prefill.events, decode.events, "reset" in proxy.events) == (["reset"], ["reset"], False)
+    told = done.files["serve-a.json"]["pdx"]["found_tokens"]["engines"]
+    assert told == {prefill.url: found(0, 0, 0), decode.url: found(0, 0, 0)}  # this proxy answers by itself
+
+
 def test_warm_ups_do_not_count(bench, tokenizer):
     with StandIn(tokenizer) as server:
         done = bench("--url", server.url, "--requests", 2, *SMALL, "--warmups", 2)
