@@ -7,6 +7,7 @@ above, in `pdx.node`. No I/O here.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -247,7 +248,8 @@ class Region(ABC):
     @abstractmethod
     def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> Region:
         """Register `memory`. `host`: the address to listen on and to be reached at. `wake` is called from any thread
-        when a transfer is over or a notification is there; it returns at once.
+        when a notification is there, or a transfer of a channel without a `wake` of its own is over; it returns at
+        once.
 
         :raises ChannelUnavailable: it cannot work here.
         """
@@ -260,8 +262,12 @@ class Region(ABC):
         """
 
     @abstractmethod
-    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> Channel:
-        """A channel to a peer's region. Blocks up to `timeout_s`.
+    def connect(
+        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
+    ) -> Channel:
+        """A channel to a peer's region. Blocks up to `timeout_s`. `wake` is called from any thread when a transfer of
+        this channel is over, and returns at once; by default it is the region's. So a write to one peer wakes nobody
+        who waits for another one.
 
         :raises ChannelBroken: the peer does not answer or does not know the token.
         :raises ChannelUnavailable: this scheme cannot reach it (another host, another version).
@@ -295,26 +301,31 @@ class Spans:
 
     def __init__(self) -> None:
         self._granted: dict[int, int] = {}  # offset -> bytes
+        self._starts: list[int] = []  # the same offsets, sorted
         self._in_use: dict[int, int] = {}  # offset of the span -> writes landing in it, also after it was revoked
 
     def grant(self, offset: int, nbytes: int) -> None:
         """Add a span; spans of one session do not overlap."""
+        if offset not in self._granted:
+            bisect.insort(self._starts, offset)
         self._granted[offset] = nbytes
 
     def revoke(self, offset: int, nbytes: int) -> bool:
         """See `Listener.revoke`."""
         if self._granted.get(offset) == nbytes:
             del self._granted[offset]
+            del self._starts[bisect.bisect_left(self._starts, offset)]
         return not self._in_use.get(offset)
 
     def revoke_all(self) -> None:
         """The session is over."""
         self._granted.clear()
+        self._starts.clear()
 
     def enter(self, spans: Iterable[tuple[int, int]]) -> list[int] | None:
         """All of these (offset, nbytes) are about to be written; what to `leave` with, None if one is not granted.
 
-        Each must lie inside one granted span. Linear in granted spans only where an offset is not a span's own start.
+        Each must lie inside one granted span. It costs the logarithm of the granted spans for each.
         """
         starts = [self._span_of(offset, nbytes) for offset, nbytes in spans]
         entered = [start for start in starts if start is not None]
@@ -332,13 +343,11 @@ class Spans:
                 del self._in_use[start]
 
     def _span_of(self, offset: int, nbytes: int) -> int | None:
-        granted = self._granted.get(offset)
-        if granted is not None:
-            return offset if nbytes <= granted else None
-        for start, size in self._granted.items():
-            if start <= offset and offset + nbytes <= start + size:
-                return start
-        return None
+        index = bisect.bisect_right(self._starts, offset) - 1
+        if index < 0:
+            return None
+        start = self._starts[index]
+        return start if offset + nbytes <= start + self._granted[start] else None
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:

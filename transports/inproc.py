@@ -42,8 +42,16 @@ class InprocTransfer(Transfer):
 class InprocChannel(Channel):
     """Copies from one region to another. `close` waits for a copy that another thread is making."""
 
-    def __init__(self, region: InprocRegion, target: InprocListener, session: Session, remote_nbytes: int) -> None:
+    def __init__(
+        self,
+        region: InprocRegion,
+        target: InprocListener,
+        session: Session,
+        remote_nbytes: int,
+        wake: Callable[[], None],
+    ) -> None:
         self._region = region
+        self._wake = wake
         self._target = target
         self._session = session
         self._remote_nbytes = remote_nbytes
@@ -58,7 +66,7 @@ class InprocChannel(Channel):
                 error = self._target.receive(self._session, self._region.memory, pieces, notify)
             else:
                 error = ChannelBroken("the channel is closed")
-        self._region.wake()
+        self._wake()
         return InprocTransfer(error)
 
     def close(self) -> None:
@@ -129,7 +137,7 @@ class InprocRegion(Region):
 
     def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
         self.memory = memory
-        self.wake = wake
+        self._wake = wake
         self._listener = InprocListener(memory, wake)
         self._channels: set[InprocChannel] = set()
 
@@ -153,7 +161,9 @@ class InprocRegion(Region):
         """See `Region.listen`."""
         return self._listener
 
-    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> InprocChannel:
+    def connect(
+        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
+    ) -> InprocChannel:
         """See `Region.connect`."""
         if remote.scheme != self.scheme or remote.detail != _HERE:
             raise ChannelUnavailable(f"an inproc region of process {os.getpid()} was expected, not {remote.scheme!r}")
@@ -162,7 +172,7 @@ class InprocRegion(Region):
         session = listener.session(remote.token) if listener else None
         if listener is None or session is None:
             raise ChannelBroken("nobody has invited with this token")
-        channel = InprocChannel(self, listener, session, remote.nbytes)
+        channel = InprocChannel(self, listener, session, remote.nbytes, wake or self._wake)
         self._channels.add(channel)
         return channel
 

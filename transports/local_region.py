@@ -125,7 +125,7 @@ class LocalRegion(StreamRegion):
     def _check(self, address: Address) -> None:
         """:raises ChannelUnavailable: the memory behind this address is not for this region."""
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float) -> LocalChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> LocalChannel:
         address = local_socket.address_in(remote)
         self._check(address)
 
@@ -135,6 +135,6 @@ class LocalRegion(StreamRegion):
 
         dial = partial(local_socket.connect, self.scheme, address)
         streams = open_streams(dial, remote.token, self.streams, timeout_s, hand_over)
-        channel = LocalChannel(self._memory.nbytes, remote, self._wake)
+        channel = LocalChannel(self._memory.nbytes, remote, wake)
         channel.start(streams)
         return channel

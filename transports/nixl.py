@@ -95,7 +95,7 @@ class NixlRegion(Region):
     def __init__(self, memory: Memory, agent: NixlAgent, wake: Callable[[], None]) -> None:
         self.memory = memory
         self.agent = agent
-        self.wake = wake
+        self._wake = wake
         self._listener = NixlListener(self)
         self._lock = threading.Lock()  # guards all below, and loading and unloading of agents
         self._peers: dict[str, NixlPeer] = {}
@@ -136,7 +136,9 @@ class NixlRegion(Region):
         """See `Region.listen`. The agent is listening since it was made."""
         return self._listener
 
-    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> NixlChannel:
+    def connect(
+        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
+    ) -> NixlChannel:
         """See `Region.connect`."""
         try:
             detail = msgspec.msgpack.decode(unseal(self.scheme, remote), type=NixlDetail)
@@ -145,7 +147,7 @@ class NixlRegion(Region):
         with self._lock:
             if not self._is_open:
                 raise ChannelBroken("the region is closed")
-            channel = NixlChannel(self, self._join(detail), remote)
+            channel = NixlChannel(self, self._join(detail), remote, wake or self._wake)
             self._channels.add(channel)
         try:
             channel.greet(timeout_s)

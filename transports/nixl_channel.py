@@ -111,13 +111,14 @@ class NixlTransfer(Transfer):
         if not self._over.is_set():
             self.error = error
             self._over.set()
-            self._channel.region.wake()
+            self._channel.wake()
 
 
 class NixlChannel(Channel):
     """From our agent to one session of another one."""
 
-    def __init__(self, region: NixlRegion, peer: NixlPeer, remote: RemoteRegion) -> None:
+    def __init__(self, region: NixlRegion, peer: NixlPeer, remote: RemoteRegion, wake: Callable[[], None]) -> None:
+        self.wake = wake
         self.agent = region.agent
         self.peer = peer
         self.region = region

@@ -35,7 +35,7 @@ class StreamRegion(Region):
         """
 
     @abstractmethod
-    def _connected(self, remote: RemoteRegion, timeout_s: float) -> StreamChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> StreamChannel:
         """A new channel, started. Raises as `Region.connect`."""
 
     def listen(self) -> StreamListener:
@@ -48,11 +48,13 @@ class StreamRegion(Region):
                 self._listener.start()
             return self._listener
 
-    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> StreamChannel:
+    def connect(
+        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
+    ) -> StreamChannel:
         """See `Region.connect`."""
         if remote.scheme != self.scheme:
             raise ChannelUnavailable(f"a region of scheme {remote.scheme!r} cannot be reached over {self.scheme}")
-        channel = self._connected(remote, timeout_s)
+        channel = self._connected(remote, timeout_s, wake or self._wake)
         with self._lock:
             self._channels = [each for each in self._channels if not each.is_closed] + [channel]
             is_open = self._is_open

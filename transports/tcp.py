@@ -98,7 +98,7 @@ class TcpRegion(StreamRegion):
     def _listening(self) -> TcpListener:
         return TcpListener(self._memory, self._wake, _bind(self._host))
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float) -> TcpChannel:
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> TcpChannel:
         family, address = _target(remote.detail)
 
         def connect(left_s: float) -> socket.socket:
@@ -113,7 +113,7 @@ class TcpRegion(StreamRegion):
             return stream
 
         streams = open_streams(connect, remote.token, self.streams, timeout_s)
-        channel = TcpChannel(self._memory, remote, self._wake)
+        channel = TcpChannel(self._memory, remote, wake)
         channel.start(streams)
         return channel
 

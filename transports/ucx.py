@@ -212,10 +212,12 @@ class UcxRegion(Region):
         """See `Region.listen`. The worker is listening since it was made."""
         return self._listener
 
-    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> UcxChannel:
+    def connect(
+        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
+    ) -> UcxChannel:
         """See `Region.connect`."""
         address = unseal(self.scheme, remote)
-        channel = UcxChannel(self, remote)
+        channel = UcxChannel(self, remote, wake or self.wake)
         self.engine.call(lambda: channel.greet(address))
         if not channel.answered.wait(timeout_s) or channel.lane < 0:
             channel.lose("nobody answered")

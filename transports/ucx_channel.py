@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -66,12 +66,13 @@ class UcxTransfer(Transfer):
 class UcxChannel(Channel):
     """To one session of another worker's region. All but `write`, `close` and `abort` is its thread's."""
 
-    def __init__(self, region: UcxRegion, remote: RemoteRegion) -> None:
+    def __init__(self, region: UcxRegion, remote: RemoteRegion, wake: Callable[[], None]) -> None:
         self.id = secrets.token_bytes(16)
         self.answered = threading.Event()  # welcome, or lost
         self.lane = -1
         self._ended = threading.Event()
         self._region = region
+        self._wake = wake
         self._remote = remote
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()  # guards _is_open: nothing is queued behind `close`
@@ -145,10 +146,10 @@ class UcxChannel(Channel):
             transfer = self._waiting.popleft()
             if transfer.is_aborted:
                 transfer.end(TransferAborted("it was aborted before it began"))
-                self._region.wake()
+                self._wake()
             elif self._endpoint is None:
                 transfer.end(ChannelBroken("the channel is closed"))
-                self._region.wake()
+                self._wake()
             else:
                 self._send(self._endpoint, transfer)
 
@@ -171,7 +172,7 @@ class UcxChannel(Channel):
     def _finish(self, number: int, transfer: UcxTransfer) -> None:
         if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
             transfer.end(transfer.answer)
-            self._region.wake()
+            self._wake()
             self._begin()
             self._look_ended()
 
@@ -179,7 +180,7 @@ class UcxChannel(Channel):
         if transfer in self._waiting:
             self._waiting.remove(transfer)
             transfer.end(TransferAborted("it was aborted before it began"))
-            self._region.wake()
+            self._wake()
 
     def _say(self, message: Message) -> None:
         if self._endpoint is not None:

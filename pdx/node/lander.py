@@ -13,7 +13,6 @@ from pdx.digest import Readable, digests
 from pdx.errors import GpuError, ProtocolError
 from pdx.layout import slice_span
 from pdx.node.mailbox import Mailbox
-from pdx.node.regions import Wake
 from pdx.peer_messages import DIGEST_BYTES, Landed, Slices, decode_landed
 
 log = logging.getLogger("pdx.node")
@@ -51,27 +50,26 @@ class Lander:
         listener: Listener,
         memory: Readable,
         rooms: Mapping[int, Room],
-        wake: Wake,
+        wake: threading.Event,
         is_polled: bool,
         needs_digests: bool,
         mailbox: Mailbox,
         on_landed: Callable[[str, Verdict], None],
         on_malformed: Callable[[str, bytes, str], None],
     ) -> None:
+        """`wake` is set when there may be notifications."""
         self.scheme = scheme
         self.is_expecting = False
         self._listener = listener
         self._memory = memory
         self._rooms = rooms
-        self._wake = wake
         self._is_polled = is_polled
         self._needs_digests = needs_digests
         self._mailbox = mailbox
         self._on_landed = on_landed
         self._on_malformed = on_malformed
-        self._event = threading.Event()
+        self._event = wake
         self._closing = False
-        wake.add(self._event)
         self._thread = threading.Thread(target=self._run, name=f"pdx-land-{scheme}"[:15], daemon=True)
         self._thread.start()
 
@@ -86,7 +84,6 @@ class Lander:
         self._closing = True
         self._event.set()
         self._thread.join()
-        self._wake.remove(self._event)
 
     def _run(self) -> None:
         while not self._closing:

@@ -21,28 +21,6 @@ from pdx.registry import CLASHES, INSIDE_ONE_PROCESS, find, schemes
 log = logging.getLogger("pdx.node")
 
 
-class Wake:
-    """One callback for the threads that wait for a region's transfers and notifications."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # adding and removing; whoever calls takes the tuple as it is
-        self._events: tuple[threading.Event, ...] = ()
-
-    def add(self, event: threading.Event) -> None:
-        """Set this event, too."""
-        with self._lock:
-            self._events = (*self._events, event)
-
-    def remove(self, event: threading.Event) -> None:
-        """Not any more."""
-        with self._lock:
-            self._events = tuple(each for each in self._events if each is not event)
-
-    def __call__(self) -> None:
-        for event in self._events:
-            event.set()
-
-
 class Regions:
     """All regions of one arena. Owned by the control loop; `open` works on a thread of its own."""
 
@@ -69,7 +47,7 @@ class Regions:
         self.is_open = False
         self.regions: dict[str, Region] = {}
         self.listeners: dict[str, Listener] = {}
-        self.wakes: dict[str, Wake] = {}
+        self.wakes: dict[str, threading.Event] = {}  # set when a notification is there
         self.why: dict[str, str] = {}  # schemes that do not work here
 
     @property
@@ -94,13 +72,13 @@ class Regions:
             self._thread.start()
 
     def _open(self) -> None:
-        opened: list[tuple[str, Region, Listener, Wake]] = []
+        opened: list[tuple[str, Region, Listener, threading.Event]] = []
         why: dict[str, str] = {}
         memory = self._memory()
         for scheme in self.candidates:
             if self._closing.is_set():
                 break
-            wake = Wake()
+            wake = threading.Event()
             region: Region | None = None
             try:
                 kind = find(scheme)
@@ -117,7 +95,7 @@ class Regions:
                 if not availability.is_ok:
                     why[scheme] = f"{availability.why}; {availability.fix}"
                     continue
-                region = kind.register(memory, host=self._host, wake=wake)
+                region = kind.register(memory, host=self._host, wake=wake.set)
                 opened.append((scheme, region, region.listen(), wake))
             except Exception as error:  # a third party's code, too: this scheme does not work, the others may
                 if not isinstance(error, PdxError):
@@ -133,7 +111,7 @@ class Regions:
             return GpuMemory(self._arena.device, self._arena.nbytes)
         return Memory(self._arena.data, self._arena.path)
 
-    def _opened(self, opened: list[tuple[str, Region, Listener, Wake]], why: dict[str, str]) -> None:
+    def _opened(self, opened: list[tuple[str, Region, Listener, threading.Event]], why: dict[str, str]) -> None:
         self.why = why
         for scheme, region, listener, wake in opened:
             self.regions[scheme], self.listeners[scheme], self.wakes[scheme] = region, listener, wake

@@ -18,7 +18,6 @@ from pdx.messages import Slot
 from pdx.node.announcer import Announcer, are_digests_due
 from pdx.node.job import Job
 from pdx.node.mailbox import Mailbox
-from pdx.node.regions import Wake
 from pdx.peer_messages import Landed, encode_landed
 from pdx.trace import Lane, Tracer
 
@@ -59,7 +58,6 @@ class Sender:
         *,
         memory: Readable,
         regions: Mapping[str, Region],
-        wakes: Mapping[str, Wake],
         route: Route,
         digests: str,
         mailbox: Mailbox,
@@ -73,7 +71,6 @@ class Sender:
         self.name = name
         self._memory = memory
         self._regions = regions
-        self._wakes = wakes
         self._route = route
         self._digests = digests
         self._mailbox = mailbox
@@ -140,8 +137,6 @@ class Sender:
         for write in under_way:
             # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
             self._over(write, write.transfer.error if write.transfer.poll() else ChannelBroken("closed"))
-        for wake in self._wakes.values():
-            wake.remove(self._event)
         self._mailbox.post(self._ended)
 
     def _ended(self) -> None:
@@ -215,7 +210,6 @@ class Sender:
         for scheme, channel in connected.items():
             if scheme != kept:
                 channel.close()
-                self._wakes[scheme].remove(self._event)
 
     def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
         """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
@@ -224,10 +218,10 @@ class Sender:
             is_enough = not self._route.measure or self._route.preferred in connected
             if self._closing or (connected and is_enough):
                 break
-            self._wakes[scheme].add(self._event)
             try:
                 remote = self._route.remotes[scheme]
-                connected[scheme] = self._regions[scheme].connect(remote, timeout_s=CONNECT_S)
+                region = self._regions[scheme]
+                connected[scheme] = region.connect(remote, timeout_s=CONNECT_S, wake=self._event.set)
             except ChannelError as error:
                 why.append(self._without(scheme, error))
         rates = self._measure(connected, why) if len(connected) > 1 else {}
@@ -238,7 +232,6 @@ class Sender:
     def _without(self, scheme: str, error: ChannelError) -> str:
         # Asked for by name, it should work; among all there are, some never lead to some peers.
         log.log(logging.INFO if self._route.measure else logging.WARNING, "no %s to %s: %s", scheme, self.name, error)
-        self._wakes[scheme].remove(self._event)
         self.missing[scheme] = str(error)
         return f"{scheme}: {error}"
 

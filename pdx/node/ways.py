@@ -222,7 +222,6 @@ class Ways:
             way.name,
             memory=self._arena,
             regions=self._regions.regions,
-            wakes=self._regions.wakes,
             route=route,
             digests=self._config.digests,
             mailbox=self._mailbox,

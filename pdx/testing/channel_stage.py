@@ -216,7 +216,7 @@ class Stage:
 
     def side(self, nbytes: int = 8 * MIB) -> Side:
         """A region in this process."""
-        side = Side(self._region, next(self._memories)(nbytes), self._ring, seed=next(self._seeds))
+        side = Side(self._region, next(self._memories)(nbytes), self.ring, seed=next(self._seeds))
         self._open.append(side)
         return side
 
@@ -244,7 +244,8 @@ class Stage:
         with self._bell:
             return self._bell.wait_for(lambda: self._rings != rings, timeout_s)
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """What the regions of this stage have as their `wake`."""
         with self._bell:
             self._rings += 1
             self._bell.notify_all()

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Channel, Piece, Region
-from pdx.testing.channel_stage import MIB, Peer, Side, Stage, landed
+from pdx.testing.channel_stage import DEADLINE_S, MIB, Peer, Side, Stage, landed
 
 _KIB = 1 << 10
 _SHAPES: dict[str, list[int]] = {
@@ -154,6 +154,26 @@ class Writes:
         stage.notified(reader, 8)
         assert Counter((n.token, n.payload) for n in reader.take()) == {(tokens[i], bytes([i])): 4 for i in range(2)}
         assert bytes(reader.view) == bytes(first.view[: 4 * MIB]) + bytes(second.view[: 4 * MIB])
+
+    def test_a_write_wakes_who_waits_for_its_channel_and_nobody_else(self, stage: Stage) -> None:
+        """With a hundred peers a write to one of them would cost a hundred threads their sleep."""
+        writer, reader = stage.side(), stage.side()
+        rings: list[int] = []
+        channels = []
+        for number in range(2):
+
+            def wake(number: int = number) -> None:
+                rings.append(number)
+                stage.ring()
+
+            remote = reader.session((0, MIB))[1]
+            channels.append(writer.region.connect(remote, timeout_s=DEADLINE_S, wake=wake))
+        for number, channel in enumerate(channels):
+            rings.clear()
+            assert stage.written(channel, [Piece(0, 0, 4096)]) == ""
+            if not writer.region.is_polled:
+                stage.until(lambda: rings, "its own `wake` was called")
+            assert set(rings) <= {number}
 
     def test_both_directions_at_once(self, stage: Stage) -> None:
         """Each side writes and receives."""

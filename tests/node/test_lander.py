@@ -13,7 +13,6 @@ from pdx.errors import GpuError
 from pdx.memory import GRANULE_BYTES
 from pdx.node.lander import Lander, Room
 from pdx.node.mailbox import Mailbox
-from pdx.node.regions import Wake
 from pdx.peer_messages import Landed, Slices, encode_landed
 
 TOKEN = b"t" * 16
@@ -46,7 +45,7 @@ class Stage:
         self.memory = memoryview(bytearray(range(256)) * (2 * GRANULE_BYTES // 256))
         self.mailbox = Mailbox()
         self.listener = FakeListener()
-        self.wake = Wake()
+        self.wake = threading.Event()
         self.rooms = {GRANULE_BYTES: ROOM}
         self.verdicts = []
         self.malformed = []
@@ -67,7 +66,7 @@ class Stage:
         """It lands, and the control loop hears of it."""
         before = len(self.verdicts) + len(self.malformed)
         self.listener.notifications.append(Notification(token, payload))
-        self.wake()
+        self.wake.set()
         wait_until(lambda: self.mailbox.deliver() or len(self.verdicts) + len(self.malformed) > before)
 
     def land(self, *slices, push=5, token=TOKEN):
@@ -119,7 +118,7 @@ def test_slices_that_cannot_be_read_are_bad_and_the_others_are_looked_at(stage):
     stage.lander._memory.read = fail_once
     payload = encode_landed(Landed(5, [slices]))
     stage.listener.notifications += [Notification(TOKEN, payload)] * 2
-    stage.wake()
+    stage.wake.set()
     wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) == 2)
     assert [(len(one.good), len(one.bad)) for one in stage.verdicts] == [(0, 1), (1, 0)]
 
@@ -180,7 +179,7 @@ def test_what_is_no_notification_is_counted_and_harms_nothing(stage, payload):
 
 def test_a_bug_of_a_listener_is_counted_and_ends_nothing(stage):
     stage.listener.bug = ZeroDivisionError("a bug")
-    stage.wake()
+    stage.wake.set()
     wait_until(lambda: stage.mailbox.deliver() or stage.malformed)
     assert stage.malformed == [("test", b"")]
     assert stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))).good
@@ -206,4 +205,4 @@ def test_nothing_is_left_of_it(stage):
     stage.lander.close()
     stage.lander.close()
     assert "pdx-land-test" not in {thread.name for thread in threading.enumerate()}
-    stage.wake()
+    stage.wake.set()

@@ -1,6 +1,5 @@
 """The arena's regions: opened once, on a thread, each for itself, and closed whatever state they are in."""
 
-import sys
 import threading
 from collections import Counter
 
@@ -9,12 +8,13 @@ from node_harness import wait_until
 from push_stage import MIB
 
 from pdx import registry
+from pdx.channel import Piece
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelUnavailable
 from pdx.memory import Arena
 from pdx.node.mailbox import Mailbox
-from pdx.node.regions import Regions, Wake
+from pdx.node.regions import Regions
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.transports.inproc import InprocRegion
 
@@ -145,32 +145,19 @@ def test_an_arena_on_a_gpu_is_registered_as_device_memory_and_only_where_that_wo
     assert caplog.text.count("no channel tcp") == 1
 
 
-def test_no_event_is_forgotten_when_several_threads_wait():
-    """Senders of several peers add theirs at the same time; one that is forgotten would sleep a second per write."""
-    wake = Wake()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        events = [threading.Event() for _ in range(2000)]
-        start = threading.Barrier(4)
-
-        def come_and_go(mine):
-            start.wait()
-            for event in mine:
-                wake.add(event)
-                passing = threading.Event()
-                wake.add(passing)
-                wake.remove(passing)
-
-        threads = [threading.Thread(target=come_and_go, args=(events[n::4],)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        wake()
-        assert all(event.is_set() for event in events)
-        for event in events:
-            wake.remove(event)
-        assert wake._events == ()
-    finally:
-        sys.setswitchinterval(interval)
+def test_notifications_and_writes_wake_each_their_own(open_regions):
+    """Who waits for writes to one peer sleeps on when another's is over, and so does who waits for notifications."""
+    writing, landing = open_regions("inproc"), open_regions("inproc")
+    for regions in (writing, landing):
+        regions.when_open(lambda: None)
+        wait_until(lambda regions=regions: regions.mailbox.deliver() or regions.is_open)
+    over = [threading.Event(), threading.Event()]
+    channels = []
+    for number, event in enumerate(over):
+        remote = landing.listeners["inproc"].invite(bytes([number]) * 16)
+        landing.listeners["inproc"].grant(remote.token, 0, 4096)
+        channels.append(writing.regions["inproc"].connect(remote, wake=event.set))
+    assert channels[0].write([Piece(0, 0, 4096)], b"").error is None
+    assert [event.is_set() for event in over] == [True, False]
+    assert landing.wakes["inproc"].is_set()
+    assert not writing.wakes["inproc"].is_set()

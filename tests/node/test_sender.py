@@ -15,7 +15,6 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, Write
 from pdx.messages import Slot
 from pdx.node.job import Job
 from pdx.node.mailbox import Mailbox
-from pdx.node.regions import Wake
 from pdx.node.sender import Route, Sender
 from pdx.node.ways import Ways
 from pdx.peer_messages import Slices, decode_landed
@@ -42,14 +41,15 @@ class FakeTransfer:
     def end(self, error=None):
         if not self.is_over:
             self.error, self.is_over = error, True
-            self.channel.region.wake()
+            self.channel.wake()
 
 
 class FakeChannel:
     """Remembers what is written."""
 
-    def __init__(self, region):
+    def __init__(self, region, wake):
         self.region = region
+        self.wake = wake
         self.transfers = []
         self.notes = []
         self.is_closed = False
@@ -77,13 +77,12 @@ class FakeRegion:
 
     def __init__(self, *, is_quick=False, fault=None, bug=None):
         self.is_quick, self.fault, self.bug = is_quick, fault, bug
-        self.wake = Wake()
         self.channels = []
 
-    def connect(self, remote, *, timeout_s):
+    def connect(self, remote, *, timeout_s, wake):
         if self.fault is not None:
             raise self.fault
-        self.channels.append(FakeChannel(self))
+        self.channels.append(FakeChannel(self, wake))
         return self.channels[-1]
 
 
@@ -103,7 +102,6 @@ class Stage:
             "peer",
             memory=PlainMemory(self.view),
             regions=regions,
-            wakes={name: region.wake for name, region in regions.items()},
             route=Route(
                 remotes={name: RemoteRegion(name, MIB, TOKEN, b"") for name in regions},
                 order=list(regions),
@@ -140,7 +138,6 @@ class Stage:
         self.until(lambda: self.ended)
         assert self.ended == 1
         assert all(channel.is_closed for region in self.regions.values() for channel in region.channels)
-        assert all(region.wake._events == () for region in self.regions.values())
         self.mailbox.close()
 
 
@@ -245,7 +242,7 @@ def test_the_fastest_is_used_where_they_are_measured(stage_with):
             threading.Event().wait(0.02)
             return super().write(pieces, notify)
 
-    slow.connect = lambda remote, *, timeout_s: slow.channels.append(SlowChannel(slow)) or slow.channels[-1]
+    slow.connect = lambda remote, *, timeout_s, wake: slow.channels.append(SlowChannel(slow, wake)) or slow.channels[-1]
     stage = stage_with(slow, quick, measure=True)
     assert stage.channel is quick.channels[0]
     assert stage.chosen[0][1]["s1"] > stage.chosen[0][1]["s0"] > 0

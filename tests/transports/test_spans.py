@@ -1,0 +1,94 @@
+"""The spans granted to a session: what may be written to, when it is free again, and what a look costs."""
+
+import random
+
+import pytest
+
+from pdx.channel import Spans
+
+LAYERS = 8
+
+
+class CountedStart(int):
+    """A start that counts how often it is compared."""
+
+    compared = 0
+
+    def __lt__(self, other):
+        CountedStart.compared += 1
+        return int.__lt__(self, other)
+
+    def __gt__(self, other):
+        CountedStart.compared += 1
+        return int.__gt__(self, other)
+
+    def __le__(self, other):
+        CountedStart.compared += 1
+        return int.__le__(self, other)
+
+    __hash__ = int.__hash__
+
+
+def compared(count):
+    """Comparisons that it costs to enter the last slice of 100 of so many spans."""
+    spans = Spans()
+    order = list(range(count))
+    random.Random(1).shuffle(order)
+    for number in order:
+        spans.grant(CountedStart(number * LAYERS), LAYERS)
+    CountedStart.compared = 0
+    wanted = [(number * LAYERS + LAYERS - 1, 1) for number in random.Random(2).sample(range(count), 100)]
+    entered = spans.enter(wanted)
+    assert entered == [offset - LAYERS + 1 for offset, _ in wanted]
+    assert CountedStart.compared > 0
+    return CountedStart.compared
+
+
+def test_a_slice_is_found_in_few_steps_however_many_spans_there_are():
+    assert compared(8192) <= 2 * compared(128)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "start"),
+    [
+        (100, 50, 100),
+        (149, 1, 100),
+        (100, 51, None),
+        (99, 1, None),
+        (150, 1, None),
+        (120, 40, None),
+        (300, 10, 300),
+        (0, 1, None),
+        (1000, 1, None),
+    ],
+)
+def test_what_is_wholly_inside_one_span_may_be_written(offset, nbytes, start):
+    spans = Spans()
+    for granted in ((300, 10), (100, 50)):
+        spans.grant(*granted)
+    assert spans.enter([(offset, nbytes)]) == (None if start is None else [start])
+
+
+def test_spans_that_come_and_go_are_found_as_by_looking_at_all():
+    draw = random.Random(3)
+    spans, model, entered = Spans(), {}, []
+    for _ in range(5000):
+        start = draw.randrange(64) * 16
+        match draw.randrange(4):
+            case 0:
+                model[start] = draw.randrange(1, 17)
+                spans.grant(start, model[start])
+            case 1 if start in model:
+                is_free = spans.revoke(start, model.pop(start))
+                assert is_free == (not any(start in one for one in entered))
+            case 2 if entered:
+                spans.leave(entered.pop(draw.randrange(len(entered))))
+            case _:
+                offset, nbytes = draw.randrange(1024), draw.randrange(1, 17)
+                inside = [at for at, size in model.items() if at <= offset and offset + nbytes <= at + size]
+                found = spans.enter([(offset, nbytes)])
+                assert found == (inside or None)
+                if found:
+                    entered.append(found)
+    spans.revoke_all()
+    assert spans.enter([(start, 1) for start in model]) is None
