@@ -1,6 +1,9 @@
 """One process's connection to its node: typed messages over a DEALER socket, and the node's arena mapped.
 
-Any thread may use it; one lock guards the socket and the answers. Nothing here waits longer than it is told to.
+Any thread may use it; one lock guards the socket and the answers, and nobody waits for the node with that lock held.
+Nothing here waits longer than it is told to. What gives something back (`pdx.outbox`) is kept until the node has
+answered it; of all else, what a node that does not read has no room for is dropped and counted.
+
 A connection serves one node process: when that dies, `is_alive` turns False for good, and a new one is opened.
 """
 
@@ -27,6 +30,7 @@ from pdx.messages import (
     Answer,
     Ask,
     Bye,
+    Fill,
     Found,
     Hello,
     Ping,
@@ -38,6 +42,7 @@ from pdx.messages import (
     decode_from_node,
     encode,
 )
+from pdx.outbox import Outbox, gives_back
 
 log = logging.getLogger("pdx")
 
@@ -52,6 +57,7 @@ class Connection:
         self.address = address
         self.running = 0  # told to the node with each heartbeat, as is what was counted since the last one
         self._degraded: Counter[str] = Counter()
+        self._warned: set[str] = set()  # reasons of which the first was logged
         self._hello = hello
         self._context = zmq.Context()
         for cpu in range(os.cpu_count() or 1):  # the engine's thread may be pinned to cores that it keeps busy
@@ -60,9 +66,19 @@ class Connection:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.connect(address)
-        self._lock = threading.RLock()
+        # Guards the socket and all below. Waited for: answers, and that nobody looks at the socket any more.
+        self._lock = threading.Condition()
         self._seq = 0
         self._answers: dict[int, Answer | None] = {}  # asked for: None until the answer is there
+        self._outbox = Outbox()
+        # A socket may not be polled while another thread uses it, but its descriptor may. That one is readable once for
+        # all that has come, so whoever finds something while using the socket rings the bell for the thread that polls.
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._arrivals = select.poll()
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._bell):
+            self._arrivals.register(fd, select.POLLIN)
+        self._is_polled = False  # by one thread, without the lock; others that wait are told by it
+        self._is_closing = False
         self._welcome: Welcome | None = None
         self._arena: Arena | None = None
         self._pidfd = -1
@@ -139,20 +155,27 @@ class Connection:
     # ---- messages ---------------------------------------------------------------------------
 
     def tell(self, body: Ask) -> None:
-        """Send a message that wants no answer; never waits, never fails. Lost if the node is gone."""
+        """Send a message that wants no answer; never waits, never fails.
+
+        Lost if the node is gone. While the node does not read, what gives something back is kept, the rest dropped.
+        """
         with self._lock:
             if not self._stop.is_set():
-                self._send(body, reply=False)
+                self._dispatch(body)
 
     def ask(self, body: Ask) -> int:
-        """Send a message; returns the number to `collect` or `forget` its answer by."""
+        """Send a message; returns the number to `collect` or `forget` its answer by.
+
+        :raises NodeUnavailable: the connection is closed.
+        """
         with self._lock:
-            seq = self._send(body, reply=True)
+            self._check_open()
+            seq = self._dispatch(body, is_asked=True)
             self._answers[seq] = None
             return seq
 
     def collect(self, seq: int, timeout_s: float) -> Answer | None:
-        """The answer to `seq`, or None if it has not come within `timeout_s`.
+        """The answer to `seq`, or None if it has not come within `timeout_s`. Other threads go on meanwhile.
 
         :raises NodeError, ProtocolError: the node refused; the class says why.
         """
@@ -160,10 +183,14 @@ class Connection:
         with self._lock:
             while self._answers[seq] is None:
                 self._check_open()
-                left_ms = (deadline - time.monotonic()) * 1000
-                if not self._socket.poll(max(0, round(left_ms))):
-                    return None
+                self._flush()  # it may wait for room itself
                 self._receive()
+                if self._answers[seq] is not None:
+                    break
+                left_ms = round((deadline - time.monotonic()) * 1000)
+                if left_ms <= 0:
+                    return None
+                self._wait(left_ms)
             answer = self._answers.pop(seq)
         if isinstance(answer, Refused):
             raise _error_of(answer)
@@ -172,6 +199,7 @@ class Connection:
     def forget(self, seq: int) -> None:
         """Nobody will collect the answer to `seq`: what it grants is given back, now or when it comes."""
         with self._lock:
+            self._outbox.forget(seq)
             answer = self._answers.pop(seq, None)
             if answer is not None:
                 self._give_back(answer)
@@ -195,43 +223,115 @@ class Connection:
             self._degraded[reason] += 1
 
     def _heartbeat(self) -> None:
+        """Tell what is due. The answer to it tells what before it was lost."""
         degraded, self._degraded = self._degraded, Counter()
-        self.tell(Ping(self.running, dict(degraded)))
+        self._flush()
+        if not self._send(self._number(), Ping(self.running, dict(degraded)), reply=True):
+            self._degraded.update(degraded)
 
-    def _send(self, body: Ask, *, reply: bool) -> int:
-        with self._lock:
-            self._check_open()
-            self._seq += 1
-            try:
-                self._socket.send(encode(ToNode(self._seq, reply, body)), zmq.NOBLOCK)
-            except zmq.Again:  # a thousand messages unread: the node hangs; whoever waits will see its deadline
-                log.warning("a message to the node at %s was dropped: it does not read", self.address)
-            return self._seq
+    def _dispatch(self, body: Ask, *, is_asked: bool = False) -> int:
+        """Send it as soon as there is room, or now or never. Its number, which a caller collects its answer by."""
+        seq = self._number()
+        is_kept = (is_asked or gives_back(body)) and self._outbox.add(seq, body, is_asked=is_asked)
+        self._flush()
+        if not is_kept and (self._outbox.next is not None or not self._send(seq, body, reply=False)):
+            self._degrade("message_dropped", f"{type(body).__name__} was dropped: it does not read")
+        return seq
+
+    def _flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        while (waiting := self._outbox.next) is not None:
+            if not self._send(*waiting, reply=True):
+                return
+            self._outbox.sent(waiting[0])
+
+    def _number(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _send(self, seq: int, body: Ask, *, reply: bool) -> bool:
+        """False: a thousand messages are unread, so the node hangs."""
+        try:
+            self._socket.send(encode(ToNode(seq, reply, body)), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        finally:
+            if self._is_polled and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                os.eventfd_write(self._bell, 1)
+        return True
 
     def _check_open(self) -> None:
         if self._stop.is_set():
             raise NodeUnavailable(f"{self!r}")
 
-    def _receive(self) -> None:
-        frame = self._socket.recv()
-        try:
-            envelope = decode_from_node(frame)
-        except ProtocolError as error:
-            log.warning("dropped an answer from the node at %s: %s", self.address, error)
+    def _wait(self, timeout_ms: int) -> None:
+        """Until something may have come, without the lock; the caller holds it once and looks again."""
+        if self._is_polled:
+            self._lock.wait(timeout_ms / 1000)
             return
-        if envelope.seq in self._answers:
-            self._answers[envelope.seq] = envelope.body
+        self._is_polled = True
+        self._lock.release()
+        try:
+            self._arrivals.poll(timeout_ms)
+        finally:
+            self._lock.acquire()
+            self._is_polled = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+            self._lock.notify_all()  # the next one polls
+
+    def _receive(self) -> None:
+        """Take all that has come."""
+        is_news = False
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            is_news = True
+            try:
+                envelope = decode_from_node(frame)
+            except ProtocolError as error:
+                log.warning("dropped an answer from the node at %s: %s", self.address, error)
+            else:
+                self._take(envelope.seq, envelope.body)
+        if is_news:
+            self._flush()
+            self._lock.notify_all()
+            if self._is_polled:
+                os.eventfd_write(self._bell, 1)
+
+    def _take(self, seq: int, answer: Answer) -> None:
+        owed = self._outbox.answered(seq)
+        for lost in self._outbox.lost(seq):
+            if not self._outbox.again(self._number(), lost):
+                self._degrade("message_dropped", f"{type(lost.body).__name__} was given up: it is never answered")
+        if owed is not None:
+            seq = owed.asked
+        if seq in self._answers:
+            self._answers[seq] = answer
+        elif owed is not None and isinstance(owed.body, Fill) and isinstance(answer, Refused):
+            # Its writer has done what it could, and will not write there any more.
+            self._degrade("seal_refused", f"a seal was refused, its room is given back: {answer.text}")
+            self._outbox.add(self._number(), Abort(owed.body.slots), is_asked=False)
         else:
-            self._give_back(envelope.body)
+            self._give_back(answer)
+
+    def _degrade(self, reason: str, text: str) -> None:
+        """Count it, and warn of the first one."""
+        self._degraded[reason] += 1
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("the node at %s: %s (the next ones are only counted)", self.address, text)
 
     def _give_back(self, answer: Answer) -> None:
         """Nobody waits for this any more: what it grants is given back (by `close`, if that was called)."""
         if self._stop.is_set():
             return
         if isinstance(answer, Reserved) and answer.slots:
-            self._send(Abort(answer.slots, unused=True), reply=False)
+            self._dispatch(Abort(answer.slots, unused=True))
         elif isinstance(answer, Found) and answer.lease:
-            self._send(Release(answer.lease), reply=False)
+            self._dispatch(Release(answer.lease))
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
@@ -239,30 +339,25 @@ class Connection:
                 if self._stop.is_set():
                     return
                 self._heartbeat()
-                while self._socket.poll(0):
-                    self._receive()
+                self._receive()
 
     # ---- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Say bye and let go of everything; views of the arena stay valid as long as they live. Idempotent."""
         with self._lock:
-            if self._stop.is_set():
+            if self._is_closing:
                 return
+            self._is_closing = True
             # Not welcomed yet, the hello may still reach a node that is slow: then the bye must reach it, too.
             reachable = self.is_alive or self._welcome is None
             if reachable:
                 self._heartbeat()
+        try:
+            if reachable:
                 self._say_bye()
-            self._stop.set()
-            self._socket.close(linger=_FAREWELL_MS if reachable else 0)
-        if self._heart.is_alive():
-            self._heart.join()
-        self._context.term()
-        self._arena = None  # unmapped when the last view of it is gone
-        pidfd, self._pidfd = self._pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)
+        finally:
+            self._end(_FAREWELL_MS if reachable else 0)
 
     def _say_bye(self) -> None:
         if self._welcome is None:
@@ -271,6 +366,22 @@ class Connection:
         # Until it has read that, a node that sees this process end takes it for dead.
         with contextlib.suppress(NodeError, ProtocolError):
             self.collect(self.ask(Bye()), _FAREWELL_MS / 1000)
+
+    def _end(self, linger_ms: int) -> None:
+        with self._lock:
+            self._stop.set()
+            self._lock.notify_all()
+            os.eventfd_write(self._bell, 1)
+            self._lock.wait_for(lambda: not self._is_polled)
+            self._socket.close(linger=linger_ms)
+            os.close(self._bell)
+        if self._heart.is_alive():
+            self._heart.join()
+        self._context.term()
+        self._arena = None  # unmapped when the last view of it is gone
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
 
     def __enter__(self) -> Connection:
         return self

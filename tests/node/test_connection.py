@@ -1,0 +1,272 @@
+"""One process's connection to its node: what must not be lost is not, and no thread waits for another's answer."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+from node_harness import MIB, is_stopped, wait_until
+
+from pdx.connection import Connection
+from pdx.errors import NodeUnavailable, StaleSlot
+from pdx.keys import named_key
+from pdx.memory import GRANULE_BYTES
+from pdx.messages import (
+    VERSION,
+    Abort,
+    Cancel,
+    Done,
+    Fill,
+    FromNode,
+    Hello,
+    Lookup,
+    Mark,
+    Ping,
+    Release,
+    Reserve,
+    Status,
+    decode_to_node,
+    encode,
+)
+
+SLOTS = 1500
+TRANSFER = "t" * 16
+
+
+@pytest.fixture
+def connect():
+    """Opens connections to an address; closes them after the test."""
+    made = []
+
+    def open_one(address, kind="client"):
+        made.append(Connection(address, Hello(VERSION, os.getpid(), kind)))
+        return made[-1]
+
+    yield open_one
+    for connection in made:
+        connection.close()
+
+
+@pytest.fixture
+def connection(node, connect):
+    made = connect(node.address)
+    assert made.attach(30.0)
+    return made
+
+
+def keys(count, first=0):
+    return [named_key(str(number)) for number in range(first, first + count)]
+
+
+def stop(node):
+    node.signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(node.pid))
+
+
+def deafen(connection):
+    """Tell a node that does not read more than its queues take."""
+    for number in range(3000):
+        connection.tell(Mark(TRANSFER, "event", number))
+
+
+def test_what_gives_back_reaches_a_node_that_did_not_read(node, connection, caplog):
+    """Its writer stays attached, so nothing else would give the slots back before the process ends."""
+    slots = connection.call(Reserve(keys(SLOTS), GRANULE_BYTES), 30.0).slots
+    connection.call(Fill(slots[:100], seal=True), 30.0)
+    leases = [connection.call(Lookup([key], lease_s=100.0), 30.0).lease for key in keys(100)]
+    stop(node)
+    try:
+        deafen(connection)
+        for slot in slots[100:200]:
+            connection.tell(Fill([slot], seal=True))
+        for slot in slots[200:]:
+            connection.tell(Abort([slot]))
+        for lease in leases:
+            connection.tell(Release(lease))
+        connection.tell(Cancel(TRANSFER))
+    finally:
+        node.signal(signal.SIGCONT)
+
+    def is_given_back():
+        status = connection.call(Status(), 30.0)
+        return (status.chunks, status.leases) == ({"sealed": 200}, 0) and status
+
+    status = wait_until(is_given_back)
+    assert len(status.attached) == 1, "its writer is still there"
+    assert status.counters["transfers_given_up"] == 1
+    wait_until(lambda: connection.call(Status(), 30.0).counters.get("degraded_message_dropped", 0) > 0)
+    assert caplog.text.count("does not read") == 1
+
+
+def test_what_a_caller_gave_up_waiting_for_is_given_back_all_the_same(node, connection):
+    slots = connection.call(Reserve(keys(2), GRANULE_BYTES), 30.0).slots
+    stop(node)
+    try:
+        deafen(connection)
+        with pytest.raises(NodeUnavailable):
+            connection.call(Abort(slots), 0.0)
+    finally:
+        node.signal(signal.SIGCONT)
+    wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
+
+
+def test_what_cannot_be_sealed_is_given_back(node, connection):
+    """A seal that the node refuses is the writer's last word: the room does not stay its own."""
+    slots = connection.call(Reserve(keys(2), 2 * GRANULE_BYTES, layers=2), 30.0).slots
+    connection.tell(Fill(slots, first_layer=1, seal=True))
+    wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
+    wait_until(lambda: connection.call(Status(), 30.0).counters.get("degraded_seal_refused") == 1)
+
+
+def test_a_fill_that_is_repeated_is_refused_where_the_slot_is_anothers(node, connection, connect):
+    other = connect(node.address)
+    assert other.attach(30.0)
+    old = connection.call(Reserve(keys(1), 8 * MIB), 30.0).slots
+    connection.call(Abort(old), 30.0)
+    new = other.call(Reserve(keys(1), 8 * MIB), 30.0).slots
+    assert (new[0].offset, new[0].nbytes) == (old[0].offset, old[0].nbytes)
+    for slots in (old, new):  # by generation, and by owner
+        with pytest.raises(StaleSlot):
+            connection.call(Fill(slots, seal=True), 30.0)
+        connection.tell(Fill(slots, seal=True))
+        connection.tell(Abort(slots))
+        connection.tell(Abort(slots, unused=True))
+    assert connection.call(Status(), 30.0).chunks == {"filling": 1}
+    assert other.call(Fill(new, seal=True), 30.0) == Done(1)
+
+
+class Scripted:
+    """A node that answers what the test tells it to."""
+
+    def __init__(self, address):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(address)
+        self.route = b""
+
+    def read(self, kind):
+        """The next message of this kind."""
+        while self.socket.poll(30_000):
+            self.route, frame = self.socket.recv_multipart()
+            envelope = decode_to_node(frame)
+            if isinstance(envelope.body, kind):
+                return envelope
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def answer(self, seq, body):
+        self.socket.send_multipart([self.route, encode(FromNode(seq, body))])
+
+    def close(self):
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def scripted(address):
+    made = Scripted(address)
+    yield made
+    made.close()
+    Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def waits(thread):
+    """Whether this thread has begun to wait for an answer."""
+    frame = sys._current_frames().get(thread.ident)
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return "collect" in names
+
+
+def test_a_message_is_told_while_another_thread_waits_for_an_answer(address, scripted, connect):
+    """The answer comes only after that message: a lock that is held while waiting would be held to the end."""
+    connection = connect(address)
+    seq = connection.ask(Status())
+    answers = []
+    waiter = threading.Thread(target=lambda: answers.append(connection.collect(seq, 10.0)))
+    waiter.start()
+    wait_until(lambda: waits(waiter))
+    connection.tell(Mark(TRANSFER, "event", 7))
+    scripted.read(Mark)
+    scripted.answer(seq, Done(5))
+    waiter.join()
+    assert answers == [Done(5)]
+
+
+def test_each_of_many_waiting_threads_gets_its_answer(address, scripted, connect):
+    """In the opposite order, each only when the one before has been collected: no answer is slept through."""
+    connection = connect(address)
+    seqs = [connection.ask(Status()) for _ in range(8)]
+    answers = {}
+
+    def wait(seq):
+        answers[seq] = connection.collect(seq, 30.0)
+
+    waiters = {seq: threading.Thread(target=wait, args=(seq,)) for seq in seqs}
+    for waiter in waiters.values():
+        waiter.start()
+        wait_until(lambda waiter=waiter: waits(waiter))
+    scripted.read(Status)
+    for seq in reversed(seqs):
+        connection.tell(Mark(TRANSFER, "event", seq))  # a send takes notice of what has come, too
+        scripted.answer(seq, Done(seq))
+        waiters[seq].join()
+    assert answers == {seq: Done(seq) for seq in seqs}
+
+
+def test_what_was_lost_is_told_again_and_what_was_answered_is_not(address, scripted, connect):
+    """An answer to what was told later says that an earlier one is not coming."""
+    connection = connect(address)
+    connection.tell(Release(1))
+    connection.tell(Release(2))
+    first, second = scripted.read(Release), scripted.read(Release)
+    assert (first.body, second.body, first.reply) == (Release(1), Release(2), True)
+    scripted.answer(second.seq, Done(1))
+    seq = connection.ask(Status())
+    scripted.answer(seq, Done())
+    connection.collect(seq, 30.0)
+    connection.tell(Release(3))
+    again = [scripted.read(Release) for _ in range(2)]
+    assert [each.body for each in again] == [Release(1), Release(3)]
+    for each in again:
+        scripted.answer(each.seq, Done(1))
+
+
+def test_counts_that_did_not_get_through_are_told_later(node, connection):
+    connection.count("no_room")
+    stop(node)
+    try:
+        deafen(connection)
+        connection._heartbeat()
+        connection._heartbeat()
+    finally:
+        node.signal(signal.SIGCONT)
+    wait_until(lambda: connection.call(Status(), 30.0).counters.get("degraded_no_room") == 1)
+
+
+def test_closing_wakes_whoever_waits(address, scripted, connect):
+    connection = connect(address)
+    seq = connection.ask(Status())
+    raised = []
+
+    def wait():
+        try:
+            connection.collect(seq, 600.0)
+        except NodeUnavailable as error:
+            raised.append(error)
+
+    waiters = [threading.Thread(target=wait) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+        wait_until(lambda waiter=waiter: waits(waiter))
+    connection.close()
+    for waiter in waiters:
+        waiter.join()
+    assert len(raised) == 3
+    assert scripted.read(Hello).reply
+    assert not isinstance(scripted.read(Status).body, Ping)
