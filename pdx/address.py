@@ -53,6 +53,15 @@ def data_host(address: str) -> str:
     return "127.0.0.1" if address.startswith("ipc://") else str(_endpoint(address)[0])
 
 
+def tcp_endpoint(address: str) -> tuple[str, int]:
+    """The host and the port of a tcp address.
+
+    :raises ConfigError: it is none.
+    """
+    host, port = _endpoint(address)
+    return str(host), port
+
+
 def needs_ipv6(address: str) -> bool:
     """Whether ZMQ has to be told to use IPv6 for it."""
     return address.startswith("tcp://[")

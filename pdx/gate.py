@@ -26,10 +26,19 @@ class Gate:
     """The ZAP socket of a context; bound before the sockets it guards. All calls on one thread."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], *, admits: Callable[[str], bool], counters: Counter[str]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        admits: Callable[[str], bool],
+        whence: Callable[[], list[str]] = list,
+        counters: Counter[str],
     ) -> None:
-        """`admits`: whether a public key may come in. Refusals are counted as `peers_denied`."""
+        """`admits`: whether a public key may come in. Refusals are counted as `peers_denied`.
+
+        `whence`: where those who ask may come from; empty: ZMQ knows.
+        """
         self._admits = admits
+        self._whence = whence
         self._counters = counters
         self._warned: set[str] = set()
         self.socket = context.socket(zmq.REP)
@@ -71,7 +80,8 @@ class Gate:
         self._counters["peers_denied"] += 1
         if what not in self._warned and len(self._warned) < _MAX_WARNED:
             self._warned.add(what)
-            log.warning("%s at %s is not in the roster and was not let in", what, address.decode("ascii", "replace"))
+            where = " or ".join(self._whence()[:4]) or address.decode("ascii", "replace")
+            log.warning("%s at %s is not in the roster and was not let in", what, where)
 
 
 def user_of(frame: zmq.Frame) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -63,6 +64,7 @@ class Arena:
     gpu: str = ""  # UUID of the GPU that has the data; empty: host memory
     address: int  # of the data, in this process
     _has_data_in_file: ClassVar[bool] = True
+    _held = -1  # descriptor of the locked file, where this process made it
 
     def __init__(self, path: Path, nbytes: int, *, writable_generations: bool) -> None:
         self.path = path
@@ -76,6 +78,9 @@ class Arena:
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable_generations else 0)
             self._table = mmap.mmap(fd, table_bytes, prot=protection, offset=total - table_bytes)
             self._data = mmap.mmap(fd, nbytes) if self._has_data_in_file else None
+            if writable_generations:  # this process is the node: as long as it lives, `remove_left` leaves the file
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self._held = os.dup(fd)
         finally:
             os.close(fd)
         self.generations = memoryview(self._table).cast("Q")
@@ -114,6 +119,22 @@ class Arena:
         except OSError as error:
             path.unlink()
             raise ArenaTooSmall(f"cannot allocate {total >> 20} MiB at {path}: {error}") from error
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def remove_left(path: Path) -> None:
+        """Remove the file of an arena whose node was killed; another user's, or one that a node still has, stays."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # gone meanwhile, or not this user's
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_uid == os.getuid():
+                path.unlink(missing_ok=True)
+        except BlockingIOError:
+            return
         finally:
             os.close(fd)
 
@@ -181,6 +202,9 @@ class Arena:
     def close(self) -> None:
         """Drop this mapping; memory stays mapped as long as a view of it lives. Idempotent."""
         self.generations.release()
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
         if self._data is not None:
             self._bytes.release()
         for mapping in (self._table, self._data):

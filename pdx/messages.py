@@ -416,7 +416,7 @@ def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes, limit: int 
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"frame of {len(frame)} bytes does not decode: {error}") from error
+        raise ProtocolError(f"frame of {len(frame)} bytes does not decode: {str(error)[:200]!r}") from error
 
 
 def decode_to_node(frame: bytes) -> ToNode:

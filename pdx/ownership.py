@@ -1,30 +1,89 @@
-"""Who may listen at a Unix socket's path: one process at a time. ZMQ would take the path away from its owner."""
+"""Who may listen at a Unix socket's path: one process at a time. A bind would take the path away from its owner."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import socket
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pdx.errors import PdxError
+from pdx.errors import ConfigError, PdxError
+
+
+class Lock:
+    """The lock beside a path, held."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def touch(self) -> None:
+        """The file is in use: programs that clean up old files leave it alone."""
+        os.utime(self._fd)
 
 
 @contextlib.contextmanager
-def owned(path: Path, taken: Callable[[str], PdxError]) -> Iterator[None]:
+def owned(path: Path, taken: Callable[[str], PdxError]) -> Iterator[Lock]:
     """Own this path inside the block; the lock beside it (`….lock`) is also given back when the process dies.
+
+    Who listens there although the lock was removed is its owner, too.
 
     :raises PdxError: it has an owner; `taken` makes the error from that process's id.
     """
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _locked(path, taken)
     try:
+        owner = _listener(path)
+        if owner is not None:
+            raise taken(owner)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        yield Lock(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_socket(path: Path) -> None:
+    """Remove what a killed owner left at a path that this process owns now.
+
+    :raises ConfigError: what is there is no socket.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} is there and is no socket; remove it, or name another address")
+    path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, taken: Callable[[str], PdxError]) -> int:
+    """The descriptor of the lock file that lies at the path and nowhere else."""
+    name = f"{path}.lock"
+    while True:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise taken(os.pread(fd, 32, 0).decode(errors="replace").strip()) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(fd)
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise taken(owner) from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(name, follow_symlinks=False)):
+                return fd
+        os.close(fd)  # it was removed between the two calls, and somebody else may have the new one
+
+
+def _listener(path: Path) -> str | None:
+    """The process that listens at this path, None if nobody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # more than it takes at a time wait there
+            return "unknown"
+        except OSError:
+            return None
+        pid = int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), "little")
+    return str(pid)

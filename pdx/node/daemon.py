@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import secrets
 import signal
 import time
@@ -18,6 +17,7 @@ from types import FrameType, TracebackType
 
 import zmq
 
+from pdx import descriptors
 from pdx.address import check_address, data_host, needs_ipv6
 from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
@@ -28,6 +28,7 @@ from pdx.memory import Arena, round_up
 from pdx.messages import (
     MAX_FRAME_BYTES,
     Answer,
+    Bye,
     Cancel,
     FromNode,
     Hello,
@@ -37,17 +38,22 @@ from pdx.messages import (
     decode_to_node,
     encode,
 )
+from pdx.node.burst import burst
+from pdx.node.desk import Delivery, Desk
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.numa import choose, memory_on, run_on
-from pdx.ownership import owned
+from pdx.ownership import owned, remove_socket
 from pdx.waking import WakingClock
 
 log = logging.getLogger("pdx.node")
 
 SHM = Path("/dev/shm")
 TICK_S = 0.2
+TOUCH_S = 3600.0  # between two touches of the lock: what cleans up /tmp takes files that nobody touched for days
 RECONNECT_MS = 1000  # at most between two attempts to reach the proxy
-_BURST = 256  # messages handled before timers get their turn
+
+
+_FAILED = Refused(NodeError.__name__, "an internal error ended this session; see the node's log, and attach again")
 
 
 def run(config: NodeConfig) -> None:
@@ -58,6 +64,7 @@ def run(config: NodeConfig) -> None:
     :raises GpuError: there is no such GPU, or its memory cannot be shared.
     """
     stop = False
+    descriptors.raise_limit()
     near = choose(config.numa, config.gpu)
     run_on(near)  # before there are other threads
 
@@ -87,19 +94,21 @@ class Daemon:
         self._config = config
         epoch = secrets.randbits(62)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(owned(path, lambda owner: _running(path, owner)))
+            self._lock = undo.enter_context(owned(path, lambda owner: _running(path, owner)))
             for left in (path, handover_path(config.address)):  # by a node that was killed
-                left.unlink(missing_ok=True)
+                remove_socket(left)
             arena = _fresh_arena(config, epoch, near)
             undo.callback(arena.close)
             undo.callback(arena.path.unlink, missing_ok=True)
-            undo.callback(path.unlink, missing_ok=True)
             self._context = undo.enter_context(zmq.Context())
-            self._router = undo.enter_context(self._bind())
-            self._poller = zmq.Poller()
-            self._poller.register(self._router, zmq.POLLIN)
             self.service = Service(config, arena, epoch)
+            self._faults = self.service.faults
             undo.callback(self.service.detach_all)
+            self._desk = Desk(self._context, path, self.service.counters)
+            undo.callback(self._desk.close)
+            self._poller = zmq.Poller()
+            for socket in (self._desk.socket, self._desk.comings):
+                self._poller.register(socket, zmq.POLLIN)
             self._handover = self._open_handover(arena) if isinstance(arena, GpuArena) else None
             if self._handover is not None:
                 undo.callback(self._handover.close)
@@ -114,20 +123,10 @@ class Daemon:
                 self._poller.register(self._proxy, zmq.POLLIN)
             self._undo = undo.pop_all()
         self._next_tick = time.monotonic()
+        self._next_touch = time.monotonic() + TOUCH_S
         self._next_report = time.monotonic()
         self._waking = WakingClock(2 * TICK_S, time.monotonic)
         self._last_busy = self._waking()
-
-    def _bind(self) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        mask = os.umask(0o177)
-        try:
-            router.bind(self._config.address)
-        finally:
-            os.umask(mask)
-        return router
 
     def _open_handover(self, arena: GpuArena) -> HandoverServer:
         sessions = self.service.sessions
@@ -164,26 +163,43 @@ class Daemon:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        for source, _ in self._poller.poll(round(timeout_s * 1000)):
-            if source is self._router:
-                self._serve_burst()
-            elif source is self._proxy:
-                self._serve_proxy()
-            elif source == self._peers.mailbox.fd:
-                self._peers.mailbox.deliver()
-            elif isinstance(source, int):
-                if self._handover is None or not self._handover.serve(source):
-                    self._bury(source)
-            else:
-                self._peers.links.serve(source)
+        ready = self._poller.poll(round(timeout_s * 1000))
+        self._desk.heed_descriptors()
+        for source, _ in ready:
+            with self._faults.contain("serving a socket") as part:
+                self._serve_source(source)
+            if part.has_failed and isinstance(source, int) and source != self._peers.mailbox.fd:
+                self._forget(source)  # else it would fail again at once, for ever
         self._peers.turn()
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
-            self.service.tick()
-            if self._handover is not None:
+            self._tick(now)
+        with self._faults.contain("the report to the proxy"):
+            self._report(now)
+
+    def _serve_source(self, source: object) -> None:
+        if source is self._desk.socket:
+            self._serve_burst()
+        elif source is self._proxy:
+            self._serve_proxy()
+        elif source == self._peers.mailbox.fd:
+            self._peers.mailbox.deliver()
+        elif isinstance(source, int):
+            if self._handover is None or not self._handover.serve(source):
+                self._bury(source)
+        else:
+            self._peers.links.serve(source)
+
+    def _tick(self, now: float) -> None:
+        self.service.tick()
+        if self._handover is not None:
+            with self._faults.contain("the tick of the handover"):
                 self._handover.tick()
-        self._report(now)
+        if now >= self._next_touch:
+            self._next_touch = now + TOUCH_S
+            with self._faults.contain("the lock of the node"):
+                self._lock.touch()
 
     def is_idle_too_long(self) -> bool:
         """Whether nothing has been attached for `exit_when_idle_s`; ask after each turn."""
@@ -195,66 +211,85 @@ class Daemon:
     # ---- messages ---------------------------------------------------------------------------
 
     def _serve_burst(self) -> None:
-        for _ in range(_BURST):
-            try:
-                route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+        for _ in burst(time.monotonic):
+            delivery = self._desk.receive()
+            if delivery is None:
                 return
-            self._serve(route, frames)
+            self._serve(delivery)
 
-    def _serve(self, route: bytes, frames: list[bytes]) -> None:
+    def _serve(self, delivery: Delivery) -> None:
+        route = delivery.route
         try:
-            if len(frames) != 1:
-                raise ProtocolError(f"{len(frames)} frames instead of one")
-            envelope = decode_to_node(frames[0])
+            if len(delivery.frames) != 1:
+                raise ProtocolError(f"{len(delivery.frames)} frames instead of one")
+            envelope = decode_to_node(delivery.frames[0].bytes)
         except ProtocolError as error:
-            self._drop(error)
+            self._faults.dropped(self._sender(route), error)
             return
         try:
-            answer = self._answer(route, envelope)
+            with self._faults.contain(f"a {type(envelope.body).__name__}", passing=(NodeError, ProtocolError)) as part:
+                answer = self._answer(delivery, envelope)
+            if part.has_failed:
+                answer = self._end_failed(route)
         except (NodeError, ProtocolError) as error:
             self.service.counters["refused"] += 1
             answer = Refused(type(error).__name__, str(error)[:1024])
         if answer is not None and envelope.reply:
-            self._router.send_multipart([route, encode(FromNode(envelope.seq, answer))])
+            self._desk.send(route, encode(FromNode(envelope.seq, answer)))
 
-    def _answer(self, route: bytes, envelope: ToNode) -> Answer | None:
+    def _answer(self, delivery: Delivery, envelope: ToNode) -> Answer | None:
+        route = delivery.route
         session = self.service.sessions.of_route(route)
         if isinstance(envelope.body, Hello) and session is None:
-            session, welcome = self.service.attach(route, envelope.body)
+            session, welcome = self.service.attach(route, envelope.body, delivery.pid)
             session.last_seq = envelope.seq
             self._poller.register(session.pidfd, zmq.POLLIN)
             return welcome
         if session is None:
             return Refused(NodeError.__name__, "say hello first")
         if envelope.seq <= session.last_seq:
-            self._drop(ProtocolError(f"message {envelope.seq} of {session!r} was replayed"))
+            self._faults.dropped(self._sender(route), ProtocolError(f"message {envelope.seq} was replayed"))
             return None
         session.last_seq = envelope.seq
+        if session.has_failed and not isinstance(envelope.body, Bye):
+            return _FAILED
         pidfd = session.pidfd
         answer = self.service.handle(session, envelope.body)
         if self.service.sessions.of_route(route) is None:  # it said bye
             self._poller.unregister(pidfd)
         return answer
 
-    def _drop(self, error: ProtocolError) -> None:
-        self.service.counters["dropped_messages"] += 1
-        log.warning("dropped a message: %s", error)
+    def _end_failed(self, route: bytes) -> Refused:
+        """An internal error ended a session. What its process holds stays until that one says bye, or is dead: it
+        may still be writing."""
+        session = self.service.sessions.of_route(route)
+        if session is not None:
+            session.has_failed = True
+            log.error("%r is over: its process must attach again", session)
+        return _FAILED
+
+    def _sender(self, route: bytes) -> str:
+        session = self.service.sessions.of_route(route)
+        return repr(session) if session is not None else "a process that is not attached"
 
     def _bury(self, pidfd: int) -> None:
         session = self.service.sessions.of_pidfd(pidfd)
         if session is None or not session.is_dead:
             return  # it said bye in this very turn, and its file descriptor may be another session's by now
-        self._poller.unregister(pidfd)
+        self._forget(pidfd)
         log.warning("%r died; what it held is given back", session)
         self.service.counters["deaths"] += 1
         self.service.end(session)
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(fd)
 
     # ---- the proxy --------------------------------------------------------------------------
 
     def _serve_proxy(self) -> None:
         assert self._proxy is not None
-        for _ in range(_BURST):
+        for _ in burst():
             try:
                 frames = self._proxy.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -263,12 +298,14 @@ class Daemon:
                 if len(frames) != 1:
                     raise ProtocolError(f"{len(frames)} frames instead of one")
                 message = decode_from_proxy(frames[0])
+            except ProtocolError as error:
+                self._faults.dropped("the proxy", error)
+                continue
+            with self._faults.contain("a message of the proxy"):
                 if isinstance(message, Cancel):
                     self.service.cancel(message.transfer, "the proxy")
                 else:
                     self._peers.told(message.peers)
-            except ProtocolError as error:
-                self._drop(error)
 
     def _report(self, now: float) -> None:
         if self._proxy is None or (now < self._next_report and not self.service.news):
@@ -301,8 +338,8 @@ def _running(path: Path, owner: str) -> NodeRunning:
 def _fresh_arena(config: NodeConfig, epoch: int, near: int | None) -> Arena:
     """An arena under a name that only this address uses; what a killed node of this address left is removed."""
     prefix = "pdx-" + hashlib.blake2b(config.address.encode(), digest_size=8).hexdigest()
-    for stale in SHM.glob(f"{prefix}-*.arena"):
-        stale.unlink(missing_ok=True)
+    for left in SHM.glob(f"{prefix}-*.arena"):
+        Arena.remove_left(left)
     path, nbytes = SHM / f"{prefix}-{epoch:016x}.arena", round_up(config.arena_bytes) + PROBE_BYTES
     if config.gpu:
         try:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from pdx.address import needs_ipv6
+from pdx.address import tcp_endpoint
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError, NodeRunning, ProtocolError
 from pdx.gate import Gate, user_of
 from pdx.keyring import KeyPair, secure_server
 from pdx.messages import MAX_FRAME_BYTES
-from pdx.ownership import owned
+from pdx.node.front import Front
+from pdx.ownership import owned, remove_socket
 
 HIGH_WATER = 1024  # messages a peer may leave unread
 
@@ -54,8 +55,13 @@ class Door:
                 private_folder(path.parent)
                 taken = NodeRunning(f"another node already listens at {path}; give this one another --listen")
                 undo.enter_context(owned(path, lambda _: taken))
+                remove_socket(path)
                 undo.callback(path.unlink, missing_ok=True)
-            self._gate = Gate(context, admits=admits, counters=counters) if own is not None else None
+            self._front = self._new_front(listen, timeout_s, counters) if listen.startswith("tcp://") else None
+            if self._front is not None:
+                undo.callback(self._front.close)
+            whence = self._front.newcomers if self._front is not None else list
+            self._gate = Gate(context, admits=admits, whence=whence, counters=counters) if own is not None else None
             if self._gate is not None:
                 undo.callback(self._gate.close)
             self._router = undo.enter_context(context.socket(zmq.ROUTER))
@@ -64,7 +70,7 @@ class Door:
             if own is not None:
                 secure_server(self._router, own)
             self._bind(listen)
-            self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            self.address = self._front.address if self._front is not None else listen
             self._undo = undo.pop_all()
 
     def __repr__(self) -> str:
@@ -114,16 +120,23 @@ class Door:
             self._router.setsockopt(zmq.LINGER, linger_ms)
         self._undo.close()
 
+    def _new_front(self, listen: str, timeout_s: float, counters: Counter[str]) -> Front:
+        host, port = tcp_endpoint(listen)
+        try:
+            return Front(host, port, young_s=timeout_s, counters=counters)
+        except OSError as error:
+            raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
+
     def _bind(self, listen: str) -> None:
-        if needs_ipv6(listen):
-            self._router.setsockopt(zmq.IPV6, 1)
         mask = os.umask(0o177)
         try:
-            self._router.bind(listen)
+            self._router.bind(self._front.inner if self._front is not None else listen)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
         finally:
             os.umask(mask)
+        if self._front is not None:
+            self._front.start()
 
 
 def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:

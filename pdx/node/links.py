@@ -19,7 +19,9 @@ from pdx.errors import ConfigError, PeerRefused, PeerUnknown, ProtocolError
 from pdx.handshake import LinkState, LinkStep, check_welcome
 from pdx.keyring import KeyPair, secure_client
 from pdx.messages import PeerEntry, Refused
+from pdx.node.burst import burst
 from pdx.node.door import Door, limit
+from pdx.node.faults import Faults
 from pdx.node.link import Link, LinkHandler, PeerSession
 from pdx.node.lives import Lives
 from pdx.node.reception import Reception
@@ -31,7 +33,6 @@ __all__ = ["Link", "LinkHandler", "Links", "PeerSession"]
 
 log = logging.getLogger(__name__)
 
-_BURST = 256  # messages taken before other work gets its turn
 _RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a peer that is dialled
 
 
@@ -51,6 +52,7 @@ class Links:
         watch: Callable[[zmq.Socket[bytes]], None],
         unwatch: Callable[[zmq.Socket[bytes]], None],
         counters: Counter[str],
+        faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`context`: of this node alone, because the gate is for all CURVE servers in it. `watch` and `unwatch` add
@@ -63,6 +65,7 @@ class Links:
         self._own = KeyPair.load(keys) if keys else None
         self._roster = Roster(roster, has_keys=self._own is not None)
         self._context, self._handler, self._counters = context, handler, counters
+        self._faults = faults or Faults(counters)
         self._timeout_s, self._ping_s = timeout_s, ping_s
         self._watch, self._unwatch = watch, unwatch
         # A node that was stopped, or starved, heard nobody; that is not the others' silence.
@@ -87,6 +90,7 @@ class Links:
             lives=self._lives,
             on_life=self._begin_life,
             counters=counters,
+            faults=self._faults,
         )
         for socket in self._door.sockets:
             watch(socket)
@@ -192,14 +196,15 @@ class Links:
     def tick(self) -> None:
         """A few times a second: signs of life, silences, and whether the roster changed."""
         self._now = self._clock()
-        if self._roster.refresh():
-            self._reception.obey_roster()
-            for link in self.links:
-                if link.state is not LinkState.CLOSED and not self._is_named(link):
-                    self._lose(link, LinkStep.LOST, "the roster has changed")
+        with self._faults.contain("the look at the roster"):
+            if self._roster.refresh():
+                self._obey_roster()
         for link in self.links:
-            if link.state is not LinkState.CLOSED:
-                self._tick_link(link)
+            with self._faults.contain("the tick of a link") as part:
+                if link.state is not LinkState.CLOSED:
+                    self._tick_link(link)
+            if part.has_failed:
+                self._end_failed(link)
         self._reception.tick(self._now, ping_s=self._ping_s, timeout_s=self._timeout_s)
 
     def close(self) -> None:
@@ -216,16 +221,18 @@ class Links:
     # ---- links ------------------------------------------------------------------------------
 
     def _serve_link(self, link: Link) -> None:
-        for _ in range(_BURST):
+        for _ in burst():
             try:
                 body = link.read()
                 if body is None:
                     return
                 link.heard_at = self._now
-                self._hear(link, body)
+                with self._faults.contain("a message of a dialled peer", passing=(ProtocolError,)) as part:
+                    self._hear(link, body)
+                if part.has_failed:
+                    self._end_failed(link)
             except ProtocolError as error:
-                self._counters["dropped_messages"] += 1
-                log.warning("dropped a message of %r: %s", link, error)
+                self._faults.dropped(repr(link.name), error)
 
     def _hear(self, link: Link, body: PeerBody) -> None:
         match body:
@@ -255,6 +262,18 @@ class Links:
         self._begin_life(link.name, welcome.epoch)
         link.welcomed(welcome)
         self._handler.link_ready(link, welcome, schemes)
+
+    def _obey_roster(self) -> None:
+        self._reception.obey_roster()
+        for link in self.links:
+            if link.state is not LinkState.CLOSED and not self._is_named(link):
+                self._lose(link, LinkStep.LOST, "the roster has changed")
+
+    def _end_failed(self, link: Link) -> None:
+        """What was done for this link ended in an internal error: the link ends, too."""
+        if link.state is not LinkState.CLOSED:
+            with self._faults.contain("the end of a link"):
+                self._lose(link, LinkStep.LOST, "an internal error")
 
     def _begin_life(self, name: str, epoch: int) -> None:
         """`name` was heard in this life; what belongs to another one is over."""
@@ -293,15 +312,17 @@ class Links:
         return (entry.address, entry.public_key) == (link.address, link.server_key)
 
     def _connected(self, entry: PeerEntry) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
+        socket = None
         try:
+            socket = self._context.socket(zmq.DEALER)
             limit(socket, self._timeout_s)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
             socket.setsockopt(zmq.IPV6, int(needs_ipv6(entry.address)))
             secure_client(socket, own=self._own, server_key=entry.public_key)
             socket.connect(entry.address)
         except (ConfigError, zmq.ZMQError) as error:
-            socket.close()
+            if socket is not None:
+                socket.close()
             raise ConfigError(f"peer {entry.name!r} at {entry.address!r}: {error}") from error
         return socket
 

@@ -19,6 +19,7 @@ from pdx.handshake import Identity, LinkState, LinkStep, SessionStep
 from pdx.host import host_id
 from pdx.memory import Arena
 from pdx.messages import Lookup, PeerEntry, PeerStatus, Slot
+from pdx.node.faults import Faults
 from pdx.node.fetches import Fetches
 from pdx.node.guests import Guests
 from pdx.node.incoming import Landing
@@ -52,6 +53,7 @@ class Peers:
         store: Store,
         transfers: Transfers,
         counters: Counter[str],
+        faults: Faults,
         layouts: Callable[[], Sequence[bytes]],
         mark: Callable[[str, Event, int, int], None],
         clock: Callable[[], float],
@@ -65,12 +67,13 @@ class Peers:
         self._store = store
         self._transfers = transfers
         self._counters = counters
+        self._faults = faults
         self._layouts = layouts
         self._mark = mark
         self._clock = clock
         self._is_open = False
         self._warm_up_at = 0.0
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(faults)
 
     def open(
         self,
@@ -104,6 +107,7 @@ class Peers:
             watch=watch,
             unwatch=unwatch,
             counters=self._counters,
+            faults=self._faults,
         )
         self.links.check_self(self._name)
         self.fetches = Fetches(self.links.dial, config.fetch_s)
@@ -245,20 +249,26 @@ class Peers:
 
     def turn(self) -> None:
         """After each turn of the control loop."""
-        self.guests.turn()
+        with self._faults.contain("the turn of incoming pushes"):
+            self.guests.turn()
 
     def tick(self) -> None:
         """A few times a second."""
         now = self._clock()
-        self.links.tick()
-        self.ways.tick(now)
-        self.guests.incoming.tick(now)
-        late = self.fetches.tick(now)
-        if late:
-            self._counters["fetches_late"] += late
+        with self._faults.contain("the tick of links"):
+            self.links.tick()
+        with self._faults.contain("the tick of outgoing pushes"):
+            self.ways.tick(now)
+        with self._faults.contain("the tick of incoming pushes"):
+            self.guests.incoming.tick(now)
+        with self._faults.contain("the tick of fetches"):
+            late = self.fetches.tick(now)
+            if late:
+                self._counters["fetches_late"] += late
         if now >= self._warm_up_at:
             self._warm_up_at = now + WARM_UP_S
-            self._warm_up()
+            with self._faults.contain("dialling peers"):
+                self._warm_up()
 
     def _warm_up(self) -> None:
         """Dial the peers there are before the first request needs them, unless they are many."""

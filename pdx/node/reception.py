@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from pdx.errors import PeerRefused, ProtocolError
 from pdx.handshake import SessionState, SessionStep, check_hello
+from pdx.node.burst import burst
 from pdx.node.door import Door
+from pdx.node.faults import Faults
 from pdx.node.link import FAREWELL_MS, LinkHandler, PeerSession, refusal
 from pdx.node.lives import Lives
 from pdx.peer_messages import (
@@ -31,7 +33,6 @@ from pdx.roster import Roster
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
-_BURST = 256  # messages taken before other work gets its turn
 _LAST_SEQ = (1 << 63) - 1  # of what is said to somebody without a session: nothing follows it
 
 
@@ -48,10 +49,11 @@ class Reception:
         lives: Lives,
         on_life: Callable[[str, int], None],
         counters: Counter[str],
+        faults: Faults,
     ) -> None:
         """`on_life` is called with the name and epoch of a peer that was let in, before its session begins."""
         self._door, self._handler, self._roster, self._has_keys = door, handler, roster, has_keys
-        self._lives, self._on_life, self._counters = lives, on_life, counters
+        self._lives, self._on_life, self._counters, self._faults = lives, on_life, counters, faults
         self._sessions: dict[bytes, PeerSession] = {}  # by route
         self._by_name: dict[str, tuple[bytes, PeerSession]] = {}
         self._numbers = 0
@@ -63,30 +65,35 @@ class Reception:
 
     def serve(self, now: float) -> None:
         """Take what has come in."""
-        for _ in range(_BURST):
+        for _ in burst():
             session = None
             try:
                 arrival = self._door.receive()
                 if arrival is None:
                     return
                 session = self._sessions.get(arrival.route)
-                envelope = decode_peer(arrival.frame)
-                if session is not None:
-                    self._hear(arrival.route, session, arrival.key, envelope, now)
-                else:
-                    self._hear_stranger(arrival.route, arrival.key, envelope, now)
+                with self._faults.contain("a message of a peer", passing=(ProtocolError,)) as part:
+                    envelope = decode_peer(arrival.frame)
+                    if session is not None:
+                        self._hear(arrival.route, session, arrival.key, envelope, now)
+                    else:
+                        self._hear_stranger(arrival.route, arrival.key, envelope, now)
+                if part.has_failed:
+                    self._end_failed(arrival.route)
             except ProtocolError as error:
-                self._counters["dropped_messages"] += 1
-                log.warning("dropped a message of %s: %s", session or "a node without a session", error)
+                self._faults.dropped(repr(session.name) if session else "a node without a session", error)
 
     def tick(self, now: float, *, ping_s: float, timeout_s: float) -> None:
         """Signs of life, and silences."""
         for route, session in list(self._sessions.items()):
-            if now - session.pinged_at >= ping_s:
-                session.ping(now)
-            if session.fault or now - session.heard_at > timeout_s:
-                why = session.fault or f"nothing heard for {timeout_s:g} s"
-                self._end(route, session, SessionStep.SILENT, why)
+            with self._faults.contain("the tick of a peer's session") as part:
+                if now - session.pinged_at >= ping_s:
+                    session.ping(now)
+                if session.fault or now - session.heard_at > timeout_s:
+                    why = session.fault or f"nothing heard for {timeout_s:g} s"
+                    self._end(route, session, SessionStep.SILENT, why)
+            if part.has_failed:
+                self._end_failed(route)
 
     def obey_roster(self) -> None:
         """The roster has changed: whoever it names no longer, or with another key, is parted with."""
@@ -184,6 +191,13 @@ class Reception:
         if step is not SessionStep.BYE:
             log.warning("the session of peer %r is over: %s", session.name, why)
         self._handler.session_over(session, step)
+
+    def _end_failed(self, route: bytes) -> None:
+        """What was done for this session ended in an internal error: the session ends, too."""
+        session = self._sessions.get(route)
+        if session is not None:
+            with self._faults.contain("the end of a peer's session"):
+                self._end(route, session, SessionStep.SILENT, "an internal error")
 
     def _forget(self, route: bytes, session: PeerSession) -> None:
         del self._sessions[route]

@@ -43,6 +43,7 @@ from pdx.messages import (
     Status,
     Welcome,
 )
+from pdx.node.faults import Faults
 from pdx.node.peers import Peers
 from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
@@ -71,6 +72,7 @@ class Service:
         self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes))
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
+        self.faults = Faults(self.counters, clock)
         self.transfers = Transfers(self.counters)
         self.peers = Peers(
             config,
@@ -81,6 +83,7 @@ class Service:
             store=self.store,
             transfers=self.transfers,
             counters=self.counters,
+            faults=self.faults,
             layouts=lambda: [session.hello.layout for session in self.sessions],
             mark=self._mark_own,
             clock=clock,
@@ -115,11 +118,15 @@ class Service:
 
     # ---- attaching --------------------------------------------------------------------------
 
-    def attach(self, route: bytes, hello: Hello) -> tuple[Session, Welcome]:
-        """:raises ProtocolError: another version, or not a process that may attach."""
+    def attach(self, route: bytes, hello: Hello, pid: int) -> tuple[Session, Welcome]:
+        """`pid`: the process that sent it, by the kernel's word.
+
+        :raises ProtocolError: another version, or not a process that may attach.
+        :raises NodeError: too many are attached.
+        """
         if hello.version != VERSION:
             raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
-        session = self.sessions.attach(route, hello, self._clock())
+        session = self.sessions.attach(route, hello, pid, self._clock())
         self.reports.news = True
         arena = self._arena
         welcome = Welcome(self._epoch, os.getpid(), str(arena.path), arena.nbytes, GRANULE_BYTES)
@@ -156,9 +163,11 @@ class Service:
 
     def tick(self) -> None:
         """Deadlines; call it a few times a second."""
-        self._lost(self.store.expire())
-        for name in self.transfers.expire(self._clock()):
-            self.store.drop_tails(name)
+        with self.faults.contain("the deadlines of the store"):
+            self._lost(self.store.expire())
+        with self.faults.contain("the deadlines of transfers"):
+            for name in self.transfers.expire(self._clock()):
+                self.store.drop_tails(name)
         self.peers.tick()
 
     @property

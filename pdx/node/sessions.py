@@ -6,16 +6,21 @@ writing when it is continued (docs/architecture.md, invariant 3).
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
 import select
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from pdx.cuda.handover import TICKET_BYTES
-from pdx.errors import ProtocolError
+from pdx.errors import NodeError, ProtocolError
 from pdx.messages import Hello
+
+MAX_SESSIONS = 4096
+MAX_OF_ONE_PROCESS = 256
 
 
 class Session:
@@ -29,10 +34,11 @@ class Session:
         self.last_seen = now
         self.last_seq = 0
         self.running = 0
+        self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
         self.ticket = secrets.token_bytes(TICKET_BYTES)  # what its process shows to map memory of a GPU
 
     def __repr__(self) -> str:
-        return f"<Session {self.number} {self.hello.kind} {self.hello.engine} pid={self.hello.pid}>"
+        return f"<Session {self.number} {self.hello.kind} {self.hello.engine!r} pid={self.hello.pid}>"
 
     @property
     def is_dead(self) -> bool:
@@ -49,6 +55,7 @@ class Sessions:
         self._by_route: dict[bytes, Session] = {}
         self._by_pidfd: dict[int, Session] = {}
         self._workers: dict[tuple[str, int], Session] = {}
+        self._by_pid: Counter[int] = Counter()
         self._next_number = 1
 
     def __iter__(self) -> Iterator[Session]:
@@ -80,27 +87,28 @@ class Sessions:
         workers = [worker for worker in found if worker is not None]
         return workers if len(workers) == shards else None
 
-    def attach(self, route: bytes, hello: Hello, now: float) -> Session:
-        """A new session.
+    def attach(self, route: bytes, hello: Hello, pid: int, now: float) -> Session:
+        """A new session. `pid`: the process that sent the hello, by the kernel's word.
 
-        :raises ProtocolError: the process does not exist, is another user's, or takes another's place.
+        :raises ProtocolError: the process does not exist, is another user's, is not the one that sent this, or takes
+            another's place.
+        :raises NodeError: there are too many of them.
         """
         if route in self._by_route:
             raise ProtocolError(f"this connection is attached already: {self._by_route[route]!r}")
         place = (hello.engine, hello.shard)
         if hello.kind == "worker" and place in self._workers:
             raise ProtocolError(f"engine {hello.engine!r} has a worker of rank {hello.shard} already")
-        try:
-            pidfd = os.pidfd_open(hello.pid)
-        except OSError as error:
-            raise ProtocolError(f"no process {hello.pid} on this host: {error}") from error
-        if _owner(hello.pid) != os.getuid():
-            os.close(pidfd)
-            raise ProtocolError(f"process {hello.pid} belongs to another user, or has just ended")
+        if len(self._by_route) >= MAX_SESSIONS:
+            raise NodeError(f"{MAX_SESSIONS} processes are attached already")
+        if self._by_pid[hello.pid] >= MAX_OF_ONE_PROCESS:
+            raise NodeError(f"process {hello.pid} is attached {MAX_OF_ONE_PROCESS} times already")
+        pidfd = _watched(hello.pid, pid)
         session = Session(self._next_number, route, hello, pidfd, now)
         self._next_number += 1
         self._by_route[route] = session
         self._by_pidfd[pidfd] = session
+        self._by_pid[hello.pid] += 1
         if hello.kind == "worker":
             self._workers[place] = session
         return session
@@ -109,9 +117,33 @@ class Sessions:
         """Forget a session and close its pidfd."""
         del self._by_route[session.route]
         del self._by_pidfd[session.pidfd]
+        self._by_pid[session.hello.pid] -= 1
+        if not self._by_pid[session.hello.pid]:
+            del self._by_pid[session.hello.pid]
         os.close(session.pidfd)
         if session.hello.kind == "worker":
             del self._workers[session.hello.engine, session.hello.shard]
+
+
+def _watched(claimed: int, pid: int) -> int:
+    """A pidfd of the process that says it has the number `claimed`; the kernel says that it has `pid`."""
+    other = ""
+    if claimed != pid:
+        seen = f"is process {pid} here" if pid else "is not seen from here"
+        other = f"; the sender {seen}: a container needs the node's PID namespace (docker run --pid=host)"
+    try:
+        pidfd = os.pidfd_open(claimed)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise NodeError(f"this node has no file descriptor left for process {claimed} (ulimit -n)") from error
+        raise ProtocolError(f"no process {claimed} on this host: {error}{other}") from error
+    why = "belongs to another user, or has just ended" if _owner(claimed) != os.getuid() else ""
+    if other and not why:
+        why = "did not send this hello"
+    if why:
+        os.close(pidfd)
+        raise ProtocolError(f"process {claimed} {why}{other}")
+    return pidfd
 
 
 def _owner(pid: int) -> int | None:

@@ -113,3 +113,23 @@ def test_sizes_are_rounded_up_to_granules(tmp_path):
         assert arena.nbytes == 8192
         assert arena.path.stat().st_size == 8192 + 2 * 8
         assert arena.nbytes % mmap.PAGESIZE == 0
+
+
+def test_what_a_killed_node_left_is_removed_and_what_a_living_one_has_is_not(tmp_path):
+    path = tmp_path / "x.arena"
+    arena = Arena.create(path, NBYTES)
+    Arena.remove_left(path)
+    assert path.exists()
+    arena.close()
+    Arena.remove_left(path)
+    assert not path.exists()
+    Arena.remove_left(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to make a file of another user")
+def test_a_file_of_another_user_is_passed_over(tmp_path):
+    path = tmp_path / "x.arena"
+    path.write_bytes(b"")
+    os.chown(path, 65_534, 65_534)
+    Arena.remove_left(path)
+    assert path.exists()

@@ -1,13 +1,15 @@
 """The lock beside a socket: one owner, who is named to whoever comes second."""
 
+import fcntl
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from pdx.errors import NodeRunning
-from pdx.ownership import owned
+from pdx.errors import ConfigError, NodeRunning
+from pdx.ownership import owned, remove_socket
 
 OWNER = """
 import sys
@@ -33,3 +35,52 @@ def test_a_path_has_one_owner_as_long_as_that_lives(tmp_path):
             pass
     with owned(path, NodeRunning):
         pass
+
+
+def test_who_listens_owns_the_path_also_without_its_lock_file(tmp_path):
+    """What cleans up old files in /tmp once took the lock, and the next node took the socket."""
+    path = tmp_path / "node.sock"
+    with socket.socket(socket.AF_UNIX) as listener, owned(path, NodeRunning):
+        listener.bind(str(path))
+        listener.listen(0)
+        (tmp_path / "node.sock.lock").unlink()
+        for _ in range(3):  # the last ones find a full queue
+            with pytest.raises(NodeRunning, match=f"^({os.getpid()}|unknown)$"), owned(path, NodeRunning):
+                pass
+    with owned(path, NodeRunning):  # a socket that nobody listens at is nobody's
+        remove_socket(path)
+    assert not path.exists()
+
+
+def test_a_lock_that_was_removed_in_the_same_moment_is_taken_anew(tmp_path, monkeypatch):
+    path, lock, real = tmp_path / "node.sock", tmp_path / "node.sock.lock", fcntl.flock
+    removed = []
+
+    def remove_first(fd, how):
+        if not removed:
+            removed.append(lock.unlink())
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with owned(path, NodeRunning):
+        assert lock.read_text() == str(os.getpid())
+        with pytest.raises(NodeRunning), owned(path, NodeRunning):
+            pass
+
+
+def test_a_touch_makes_the_lock_young(tmp_path):
+    with owned(tmp_path / "node.sock", NodeRunning) as lock:
+        file = tmp_path / "node.sock.lock"
+        os.utime(file, (1, 1))
+        lock.touch()
+        assert file.stat().st_mtime > 1
+        assert file.stat().st_atime > 1
+
+
+def test_only_a_socket_is_removed(tmp_path):
+    path = tmp_path / "node.sock"
+    remove_socket(path)
+    path.write_text("a file of somebody who mistyped an address")
+    with pytest.raises(ConfigError, match="is no socket"):
+        remove_socket(path)
+    assert path.exists()

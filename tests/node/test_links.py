@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 
 import pytest
@@ -10,7 +11,7 @@ import zmq
 from link_stage import PING_S, TIMEOUT_S, Raw, welcomed
 from zmq.utils.monitor import recv_monitor_message
 
-from pdx.errors import PeerUnknown
+from pdx.errors import ConfigError, PeerUnknown
 from pdx.handshake import LinkState, LinkStep, SessionState, SessionStep
 from pdx.messages import Refused
 from pdx.node.lives import Lives
@@ -370,3 +371,70 @@ def test_lives_are_remembered_up_to_a_bound():
         lives.begin(str(number), 1)
     assert lives.now("a") is None
     assert len(lives._now) == len(lives._ended) == 4096
+
+
+# ---- exceptions that nobody expected ------------------------------------------------------------
+
+
+def fail(*arguments):
+    raise RuntimeError("injected")
+
+
+def test_an_exception_in_what_a_peer_says_ends_its_session_only(stage):
+    alpha, beta = stage.pair()
+    gamma = stage.node("gamma", 33)
+    stage.introduce(alpha, beta, gamma)
+    gamma.links.dial("beta")
+    stage.until(lambda: gamma.core.saw("ready"))
+    beta.core.on_message = fail
+    alpha.links.link("beta").send(WANT)
+    stage.until(lambda: beta.core.saw("over"))
+    ((session, step),) = beta.core.saw("over")
+    assert (session.name, step) == ("alpha", SessionStep.SILENT)
+    assert beta.counters["internal_errors"] == 1
+    assert [session.name for session in beta.links.sessions] == ["gamma"]
+    stage.until(lambda: alpha.core.saw("lost"))
+
+
+def test_an_exception_in_what_a_dialled_peer_says_ends_that_link_only(stage):
+    alpha, beta = stage.pair()
+    beta.core.on_message = lambda end, body: end.send(Coming(body.want, 3))
+    alpha.core.on_message = fail
+    alpha.links.link("beta").send(WANT)
+    stage.until(lambda: alpha.core.saw("lost"))
+    assert alpha.links.link("beta").state is LinkState.CLOSED
+    assert alpha.counters["internal_errors"] == 1
+    alpha.links.dial("beta")
+    stage.until(lambda: len(alpha.core.saw("ready")) == 2)
+
+
+def test_an_exception_in_a_hello_turns_that_peer_away(stage, raw):
+    beta = stage.node("beta", 22)
+    beta.core.on_hello = fail
+    peer = raw(beta)
+    assert isinstance(welcomed(stage, peer), Refused)
+    assert beta.counters["internal_errors"] == 1
+    assert not beta.links.sessions
+
+
+@pytest.mark.parametrize("side", ["link", "session"])
+def test_an_exception_in_a_tick_ends_that_link_or_session_only(stage, side, monkeypatch):
+    alpha, beta = stage.pair()
+    node = alpha if side == "link" else beta
+    end = alpha.links.link("beta") if side == "link" else beta.links.sessions[0]
+    monkeypatch.setattr(end, "ping", fail)
+    stage.pass_time(2 * PING_S)
+    assert node.counters["internal_errors"] == 1
+    assert node.core.saw("lost" if side == "link" else "over")
+
+
+def test_no_descriptor_left_for_a_link_is_an_error_that_its_caller_expects(stage, monkeypatch):
+    alpha, beta = stage.node("alpha", 11), stage.node("beta", 22)
+    stage.introduce(alpha, beta)
+
+    def full(kind):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(alpha.context, "socket", full)
+    with pytest.raises(ConfigError, match="beta"):
+        alpha.links.dial("beta")

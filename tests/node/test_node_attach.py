@@ -1,19 +1,23 @@
 """Saying hello to a real node: who is welcomed, who is not, and what the status shows."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
-from node_harness import MIB, Wire, wait_until
+from node_harness import MIB, Wire, arenas_of, wait_until
 
 import pdx
 from pdx.config import NodeConfig, node_name
-from pdx.errors import NodeUnavailable
+from pdx.errors import ConfigError, NodeUnavailable
 from pdx.memory import GRANULE_BYTES
 from pdx.messages import VERSION, Bye, Done, Hello, Lookup, Ping, Refused, Reserve, Reserved, Status, Welcome
+from pdx.node.daemon import Daemon
 from pdx.node.service import PROBE_BYTES
+from pdx.node.sessions import MAX_OF_ONE_PROCESS
 
 KEY = b"k" * 16
 
@@ -78,6 +82,26 @@ def test_a_process_of_another_user_is_refused(wire):
         process.wait()
     assert isinstance(refused, Refused)
     assert "another user" in refused.text
+
+
+def test_a_process_that_names_another_one_is_refused(wire):
+    """Once it was believed: when the process that was named died, memory that the real one still wrote was freed."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        refused = wire.hello(pid=process.pid)
+        process.kill()
+    assert isinstance(refused, Refused)
+    assert f"process {process.pid} did not send this hello; the sender is process {os.getpid()} here" in refused.text
+
+
+def test_a_process_can_attach_so_many_times_and_no_more(node):
+    with contextlib.ExitStack() as wires:
+        for _ in range(MAX_OF_ONE_PROCESS):
+            assert isinstance(wires.enter_context(Wire(node.address)).hello(), Welcome)
+        refused = wires.enter_context(Wire(node.address)).hello()
+        assert isinstance(refused, Refused)
+        assert f"attached {MAX_OF_ONE_PROCESS} times already" in refused.text
+    assert isinstance(wires.enter_context(Wire(node.address)).hello(), Welcome)
+    wires.close()
 
 
 def test_a_second_worker_of_the_same_rank_is_refused_until_the_first_is_gone(node, attach):
@@ -172,6 +196,33 @@ def test_a_second_node_says_who_owns_the_socket_and_ends_with_1(start_node):
     assert f"process {node.pid}" in second.stderr
     assert "Traceback" not in second.stderr
     assert node.status().pid == node.pid
+
+
+@pytest.mark.parametrize("lost", ["", ".peers"])
+def test_a_node_whose_lock_was_removed_keeps_its_socket_and_its_memory(start_node, lost):
+    node = start_node()
+    Path(f"{node.address.removeprefix('ipc://')}{lost}.lock").unlink()
+    second = subprocess.run(
+        [sys.executable, "-m", "pdx.node", f'{{"address": "{node.address}"}}'],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert f"process {node.pid}" in second.stderr
+    assert node.status().pid == node.pid
+    assert len(arenas_of(node.address)) == 1
+
+
+@pytest.mark.parametrize("setting", ["address", "listen"])
+def test_a_file_where_a_socket_should_be_is_left_alone(place, setting):
+    file = place / "precious"
+    file.write_text("data")
+    addresses = {"address": f"ipc://{place}/node.sock", setting: f"ipc://{file}"}
+    with pytest.raises(ConfigError, match="is no socket"):
+        Daemon(NodeConfig(arena_bytes=MIB, **addresses))
+    assert file.read_text() == "data"
 
 
 def test_of_four_nodes_started_together_one_wins(address, place):

@@ -1,18 +1,51 @@
 """The daemon in this process, turn by turn: events that come together, and starts that fail half way."""
 
+import contextlib
 import os
+import select
 import subprocess
 import sys
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import zmq
 from node_harness import MIB, Wire, arenas_of, wait_until
 
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
-from pdx.messages import VERSION, Bye, Done, Hello, Status, Welcome
+from pdx.messages import (
+    VERSION,
+    Abort,
+    Bye,
+    Cancel,
+    Delete,
+    Done,
+    Fill,
+    Hello,
+    Lookup,
+    Mark,
+    NodeStatus,
+    Pin,
+    Ping,
+    Push,
+    Refused,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Slot,
+    Status,
+    ToNode,
+    Welcome,
+    encode,
+)
 from pdx.node import daemon as module
+from pdx.node.burst import BURST_S
 from pdx.node.daemon import TICK_S, Daemon
+from pdx.node.faults import Faults
+from pdx.node.mailbox import Mailbox
 
 
 @pytest.fixture
@@ -28,12 +61,40 @@ def wire(address):
     connection.close()
 
 
+SAY = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.linger = 0
+socket.connect(sys.argv[1])
+for line in sys.stdin:
+    socket.send(bytes.fromhex(line))
+"""
+
+
+class Child:
+    """Another process that connects and says what it is told to."""
+
+    def __init__(self, address):
+        self.process = subprocess.Popen([sys.executable, "-c", SAY, address], stdin=subprocess.PIPE, text=True)
+        self.pid = self.process.pid
+        self._seq = 0
+
+    def tell(self, body):
+        self._seq += 1
+        self.process.stdin.write(encode(ToNode(self._seq, False, body)).hex() + "\n")
+        self.process.stdin.flush()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
 @pytest.fixture
-def child():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.communicate()
+def child(address):
+    made = Child(address)
+    yield made
+    made.kill()
+    made.process.communicate()
 
 
 def turn_until_answered(daemon, wire):
@@ -45,32 +106,56 @@ def turn_until_answered(daemon, wire):
 
 
 def arrived(daemon):
-    wait_until(lambda: daemon._router.poll(0))
+    wait_until(lambda: daemon._desk.socket.poll(0))
 
 
-def test_a_process_that_says_bye_and_dies_before_the_next_turn(daemon, wire, child):
-    wire.tell(Hello(VERSION, child.pid, "client"), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Welcome)
-    wire.tell(Bye())
+@contextlib.contextmanager
+def filled_up_to(number):
+    """No descriptor below `number` is free, so one that is closed is the next that is opened."""
+    fillers = [os.dup(2)]
+    while fillers[-1] < number:
+        fillers.append(os.dup(2))
+    os.close(fillers.pop())
+    yield
+    for filler in fillers:
+        os.close(filler)
+
+
+def attach(daemon, child):
+    child.tell(Hello(VERSION, child.pid, "client"))
+
+    def session():
+        daemon.turn(0.01)
+        return next((one for one in daemon.service.sessions if one.hello.pid == child.pid), None)
+
+    return wait_until(session)
+
+
+def test_a_process_that_says_bye_and_dies_before_the_next_turn(daemon, child):
+    attach(daemon, child)
+    child.tell(Bye())
     arrived(daemon)
     child.kill()
-    child.wait()
     daemon.turn(0.0)
     assert len(daemon.service.sessions) == 0
     assert daemon.service.counters["deaths"] == 0
 
 
-def test_a_death_is_not_taken_for_that_of_the_process_which_came_next(daemon, wire, child):
+def test_a_death_is_not_taken_for_that_of_the_process_which_came_next(daemon, wire, child, monkeypatch):
     """The new session's pidfd has the number of the one that just ended; the event was for the old one."""
-    wire.tell(Hello(VERSION, child.pid, "client"), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Welcome)
-    old_fd = next(iter(daemon.service.sessions)).pidfd
-    wire.tell(Bye())
+    old_fd = attach(daemon, child).pidfd
+    child.tell(Bye())
+    arrived(daemon)
+    deliveries = [daemon._desk.receive()]
     wire.tell(Hello(VERSION, os.getpid(), "client"))
     arrived(daemon)
+    deliveries.append(daemon._desk.receive())
+    wire.tell(Ping())
+    arrived(daemon)
     child.kill()
-    child.wait()
-    daemon.turn(0.0)
+    with filled_up_to(old_fd), monkeypatch.context() as patched:
+        patched.setattr(daemon._desk, "receive", lambda: deliveries.pop(0) if deliveries else None)
+        daemon.turn(0.0)
     wire.tell(Status(), reply=True)
     status = turn_until_answered(daemon, wire)
     assert [attached.pid for attached in status.attached] == [os.getpid()]
@@ -142,3 +227,206 @@ def test_bye_ends_the_session_and_is_answered(daemon, wire):
     wire.tell(Bye(), reply=True)
     assert isinstance(turn_until_answered(daemon, wire), Done)
     assert len(daemon.service.sessions) == 0
+
+
+# ---- exceptions that nobody expected ------------------------------------------------------------
+
+
+def fail(*arguments, **settings):
+    raise RuntimeError("injected")
+
+
+def is_served(daemon, wire):
+    wire.tell(Status(), reply=True)
+    answer = turn_until_answered(daemon, wire)
+    return isinstance(answer, NodeStatus)
+
+
+@pytest.fixture
+def other(daemon, address):
+    """Another session of this process."""
+    with Wire(address) as made:
+        made.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
+        assert isinstance(turn_until_answered(daemon, made), Welcome)
+        yield made
+        made._node_pid = 0
+
+
+KEY = b"k" * 16
+SLOT = Slot(0, 4096, 1)
+ASKS = [
+    Ping(),
+    Lookup([KEY]),
+    Reserve([KEY], 1),
+    Push([KEY], "peer"),
+    Fill([SLOT]),
+    Abort([SLOT]),
+    Release(1),
+    Renew(1, 1.0),
+    Pin([KEY]),
+    Delete([KEY]),
+    Cancel("t" * 16),
+    Mark("t" * 16, "prefill_end", 1),
+    Status(),
+]
+
+
+def test_there_is_a_case_for_each_message(daemon):
+    assert {type(ask) for ask in ASKS} | {Bye} == set(daemon.service._handlers)
+
+
+@pytest.mark.parametrize("ask", ASKS, ids=lambda ask: type(ask).__name__)
+def test_an_exception_in_a_message_ends_its_session_and_nothing_else(daemon, wire, other, ask, monkeypatch):
+    wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Welcome)
+    wire.tell(Reserve([b"r" * 16], 1), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Reserved)
+    with monkeypatch.context() as patched:
+        patched.setitem(daemon.service._handlers, type(ask), fail)
+        wire.tell(ask, reply=True)
+        answer = turn_until_answered(daemon, wire)
+    assert isinstance(answer, Refused)
+    assert "internal error" in answer.text
+    assert daemon.service.counters["internal_errors"] == 1
+    wire.tell(Ping(), reply=True)
+    assert "internal error" in turn_until_answered(daemon, wire).text, "the session is over"
+    assert is_served(daemon, other)
+    assert daemon.service.store.census()[0] == {"filling": 1}, "its process lives and may still write"
+    wire.tell(Bye(), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Done)
+    wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Welcome)
+    assert is_served(daemon, wire)
+    assert daemon.service.store.census()[0] == {}
+
+
+def test_an_exception_in_a_hello_lets_nobody_in(daemon, wire, other, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(daemon.service, "attach", fail)
+        wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
+        assert "internal error" in turn_until_answered(daemon, wire).text
+    assert daemon.service.counters["internal_errors"] == 1
+    assert is_served(daemon, other)
+
+
+def test_an_exception_in_a_bye_keeps_what_is_held_until_the_process_is_gone(daemon, child, other, monkeypatch):
+    attach(daemon, child)
+    with monkeypatch.context() as patched:
+        patched.setitem(daemon.service._handlers, Bye, fail)
+        child.tell(Bye())
+        wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
+    assert is_served(daemon, other)
+    child.kill()
+    wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["deaths"])
+    assert len(daemon.service.sessions) == 1
+
+
+def test_an_exception_at_a_death_does_not_end_the_node(daemon, child, other, monkeypatch):
+    attach(daemon, child)
+    monkeypatch.setattr(daemon.service, "end", fail)
+    child.kill()
+    wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["deaths"])
+    assert daemon.service.counters["internal_errors"] == 1
+    for _ in range(10):
+        daemon.turn(0.0)
+    assert daemon.service.counters["internal_errors"] == 1, "it fails once, not for ever"
+    assert is_served(daemon, other)
+
+
+PARTS = {
+    "store": lambda daemon: (daemon.service.store, "expire"),
+    "transfers": lambda daemon: (daemon.service.transfers, "expire"),
+    "links": lambda daemon: (daemon._peers.links, "tick"),
+    "roster": lambda daemon: (daemon._peers.links._roster, "refresh"),
+    "reception": lambda daemon: (daemon._peers.links._reception, "tick"),
+    "ways": lambda daemon: (daemon._peers.ways, "tick"),
+    "incoming": lambda daemon: (daemon._peers.guests.incoming, "tick"),
+    "guests": lambda daemon: (daemon._peers.guests, "turn"),
+    "fetches": lambda daemon: (daemon._peers.fetches, "tick"),
+    "warm up": lambda daemon: (daemon._peers, "_warm_up"),
+    "report": lambda daemon: (daemon, "_report"),
+    "lock": lambda daemon: (daemon._lock, "touch"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_an_exception_in_a_part_of_a_tick_ends_that_part_only(daemon, other, part, monkeypatch):
+    monkeypatch.setattr(module, "TICK_S", 0.0)
+    daemon._peers._warm_up_at = daemon._next_touch = 0.0
+    expired = []
+    if part is not PARTS["store"]:
+        monkeypatch.setattr(daemon.service.store, "expire", lambda: expired.append(1) or [])
+    monkeypatch.setattr(*part(daemon), fail)
+    daemon.turn(0.3)
+    daemon.turn(0.3)
+    assert daemon.service.counters["internal_errors"] >= 1
+    assert len(expired) == (2 if part is not PARTS["store"] else 0)
+    assert is_served(daemon, other)
+
+
+def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(address, place, monkeypatch):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
+        proxy.linger = 0
+        proxy.bind(f"ipc://{place}/proxy.sock")
+        with Daemon(NodeConfig(address=address, arena_bytes=MIB, proxy=f"ipc://{place}/proxy.sock")) as daemon:
+            wait_until(lambda: daemon.turn(0.01) or proxy.poll(0))
+            route, _ = proxy.recv_multipart()
+            monkeypatch.setattr(daemon.service, "cancel", fail)
+            proxy.send_multipart([route, encode(Cancel("t" * 16))])
+            wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
+            proxy.send_multipart([route, b"\xc1"])
+            wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["dropped_messages"])
+        proxy.unbind(f"ipc://{place}/proxy.sock")
+
+
+# ---- bounds of a turn ---------------------------------------------------------------------------
+
+
+def test_a_burst_ends_in_time_whatever_a_message_costs(daemon, wire, monkeypatch):
+    wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Welcome)
+    now = [time.monotonic()]
+    served = []
+
+    def serve_slowly(session, ask):
+        now[0] += BURST_S / 2
+        served[-1] += 1
+        return Done()
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setitem(daemon.service._handlers, Ping, serve_slowly)
+    for _ in range(50):
+        wire.tell(Ping())
+    while sum(served) < 50:
+        arrived(daemon)
+        served.append(0)
+        daemon.turn(0.0)
+    assert max(served) == 2
+
+
+def test_results_of_threads_are_bounded_in_time_too(address):
+    now, made = [100.0], []
+    mailbox = Mailbox(Faults(Counter()), lambda: now[0])
+
+    def one():
+        now[0] += BURST_S / 2
+        made.append(1)
+
+    for _ in range(5):
+        mailbox.post(one)
+    for expected in (2, 4, 5):
+        assert select.select([mailbox.fd], [], [], 0)[0], "what is left keeps it readable"
+        mailbox.deliver()
+        assert len(made) == expected
+    assert not select.select([mailbox.fd], [], [], 0)[0]
+    mailbox.close()
+
+
+def test_one_result_that_fails_leaves_the_others(address):
+    counters, made = Counter(), []
+    mailbox = Mailbox(Faults(counters))
+    for call in (fail, lambda: made.append(1)):
+        mailbox.post(call)
+    mailbox.deliver()
+    assert (made, counters["internal_errors"]) == ([1], 1)
+    mailbox.close()

@@ -1,0 +1,44 @@
+"""How many file descriptors this process may still open, and raising that to what the system allows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+_MOST = 1 << 20  # some container runtimes say a thousand millions, and some libraries close each one of them
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open files (`ulimit -n`) to the hard one; returns what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return limit()
+    with contextlib.suppress(OSError, ValueError):  # forbidden: it stays what it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return limit()
+
+
+def limit() -> int:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def reserve() -> int:
+    """How many of them a node keeps for what it opens itself; strangers get none of these."""
+    return max(32, min(limit() // 4, 1024))
+
+
+def left() -> int:
+    """How many more files can certainly be opened; a call costs two system calls, whatever is open.
+
+    The lowest free number is what the kernel compares with the limit, and everything below it is in use.
+    """
+    try:
+        fd = os.eventfd(0, os.EFD_CLOEXEC)
+    except OSError:
+        return 0
+    os.close(fd)
+    return max(0, limit() - fd)

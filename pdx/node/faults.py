@@ -1,0 +1,96 @@
+"""What goes wrong in the control loop: contained where it happens, counted, and logged in bounded measure."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from pdx.errors import ProtocolError
+
+log = logging.getLogger("pdx.node")
+
+QUIET_S = 60.0  # after one of a sender's bad messages was logged, the next ones are only counted
+_MAX_SENDERS = 1024
+_MAX_TEXT = 300
+
+
+class Part:
+    """One piece of work inside a `with` block. An exception in it ends the block and nothing else.
+
+    `has_failed` says afterwards whether there was one; whoever opened the block ends what the work belonged to.
+    """
+
+    def __init__(self, faults: Faults, name: str, passing: tuple[type[Exception], ...]) -> None:
+        self._faults = faults
+        self._name = name
+        self._passing = passing
+        self.has_failed = False
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, self._passing):
+            return False
+        self.has_failed = True
+        self._faults.unexpected(self._name, error)
+        return True
+
+
+class Faults:
+    """Counts and logs. One thread, the control loop's.
+
+    Two kinds: messages that make no sense (`dropped_messages`), and exceptions that nobody expected
+    (`internal_errors`), which are defects of PDX or of a library.
+    """
+
+    def __init__(self, counters: Counter[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._known: set[tuple[str, type[Exception]]] = set()
+        self._quiet: dict[str, tuple[float, int]] = {}  # by sender: until when, and how many were not logged
+
+    def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Part:
+        """A `with` block that no exception leaves but `passing`, which the caller expects.
+
+        `part` names the work; there are few different ones.
+        """
+        return Part(self, part, passing)
+
+    def unexpected(self, part: str, error: Exception) -> None:
+        """Count an exception that nobody expected; the first of its class in this part is logged with its trace."""
+        self._counters["internal_errors"] += 1
+        kind = (part, type(error))
+        if kind not in self._known:
+            self._known.add(kind)
+            log.error("an internal error in %s; further ones are counted as internal_errors", part, exc_info=error)
+
+    def dropped(self, sender: str, error: ProtocolError) -> None:
+        """Count a message that made no sense; the first of a sender in a minute is logged.
+
+        What the message says is in the text of `error`: it is cut, and its control characters are escaped.
+        """
+        self._counters["dropped_messages"] += 1
+        now = self._clock()
+        until, unsaid = self._quiet.get(sender, (now, 0))
+        if now < until:
+            self._quiet[sender] = (until, unsaid + 1)
+            return
+        if len(self._quiet) >= _MAX_SENDERS:
+            self._quiet = {name: quiet for name, quiet in self._quiet.items() if now < quiet[0]}
+            if len(self._quiet) >= _MAX_SENDERS:
+                return
+        self._quiet[sender] = (now + QUIET_S, 0)
+        more = f" ({unsaid} more since the last one that was logged)" if unsaid else ""
+        log.warning("dropped a message of %s: %s%s", printable(sender), printable(str(error)), more)
+
+
+def printable(text: str) -> str:
+    """`text` on one line and at most 300 characters long."""
+    cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in cut)
