@@ -376,7 +376,7 @@ def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(addr
             wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
             proxy.send_multipart([route, b"\xc1"])
             wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["dropped_messages"])
-        proxy.unbind(f"ipc://{place}/proxy.sock")
+    (place / "proxy.sock").unlink()
 
 
 # ---- bounds of a turn ---------------------------------------------------------------------------
