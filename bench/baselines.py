@@ -42,6 +42,7 @@ NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
 PICKLES = ("mode=pickle", "Using pickle")  # LMCache's engine and LMCache's server, of how chunks travel
 SHM = Path("/dev/shm")
+RDMA = Path("/sys/class/infiniband")  # a folder for each device
 PROXY = (sys.executable, "-P", "-m", "pdx.bench.baseline_proxy")
 
 
@@ -377,10 +378,13 @@ class NixlPush(Nixl):
 
 
 class Mooncake(Pair):
-    """vLLM's MooncakeConnector over TCP: the prefill engine writes the blocks when prefill has ended."""
+    """vLLM's MooncakeConnector: the prefill engine writes the blocks when prefill has ended.
+
+    Its default is RDMA, which it is left where this host has a device for it; elsewhere it is told to use TCP.
+    """
 
     name = "mooncake"
-    title = "vLLM's MooncakeConnector (TCP)"
+    title = "vLLM's MooncakeConnector"
     mode = Mode.MOONCAKE
     packages = (*VLLM, *MOONCAKE)
     needs = Needs(
@@ -394,8 +398,10 @@ class Mooncake(Pair):
     def connector(self, role: str) -> dict[str, Any]:
         """See `Pair.connector`."""
         kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
-        extra = {"mooncake_protocol": "tcp"}
-        return {"kv_connector": "MooncakeConnector", "kv_role": kv_role, "kv_connector_extra_config": extra}
+        config = {"kv_connector": "MooncakeConnector", "kv_role": kv_role}
+        if RDMA.is_dir() and any(RDMA.iterdir()):
+            return config
+        return {**config, "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
 
     def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
         """See `Pair.variables`."""

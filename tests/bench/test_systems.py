@@ -175,7 +175,8 @@ def test_all_engines_get_the_same_flags_memory_and_cores(name, bed, two_cores):
         assert bound == ["0", "1"][: len(lines)]
 
 
-def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
+def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch, tmp_path):
+    monkeypatch.setattr(baselines, "RDMA", tmp_path / "none")
     packages(monkeypatch, vllm="0.32.0")
     both = {"kv_role": "kv_both"}
     gib = {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
@@ -203,6 +204,16 @@ def test_connectors_are_configured_as_documented(bed, two_cores, monkeypatch):
     assert config_of(SYSTEMS["nixl"].commands(bed)[0])["kv_buffer_device"] == "cpu"
     copying = "--supported-transfer-mode auto --shm-name pdx-bench-5600"
     assert SYSTEMS["lmcache"].commands(bed)[0].endswith(f"--eviction-policy LRU {copying}")
+
+
+def test_mooncake_keeps_its_default_where_there_is_rdma(bed, two_cores, monkeypatch, tmp_path):
+    monkeypatch.setattr(baselines, "RDMA", tmp_path / "none")
+    tcp = {"mooncake_protocol": "tcp"}
+    assert config_of(SYSTEMS["mooncake"].commands(bed)[0])["kv_connector_extra_config"] == tcp
+    monkeypatch.setattr(baselines, "RDMA", tmp_path)
+    assert config_of(SYSTEMS["mooncake"].commands(bed)[0])["kv_connector_extra_config"] == tcp  # no device in it
+    (tmp_path / "mlx5_0").mkdir()
+    assert config_of(SYSTEMS["mooncake"].commands(bed)[0]).keys() == {"kv_connector", "kv_role"}
 
 
 def test_lmcache_shares_memory_under_a_name_of_its_own_in_each_run(bed, two_cores, monkeypatch):
