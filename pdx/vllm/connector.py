@@ -9,14 +9,18 @@ see vllm/distributed/kv_transfer/kv_connector/v1/base.py for the interface's own
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.utils.hashing import sha256_cbor
@@ -24,7 +28,8 @@ from vllm.v1.core import kv_cache_utils
 
 from pdx.config import ConnectorConfig, parse
 from pdx.errors import ConfigError
-from pdx.vllm.identity import layout_of, model_identity
+from pdx.vllm.border import Off, SchedulerBorder, WorkerBorder
+from pdx.vllm.identity import attention_backend, layout_of, model_identity
 from pdx.vllm.plan import StepPlan
 from pdx.vllm.scheduler import SchedulerHalf
 from pdx.vllm.worker import WorkerHalf
@@ -33,12 +38,26 @@ from pdx.vllm.worker import WorkerHalf
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan on its way to the workers."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan | Off) -> None:
         self.plan = plan
 
 
+class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What only a worker knows of the layout, on its way to the scheduler half at start-up."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+
+class PdxWorkerOff(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """A worker half is off, so the scheduler half must promise no more loads."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self
+
+
 class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Either half of the connector, as vLLM asks for it."""
+    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.vllm.border`)."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -48,17 +67,16 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_scheduler = role is KVConnectorRole.SCHEDULER
         model = model_identity(vllm_config.model_config, vllm_config.load_config.load_format) if is_scheduler else ""
         layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
+        self._config, self._layout, self._engine = config, layout, transfer.engine_id
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
         # Of several micro-batches each runs every layer, in a thread of its own: a hook does not say that pages are
         # final then, so none is passed on, and all layers are gathered at the end of the step.
         self._has_hooks = not getattr(vllm_config.parallel_config, "use_ubatching", False)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
-        if is_scheduler:
-            self._scheduler = SchedulerHalf(config, layout, transfer.engine_id, tail_hash)
-        else:
-            self._worker = WorkerHalf(config, layout, transfer.engine_id, _rank())
+        self._is_nested = _is_nested(transfer)
+        self._backend = ""
+        self._scheduler: SchedulerBorder | None = None  # once the workers have told what they know of the layout
+        self._worker = None if is_scheduler else WorkerBorder(WorkerHalf(config, layout, self._engine, _rank()))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -66,18 +84,29 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     @property
-    def scheduler(self) -> SchedulerHalf:
+    def scheduler(self) -> SchedulerBorder:
         """The scheduler half, in the process that has it."""
+        if self._scheduler is None:  # vLLM has skipped the handshake
+            self._start_scheduler(self._layout.backend)
         assert self._scheduler is not None
         return self._scheduler
 
     @property
-    def worker(self) -> WorkerHalf:
+    def worker(self) -> WorkerBorder:
         """The worker half, in the processes that have it."""
         assert self._worker is not None
         return self._worker
 
+    def _start_scheduler(self, backend: str) -> None:
+        layout = msgspec.structs.replace(self._layout, backend=backend)
+        half = SchedulerHalf(self._config, layout, self._engine, tail_hash)
+        self._scheduler = SchedulerBorder(half, layout.block_tokens)
+
     # ---- scheduler side ---------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        told = {each.backend for each in metadata.values() if isinstance(each, PdxHandshake)}
+        self._start_scheduler("+".join(sorted(told)) or self._layout.backend)
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.track(request)
@@ -96,6 +125,8 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return PdxMetadata(self.scheduler.plan_step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, PdxWorkerOff):
+            self.scheduler.switch_off("a worker half is off")
         for request_id in connector_output.finished_recving or ():
             self.scheduler.loaded(request_id)
 
@@ -117,7 +148,12 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- worker side ------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._backend = attention_backend(self._vllm_config, self._kv_cache_config)
         self.worker.register(kv_caches, self._num_blocks)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.
+        return None if self._is_nested or self._worker is None else PdxHandshake(self._backend)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -144,6 +180,9 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return PdxWorkerOff() if self.worker.has_news else None
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):
@@ -172,6 +211,23 @@ def _checked_config(transfer: Any) -> ConnectorConfig:
             '"recompute", so that a fault in the cache costs time and never an answer'
         )
     return config
+
+
+def _is_nested(transfer: Any) -> bool:
+    """Whether this connector is a child of another one, such as MultiConnector. Only workers can know.
+
+    :raises ConfigError: vLLM would treat loads that fail as the other one's configuration says.
+    """
+    current = get_current_vllm_config_or_none()
+    outer = current.kv_transfer_config if current is not None else None
+    if outer is None or outer.kv_connector == transfer.kv_connector:
+        return False
+    if outer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {outer.kv_load_failure_policy!r} for {outer.kv_connector}: vLLM looks at that "
+            'one and not at what stands beside PdxConnector inside it; PdxConnector needs "recompute" there, too'
+        )
+    return True
 
 
 def _rank() -> int:

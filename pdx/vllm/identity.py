@@ -22,6 +22,9 @@ _HASHES = ("sha256", "sha256_cbor")
 def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, model: str) -> KvLayout:
     """The layout of one shard of `model` (see `model_identity`; who makes no keys need not know it).
 
+    Its `backend` is what the command line asks for, empty where that leaves the choice to vLLM: `attention_backend`
+    says what became of it.
+
     :raises LayoutError: a model or engine layout that PDX does not move yet.
     :raises ConfigError: block hashes that are not cryptographic, or chunks that are no multiple of blocks.
     """
@@ -59,11 +62,18 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
         page_bytes=spec.page_size_bytes,
         chunk_tokens=chunk_tokens,
         order=str(kv_cache_config.kv_cache_layout),
-        backend=str(vllm_config.attention_config.backend),
+        backend=getattr(vllm_config.attention_config.backend, "name", ""),
         isa=_cpu_isa(spec, cache),
         num_shards=parallel.world_size,
         hashing=_checked_hash(cache),
     )
+
+
+def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The attention backends that vLLM has chosen for the layers with a KV cache, in a process that has the model."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {layers[name].get_attn_backend().get_name() for name in kv_cache_config.kv_cache_groups[0].layer_names}
+    return "+".join(sorted(names))
 
 
 def model_identity(model: Any, load_format: Any) -> str:

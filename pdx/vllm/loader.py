@@ -63,7 +63,7 @@ class Loader:
             self._count("load_failed")
             with self._lock:
                 self._finished.add(load.request_id)
-                self._failed_blocks.update(block for pages in load.pages for block in pages.block_ids)
+                self._failed_blocks.update(load.block_ids)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a load is over, if one is under way."""
@@ -91,7 +91,7 @@ class Loader:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            failed: set[int] = {block for pages in job.load.pages for block in pages.block_ids}
+            failed = set(job.load.block_ids)
             try:
                 failed = self._load(job)
             except Exception:  # the thread's root: the load failed, the engine recomputes it

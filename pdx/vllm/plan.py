@@ -38,6 +38,11 @@ class LoadPlan(msgspec.Struct, frozen=True):
     transfer: str | None
     pages: list[PagesPlan]
 
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks that it writes."""
+        return [block for pages in self.pages for block in pages.block_ids]
+
 
 class StepPlan(msgspec.Struct, frozen=True):
     """All that the workers do in one step, and the node's life (`epoch`) it is about."""

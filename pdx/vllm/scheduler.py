@@ -203,6 +203,10 @@ class SchedulerHalf:
         """For start-up only: whether this half is attached to a node within `timeout_s`."""
         return self._link.wait_attached(timeout_s)
 
+    def count(self, reason: str) -> None:
+        """See `NodeLink.count`."""
+        self._link.count(reason)
+
     def close(self) -> None:
         """Detach from the node. Idempotent."""
         self._link.close()

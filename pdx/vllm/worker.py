@@ -236,6 +236,10 @@ class WorkerHalf:
             self._loader.wait(IDLE_WAIT_S)
         return self._loader.take_finished()
 
+    def count(self, reason: str) -> None:
+        """See `NodeLink.count`."""
+        self._link.count(reason)
+
     def close(self) -> None:
         """Wait for the copies under way, stop the threads and detach. Idempotent."""
         self._loader.close()

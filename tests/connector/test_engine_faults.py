@@ -1,4 +1,5 @@
-"""Faults of the engine around the halves: what was not computed is never whole, and the engine goes on."""
+"""Faults of the engine around the halves, and of the halves inside the engine: what was not computed is never whole,
+every load is reported once, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ from typing import Any
 import pytest
 from node_harness import wait_until
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import CHUNK, LAYERS, ForwardFailed, Request
+from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine
 
 from pdx.messages import Abort, Fill, Mark
+from pdx.vllm.scheduler import SchedulerHalf
+from pdx.vllm.worker import WorkerHalf
+
+# ---- the forward pass -------------------------------------------------------------------------
 
 
 def fail_step(bed: Bed, fails_at: tuple[int, int], *, done: int = 0, **settings: Any) -> tuple[list[int], Request]:
@@ -88,3 +93,121 @@ def test_the_engine_saves_again_after_a_failed_step(bed: Bed, lags: bool) -> Non
     engine.finish(saved(engine, prompt))
     bed.wait_sealed(2)
     check_loaded(engine, prompt, 2 * CHUNK)
+
+
+# ---- the hooks --------------------------------------------------------------------------------
+
+SCHEDULER_HOOKS = ("track", "matched_tokens", "allocated", "loaded", "plan_step", "finished", "has_unsent_plans")
+WORKER_HOOKS = ("begin", "save_layer", "end_forward", "finished_loads")
+
+
+class Broken(Exception):
+    """What nobody has foreseen."""
+
+
+def break_hook(
+    monkeypatch: pytest.MonkeyPatch, half: SchedulerHalf | WorkerHalf, hook: str, call: int, *, is_late: bool
+) -> list[str]:
+    """From its `call`-th call on, `hook` raises: before it has done anything, or `is_late`, when it has done all."""
+    real, calls = getattr(half, hook), []
+
+    def broken(*args: Any) -> Any:
+        calls.append(hook)
+        result = real(*args) if is_late or len(calls) < call else None
+        if len(calls) >= call:
+            raise Broken(hook)
+        return result
+
+    broken.__name__ = hook
+    monkeypatch.setattr(half, hook, broken)
+    return calls
+
+
+def serve(engine: ToyEngine, request: Request) -> None:
+    """As vLLM does: what is not loaded is computed, and then the pages are right, whatever PDX did."""
+    engine.scheduler_border.track(request)
+    engine.admit(request)
+    while request.num_computed < request.num_tokens:
+        engine.scheduler_border.has_unsent_plans()
+        engine.step((request, min(CHUNK, request.num_tokens - request.num_computed)))
+    engine.check_cache(request, request.num_tokens)
+    engine.finish(request)
+    assert not engine.waiting
+
+
+@pytest.mark.parametrize(("call", "is_late"), [(1, False), (2, True)], ids=["early", "late"])
+@pytest.mark.parametrize(
+    ("hook", "lags"),
+    [(hook, False) for hook in (*SCHEDULER_HOOKS, *WORKER_HOOKS)] + [(hook, True) for hook in WORKER_HOOKS],
+)
+def test_a_hook_that_fails_ends_pdx_and_not_the_engine(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, lags: bool, hook: str, is_late: bool, call: int
+) -> None:
+    shards = 1 if lags else 2
+    other = bed.engine(lags=False, shards=shards)
+    there, new = tokens(510, 3 * CHUNK + 5), tokens(511, 2 * CHUNK + 5)
+    serve(other, Request("other", there))
+    bed.wait_sealed(3 * shards)
+    engine = bed.engine(lags=lags, shards=shards)
+    half = engine.scheduler if hook in SCHEDULER_HOOKS else engine.workers[-1]
+    calls = break_hook(monkeypatch, half, hook, call, is_late=is_late)
+    for index, prompt in enumerate([new, there, new, there]):
+        serve(engine, Request(f"r{index}", prompt))
+    assert len(calls) == call, "nothing is asked of a half that is off"
+    borders = [engine.scheduler_border, *engine.worker_borders]
+    assert all(border.is_off for border in borders)
+    wait_until(lambda: bed.counted("hook_failed") == 1, what="counted")
+    bed.wait_at_rest()
+    sealed = bed.node.status().chunks["sealed"]
+    assert 3 * shards <= sealed <= 5 * shards
+    serve(other, Request("last", new))
+    serve(other, Request("very last", there))
+
+
+def test_a_fault_at_start_up_is_raised(bed: Bed) -> None:
+    engine = bed.engine(lags=False)
+    with pytest.raises(Exception, match="layers"):
+        engine.worker_borders[0].register({}, 1)
+
+
+def test_loads_under_way_are_waited_for_and_reported_as_what_they_are(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a load has ended it writes into its blocks, so nobody may compute there."""
+    prompt = tokens(512, 2 * CHUNK)
+    other = bed.engine(lags=False)
+    other.finish(saved(other, prompt))
+    bed.wait_sealed(2)
+    engine = bed.engine()
+    streams = streams_of(engine)
+    request = Request("a", prompt)
+    external = engine.match(request)
+    engine.allocate(request, external)
+    with streams.held(streams.loading):
+        plan = engine.scheduler_border.plan_step(engine.output({}))
+        engine.run_worker(0, plan, {})
+        wait_until(lambda: streams.loading.waiting, what="the scatter is queued")
+        break_hook(monkeypatch, engine.workers[0], "begin", 1, is_late=False)
+        for _ in range(3):
+            engine.idle()
+        assert engine.worker_borders[0].is_off
+        assert engine.waiting == {"a": {0}}
+    assert engine.finish_load(request) == set()
+    request.num_computed = external
+    engine.check_cache(request, external)
+
+
+def test_a_load_that_no_worker_has_heard_of_is_reported_as_failed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tokens(513, 3 * CHUNK)
+    other = bed.engine(lags=False)
+    other.finish(saved(other, prompt))
+    bed.wait_sealed(3)
+    engine = bed.engine(lags=False)
+    break_hook(monkeypatch, engine.scheduler, "allocated", 1, is_late=False)
+    request = Request("a", prompt)
+    external = engine.match(request, local=CHUNK)
+    assert external == 2 * CHUNK
+    engine.allocate(request, external)
+    assert engine.finish_load(request) == set(request.block_ids[CHUNK // BLOCK : 3 * CHUNK // BLOCK])
+    assert engine.match(Request("b", prompt)) == 0
+    bed.wait_at_rest()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import ConfigError, LayoutError, ProtocolError
+from pdx.layout import KvLayout
 from pdx.vllm.params import parse_params
 
 if importlib.util.find_spec("vllm") is None:
@@ -24,6 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
     from vllm.config import ParallelConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from pdx.vllm import connector
     from pdx.vllm.connector import _checked_config, tail_hash
@@ -212,6 +216,106 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
     made.save_kv_layer("layers.0", None, None)
     made.wait_for_save()
     assert called == (["end"] if is_split else ["layers.0", "end"])
+
+
+# ---- what only the workers know, and only the outer connector ---------------------------------
+
+
+def connector_of(folder: Path, role: KVConnectorRole, *, flag: Any = None, chosen: tuple[str, ...] = ()) -> Any:
+    """A half of the connector of an engine whose layers have the `chosen` backends; `flag`: --attention-backend."""
+    config, cache = configs(folder, [group()])
+    config.kv_transfer_config = transfer_config(engine_id="e", kv_connector="PdxConnector")
+    config.attention_config.backend = flag
+    names = cache.kv_cache_groups[0].layer_names
+    config.compilation_config = SimpleNamespace(
+        static_forward_context={
+            name: SimpleNamespace(get_attn_backend=lambda kind=kind: SimpleNamespace(get_name=lambda: kind))
+            for name, kind in zip(names, chosen, strict=False)
+        }
+    )
+    cache.num_blocks = 1
+    return connector.PdxConnector(config, role, cache)
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> list[KvLayout]:
+    """Those of the scheduler halves that were made. Workers are made, too, and do nothing."""
+    made: list[KvLayout] = []
+    monkeypatch.setattr(connector, "SchedulerHalf", lambda _config, layout, *_: made.append(layout))
+    monkeypatch.setattr(connector, "WorkerHalf", lambda *_: SimpleNamespace(register=lambda *_: None))
+    monkeypatch.setattr(connector, "_rank", lambda: 0)
+    return made
+
+
+def shake_hands(folder: Path, *ranks: tuple[str, ...], flag: Any = None) -> None:
+    """An engine starts: the workers register their caches, and the scheduler half hears of what they say."""
+    told = {}
+    for rank, chosen in enumerate(ranks):
+        worker = connector_of(folder, KVConnectorRole.WORKER, flag=flag, chosen=chosen)
+        worker.register_kv_caches({})
+        told[0, rank] = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))  # noqa: S301  as vLLM does
+    connector_of(folder, KVConnectorRole.SCHEDULER, flag=flag).set_xfer_handshake_metadata_pp_aware(told)
+
+
+def test_the_attention_backend_is_the_one_that_vllm_has_chosen(folder: Path, layouts: list[KvLayout]) -> None:
+    """Who names it and who leaves the choice to vLLM share; two kinds of GPU that choose otherwise do not."""
+    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"))
+    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"), flag=AttentionBackendEnum.FLASH_ATTN)
+    shake_hands(folder, ("FLASHINFER", "FLASHINFER"))
+    shake_hands(folder, ("FLASH_ATTN", "FLASHINFER"))
+    shake_hands(folder, ("FLASH_ATTN", "FLASH_ATTN"), ("FLASHINFER", "FLASHINFER"))
+    assert [layout.backend for layout in layouts] == [
+        "FLASH_ATTN", "FLASH_ATTN", "FLASHINFER", "FLASHINFER+FLASH_ATTN", "FLASHINFER+FLASH_ATTN"
+    ]  # fmt: skip
+    assert layouts[0].fingerprint() == layouts[1].fingerprint() != layouts[2].fingerprint()
+
+
+def inside(policy: str) -> Any:
+    outer = SimpleNamespace(kv_connector="MultiConnector", kv_load_failure_policy=policy)
+    return SimpleNamespace(kv_transfer_config=outer)
+
+
+def test_the_failure_policy_of_the_connector_around_it_is_the_one_that_counts(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("fail"))
+    with pytest.raises(ConfigError, match="kv_load_failure_policy is 'fail' for MultiConnector"):
+        connector_of(folder, KVConnectorRole.WORKER)
+
+
+def test_the_other_children_of_a_connector_get_nothing_that_they_do_not_know(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend is what the command line says then, and what others have told is left alone."""
+    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
+    worker = connector_of(folder, KVConnectorRole.WORKER, chosen=("FLASH_ATTN", "FLASH_ATTN"))
+    worker.register_kv_caches({})
+    assert worker.get_handshake_metadata() is None
+    for flag in (None, AttentionBackendEnum.FLASHINFER):
+        scheduler = connector_of(folder, KVConnectorRole.SCHEDULER, flag=flag)
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(of="another connector")})
+    assert [layout.backend for layout in layouts] == ["", "FLASHINFER"]
+
+
+def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "WorkerHalf", Mock())
+    monkeypatch.setattr(connector, "SchedulerHalf", Mock())
+    worker = connector_of(folder, KVConnectorRole.WORKER)
+    assert worker.build_connector_worker_meta() is None
+    worker.worker.switch_off("of a test")
+    told = worker.build_connector_worker_meta()
+    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
+    for meta in (None, told.aggregate(told)):
+        assert not scheduler.scheduler.is_off
+        output = SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=None)
+        scheduler.update_connector_output(output)
+    assert scheduler.scheduler.is_off
+    assert scheduler.has_pending_push_work(), "the other workers must hear of it"
+    worker.bind_connector_metadata(scheduler.build_connector_meta(None))
+    assert worker.build_connector_worker_meta() is None
+    assert not scheduler.has_pending_push_work()
 
 
 # ---- a request's claims ---------------------------------------------------------------------

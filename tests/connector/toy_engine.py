@@ -19,7 +19,7 @@ import torch
 
 from pdx.config import ConnectorConfig
 from pdx.layout import KvLayout
-from pdx.vllm.plan import StepPlan
+from pdx.vllm.border import SchedulerBorder, WorkerBorder
 from pdx.vllm.scheduler import SchedulerHalf
 from pdx.vllm.worker import WorkerHalf
 
@@ -105,7 +105,11 @@ class ToyEngine:
             worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, NUM_BLOCKS)
         self.scheduler = SchedulerHalf(config, shape, name, hasher)
         assert self.scheduler.wait_attached(10)
+        # Steps go through the borders, as vLLM's hooks do; tests may ask the halves themselves.
+        self.scheduler_border = SchedulerBorder(self.scheduler, BLOCK)
+        self.worker_borders = [WorkerBorder(worker) for worker in self.workers]
         self.free = list(range(NUM_BLOCKS))
+        self.waiting: dict[str, set[int]] = {}  # ranks that have not reported a load, by request
         self.skip_hooks = False
         self.fails_at: tuple[int, int] | None = None  # the rank and layer whose computation raises `ForwardFailed`
 
@@ -114,7 +118,7 @@ class ToyEngine:
     def match(self, request: Request, local: int = 0, deadline_s: float = 20.0) -> int:
         """Ask until the connector has decided, which takes `fetch_s` (5 s) where a peer does not answer."""
         deadline = time.monotonic() + deadline_s
-        while (found := self.scheduler.matched_tokens(request, local)) is None:
+        while (found := self.scheduler_border.matched_tokens(request, local)) is None:
             assert time.monotonic() < deadline, "never decided"
             self.idle()
         return found
@@ -122,7 +126,9 @@ class ToyEngine:
     def allocate(self, request: Request, num_external: int) -> None:
         need = -(-(request.num_tokens + 64) // BLOCK)
         request.block_ids += [self.free.pop(0) for _ in range(need - len(request.block_ids))]
-        self.scheduler.allocated(request, request.block_ids, num_external)
+        if num_external:
+            self.waiting[request.request_id] = set(range(len(self.workers)))
+        self.scheduler_border.allocated(request, request.block_ids, num_external)
 
     def admit(self, request: Request) -> set[int]:
         """Look up, allocate, load; returns the blocks that could not be loaded."""
@@ -138,17 +144,15 @@ class ToyEngine:
         return failed
 
     def finish_load(self, request: Request) -> set[int]:
-        waiting, failed = set(range(len(self.workers))), set()
+        failed: set[int] = set()
         deadline = time.monotonic() + 20
-        plan = self.scheduler.plan_step(self.output({}))
-        while waiting:
+        while self.waiting[request.request_id]:
             assert time.monotonic() < deadline, "never loaded"
-            for shard in list(waiting):
-                finished, blocks = self.run_worker(shard, plan, {})
-                failed |= blocks
-                waiting -= {shard} if request.request_id in finished else set()
-            plan = self.scheduler.plan_step(self.output({}))
-        self.scheduler.loaded(request.request_id)
+            plan = self.scheduler_border.plan_step(self.output({}))
+            for shard in range(len(self.workers)):
+                failed |= self.run_worker(shard, plan, {})[1]
+        del self.waiting[request.request_id]
+        self.scheduler_border.loaded(request.request_id)
         return failed
 
     def output(self, scheduled: dict[str, tuple[Request, int]]) -> Any:
@@ -167,10 +171,10 @@ class ToyEngine:
 
     # ---- the workers' side ------------------------------------------------------------------
 
-    def step(self, *work: tuple[Request, int]) -> StepPlan:
+    def step(self, *work: tuple[Request, int]) -> Any:
         """One step of the engine that computes `count` tokens of each request; returns what its workers were told."""
         scheduled = {request.request_id: (request, count) for request, count in work}
-        plan = self.scheduler.plan_step(self.output(scheduled))
+        plan = self.scheduler_border.plan_step(self.output(scheduled))
         for shard in range(len(self.workers)):
             self.run_worker(shard, plan, scheduled)
         for request, count in work:
@@ -182,7 +186,7 @@ class ToyEngine:
         self.step()
 
     def run_worker(self, shard: int, plan: Any, scheduled: dict[str, tuple[Request, int]]) -> tuple[set[str], set[int]]:
-        worker = self.workers[shard]
+        worker = self.worker_borders[shard]
         worker.begin(plan)
         try:
             if self.graphs and scheduled:
@@ -191,8 +195,12 @@ class ToyEngine:
                 self.forward(shard, scheduled)
         finally:  # as vLLM's first model runner does, whatever became of the forward pass
             worker.end_forward()
-            done = worker.finished_loads()
-        return done
+            finished, failed = worker.finished_loads()
+            for request_id in finished:
+                self.waiting[request_id].remove(shard)  # vLLM ends where it hears of one that does not wait
+        if worker.has_news:
+            self.scheduler_border.switch_off("a worker half is off")
+        return finished, failed
 
     def forward(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> None:
         for layer in range(LAYERS) if scheduled else ():
@@ -201,7 +209,7 @@ class ToyEngine:
             for request, count in scheduled.values():
                 self.compute(shard, layer, request, request.num_computed, request.num_computed + count)
             if not self.skip_hooks:
-                self.workers[shard].save_layer(f"layer.{layer}")
+                self.worker_borders[shard].save_layer(f"layer.{layer}")
 
     def capture(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> list[Callable[[], None]]:
         """The step as a graph: the hooks are called now, and not when it is replayed."""
@@ -247,7 +255,7 @@ class ToyEngine:
 
     def finish(self, request: Request) -> None:
         """The request is over; one more step tells the workers."""
-        self.scheduler.finished(request)
+        self.scheduler_border.finished(request)
         self.free += request.block_ids
         self.idle()
 
@@ -257,9 +265,8 @@ class ToyEngine:
         return self.scheduler.is_attached and all(worker.is_attached for worker in self.workers)
 
     def close(self) -> None:
-        self.scheduler.close()
-        for worker in self.workers:
-            worker.close()
+        for border in (self.scheduler_border, *self.worker_borders):
+            border.close()
 
     def __enter__(self) -> ToyEngine:
         return self

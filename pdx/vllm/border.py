@@ -1,0 +1,193 @@
+"""The halves as vLLM's hooks see them: a fault in PDX switches it off for this engine, and the engine goes on.
+
+What is refused at start-up is raised by the halves themselves. After it a hook raises nothing: the fault is logged and
+counted, both halves are told to let go of the node, and every load that was promised is reported exactly once, as
+failed where it was not carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from pdx.vllm.plan import LoadPlan, StepPlan
+from pdx.vllm.scheduler import SchedulerHalf
+from pdx.vllm.worker import WorkerHalf
+
+log = logging.getLogger("pdx")
+
+T = TypeVar("T")
+
+
+class Off(msgspec.Struct, frozen=True):
+    """In place of a step's plan: PDX is off for this engine. `loads`: blocks that nobody will load, by request."""
+
+    loads: dict[str, list[int]]
+
+
+class _Border:
+    """What both borders share. One thread, the engine's."""
+
+    def __init__(self, half: SchedulerHalf | WorkerHalf) -> None:
+        self._half = half
+        self.is_off = False
+        self._closing: threading.Thread | None = None
+
+    def switch_off(self, reason: str) -> None:
+        """Let go of the node, in the background, and do nothing from now on. Idempotent."""
+        if self.is_off:
+            return
+        self.is_off = True
+        log.error("PDX is switched off for this engine, which goes on without it: %s", reason)
+        self._closing = threading.Thread(target=self._close, name="pdx-off", daemon=True)
+        self._closing.start()
+
+    def close(self) -> None:
+        """Detach from the node. Idempotent."""
+        self.is_off = True
+        if self._closing is not None:
+            self._closing.join()
+        else:
+            self._close()
+
+    def _run(self, hook: Callable[..., T], *args: Any, otherwise: T) -> T:
+        if self.is_off:
+            return otherwise
+        try:
+            return hook(*args)
+        except Exception as error:  # the root of all that PDX does on this thread
+            log.exception("%s failed", hook.__name__)
+            self._half.count("hook_failed")
+            self.switch_off(f"{hook.__name__} failed: {type(error).__name__}: {str(error)[:200]!r}")
+            return otherwise
+
+    def _close(self) -> None:
+        try:
+            self._half.close()
+        except Exception:  # the same root, at its end
+            log.exception("detaching from the node failed")
+
+
+class SchedulerBorder(_Border):
+    """The scheduler half, and which loads it was asked for that no worker has heard of yet."""
+
+    _half: SchedulerHalf
+
+    def __init__(self, half: SchedulerHalf, block_tokens: int) -> None:
+        super().__init__(half)
+        self._block_tokens = block_tokens
+        self._local_tokens = 0  # of the request that was asked about last, which is the one that is allocated next
+        self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
+        self._is_told = False  # the workers know that PDX is off
+
+    def track(self, request: Any) -> None:
+        """See `SchedulerHalf.track`."""
+        self._run(self._half.track, request, otherwise=None)
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """See `SchedulerHalf.matched_tokens`."""
+        self._local_tokens = local_tokens
+        nothing: int | None = 0
+        return self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
+
+    def allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
+        """See `SchedulerHalf.allocated`."""
+        if num_external:
+            end = -(-(self._local_tokens + num_external) // self._block_tokens)
+            self._promised[request.request_id] = block_ids[self._local_tokens // self._block_tokens : end]
+        self._run(self._half.allocated, request, block_ids, num_external, otherwise=None)
+
+    def loaded(self, request_id: str) -> None:
+        """See `SchedulerHalf.loaded`."""
+        self._run(self._half.loaded, request_id, otherwise=None)
+
+    def plan_step(self, output: Any) -> StepPlan | Off:
+        """See `SchedulerHalf.plan_step`."""
+        plan: StepPlan | Off | None = self._run(self._half.plan_step, output, otherwise=None)
+        promised, self._promised = self._promised, {}
+        if plan is not None:
+            return plan
+        self._is_told = True
+        return Off(promised)
+
+    def finished(self, request: Any) -> None:
+        """See `SchedulerHalf.finished`."""
+        self._run(self._half.finished, request, otherwise=None)
+
+    def has_unsent_plans(self) -> bool:
+        """See `SchedulerHalf.has_unsent_plans`."""
+        return self._run(self._half.has_unsent_plans, otherwise=bool(self._promised) or not self._is_told)
+
+
+class WorkerBorder(_Border):
+    """The worker half, and which loads it was told of that nobody was told the end of."""
+
+    _half: WorkerHalf
+
+    def __init__(self, half: WorkerHalf) -> None:
+        super().__init__(half)
+        self._loads: dict[str, LoadPlan] = {}
+        self._lost: dict[str, list[int]] = {}  # the scheduler half was switched off before it told of them
+        self._is_known = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this half is off and the scheduler half has not shown that it knows."""
+        return self.is_off and not self._is_known
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """See `WorkerHalf.register`. A part of start-up: it raises."""
+        self._half.register(kv_caches, num_blocks)
+
+    def begin(self, plan: StepPlan | Off) -> None:
+        """See `WorkerHalf.begin`."""
+        if isinstance(plan, Off):
+            self._is_known = True
+            self._lost.update(plan.loads)
+            self.switch_off("the scheduler half is off")
+            return
+        self._loads.update({load.request_id: load for load in plan.loads})
+        self._run(self._half.begin, plan, otherwise=None)
+
+    def save_layer(self, name: str) -> None:
+        """See `WorkerHalf.save_layer`."""
+        self._run(self._half.save_layer, name, otherwise=None)
+
+    def end_forward(self) -> None:
+        """See `WorkerHalf.end_forward`."""
+        self._run(self._half.end_forward, otherwise=None)
+
+    def finished_loads(self) -> tuple[set[str], set[int]]:
+        """See `WorkerHalf.finished_loads`.
+
+        When PDX is off, loads that are under way are waited for (in later steps): until then they write into their
+        blocks. The others have failed.
+        """
+        nothing: tuple[set[str], set[int]] = (set(), set())
+        finished, failed = self._run(self._half.finished_loads, otherwise=nothing)
+        if self._closing is not None and not self._closing.is_alive():
+            finished, failed = self._last_loads()
+        for request_id in finished:
+            self._loads.pop(request_id, None)
+        return finished, failed
+
+    def _last_loads(self) -> tuple[set[str], set[int]]:
+        """All that are left; only when nothing loads any more."""
+        if not self._loads and not self._lost:
+            return set(), set()
+        try:
+            finished, failed = self._half.finished_loads()
+        except Exception:  # then all of them count as failed
+            log.exception("what was loaded last is not known")
+            finished, failed = set(), set()
+        lost, self._lost = self._lost, {}
+        lost |= {name: load.block_ids for name, load in self._loads.items() if name not in finished}
+        for request_id, block_ids in lost.items():
+            finished.add(request_id)
+            failed.update(block_ids)
+        return finished, failed
