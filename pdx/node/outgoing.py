@@ -3,131 +3,42 @@
 Layers are grouped until a write is worth its cost (`group_bytes`), or nothing more is to be filled. The push that lacks
 the fewest bytes of its prefill goes first: its decoder waits soonest. What a peer has not acknowledged is bounded by
 `window_bytes`, so that the order still matters when there is more to send than the wire takes.
+
+What is filled, acknowledged and granted is only noted; `pump`, once per turn of the control loop, submits what comes of
+all of it. A message costs what it changes, whatever else is under way.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from pdx.channel import Piece
 from pdx.errors import ChannelError, ProtocolError
-from pdx.lifecycle import State
-from pdx.messages import Slot
 from pdx.node.job import Job
-from pdx.peer_messages import Granted, LetGo, Offer, Slices
-from pdx.push import SENDER, SenderState, SenderStep
+from pdx.node.push import Item, Push, Way, alike
+from pdx.peer_messages import Granted, LetGo, Offer
+from pdx.push import SenderState, SenderStep
 from pdx.store.chunk import Chunk
 from pdx.store.store import Store
 
 log = logging.getLogger("pdx.node")
 
-MAX_WRITE_BYTES = 8 << 20  # a write shall not keep the next one waiting for long
-MAX_SLICES = 1024  # in one write: its notification has room for their digests
 
+class Queue:
+    """What goes to one peer: its pushes by number, and the ranks of those with a write to make, in their order."""
 
-class Way(Protocol):
-    """The way to one peer, as pushes need it."""
+    __slots__ = ("due", "in_window", "pushes", "wanted_bytes", "wants")
 
-    name: str
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the link is ready and a channel is chosen."""
-
-    def send(self, body: Offer | LetGo) -> None:
-        """A message over the link."""
-
-    def submit(self, job: Job) -> None:
-        """A write; `Outgoing.written` will be called once."""
-
-    def abort(self, push: int) -> None:
-        """End the writes of a push soon."""
-
-
-class Item:
-    """One chunk of one shard on its way to a peer's slot."""
-
-    __slots__ = ("acked", "chunk", "sent", "slot")
-
-    def __init__(self, chunk: Chunk, slot: Slot) -> None:
-        self.chunk = chunk
-        self.slot = slot
-        self.sent = 0  # bit l: slice l was submitted
-        self.acked = 0
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it will never be whole: its writer gave up."""
-        chunk = self.chunk
-        return not chunk.is_complete and chunk.state is not State.FILLING
-
-    @property
-    def unfilled_bytes(self) -> int:
-        """Bytes that its writer still has to fill."""
-        missing = self.chunk.layers - self.chunk.filled.bit_count()
-        return self.slot.nbytes * missing // self.chunk.layers
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Filled slices that were not submitted, as (first layer, layers)."""
-        ready = self.chunk.filled & ~self.sent
-        layer = 0
-        while ready >> layer:
-            if not (ready >> layer) & 1:
-                layer += 1
-                continue
-            first = layer
-            while (ready >> layer) & 1:
-                layer += 1
-            yield first, layer - first
-
-
-class Push:
-    """One push. `chunks` are held from its start to its end; `items` are those that the peer granted room for."""
-
-    def __init__(self, way: Way, offer: Offer, chunks: list[Chunk], deadline: float) -> None:
-        self.way = way
-        self.offer = offer
-        self.chunks = chunks  # key-major, `offer.shards` each
-        self.items: list[Item] = []
-        self.state = SenderState.OFFERED
-        self.is_offered = False  # the offer has left
-        self.deadline = deadline
-        self.under_way = 0  # writes submitted and not over
-        self.acked_bytes = 0
-        self.is_granted = False
-        self.is_given_up = False
-        self.is_lost = False  # the link is gone: there is nobody to tell
-
-    def __repr__(self) -> str:
-        return f"<Push {self.number} to {self.way.name} {self.state} {self.acked_bytes} bytes>"
-
-    @property
-    def number(self) -> int:
-        """What it is found by, here and at the peer."""
-        return self.offer.push
-
-    @property
-    def transfer(self) -> str | None:
-        """The transfer it is part of."""
-        return self.offer.transfer
-
-    @property
-    def unfilled_bytes(self) -> int:
-        """Bytes that are still to be computed; the push with the fewest goes first."""
-        return sum(item.unfilled_bytes for item in self.items)
-
-    @property
-    def is_all_sent(self) -> bool:
-        """Whether nothing is left to submit, now or later."""
-        return all(item.sent == (1 << item.chunk.layers) - 1 for item in self.items)
-
-    def step(self, step: SenderStep) -> None:
-        """Move on; see `pdx.push`."""
-        self.state = SENDER[self.state, step]
+    def __init__(self) -> None:
+        self.pushes: dict[int, Push] = {}
+        self.due: list[tuple[int, int]] = []  # sorted (bytes to be filled, number)
+        self.in_window = 0  # bytes submitted and not over
+        self.wants = 0  # pushes that the peer asked for …
+        self.wanted_bytes = 0  # … and what they hold
 
 
 class Outgoing:
@@ -149,19 +60,31 @@ class Outgoing:
         self._on_over = on_over
         self._numbers = itertools.count(1)
         self._pushes: dict[int, Push] = {}
-        self._of_chunk: defaultdict[int, set[int]] = defaultdict(set)  # slot offset -> pushes that wait for its slices
-        self._in_window: Counter[str] = Counter()  # bytes by peer
+        self._queues: defaultdict[str, Queue] = defaultdict(Queue)  # by peer
+        self._of_transfer: defaultdict[str, list[Push]] = defaultdict(list)
+        self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
+        self._touched: dict[Push, None] = {}  # pushes whose next write may be another since the last `pump` …
+        self._may_write: set[str] = set()  # … and the peers that may be written to
 
     def __len__(self) -> int:
         return len(self._pushes)
 
     def to(self, name: str) -> list[Push]:
         """The pushes to a peer."""
-        return [push for push in self._pushes.values() if push.way.name == name]
+        return list(self._queues[name].pushes.values()) if name in self._queues else []
 
     def of_transfer(self, transfer: str, name: str) -> Push | None:
         """The push of a transfer to a peer, if one is under way."""
-        return next((push for push in self.to(name) if push.transfer == transfer), None)
+        return next((push for push in self._of_transfer.get(transfer, ()) if push.way.name == name), None)
+
+    def in_window(self, name: str) -> int:
+        """Bytes that were submitted to a peer and are not over."""
+        return self._queues[name].in_window if name in self._queues else 0
+
+    def wants(self, name: str) -> tuple[int, int]:
+        """The pushes under way that a peer asked for, and the bytes of the chunks that they hold."""
+        queue = self._queues.get(name)
+        return (queue.wants, queue.wanted_bytes) if queue is not None else (0, 0)
 
     # ---- starting ---------------------------------------------------------------------------
 
@@ -185,7 +108,7 @@ class Outgoing:
             if chunks is None or chunks[0].slot.nbytes < chunks[0].layers:  # a slice without a byte is no write
                 break
             found.append((key, chunks))
-        for run in _alike(found):
+        for run in alike(found):
             held = [chunk for _, chunks in run for chunk in chunks]
             self._store.hold(held)
             first, last = held[0], held[-1]
@@ -201,10 +124,21 @@ class Outgoing:
                 wait_s=wait_s,
                 want=want,
             )
-            push = self._pushes[offer.push] = Push(way, offer, held, now + push_s)
+            push = Push(way, offer, held, now + push_s)
+            self._add(push)
             self._counters["pushes"] += 1
             self._offer(push)
         return len(found)
+
+    def _add(self, push: Push) -> None:
+        self._pushes[push.number] = push
+        queue = self._queues[push.way.name]
+        queue.pushes[push.number] = push
+        if push.offer.want:
+            queue.wants += 1
+            queue.wanted_bytes += push.held_bytes
+        if push.transfer is not None:
+            self._of_transfer[push.transfer].append(push)
 
     def _offer(self, push: Push) -> None:
         if push.way.is_usable and not push.is_offered and push.state is SenderState.OFFERED:
@@ -213,6 +147,7 @@ class Outgoing:
 
     def usable(self, name: str) -> None:
         """The way to this peer is open: offer what waited for it."""
+        self._may_write.add(name)
         for push in self.to(name):
             self._offer(push)
 
@@ -230,29 +165,35 @@ class Outgoing:
             if push.state is SenderState.STREAMING:
                 raise ProtocolError(f"{name} answers the offer {granted.push} twice")
             return
+        held, held_bytes = push.chunks, push.held_bytes
         try:
-            push.items = _items(push, granted)
+            push.grant(granted)
         except ProtocolError:
             self._give_up(push, SenderStep.CANCEL)  # the peer keeps room for it until it is told
             raise
         push.step(SenderStep.GRANT)
-        push.is_granted = True
-        wanted = {id(item.chunk) for item in push.items}
-        self._store.unhold([chunk for chunk in push.chunks if id(chunk) not in wanted])
-        push.chunks = [item.chunk for item in push.items]
+        wanted = set(push.chunks)
+        self._store.unhold([chunk for chunk in held if chunk not in wanted])
+        if push.offer.want:
+            self._queues[name].wanted_bytes -= held_bytes - push.held_bytes
         for item in push.items:
-            self._of_chunk[item.chunk.slot.offset].add(push.number)
+            self._items[item.chunk].append(item)
         self._counters["offered_chunks"] += len(push.offer.keys) * push.offer.shards
         self._counters["granted_chunks"] += len(push.items)
-        self._give_up_if_dead(push)
-        self.pump(name)
+        if any(item.is_dead for item in push.items):
+            self._source_is_gone(push)
+        elif push.is_all_sent:  # nothing was granted
+            push.step(SenderStep.ALL_SENT)
+            self._drain(push)
+        else:
+            self._touched[push] = None
 
     def stopped(self, name: str, number: int, text: str) -> None:
         """The peer does not want this push any more."""
         push = self._pushes.get(number)
         if push is not None and push.way.name == name and push.state is not SenderState.DRAINING:
             if text:
-                log.warning("%s stopped a push: %s", name, text)
+                log.warning("%s stopped a push: %r", name, text)
             self._counters["pushes_stopped"] += 1
             self._give_up(push, SenderStep.STOP)
 
@@ -270,18 +211,21 @@ class Outgoing:
 
     def changed(self, chunks: Iterable[Chunk]) -> None:
         """Slices of these chunks were filled, or their writers gave up."""
-        numbers = {number for chunk in chunks for number in self._of_chunk.get(chunk.slot.offset, ())}
-        names = set()
-        for number in numbers:
-            push = self._pushes[number]
-            self._give_up_if_dead(push)
-            names.add(push.way.name)
-        for name in names:
-            self.pump(name)
+        dead: dict[Push, None] = {}
+        for chunk in chunks:
+            for item in self._items.get(chunk, ()):
+                if item.push.state is not SenderState.STREAMING:
+                    continue
+                if item.is_dead:
+                    dead[item.push] = None
+                elif item.push.note(item):
+                    self._touched[item.push] = None
+        for push in dead:
+            self._source_is_gone(push)
 
     def cancel(self, transfer: str) -> None:
         """The transfer was given up."""
-        for push in [push for push in self._pushes.values() if push.transfer == transfer]:
+        for push in list(self._of_transfer.get(transfer, ())):
             if push.state is not SenderState.DRAINING:
                 self._counters["pushes_cancelled"] += 1
                 self._give_up(push, SenderStep.CANCEL)
@@ -296,81 +240,62 @@ class Outgoing:
 
     def acked_bytes(self, transfer: str) -> int:
         """What peers have acknowledged of a transfer's pushes that are under way."""
-        return sum(push.acked_bytes for push in self._pushes.values() if push.transfer == transfer)
+        return sum(push.acked_bytes for push in self._of_transfer.get(transfer, ()))
 
     # ---- writing ----------------------------------------------------------------------------
 
-    def pump(self, name: str) -> None:
-        """Submit writes to this peer, the most urgent first, as long as its window has room."""
-        pushes = [push for push in self.to(name) if push.state is SenderState.STREAMING]
-        pushes.sort(key=lambda push: (push.unfilled_bytes, push.number))
-        for push in pushes:
-            if not push.way.is_usable:
-                return
-            while self._in_window[name] < self._window_bytes:
-                job = self._next_write(push)
-                if job is None:
+    def pump(self) -> None:
+        """Submit what may be written since the last call, to each peer the most urgent first, as long as its window has
+        room. To be called after each turn of the control loop."""
+        while self._touched:
+            self._rank(self._touched.popitem()[0])
+        while self._may_write:
+            name = self._may_write.pop()
+            queue = self._queues.get(name)
+            while queue is not None and queue.due and queue.in_window < self._window_bytes:
+                push = queue.pushes[queue.due[0][1]]
+                if not push.way.is_usable:
                     break
-                self._in_window[name] += job.nbytes
-                push.under_way += 1
-                push.way.submit(job)
-            if push.is_all_sent:
-                push.step(SenderStep.ALL_SENT)
-                self._drain(push)
+                self._submit(queue, push)
 
-    def _next_write(self, push: Push) -> Job | None:
-        """The slices that go next; None: none, or too few as long as more are to come."""
-        pieces: list[Piece] = []
-        slices: list[Slices] = []
-        spans: list[list[tuple[int, int]]] = []
-        taken: list[tuple[Item, int]] = []
-        nbytes = count = 0
-        is_full = False
-        for item, first, layers in self._ready(push):
-            fitting = self._fitting(item, first, layers, MAX_WRITE_BYTES - nbytes, MAX_SLICES - count)
-            is_full |= fitting < layers
-            if not fitting:
-                break
-            start, size = item.chunk.span(first, fitting)
-            local, remote = item.chunk.slot.offset, item.slot
-            pieces.append(Piece(local + start, remote.offset + start, size))
-            slices.append(Slices(remote.offset, remote.generation, first, fitting))
-            parts = [item.chunk.span(layer, 1) for layer in range(first, first + fitting)]
-            spans.append([(local + begin, length) for begin, length in parts])
-            taken.append((item, ((1 << fitting) - 1) << first))
-            nbytes, count = nbytes + size, count + fitting
-        is_last = not push.unfilled_bytes
-        if not pieces or (nbytes < self._group_bytes and not is_last and not is_full):
-            return None
-        for item, bits in taken:
-            item.sent |= bits
-        return Job(push.number, pieces, slices, spans, nbytes, taken, push.transfer)
+    def _submit(self, queue: Queue, push: Push) -> None:
+        job = push.next_write()
+        queue.in_window += job.nbytes
+        push.under_way += 1
+        push.way.submit(job)
+        if push.is_all_sent:
+            push.step(SenderStep.ALL_SENT)
+        if push.is_all_sent or not push.is_due(self._group_bytes):
+            self._rank(push)
 
-    @staticmethod
-    def _ready(push: Push) -> Iterator[tuple[Item, int, int]]:
-        for item in push.items:
-            for first, layers in item.runs():
-                yield item, first, layers
-
-    @staticmethod
-    def _fitting(item: Item, first: int, layers: int, room_bytes: int, room_slices: int) -> int:
-        """How many of these layers go into a write that has so much room left; one at least goes into an empty one."""
-        per_layer = max(1, item.slot.nbytes // item.chunk.layers)
-        fitting = min(layers, room_slices, room_bytes // per_layer)
-        return max(fitting, 1) if room_bytes == MAX_WRITE_BYTES else max(fitting, 0)
+    def _rank(self, push: Push) -> None:
+        """Put a push where it belongs among those to its peer that have a write to make."""
+        queue = self._queues.get(push.way.name)
+        if queue is None:
+            return  # over, and the last one
+        if push.rank is not None:
+            del queue.due[bisect.bisect_left(queue.due, push.rank)]
+            push.rank = None
+        if push.state is SenderState.STREAMING and push.is_due(self._group_bytes):
+            push.rank = (push.unfilled_bytes, push.number)
+            bisect.insort(queue.due, push.rank)
+            self._may_write.add(push.way.name)
 
     def written(self, name: str, job: Job, error: ChannelError | None) -> None:
         """A write is over."""
-        self._in_window[name] -= job.nbytes
+        queue = self._queues[name]
+        queue.in_window -= job.nbytes
+        self._may_write.add(name)
         push = self._pushes.get(job.push)
-        if push is None:
-            return
-        push.under_way -= 1
+        if push is not None:
+            push.under_way -= 1
+            self._note_end(push, job, error)
+        self._forget_if_idle(name)
+
+    def _note_end(self, push: Push, job: Job, error: ChannelError | None) -> None:
         if error is None:
-            push.acked_bytes += job.nbytes
+            push.written(job)
             self._counters["sent_bytes"] += job.nbytes
-            for item, bits in job.tag if isinstance(job.tag, list) else ():
-                item.acked |= bits
         elif not push.is_given_up:  # else it was aborted
             log.warning("%r failed: %s", push, error)
             self._counters["writes_failed"] += 1
@@ -378,19 +303,18 @@ class Outgoing:
                 self._give_up(push, SenderStep.CANCEL)
         if push.state is SenderState.DRAINING:
             self._drain(push)
-        self.pump(name)
 
     # ---- ending -----------------------------------------------------------------------------
 
-    def _give_up_if_dead(self, push: Push) -> None:
+    def _source_is_gone(self, push: Push) -> None:
         """Whoever filled a chunk of it has given up."""
-        if push.state is SenderState.STREAMING and any(item.is_dead for item in push.items):
-            self._counters["pushes_without_source"] += 1
-            self._give_up(push, SenderStep.CANCEL)
+        self._counters["pushes_without_source"] += 1
+        self._give_up(push, SenderStep.CANCEL)
 
     def _give_up(self, push: Push, step: SenderStep) -> None:
         push.is_given_up = True
         push.step(step)
+        self._rank(push)
         push.way.abort(push.number)
         self._drain(push)
 
@@ -399,49 +323,34 @@ class Outgoing:
         if push.under_way:
             return
         push.step(SenderStep.DRAINED)
-        is_complete = push.is_granted and all(item.acked == (1 << item.chunk.layers) - 1 for item in push.items)
         if push.is_offered and not push.is_lost:
-            push.way.send(LetGo(push.number, is_complete))
-        del self._pushes[push.number]
-        for item in push.items:
-            waiting = self._of_chunk[item.chunk.slot.offset]
-            waiting.discard(push.number)
-            if not waiting:
-                del self._of_chunk[item.chunk.slot.offset]
+            push.way.send(LetGo(push.number, push.is_complete))
+        self._remove(push)
         self._store.unhold(push.chunks)
-        self._on_over(push, is_complete)
+        self._on_over(push, push.is_complete)
+
+    def _remove(self, push: Push) -> None:
+        del self._pushes[push.number]
+        self._touched.pop(push, None)
+        queue = self._queues[push.way.name]
+        del queue.pushes[push.number]
+        if push.offer.want:
+            queue.wants -= 1
+            queue.wanted_bytes -= push.held_bytes
+        self._forget_if_idle(push.way.name)
+        if push.transfer is not None:
+            _take(self._of_transfer, push.transfer, push)
+        for item in push.items:
+            _take(self._items, item.chunk, item)
+
+    def _forget_if_idle(self, name: str) -> None:
+        queue = self._queues[name]
+        if not queue.pushes and not queue.in_window:
+            del self._queues[name]
 
 
-def _items(push: Push, granted: Granted) -> list[Item]:
-    """What a grant stands for.
-
-    :raises ProtocolError: it is not an answer to the push's offer.
-    """
-    shards, keys = push.offer.shards, len(push.offer.keys)
-    if len(granted.slots) != len(granted.granted) * shards or len(set(granted.granted)) != len(granted.granted):
-        raise ProtocolError(f"{len(granted.slots)} slots for {len(granted.granted)} chunks of {shards} shards")
-    items = []
-    for number, index in enumerate(granted.granted):
-        if index >= keys:
-            raise ProtocolError(f"chunk {index} of {keys} granted")
-        slots = granted.slots[number * shards : (number + 1) * shards]
-        for chunk, slot in zip(push.chunks[index * shards : (index + 1) * shards], slots, strict=True):
-            if slot.nbytes != chunk.slot.nbytes:
-                raise ProtocolError(f"{slot} granted for a chunk of {chunk.slot.nbytes} bytes")
-            items.append(Item(chunk, slot))
-    return items
-
-
-def _alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:
-    """Runs of chunks that one offer can name: of one size and layer count, but for a tail at the end."""
-    run: list[tuple[bytes, list[Chunk]]] = []
-    for key, chunks in found:
-        chunk = chunks[0]
-        same = run and (chunk.slot.nbytes, chunk.layers) == (run[0][1][0].slot.nbytes, run[0][1][0].layers)
-        ends = run and run[-1][1][0].tail
-        if run and (ends or not (same or (chunk.tail and chunk.layers == run[0][1][0].layers))):
-            yield run
-            run = []
-        run.append((key, chunks))
-    if run:
-        yield run
+def _take(lists: dict[Any, list[Any]], key: object, value: object) -> None:
+    """Take one out of a list that is dropped with its last."""
+    lists[key].remove(value)
+    if not lists[key]:
+        del lists[key]

@@ -251,6 +251,8 @@ class Peers:
         """After each turn of the control loop."""
         with self._faults.contain("the turn of incoming pushes"):
             self.guests.turn()
+        with self._faults.contain("the turn of outgoing pushes"):
+            self.ways.turn()
 
     def tick(self) -> None:
         """A few times a second."""

@@ -18,7 +18,8 @@ from pdx.messages import Slot
 from pdx.node.job import Job
 from pdx.node.links import Link, Links
 from pdx.node.mailbox import Mailbox
-from pdx.node.outgoing import Outgoing, Push
+from pdx.node.outgoing import Outgoing
+from pdx.node.push import Push
 from pdx.node.regions import Regions
 from pdx.node.sender import Route, Sender
 from pdx.peer_messages import Chosen, LetGo, Offer, PeerWelcome
@@ -35,7 +36,7 @@ JOIN_S = 5.0
 
 
 class Way:
-    """The way to one peer; what `pdx.node.outgoing.Way` asks for."""
+    """The way to one peer; what `pdx.node.push.Way` asks for."""
 
     def __init__(self, name: str, links: Links) -> None:
         self.name = name
@@ -295,6 +296,10 @@ class Ways:
                 self.gone(way.name, str(error))
 
     # ---- time and the end -------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """After each turn of the control loop."""
+        self.outgoing.pump()
 
     def tick(self, now: float) -> None:
         """A few times a second."""

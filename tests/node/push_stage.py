@@ -13,7 +13,8 @@ from pdx.messages import Slot
 from pdx.node.incoming import Incoming, Landing
 from pdx.node.job import Job
 from pdx.node.lander import Verdict
-from pdx.node.outgoing import Outgoing, Push
+from pdx.node.outgoing import Outgoing
+from pdx.node.push import Push
 from pdx.node.transfers import Transfers
 from pdx.peer_messages import Granted, LetGo, Offer, Slices, Stop
 from pdx.store.chunk import Chunk
@@ -101,6 +102,8 @@ class SendingStage(StoreStage):
     def __init__(self, folder: Path, *, granules: int = 8192, group_bytes: int = MIB, window_bytes: int = 32 * MIB):
         super().__init__(folder, granules)
         self.over: list[tuple[int, bool]] = []
+        self.group_bytes = group_bytes
+        self.window_bytes = window_bytes
         self.way = FakeWay()
         self.outgoing = Outgoing(
             self.store,
@@ -142,6 +145,7 @@ class SendingStage(StoreStage):
     def grant(self, offer: Offer, indices: list[int] | None = None) -> None:
         """The peer has room."""
         self.outgoing.granted(self.way.name, self.grants(offer, indices))
+        self.outgoing.pump()
 
     def fill(self, slots: list[Slot], first_layer: int = 0, layers: int = 1, *, seal: bool = False) -> None:
         """What a worker's `Fill` does."""
@@ -149,18 +153,26 @@ class SendingStage(StoreStage):
         if seal:
             self.store.seal(chunks)
         self.outgoing.changed(chunks)
+        self.outgoing.pump()
 
     def lose(self, slots: list[Slot]) -> None:
         """The writer lets go of chunks that are not whole."""
         chunks = [self.store.at(slot) for slot in slots]
         self.store.let_go(chunks)
         self.outgoing.changed(chunks)
+        self.outgoing.pump()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the window to the peer is not full."""
+        return self.outgoing.in_window(self.way.name) < self.window_bytes
 
     def finish(self, job: Job | None = None, error: Any = None) -> Job:
         """A write (the oldest) is over."""
         job = job or self.way.jobs[0]
         self.way.jobs.remove(job)
         self.outgoing.written(self.way.name, job, error)
+        self.outgoing.pump()
         return job
 
     def finish_all(self, error: Any = None) -> list[Job]:
@@ -175,8 +187,10 @@ class SendingStage(StoreStage):
         assert len(self.outgoing) == 0
         assert not self.way.jobs
         assert self.holds() == 0
-        assert not self.outgoing._of_chunk
-        assert not any(self.outgoing._in_window.values())
+        assert not self.outgoing._items
+        assert not self.outgoing._of_transfer
+        assert not self.outgoing._queues
+        assert not self.outgoing._touched
 
 
 class FakeSession:

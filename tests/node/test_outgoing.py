@@ -1,5 +1,7 @@
 """Pushes from this node: what goes when, what the peer may answer, and that every push ends, whatever happens."""
 
+import sys
+
 import pytest
 from push_stage import MIB, SendingStage, key
 
@@ -8,7 +10,7 @@ from pdx.digest import digests
 from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefused
 from pdx.layout import slice_span
 from pdx.messages import MAX_LAYERS, Slot
-from pdx.node.outgoing import MAX_SLICES, MAX_WRITE_BYTES
+from pdx.node.push import MAX_SLICES, MAX_WRITE_BYTES
 from pdx.peer_messages import DIGEST_BYTES, Granted, Landed, LetGo, Slices, encode_landed
 
 TRANSFER = "transfer-0123456789"
@@ -20,7 +22,9 @@ def stage_with(tmp_path):
     stages = []
 
     def make(**settings):
-        stages.append(SendingStage(tmp_path, **settings))
+        folder = tmp_path / str(len(stages))
+        folder.mkdir()
+        stages.append(SendingStage(folder, **settings))
         return stages[-1]
 
     yield make
@@ -206,6 +210,82 @@ def test_a_push_that_failed_gives_its_window_to_the_next(stage_with):
     assert [job.push for job in stage.way.jobs] == [2]
     stage.lose([*first, *second])
     stage.finish_all()
+    stage.assert_idle()
+
+
+# ---- what a message costs -------------------------------------------------------------------------
+
+
+def calls(work):
+    """The Python functions that are called by it."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+LAYERS = 80
+
+
+def busy(stage_with, pushes, chunks):
+    """A stage with so many pushes of so many chunks under way, a first layer of each filled: their slots."""
+    stage = stage_with(granules=pushes * chunks * 2, group_bytes=64 * KIB, window_bytes=MIB)
+    slots = [
+        pushed(stage, list(range(n * chunks, (n + 1) * chunks)), LAYERS * 64, layers=LAYERS) for n in range(pushes)
+    ]
+    for mine in slots:
+        stage.fill(mine[:32], 0)
+    return stage, slots
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["a window with room", "a full window"])
+def test_a_fill_costs_what_it_fills_whatever_is_under_way(stage_with, is_full):
+    costs = []
+    for pushes, chunks in ((1, 64), (8, 512)):
+        stage, slots = busy(stage_with, pushes, chunks)
+        if is_full:
+            stage.outgoing._window_bytes = 0
+        costs.append([calls(lambda layer=layer: stage.fill(slots[0][:32], layer)) for layer in range(1, 41)])  # noqa: B023
+        stage.outgoing.lost("b")
+        stage.finish_all(ChannelBroken("gone"))
+        stage.assert_idle()
+    small, large = map(sum, costs)
+    assert small > 40 * 32
+    assert large <= 1.1 * small
+    assert max(costs[1]) <= 1.5 * max(costs[0]) + 32, "no single one pays for the others"
+
+
+def test_an_acknowledgement_costs_what_was_written_whatever_is_under_way(stage_with):
+    costs = []
+    for pushes, chunks in ((1, 64), (8, 512)):
+        stage, slots = busy(stage_with, pushes, chunks)
+        for layer in range(1, 65):
+            stage.fill(slots[0][:32], layer)
+        job = stage.way.jobs[0]
+        costs.append(calls(lambda: stage.finish(job)))  # noqa: B023
+        stage.outgoing.lost("b")
+        stage.finish_all(ChannelBroken("gone"))
+    assert costs[1] <= 1.2 * costs[0]
+
+
+def test_what_is_filled_in_one_turn_of_the_loop_is_sent_together(stage):
+    slots = pushed(stage, [0, 1], 4 * MIB, layers=4)
+    for slot in slots:
+        stage.outgoing.changed(stage.store.fill([slot], 0, 1, 1))
+    assert not stage.way.jobs
+    stage.outgoing.pump()
+    (job,) = stage.way.jobs
+    assert [piece.local for piece in job.pieces] == [slot.offset for slot in slots]
+    stage.lose(slots)
+    stage.finish_all(TransferAborted(""))
     stage.assert_idle()
 
 

@@ -35,7 +35,7 @@ def channel():
 
 @pytest.fixture
 def cluster(channel, place, folder):
-    with Cluster(place, "ab", channels=[channel], trace=str(folder)) as made:
+    with Cluster(place, "ab", channels=[channel], trace=str(folder), peer_share=1.0) as made:
         made.start("a", "b")
         yield made
 
