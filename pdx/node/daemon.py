@@ -107,8 +107,8 @@ class Daemon:
             self._desk = Desk(self._context, path, self.service.counters)
             undo.callback(self._desk.close)
             self._poller = zmq.Poller()
-            for socket in (self._desk.socket, self._desk.comings):
-                self._poller.register(socket, zmq.POLLIN)
+            for source in (self._desk.socket, self._desk.fd):
+                self._poller.register(source, zmq.POLLIN)
             self._handover = self._open_handover(arena) if isinstance(arena, GpuArena) else None
             if self._handover is not None:
                 undo.callback(self._handover.close)
@@ -168,7 +168,7 @@ class Daemon:
         for source, _ in ready:
             with self._faults.contain("serving a socket") as part:
                 self._serve_source(source)
-            if part.has_failed and isinstance(source, int) and source != self._peers.mailbox.fd:
+            if part.has_failed and isinstance(source, int) and source not in (self._peers.mailbox.fd, self._desk.fd):
                 self._forget(source)  # else it would fail again at once, for ever
         self._peers.turn()
         now = time.monotonic()
@@ -185,6 +185,8 @@ class Daemon:
             self._serve_proxy()
         elif source == self._peers.mailbox.fd:
             self._peers.mailbox.deliver()
+        elif source == self._desk.fd:
+            pass  # somebody connects: `heed_descriptors` has seen to it
         elif isinstance(source, int):
             if self._handover is None or not self._handover.serve(source):
                 self._bury(source)

@@ -1,7 +1,7 @@
 """The socket that processes of this host attach to: this user's alone, and safe from running out of descriptors.
 
 ZMQ ends the whole process where it has no descriptor left for a connection to a Unix socket. So the socket's listening
-half belongs to the node, which takes it away from ZMQ while descriptors are short: the kernel lets processes wait.
+half belongs to the node, which takes it away from ZMQ while descriptors are short.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ class Desk:
 
         :raises ConfigError: it cannot be listened at.
         """
-        self._address = f"ipc://{path}"
         self._counters = counters
-        self._pids: dict[bytes, int] = {}
-        self._is_open = False
+        self._is_open = True
         with contextlib.ExitStack() as undo:
+            self._nobody = undo.enter_context(socket.socket(socket.AF_UNIX))
             self._listening = undo.enter_context(socket.socket(socket.AF_UNIX))
             mask = os.umask(0o177)
             try:
-                self._listening.bind(str(path))
+                nobody = path.with_name(f"{path.name}.nobody")
+                nobody.unlink(missing_ok=True)
+                self._listen(self._nobody, nobody)
+                nobody.unlink()  # without a name nobody ever connects to it
+                self._listen(self._listening, path)
             except OSError as error:
                 raise ConfigError(f"cannot listen at {path}: {error}") from error
             finally:
                 os.umask(mask)
             undo.callback(path.unlink, missing_ok=True)
-            self._listening.listen(_BACKLOG)
+            self.fd = self._listening.fileno()
             self.socket = undo.enter_context(context.socket(zmq.ROUTER))
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-            self.comings = self._watch_comings(context, undo)
-            self._open()
+            self._handed = os.dup(self.fd)
+            self.socket.setsockopt(zmq.USE_FD, self._handed)
+            self.socket.bind(f"ipc://{path}")
+            undo.callback(self._open)  # ZMQ gives back what it was handed, or ends the process
             self._undo = undo.pop_all()
 
-    def _watch_comings(self, context: zmq.Context[zmq.Socket[bytes]], undo: contextlib.ExitStack) -> zmq.Socket[bytes]:
-        """A socket that can be read whenever a process has connected."""
-        name = f"inproc://comings-{id(self)}"
-        self.socket.monitor(name, zmq.EVENT_ACCEPTED)
-        undo.callback(self.socket.disable_monitor)
-        comings = undo.enter_context(context.socket(zmq.PAIR))
-        comings.setsockopt(zmq.LINGER, 0)
-        comings.setsockopt(zmq.RCVHWM, 0)  # else ZMQ's thread would wait for this one
-        comings.connect(name)
-        return comings
+    @staticmethod
+    def _listen(made: socket.socket, path: Path) -> None:
+        made.setblocking(False)
+        made.bind(str(path))
+        made.listen(_BACKLOG)
 
     def receive(self) -> Delivery | None:
         """What came next, None if nothing did. Who has connected meanwhile is not kept waiting by who sends much."""
@@ -98,14 +98,11 @@ class Desk:
             self.socket.send_multipart([route, frame], zmq.NOBLOCK)
 
     def heed_descriptors(self) -> None:
-        """Stop taking connections while descriptors are short; call it whenever something happened."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self.comings.recv_multipart(zmq.NOBLOCK)
+        """Take no connections while descriptors are short; call it whenever something happened, above all when `fd`
+        can be read: then somebody connects."""
         left, reserve = descriptors.left(), descriptors.reserve()
         if self._is_open and left < reserve:
-            self._is_open = False
-            self.socket.unbind(self._address)
+            self._shut()
             self._counters["descriptors_short"] += 1
             log.warning(
                 "%d of %d file descriptors are left: no process is let in until there are more (ulimit -n)",
@@ -114,12 +111,26 @@ class Desk:
             )
         elif not self._is_open and left > reserve + reserve // 4:
             self._open()
+        if not self._is_open:
+            self._turn_away()
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""
         self._undo.close()
 
+    # `unbind` would end the connections that there are. So the descriptor that ZMQ listens at is made to mean another
+    # socket for a while, at which nobody ever connects.
+
+    def _shut(self) -> None:
+        self._is_open = False
+        os.dup2(self._nobody.fileno(), self._handed, inheritable=False)
+
     def _open(self) -> None:
-        self.socket.setsockopt(zmq.USE_FD, os.dup(self._listening.fileno()))
-        self.socket.bind(self._address)
         self._is_open = True
+        os.dup2(self.fd, self._handed, inheritable=False)
+
+    def _turn_away(self) -> None:
+        """Close what connects: processes try again."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._listening.accept()[0].close()

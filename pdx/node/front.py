@@ -208,7 +208,11 @@ class Front:
                 self._is_resting = True
                 self._epoll.modify(self._listener, 0)
                 return
-            self._take(outer, str(where[0]), now)
+            try:
+                self._take(outer, str(where[0]), now)
+            except BaseException:
+                outer.close()
+                raise
 
     def _take(self, outer: socket.socket, address: str, now: float) -> None:
         if self._count >= self._max_connections:

@@ -1,0 +1,233 @@
+"""The TCP port in front of ZMQ: what is passed on, and whom a flood of strangers keeps out."""
+
+import contextlib
+import os
+import socket
+from collections import Counter
+
+import pytest
+from node_harness import wait_until
+
+from pdx import descriptors
+from pdx.node import front as module
+from pdx.node.front import MAX_YOUNG_OF_ADDRESS, SILENT_S, Front
+
+GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
+YOUNG_S = 5.0
+
+
+class Bed:
+    """A front, and in the place of ZMQ a socket that takes what is passed on."""
+
+    def __init__(self):
+        self.now = 1000.0
+        self.counters = Counter()
+        self.undo = contextlib.ExitStack()
+        self.front = Front("127.0.0.1", 0, young_s=YOUNG_S, counters=self.counters, clock=lambda: self.now)
+        self.zmq = self.undo.enter_context(socket.socket(socket.AF_UNIX))
+        self.zmq.bind(self.front.inner.removeprefix("ipc://"))
+        self.zmq.listen(128)
+        self.zmq.settimeout(20)
+        self.undo.callback(self._close)
+        self.front.start()
+
+    def _close(self):
+        self.front.close()
+        self.front._thread.join()
+
+    def dial(self, source="127.0.0.1"):
+        host, _, port = self.front.address.removeprefix("tcp://").rpartition(":")
+        return self.undo.enter_context(socket.create_connection((host, int(port)), 20, (source, 0)))
+
+    def accept(self):
+        stream, _ = self.zmq.accept()
+        stream.settimeout(20)
+        return self.undo.enter_context(stream)
+
+    def passed(self, source="127.0.0.1"):
+        """Both ends of a connection that was passed on."""
+        outer = self.dial(source)
+        outer.sendall(GREETING)
+        inner = self.accept()
+        assert inner.recv(10) == GREETING
+        return outer, inner
+
+    def nobody_came(self):
+        self.zmq.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            self.zmq.accept()
+        self.zmq.settimeout(20)
+
+
+@pytest.fixture
+def bed():
+    made = Bed()
+    yield made
+    made.undo.close()
+
+
+def is_closed(stream):
+    stream.setblocking(False)
+    try:
+        return stream.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def read(stream, nbytes):
+    data = bytearray()
+    while len(data) < nbytes and (piece := stream.recv(1 << 16)):
+        data += piece
+    return bytes(data)
+
+
+def test_what_both_sides_say_goes_through(bed):
+    outer, inner = bed.passed()
+    outer.sendall(b"a" * 1000)
+    assert read(inner, 1000) == b"a" * 1000
+    inner.sendall(b"b" * 1000)
+    assert read(outer, 1000) == b"b" * 1000
+
+
+def test_a_greeting_that_comes_in_pieces_is_one(bed):
+    outer = bed.dial()
+    for byte in GREETING:
+        outer.sendall(bytes([byte]))
+    assert read(bed.accept(), 10) == GREETING
+
+
+def test_a_side_that_does_not_read_is_waited_for_and_nothing_is_lost(bed):
+    outer, inner = bed.passed()
+    data = os.urandom(1 << 20) * 8
+    outer.setblocking(False)
+    sent, stuck = 0, 0
+    while stuck < 20:  # both sockets and the front are full
+        try:
+            sent += outer.send(data[sent : sent + 65_536])
+            stuck = 0
+        except BlockingIOError:
+            stuck += 1
+            inner_is_waiting = bed.front._connections
+            assert inner_is_waiting
+            outer.setblocking(True)
+            outer.settimeout(0.01)
+            with contextlib.suppress(TimeoutError):
+                sent += outer.send(data[sent : sent + 65_536])
+                stuck = 0
+            outer.setblocking(False)
+    assert sent < len(data)
+    assert read(inner, sent) == data[:sent]
+    outer.settimeout(20)
+    outer.sendall(b"more")
+    assert read(inner, 4) == b"more"
+
+
+def test_an_end_is_passed_on_after_what_was_said_before(bed):
+    outer, inner = bed.passed()
+    inner.sendall(b"refused" * 1000)
+    inner.close()
+    assert read(outer, 8000) == b"refused" * 1000
+    wait_until(lambda: is_closed(outer))
+    wait_until(lambda: not bed.front._connections)
+
+
+def test_what_does_not_speak_zmq_is_closed_and_never_seen_by_it(bed):
+    stranger = bed.dial()
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    wait_until(lambda: is_closed(stranger))
+    bed.nobody_came()
+
+
+def test_who_says_nothing_is_closed_and_who_was_passed_on_is_not(bed):
+    stranger = bed.dial()
+    outer, inner = bed.passed()
+    bed.now += SILENT_S + 0.5
+    wait_until(lambda: is_closed(stranger))
+    assert bed.counters["strangers_dropped"] == 1
+    bed.now += 100 * YOUNG_S
+    wait_until(lambda: not bed.front.newcomers())
+    outer.sendall(b"still here")
+    assert read(inner, 10) == b"still here"
+
+
+def test_of_one_address_the_oldest_that_said_nothing_goes(bed):
+    outer, inner = bed.passed()
+    flood = [bed.dial() for _ in range(MAX_YOUNG_OF_ADDRESS - 1)]
+    last = bed.dial()
+    wait_until(lambda: is_closed(flood[0]))
+    assert not any(is_closed(one) for one in flood[1:])
+    last.setblocking(True)
+    last.sendall(GREETING)
+    assert read(bed.accept(), 10) == GREETING
+    outer.sendall(b"first")
+    assert read(inner, 5) == b"first"
+
+
+def test_a_flood_from_many_addresses_keeps_nobody_out(bed):
+    bed.front._max_young = 32
+    flood = [bed.dial(f"127.0.1.{number}") for number in range(1, 33)]
+    crowd = [bed.dial("127.0.2.1") for _ in range(8)]
+    outer, inner = bed.passed("127.0.3.1")
+    outer.sendall(b"served")
+    assert read(inner, 6) == b"served"
+    wait_until(lambda: bed.counters["strangers_dropped"] == 9)
+    wait_until(lambda: sum(is_closed(one) for one in flood + crowd) == 9)
+    assert bed.front._num_young == 32
+
+
+def test_beyond_the_most_connections_new_ones_are_refused(bed):
+    outer, inner = bed.passed()
+    bed.front._max_connections = 1
+    refused = bed.dial()
+    wait_until(lambda: is_closed(refused))
+    outer.sendall(b"served")
+    assert read(inner, 6) == b"served"
+
+
+def test_with_no_descriptor_to_spare_nothing_is_passed_on(bed, monkeypatch):
+    monkeypatch.setattr(descriptors, "left", lambda: 0)
+    outer = bed.dial()
+    outer.sendall(GREETING)
+    wait_until(lambda: is_closed(outer))
+    bed.nobody_came()
+
+
+def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
+    real, failed = socket.socket.accept, []
+
+    def accept(listener):
+        if listener is bed.front._listener and not failed:
+            failed.append(1)
+            raise OSError(24, "Too many open files")
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    outer = bed.dial()
+    wait_until(lambda: failed)
+    bed.now += 1.0
+    outer.sendall(GREETING)
+    assert read(bed.accept(), 10) == GREETING
+
+
+def test_an_internal_error_closes_the_port_and_is_counted(bed, monkeypatch):
+    monkeypatch.setattr(bed.front, "_take", lambda *_: 1 / 0)
+    bed.dial()
+    wait_until(lambda: bed.counters["internal_errors"] == 1)
+    bed.front._thread.join()
+
+
+def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(bed):
+    port = int(bed.front.address.rpartition(":")[2])
+    with pytest.raises(OSError, match="in use"):
+        Front("127.0.0.1", port, young_s=YOUNG_S, counters=Counter())
+
+
+def test_few_places_where_few_files_may_be_open(monkeypatch):
+    monkeypatch.setattr(descriptors, "limit", lambda: 256)
+    made = Front("127.0.0.1", 0, young_s=YOUNG_S, counters=Counter())
+    assert 3 * made._max_connections <= 256 - descriptors.reserve()
+    assert made._max_young <= made._max_connections
+    made.close()
+    assert made._max_connections < module.MAX_CONNECTIONS
