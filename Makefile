@@ -5,8 +5,11 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The GPU targets set nothing up: they need what `pip install '.[gpu,testing]'` installs, no more.
+# The GPU targets set nothing up: they need what `pip install '.[gpu,testing]'` installs, no more. They find `pdx` here
+# without being installed, and what `pip install --target .site …` has added to a machine that has the rest.
 GPU_PYTHON := $(or $(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
+GPU_PATH := $(CURDIR)/.site:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-test gpu-bench: export PYTHONPATH := $(GPU_PATH)
 
 .PHONY: help setup demo test check format docs bench gpu-test gpu-bench clean
 .DEFAULT_GOAL := help

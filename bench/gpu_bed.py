@@ -20,6 +20,7 @@ from pdx.cuda.gpu import Gpu
 
 REAL, TOY = "real", "toy"
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
+COVER_CYCLES = 2_000_000  # a millisecond at 2 GHz: longer than any launch of a bench
 TOY_BYTES = 64 << 20
 
 
@@ -58,15 +59,15 @@ class Bed(ABC):
 class Moment:
     """A point on the current stream, as the clock of a measurement: `later - earlier` waits and gives seconds.
 
-    Between two moments the L2 cache is overwritten, outside of what is timed. While that runs, the work to be timed is
-    launched, so that the time of the launch is not in the result.
+    Between two moments `flush` empties the L2 cache and keeps the stream busy, outside of what is timed. While that
+    runs, the work to be timed is launched, so that the time of the launch is not in the result.
     """
 
-    def __init__(self, flush: Tensor) -> None:
+    def __init__(self, flush: Callable[[], None]) -> None:
         self._end_of_last = torch.cuda.Event(enable_timing=True)
         self._start_of_next = torch.cuda.Event(enable_timing=True)
         self._end_of_last.record()
-        flush.zero_()
+        flush()
         self._start_of_next.record()
 
     def __sub__(self, earlier: Moment) -> float:
@@ -84,8 +85,14 @@ class RealBed(Bed):
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu)
         torch.cuda.set_device(gpu.ordinal)
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
-        self.clock = lambda: Moment(self._flush)
+        self._other = torch.zeros(FLUSH_BYTES // 8, dtype=torch.int64, device=self.device)
+        self._sum = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.clock = lambda: Moment(self.flush)
+
+    def flush(self) -> None:
+        """Fill the cache with other lines, which need not be written back, and stay busy for `COVER_CYCLES`."""
+        torch.sum(self._other, dim=0, out=self._sum)
+        torch.cuda._sleep(COVER_CYCLES)
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -142,5 +149,8 @@ def bed(name: str) -> Iterator[Bed]:
             del os.environ["TRITON_INTERPRET"]
         else:
             os.environ["TRITON_INTERPRET"] = before
+    from pdx.testing.fake_cuda_kernels import install
+
+    install()
     with fake_cuda(gpus=1, nbytes=TOY_BYTES):
         yield ToyBed(Gpu.find("0"))

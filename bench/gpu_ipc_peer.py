@@ -1,9 +1,10 @@
 """The receiving process of the `ipc` bench: scatters what lands into its pages.
 
-    python -m pdx.bench.gpu_ipc_peer BED BOARD HANDLE FD
+    python -m pdx.bench.gpu_ipc_peer BED FOLDER HANDLE FD
 
-HANDLE is the sender's memory (hexadecimal), FD its descriptor, -1 if it has none. The first line it says is what a
-sender needs. It answers ["digest"] (and zeroes its pages), one JSON list per line, until its standard input ends.
+FOLDER has the board and takes UCX's log. HANDLE is the sender's memory (hexadecimal), FD its descriptor, -1 if it has
+none. The first line it says is what a sender needs. It answers ["digest"] (and zeroes its pages), one JSON list per
+line, until its standard input ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 
 from pdx.bench.gpu_bed import Bed, bed
-from pdx.bench.gpu_ipc_stage import RECEIVER, SIZES, TOKEN, Board, Pages
+from pdx.bench.gpu_ipc_stage import BOARD, RECEIVER, SIZES, TOKEN, Board, Pages
 from pdx.bench.gpu_nixl import start_nixl
 from pdx.channel import GpuMemory
 from pdx.cuda.memory import DeviceMemory, Handle
@@ -32,10 +33,10 @@ TURNS = 64  # between looks at standard input
 class Peer:
     """An arena that is written to through the channel, and the sender's arena, mapped."""
 
-    def __init__(self, the_bed: Bed, board: Board, theirs: DeviceMemory, stack: contextlib.ExitStack) -> None:
+    def __init__(self, the_bed: Bed, folder: Path, theirs: DeviceMemory, stack: contextlib.ExitStack) -> None:
         total = SIZES[the_bed.name].total_bytes
         self._bed = the_bed
-        self._board = board
+        self._board = Board(folder / BOARD)
         self._pages = Pages(the_bed, RECEIVER)
         arena = DeviceMemory.create(the_bed.gpu, total)
         stack.callback(arena.close)
@@ -49,7 +50,7 @@ class Peer:
         self._landed = self._pages.groups(arena.address)
         self._mapped = self._pages.groups(theirs.address)
         self._num_landed = self._num_mapped = self._num_seen = 0
-        nixl, why = start_nixl(the_bed, self._pages.bytes)
+        nixl, why = start_nixl(the_bed, self._pages.bytes, folder)
         if nixl is not None:
             stack.callback(nixl.close)
         _say(
@@ -109,13 +110,13 @@ def _say(value: Any) -> None:
 
 
 def main() -> None:
-    bed_name, board, handle, fd = sys.argv[1:]
+    bed_name, folder, handle, fd = sys.argv[1:]
     with contextlib.ExitStack() as stack:
         the_bed = stack.enter_context(bed(bed_name))
         decoded = msgspec.msgpack.decode(bytes.fromhex(handle), type=Handle)
         theirs = DeviceMemory.open(decoded, int(fd), on=the_bed.gpu)
         stack.callback(theirs.close)
-        Peer(the_bed, Board(Path(board)), theirs, stack).serve()
+        Peer(the_bed, Path(folder), theirs, stack).serve()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pdx.channel import TOKEN_BYTES
 MIB = 1 << 20
 TOKEN = bytes(range(TOKEN_BYTES))  # nobody else can reach the memory of a bench on its own machine
 SENDER, RECEIVER = 1, 2  # whose pages
+BOARD = "board"  # the file's name
 DEADLINE_S = 60.0
 
 

@@ -88,7 +88,7 @@ class Case:
     """The pages of some layers, twice as many as are moved, and the slices that they belong into."""
 
     def __init__(self, pool: Tensor, slices: Tensor, sizes: Sizes, kind: Kind) -> None:
-        from pdx.kernels.paged import Batch, PageMap, Run
+        from pdx.kernels.paged import Batch, PageMap, Place, Run
 
         page_bytes, slice_bytes = kind.page_bytes, kind.slice_bytes
         num_blocks = pool.numel() // sizes.layers // page_bytes
@@ -109,19 +109,19 @@ class Case:
         self._batch = Batch.of(self._pages, runs)
         self._num_layers = sizes.layers
         self._slices = slices
-        self._on_host = kind.on_host
+        self._place = Place.HOST if kind.on_host else Place.HERE
 
     def gather(self) -> None:
         """Pages to slices."""
         from pdx.kernels.paged import gather
 
-        gather(self._pages, self._batch, 0, self._num_layers, on_host=self._on_host)
+        gather(self._pages, self._batch, 0, self._num_layers, place=self._place)
 
     def scatter(self) -> None:
         """Slices to pages."""
         from pdx.kernels.paged import scatter
 
-        scatter(self._pages, self._batch, 0, self._num_layers, on_host=self._on_host)
+        scatter(self._pages, self._batch, 0, self._num_layers, place=self._place)
 
     def check(self, wait: Callable[[], None]) -> None:
         """What is gathered is right, and comes back.
@@ -141,7 +141,7 @@ class Case:
             if not torch.equal(found[:, layer].reshape(expected.shape).to(expected.device), expected):
                 raise RuntimeError(f"layer {layer} was not gathered right")
             pages[ids] = 0
-            scatter(self._pages, self._batch, layer, 1, on_host=self._on_host)
+            scatter(self._pages, self._batch, layer, 1, place=self._place)
             wait()
             if not torch.equal(pages[ids], expected):
                 raise RuntimeError(f"layer {layer} was not scattered right")

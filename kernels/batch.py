@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,14 @@ from torch import Tensor
 from pdx.kernels.page_map import UNIT_BYTES, PageMap
 
 _MAX_ADDRESS = 1 << 62
+
+
+class Place(Enum):
+    """In what memory the places of a batch lie, as seen by the GPU that copies."""
+
+    HERE = "its own"
+    PEER = "another GPU's, mapped"
+    HOST = "page-locked host memory"
 
 
 class Run(NamedTuple):
@@ -59,6 +68,22 @@ class Batch:
             columns = torch.frombuffer(block_ids + places + distances, dtype=torch.int64)
             rows.copy_(columns.view(3, num_pages).T)
         return cls(pages, num_pages, rows.to(pages.device, non_blocking=True))
+
+    def parts(self, layers: range, nbytes: int) -> Iterator[tuple[Batch, range]]:
+        """The same copies in parts of at most `nbytes` bytes; the least is two pages of one layer.
+
+        A part's table is a part of this one's, so the parts are used on the same stream.
+        """
+        # An even number of rows of 24 bytes: every part's table is aligned to 16, as the compiled kernel expects.
+        most_pages = max(2, nbytes // self.pages.page_bytes // 2 * 2)
+        most_layers = max(1, nbytes // max(1, self.num_pages * self.pages.page_bytes))
+        for first in range(0, self.num_pages, most_pages):
+            part = self
+            if self.num_pages > most_pages:
+                rows = self.table[first : first + most_pages]
+                part = Batch(self.pages, len(rows), rows)
+            for layer in range(layers.start, layers.stop, most_layers):
+                yield part, range(layer, min(layer + most_layers, layers.stop))
 
 
 def _check(run: Run, pages: PageMap) -> None:

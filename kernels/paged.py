@@ -16,28 +16,35 @@ import torch
 import triton
 import triton.language as tl
 
-from pdx.kernels.batch import Batch, Run
+from pdx.kernels.batch import Batch, Place, Run
 from pdx.kernels.page_map import PageMap
 
-__all__ = ["Batch", "PageMap", "Run", "gather", "scatter", "warm_up"]
+__all__ = ["Batch", "PageMap", "Place", "Run", "gather", "scatter", "warm_up"]
 
 _WORD_BYTES = 8  # an element of the kernel: Triton has none of 16 bytes, two words make one access
 _RUNTIME_ARGUMENTS = ["layers", "batch", "first_layer", "num_pieces", "num_tiles"]
 
 
 class _Shape(NamedTuple):
-    """How a launch uses the GPU. Every thread has tile_bytes / (512 * num_warps) accesses of 16 bytes in flight."""
+    """How a launch uses the GPU. Every thread has tile_bytes / (512 * num_warps) accesses of 16 bytes in flight.
+
+    `store_hint`: what a gather's stores say to the cache of this GPU.
+    """
 
     tile_bytes: int
     num_warps: int
     max_programs: int
+    store_hint: str = ""
 
 
 # Device memory: small programs, so that a batch of one chunk already gives every multiprocessor work, and many of
 # them fit on each. Host memory: the link is the limit, and a few large programs keep it full; more would only take
 # the multiprocessors from the engine's own kernels for as long as the link needs.
 _ON_DEVICE = _Shape(tile_bytes=8 << 10, num_warps=4, max_programs=(1 << 31) - 1)
-_ON_HOST = _Shape(tile_bytes=64 << 10, num_warps=32, max_programs=8)
+# A slice on this GPU is often read by its next copy within a millisecond, so its bytes stay in the cache; a slice
+# elsewhere is not read here again, so its bytes go first (.cs).
+_ON_PEER = _ON_DEVICE._replace(store_hint=".cs")
+_ON_HOST = _Shape(tile_bytes=64 << 10, num_warps=32, max_programs=8, store_hint=".cs")
 
 
 @triton.jit(do_not_specialize=_RUNTIME_ARGUMENTS)  # type: ignore[untyped-decorator]
@@ -52,6 +59,7 @@ def _copy_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_GATHER: tl.constexpr,
+    STORE_HINT: tl.constexpr,
 ) -> None:
     """Tables as in PageMap.table and Batch.table. A tile is ROWS pieces x COLUMNS words of each."""
     column_tiles: tl.constexpr = (PIECE_WORDS + COLUMNS - 1) // COLUMNS
@@ -82,9 +90,9 @@ def _copy_tiles(
         mask = is_piece[:, None]
         if PIECE_WORDS % COLUMNS != 0:
             mask = mask & (column < PIECE_WORDS)[None, :]
-        # Each byte is read once (past L1). A gathered slice is not read again by this GPU, a scattered page is.
+        # Each byte is read once (past L1). A scattered page is read again by this GPU, a gathered slice: see _Shape.
         if IS_GATHER:
-            tl.store(slice_, tl.load(engine, mask=mask, cache_modifier=".cg"), mask=mask, cache_modifier=".cs")
+            tl.store(slice_, tl.load(engine, mask=mask, cache_modifier=".cg"), mask=mask, cache_modifier=STORE_HINT)
         else:
             tl.store(engine, tl.load(slice_, mask=mask, cache_modifier=".cg"), mask=mask)
 
@@ -94,25 +102,29 @@ _is_interpreted = not isinstance(_copy_tiles, triton.runtime.JITFunction)
 _launching: Any = threading.Lock() if _is_interpreted else contextlib.nullcontext()
 
 
-def gather(pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, on_host: bool = False) -> None:
+def gather(
+    pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, place: Place = Place.HERE
+) -> None:
     """Copy the batch's pages of these layers from the engine to their places: one launch on torch's current stream.
 
     The device of `pages` is current in the calling thread, the stream is the one of `Batch.of`, and the places belong
-    to the caller until the launch has ended. `on_host` says that they are page-locked host memory: the copy then takes
-    few of the GPU's multiprocessors. Errors of the copy itself are CUDA's, and come with a later call.
+    to the caller until the launch has ended. `place` says in what memory they lie; with `Place.HOST` the copy takes few
+    of the GPU's multiprocessors. Errors of the copy itself are CUDA's, and come with a later call.
 
     :raises IndexError: the layers are not all in `pages`; nothing was launched.
     :raises ValueError: the batch was made for other pages, or another device is current; nothing was launched.
     """
-    _launch(pages, batch, first_layer, num_layers, _ON_HOST if on_host else _ON_DEVICE, is_gather=True)
+    _launch(pages, batch, first_layer, num_layers, _shape(place), is_gather=True)
 
 
-def scatter(pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, on_host: bool = False) -> None:
+def scatter(
+    pages: PageMap, batch: Batch, first_layer: int = 0, num_layers: int = 1, *, place: Place = Place.HERE
+) -> None:
     """Copy the batch's pages of these layers from their places into the engine.
 
     Contract and errors as `gather`. Block ids must differ; which page wins otherwise is not defined.
     """
-    _launch(pages, batch, first_layer, num_layers, _ON_HOST if on_host else _ON_DEVICE, is_gather=False)
+    _launch(pages, batch, first_layer, num_layers, _shape(place), is_gather=False)
 
 
 def warm_up(pages: PageMap) -> None:
@@ -121,9 +133,9 @@ def warm_up(pages: PageMap) -> None:
     Takes seconds where Triton's cache is cold. Launches on torch's current stream; copies nothing.
     """
     empty = Batch(pages, 0, pages.table)
-    for shape in (_ON_DEVICE, _ON_HOST):
+    for place in Place:
         for is_gather in (True, False):
-            _run(pages, empty, 0, 0, shape, is_gather=is_gather)
+            _run(pages, empty, 0, 0, _shape(place), is_gather=is_gather)
 
 
 def columns_of(piece_bytes: int, tile_bytes: int) -> int:
@@ -132,6 +144,12 @@ def columns_of(piece_bytes: int, tile_bytes: int) -> int:
     while columns > 512 and -(-piece_bytes // columns) * columns > piece_bytes * 9 // 8:
         columns //= 2
     return min(columns, 1 << (piece_bytes - 1).bit_length())
+
+
+def _shape(place: Place) -> _Shape:
+    if place is Place.HOST:
+        return _ON_HOST
+    return _ON_PEER if place is Place.PEER else _ON_DEVICE
 
 
 def _launch(pages: PageMap, batch: Batch, first_layer: int, num_layers: int, shape: _Shape, *, is_gather: bool) -> None:
@@ -162,6 +180,7 @@ def _run(pages: PageMap, batch: Batch, first_layer: int, num_layers: int, shape:
             ROWS=rows,
             COLUMNS=columns // _WORD_BYTES,
             IS_GATHER=is_gather,
+            STORE_HINT=shape.store_hint if is_gather else "",
             num_warps=shape.num_warps,
             num_stages=1,
             enable_fp_fusion=False,  # nothing to fuse; Triton 3.9 warns where this is not said

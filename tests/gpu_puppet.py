@@ -37,7 +37,7 @@ class Puppet:
     def fill(self, name, value):
         """As a kernel would: straight into the slot."""
         slot = self.chunks[name].slot
-        ctypes.memset(self.arena.hold() + slot.offset, value, slot.nbytes)
+        ctypes.memset(self.fake.memory.look(self.arena.hold() + slot.offset, slot.nbytes), value, slot.nbytes)
         self.arena.let_go()
 
     def get(self, name):

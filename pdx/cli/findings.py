@@ -35,5 +35,6 @@ class FindingName(StrEnum):
     GPU_LOOK_FAILED = "gpu-look-failed"
     GPU_ARENA_LEGACY = "gpu-arena-legacy"
     GPU_NO_PEER_ACCESS = "gpu-no-peer-access"
+    GPU_NO_COMPILER = "gpu-no-compiler"
     PAGE_LOCK_SLOW = "page-lock-slow"
     PAGE_LOCK_REFUSED = "page-lock-refused"

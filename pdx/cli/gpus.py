@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +53,7 @@ def facts(sysfs: Path = Path("/sys")) -> list[Fact]:
         _tried("GPU arena", lambda: _arena(gpus)),
         _tried("peer access", lambda: _peers(gpus)),
         _tried("page-locking", lambda: _page_locking(gpus[0])),
+        _kernels(),
         _channel(),
     ]
 
@@ -130,6 +133,18 @@ def _page_locking(gpu: Gpu) -> Fact:
         return Fact("page-locking", why, False, fix, FindingName.PAGE_LOCK_REFUSED)
     finally:
         lock.close()
+
+
+def _kernels() -> Fact:
+    """Whether Triton can build what launches the copy kernels: it compiles C for this Python at its first use."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [] if compiler and shutil.which(compiler) else ["no C compiler (gcc, clang or CC)"]
+    missing += [] if header.exists() else [f"no {header}"]
+    if not missing:
+        return Fact("copy kernels", f"{compiler} and Python's headers are there")
+    fix = "install gcc and this Python's headers (python3-dev); engines on GPUs run without PDX until then"
+    return Fact("copy kernels", ", ".join(missing), False, fix, FindingName.GPU_NO_COMPILER)
 
 
 def _channel() -> Fact:

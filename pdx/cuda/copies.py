@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from pdx.cuda.driver import api, call
-from pdx.cuda.gpu import Gpu
+from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.cuda.page_lock import PIECE_BYTES
 from pdx.errors import GpuError
 
@@ -57,8 +57,9 @@ class CopyStream:
         if self._stream is None:
             return
         self._gpu.use()
-        call("cuEventRecord", self._done, self._stream)
-        call("cuEventSynchronize", self._done)
+        with beside_captures():
+            call("cuEventRecord", self._done, self._stream)
+            call("cuEventSynchronize", self._done)
 
     def close(self) -> None:
         """Wait for the copies, then give the stream back. Idempotent. What the driver refuses is logged."""

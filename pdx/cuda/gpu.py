@@ -127,6 +127,19 @@ def keeping_context() -> Iterator[None]:
         call("cuCtxSetCurrent", before)
 
 
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """What the block asks the driver for spoils no graph that another thread of this process captures meanwhile.
+
+    :raises GpuError: the driver refused.
+    """
+    before = call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
 def numa_node(gpu: Gpu, sysfs: Path = Path("/sys")) -> int | None:
     """The NUMA node that the GPU hangs on; None if the system does not say."""
     try:

@@ -85,7 +85,8 @@ class DeviceMemory:
         self.kind: Kind = kind
         self._on = on  # whose context uses it here
         self._held: _Held | None = held
-        self._generic: Any = None  # the driver's handle that `export` needs; kind "vmm"
+        self._is_made = False  # by this object, so that it can be exported
+        self._generic: Any = None  # the driver's handle of it then; kind "vmm"
         with _mapped_lock:
             _mapped.add(self)
 
@@ -145,12 +146,10 @@ class DeviceMemory:
     def export(self) -> tuple[Handle, int]:
         """A handle for other processes, and a new file descriptor that the caller closes (-1 for kind "ipc").
 
-        Only who made the memory, or opened it as "vmm", can export it.
-
-        :raises GpuError: it is closed, or the driver refused.
+        :raises GpuError: it is closed, or was opened instead of made, or the driver refused.
         """
-        if self._held is None:
-            raise GpuError(f"{self} cannot be exported")
+        if self._held is None or not self._is_made:
+            raise GpuError(f"{self} cannot be exported: only who made the memory can, until it is closed")
         version, fd, data = driver.version(), -1, b""
         self._on.use()
         if self.kind == "vmm":
@@ -187,19 +186,37 @@ class DeviceMemory:
 
     @classmethod
     def _create_vmm(cls, gpu: Gpu, nbytes: int) -> DeviceMemory:
-        properties = _properties(gpu)
+        if not gpu.supports_rdma:
+            return cls._create_vmm_as(_properties(gpu, is_for_rdma=False), gpu, nbytes)
+        try:
+            return cls._create_vmm_as(_properties(gpu, is_for_rdma=True), gpu, nbytes)
+        except GpuMemoryFull:
+            raise
+        except GpuError as error:  # as in a virtual machine without the kernel's part of GPUDirect
+            made = cls._create_vmm_as(_properties(gpu, is_for_rdma=False), gpu, nbytes)
+            _log.warning(
+                "memory of GPU %s cannot be made for network cards, so `nixl` and `ucx` may not reach it: %s",
+                gpu.uuid,
+                str(error),
+            )
+            return made
+
+    @classmethod
+    def _create_vmm_as(cls, properties: Any, gpu: Gpu, nbytes: int) -> DeviceMemory:
         granularity = _granularity(properties)
         nbytes = -(-nbytes // granularity) * granularity
         with _Held() as held:
             generic = call("cuMemCreate", nbytes, properties, 0)
             held.add("cuMemRelease", generic)
-            return cls._map(generic, nbytes, gpu.uuid, on=gpu, held=held)
+            made = cls._map(generic, nbytes, gpu.uuid, on=gpu, held=held)
+            made._generic, made._is_made = generic, True
+            return made
 
     @classmethod
     def _open_vmm(cls, handle: Handle, fd: int, on: Gpu) -> DeviceMemory:
         if not on.supports_vmm:
             raise GpuUnavailable(f"{on.name} ({on.uuid}) cannot map memory from a file descriptor")
-        granularity = _granularity(_properties(on))
+        granularity = _granularity(_properties(on, is_for_rdma=False))
         if handle.nbytes % granularity:
             raise GpuUnavailable(f"{handle.nbytes} bytes are not whole granules of {granularity} of GPU {on.uuid}")
         kinds = api().CUmemAllocationHandleType
@@ -224,9 +241,7 @@ class DeviceMemory:
         access.location.id = on.ordinal
         access.flags = api().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         call("cuMemSetAccess", address, nbytes, [access], 1)
-        memory = cls(address, nbytes, gpu, "vmm", on=on, held=held)
-        memory._generic = generic
-        return memory
+        return cls(address, nbytes, gpu, "vmm", on=on, held=held)
 
     @classmethod
     def _create_ipc(cls, gpu: Gpu, nbytes: int) -> DeviceMemory:
@@ -234,7 +249,9 @@ class DeviceMemory:
         with _Held() as held:
             address = int(call("cuMemAlloc", nbytes))
             held.add("cuMemFree", address)
-            return cls(address, nbytes, gpu.uuid, "ipc", on=gpu, held=held)
+            made = cls(address, nbytes, gpu.uuid, "ipc", on=gpu, held=held)
+            made._is_made = True
+            return made
 
     @classmethod
     def _open_ipc(cls, handle: Handle, on: Gpu) -> DeviceMemory:
@@ -272,13 +289,13 @@ def _check(handle: Handle, fd: int) -> None:
         raise GpuUnavailable(f"a handle of kind {handle.kind!r} with {len(handle.data)} bytes and descriptor {fd}")
 
 
-def _properties(gpu: Gpu) -> Any:
+def _properties(gpu: Gpu, *, is_for_rdma: bool) -> Any:
     properties = api().CUmemAllocationProp()
     properties.type = api().CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.requestedHandleTypes = api().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     properties.location.type = api().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = gpu.ordinal
-    properties.allocFlags.gpuDirectRDMACapable = int(gpu.supports_rdma)  # so that NIXL and UCX can register it
+    properties.allocFlags.gpuDirectRDMACapable = int(is_for_rdma)  # so that NIXL and UCX can register it
     return properties
 
 

@@ -6,10 +6,11 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from pdx.cuda import driver
 from pdx.cuda.driver import api, call
-from pdx.cuda.gpu import Gpu
+from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.errors import GpuError
 
 # Pieces end at addresses that are multiples of this. The driver refuses one copy over two pieces, so `CopyStream` cuts
@@ -19,6 +20,7 @@ _WHAT_TO_DO = (
     "allow this process to lock memory (ulimit -l unlimited; in containers --ulimit memlock=-1 or --cap-add IPC_LOCK, "
     "and --ipc=host), or make the arena smaller"
 )
+_MAPPING = ("DEVICE_POINTER", "MAPPED", "RANGE_START_ADDR", "RANGE_SIZE")
 _log = logging.getLogger(__name__)
 
 
@@ -83,28 +85,25 @@ class PageLock:
         try:
             if self._pieces:
                 self._gpu.use()
+                with beside_captures():
+                    self._unregister()
         except GpuError as error:
-            _log.warning("page-locked memory was not released cleanly: %s", error)
+            _log.warning("page-locked memory was not released cleanly: %s", str(error))
+        self._unregister()
+        self._anchor = None
+
+    def _unregister(self) -> None:
         while self._pieces:
             try:
                 call("cuMemHostUnregister", self._pieces.pop())
             except GpuError as error:
-                _log.warning("page-locked memory was not released cleanly: %s", error)
-        self._anchor = None
+                _log.warning("page-locked memory was not released cleanly: %s", str(error))
 
     def _register(self) -> None:
         try:
             self._gpu.use()
-            # An engine may be capturing a graph on another thread, which registering memory here would spoil.
-            call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            flags = self._flags()
-            address = self._start
-            while address < self._end and not self._stop.is_set():
-                piece = min(self._end - address, PIECE_BYTES - address % PIECE_BYTES)
-                if self._register_piece(address, piece, flags):
-                    self._pieces.append(address)
-                address += piece
-                self._covered = address - self._start
+            with beside_captures():
+                self._register_pieces(self._flags())
         except GpuError as error:
             done, self._covered = self._covered, 0
             self.error = (
@@ -113,14 +112,28 @@ class PageLock:
             )
             self._on_refused(self.error)
 
+    def _register_pieces(self, flags: int) -> None:
+        address = self._start
+        while address < self._end and not self._stop.is_set():
+            piece = min(self._end - address, PIECE_BYTES - address % PIECE_BYTES)
+            if self._register_piece(address, piece, flags):
+                self._pieces.append(address)
+            address += piece
+            self._covered = address - self._start
+
     def _register_piece(self, address: int, nbytes: int, flags: int) -> bool:
-        """Whether it is registered now, and by us."""
+        """Whether it is registered now, and by us.
+
+        :raises GpuError: it is not, or only a part of it.
+        """
         outcome = driver.attempt("cuMemHostRegister", address, nbytes, flags)
-        if outcome.error == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED":
+        if not outcome.error:
+            return True
+        # The driver says this for any overlap: another registration may be shorter, or not be mapped for the GPU.
+        is_taken = outcome.error == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
+        if is_taken and _is_reachable(address, nbytes):
             return False
-        if outcome.error:
-            raise driver.failure("cuMemHostRegister", outcome)
-        return True
+        raise driver.failure("cuMemHostRegister", outcome)
 
     def _flags(self) -> int:
         """:raises GpuError: this GPU cannot do what is needed."""
@@ -132,3 +145,21 @@ class PageLock:
                 raise GpuError("this GPU cannot lock memory that the process may only read")
             flags |= int(api().CU_MEMHOSTREGISTER_READ_ONLY)
         return flags
+
+
+def _is_reachable(address: int, nbytes: int) -> bool:
+    """Whether the GPU reaches all of this host memory at the host's addresses, by others' registrations."""
+    end = address + nbytes
+    while address < end:
+        found = [driver.attempt("cuPointerGetAttribute", _attribute(name), address) for name in _MAPPING]
+        if any(outcome.error for outcome in found):
+            return False
+        device, is_mapped, start, size = (int(outcome.value) for outcome in found)
+        if device != address or not is_mapped or not start <= address < start + size:
+            return False
+        address = start + size
+    return True
+
+
+def _attribute(name: str) -> Any:
+    return getattr(api().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")

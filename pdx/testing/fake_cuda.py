@@ -6,8 +6,9 @@
 It takes and returns the structs and enums of `cuda.bindings.driver`. Device memory is a memfd, an exported descriptor
 is a real one, so processes with a fake each share memory as processes with a GPU do. Streams are threads that lag. It
 is strict where a driver may be lax: a call without a current context, a copy over two registrations of host memory and
-a mapping without access are refused. It shows nothing about speed, nor what kernels do on a GPU. Triton's interpreter
-and ctypes read and write its device memory, which has real addresses.
+a mapping without access are refused. The CPU cannot look at its device memory; kernels under Triton's interpreter can
+(`pdx.testing.fake_cuda_kernels`), as far as a GPU could. It shows nothing about speed, nor about kernels that run at
+the same time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 from pdx.cuda import driver, gpu
 from pdx.testing.fake_cuda_calls import DeviceCalls, MemoryCalls
+from pdx.testing.fake_cuda_host import HostMemory
 from pdx.testing.fake_cuda_memory import FakeMemory, Refused
 from pdx.testing.fake_cuda_streams import StreamCalls
 
@@ -42,27 +44,47 @@ class FakeCuda:
         driver_version: int = 12090,
         lag_s: float = 0.002,
         read_only_register: bool = True,
+        rdma_memory: bool = True,
+        lock_limit: int = -1,
     ) -> None:
-        """`nbytes`: memory of each GPU, as this process sees it. `lag_s`: what streams lag at most at each copy.
+        """`nbytes`: memory of each GPU, of which other processes with this one's fake GPUs take their part. `lag_s`:
+        what streams lag at most at each copy.
 
-        `reaches_unseen`: memory of GPUs of other processes can be mapped that this one does not have.
+        `reaches_unseen`: memory of GPUs of other processes can be mapped that this one does not have. `rdma_memory`:
+        memory can be made for network cards, as the GPU says of itself in any case. `lock_limit`: bytes of host memory
+        that may be page-locked; -1: any number.
         """
         self.bindings = driver.real_api()
         self.memory = FakeMemory(gpus, nbytes, has_peer_access=peer_access, reaches_unseen=reaches_unseen)
         self.calls: Counter[str] = Counter()  # by name, also those that failed
         self.failed: list[str] = []  # calls that `fail` made fail
+        self.host = HostMemory(lock_limit)
         has = {"vmm": vmm, "rdma": vmm, "host_pointers": True, "read_only_register": read_only_register}
+        has["rdma_memory"] = rdma_memory
         self._devices = DeviceCalls(self.bindings, self.memory, version=driver_version, has=has)
-        self._streams = StreamCalls(self._devices, lag_s)
+        self._streams = StreamCalls(self._devices, self.host, lag_s)
         self._lock = threading.Lock()
         self._failures: list[_Failure] = []
         self._functions: dict[str, Callable[..., Any]] = {"cuGetErrorString": _error_string}
-        for part in (self._devices, MemoryCalls(self._devices), self._streams):
+        for part in (self._devices, MemoryCalls(self._devices, self.host), self._streams):
             self._functions |= {name: getattr(part, name) for name in dir(part) if name.startswith("cu")}
 
     def capture(self, *, is_under_way: bool) -> None:
-        """Another thread, whose calls are not ours, begins or ends to capture a graph."""
+        """A thread begins or ends to capture a graph."""
         self._devices.is_capturing = is_under_way
+
+    @property
+    def spoiled(self) -> list[str]:
+        """Calls that have spoiled a capture."""
+        return self._devices.spoiled
+
+    def check_capture(self, name: str) -> None:
+        """As if this thread called that function, for stand-ins of what calls it natively; raises `Refused`."""
+        self._devices.check_capture(name)
+
+    def break_down(self, error: str) -> None:
+        """A kernel has failed with CUDA_ERROR_`error`: every later call says so."""
+        self._streams.broken = error
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cu") and not name.startswith("cuda"):
@@ -76,7 +98,7 @@ class FakeCuda:
     def counts(self) -> dict[str, int]:
         """What this process has not given back, by kind. Contexts stay as long as the process, by design."""
         contexts = {"contexts": self._devices.contexts.total()}
-        return self.memory.counts() | self._streams.counts() | contexts
+        return self.memory.counts() | {"registered": self.host.count()} | self._streams.counts() | contexts
 
     def leftovers(self) -> dict[str, int]:
         """`counts()` of what is not zero, without contexts."""
@@ -110,6 +132,7 @@ class FakeCuda:
         self.heal()
         self._streams.close()
         self.memory.close()
+        self.host.forget()
 
     # --- the border
 
@@ -117,6 +140,7 @@ class FakeCuda:
         results = self.bindings.CUresult
         try:
             self._admit(name)
+            self._devices.check_capture(name)
             value = self._functions[name](*args)
         except Refused as refused:
             return (getattr(results, f"CUDA_ERROR_{refused}"), None)
@@ -184,6 +208,8 @@ def main() -> None:
     parser.add_argument("--nbytes", type=int, default=1 << 30, help="memory of each GPU, as this process sees it")
     parser.add_argument("--no-vmm", dest="vmm", action="store_false")
     parser.add_argument("--no-peer-access", dest="peer_access", action="store_false")
+    parser.add_argument("--no-rdma-memory", dest="rdma_memory", action="store_false")
+    parser.add_argument("--lock-limit", type=int, default=-1, help="bytes of host memory that may be page-locked")
     parser.add_argument("--driver-version", type=int, default=12090)
     parser.add_argument("--fail", action="append", default=[], metavar="FUNCTION[:AFTER[:ERROR]]")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run instead, with arguments")

@@ -9,6 +9,7 @@ from collections import Counter
 from types import ModuleType
 from typing import Any
 
+from pdx.testing.fake_cuda_host import HostMemory
 from pdx.testing.fake_cuda_memory import GRANULARITY, FakeMemory, Refused
 
 _ATTRIBUTES = {
@@ -20,6 +21,20 @@ _ATTRIBUTES = {
 }
 
 
+SPOIL_CAPTURES = frozenset(
+    (
+        "cuCtxSynchronize",
+        "cuStreamSynchronize",
+        "cuEventQuery",
+        "cuEventSynchronize",
+        "cuMemAlloc",
+        "cuMemFree",
+        "cuMemHostRegister",
+        "cuMemHostUnregister",
+    )
+)
+
+
 class DeviceCalls:
     """GPUs, and which of their contexts is current in which thread. `has`: what the GPUs can do, see `_ATTRIBUTES`."""
 
@@ -28,7 +43,8 @@ class DeviceCalls:
         self.memory = memory
         self.has = has
         self.is_initialised = False
-        self.is_capturing = False  # another thread captures a graph, in the global mode
+        self.is_capturing = False  # a thread captures a graph, in the global mode
+        self.spoiled: list[str] = []  # calls that have ended such a capture
         self.contexts: Counter[int] = Counter()  # ordinal -> how often its primary context is retained
         self._version = version
         self._current = threading.local()
@@ -36,7 +52,7 @@ class DeviceCalls:
 
     @property
     def num_gpus(self) -> int:
-        return len(self.memory.free)
+        return self.memory.num_gpus
 
     def here(self) -> int:
         """The ordinal of the GPU whose context is current in this thread."""
@@ -113,11 +129,16 @@ class DeviceCalls:
         ordinal: int | None = getattr(self._current, "ordinal", None)
         return self.bindings.CUcontext(0 if ordinal is None else ordinal + 1)
 
-    def check_capture(self) -> None:
-        """A call that allocates spoils such a capture, unless its thread has said that it has nothing to do with it."""
+    def check_capture(self, name: str) -> None:
+        """Some calls spoil such a capture, unless their thread has said that it has nothing to do with it; a wait for
+        the whole context does so from any thread.
+        """
+        if not self.is_capturing or name not in SPOIL_CAPTURES:
+            return
         modes = self.bindings.CUstreamCaptureMode
         mode = getattr(self._current, "capture_mode", modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
-        if self.is_capturing and mode == modes.CU_STREAM_CAPTURE_MODE_GLOBAL:
+        if mode == modes.CU_STREAM_CAPTURE_MODE_GLOBAL or name == "cuCtxSynchronize":
+            self.spoiled.append(name)
             raise Refused("STREAM_CAPTURE_UNSUPPORTED")
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
@@ -126,14 +147,15 @@ class DeviceCalls:
         return before
 
     def cuMemGetInfo(self) -> tuple[int, int]:
-        return self.memory.free[self.here()], self.memory.total
+        return self.memory.free(self.here()), self.memory.total
 
 
 class MemoryCalls:
     """Memory of GPUs, its exports, and page-locked host memory."""
 
-    def __init__(self, devices: DeviceCalls) -> None:
+    def __init__(self, devices: DeviceCalls, host: HostMemory) -> None:
         self._devices = devices
+        self._host = host
         self._bindings = devices.bindings
         self._memory = devices.memory
 
@@ -143,6 +165,8 @@ class MemoryCalls:
 
     def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> Any:
         self._check_properties(properties)
+        if properties.allocFlags.gpuDirectRDMACapable and not self._devices.has["rdma_memory"]:
+            raise Refused("NOT_SUPPORTED")
         return self._bindings.CUmemGenericAllocationHandle(self._memory.create(nbytes, properties.location.id))
 
     def _check_properties(self, properties: Any) -> None:
@@ -217,13 +241,30 @@ class MemoryCalls:
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
         self._devices.here()
-        self._devices.check_capture()
         is_read_only = bool(flags & int(self._bindings.CU_MEMHOSTREGISTER_READ_ONLY))
-        self._memory.register(address, nbytes, is_read_only=is_read_only)
+        is_for_kernels = bool(flags & int(self._bindings.CU_MEMHOSTREGISTER_DEVICEMAP))
+        self._host.register(address, nbytes, is_read_only=is_read_only, is_for_kernels=is_for_kernels)
 
     def cuMemHostUnregister(self, address: int) -> None:
         self._devices.here()
-        self._memory.unregister(address)
+        self._host.unregister(address)
+
+    def cuPointerGetAttribute(self, attribute: Any, address: Any) -> Any:
+        """What is asked of page-locked host memory; the fake knows no other."""
+        self._devices.here()
+        known, found = self._bindings.CUpointer_attribute, self._host.at(int(address))
+        if found is None:
+            raise Refused("INVALID_VALUE")
+        start, nbytes, is_for_kernels = found
+        if attribute == known.CU_POINTER_ATTRIBUTE_DEVICE_POINTER and is_for_kernels:
+            return self._bindings.CUdeviceptr(int(address))
+        if attribute == known.CU_POINTER_ATTRIBUTE_MAPPED:
+            return True
+        if attribute == known.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+            return self._bindings.CUdeviceptr(start)
+        if attribute == known.CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+            return nbytes
+        raise Refused("INVALID_VALUE")
 
 
 def fake_uuid_bytes(ordinal: int) -> bytes:

@@ -1,10 +1,13 @@
-"""The memory of the fake CUDA driver: memfds at reserved addresses, page-locked host memory, and what has leaked.
+"""The memory of the fake CUDA driver's GPUs: memfds behind reserved addresses, and what has leaked.
 
-Real addresses: copies, the Triton interpreter and `ctypes` work on them. Device memory is sparse until it is written.
+The CPU cannot look at an address of a GPU: it is reserved, and nothing else, so whoever tries ends with SIGSEGV as on
+a real machine. What the fake GPU itself copies goes through a second mapping of the memfd (`Range.shadow`), which lies
+at addresses of its own. Device memory is sparse until it is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -15,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GRANULARITY = 2 << 20
-_MEMFD = re.compile(r"/memfd:pdx-fake-gpu-(\d+)( \(deleted\))?\Z")
+_HOST_VARIABLE = "PDX_FAKE_GPU_HOST"  # which processes have their GPUs in common: a name, inherited by children
+_MEMFD = re.compile(r"/memfd:pdx-fake-gpu-(\w+)-(\d+)( \(deleted\))?\Z")
+_JUNK = b"\xb5" * (64 << 10)  # what new memory begins with, and all that can be seen of a dead process's
 _IPC = struct.Struct("<8sIIQQI28x")  # mark, pid, descriptor, start time of the process, bytes, ordinal
 _IPC_MARK = b"pdx-fake"
 _MAP_FIXED, _MAP_NORESERVE, _MAP_FAILED = 0x10, 0x4000, ctypes.c_void_p(-1).value
@@ -24,7 +29,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Refused(Exception):  # noqa: N818 - no error of PDX, but a CUresult
@@ -38,17 +42,23 @@ class Allocation:
     fd: int
     nbytes: int
     ordinal: int
-    is_ours: bool  # counts against what this process's fake GPU has
+    is_ours: bool  # made here, not imported
     holds: int = 1
 
 
 @dataclass
 class Range:
-    """Reserved addresses, and what is mapped there. `access`: the ordinals of GPUs that may use it."""
+    """Reserved addresses, and what is mapped there. `access`: the ordinals of GPUs that may use it.
+
+    `shadow`: where the fake GPU's own accesses go, 0 while nothing is mapped. `exporter`: pid and start time of the
+    process that legacy memory goes with, None once it is known to be gone.
+    """
 
     start: int
     nbytes: int
     mapped: Allocation | None = None
+    shadow: int = 0
+    exporter: tuple[int, int] | None = None
     access: set[int] = field(default_factory=set)
     kind: str = "vmm"  # or "alloc" (cuMemAlloc), "ipc" (cuIpcOpenMemHandle)
     opens: int = 1  # kind "ipc"
@@ -60,21 +70,22 @@ class Range:
 
 
 class FakeMemory:
-    """What this process has of device memory, and which of its host memory is page-locked. Any thread may call.
+    """What this process has of device memory. Any thread may call.
 
     One lock guards all of it, and is held while bytes are copied: nothing is unmapped under a copy.
     """
 
     def __init__(self, gpus: int, nbytes: int, *, has_peer_access: bool, reaches_unseen: bool) -> None:
         self.lock = threading.RLock()
-        self.free = [nbytes] * gpus
+        self.num_gpus = gpus
         self.total = nbytes
+        self._used = [0] * gpus  # by what this process made
+        self._host = os.environ.setdefault(_HOST_VARIABLE, f"p{os.getpid()}")
         self._has_peer_access = has_peer_access
         self._reaches_unseen = reaches_unseen  # also GPUs that this process has no ordinal of
         self._handles: dict[int, Allocation] = {}
         self._next_handle = 0x1000
         self._ranges: dict[int, Range] = {}
-        self._registered: dict[int, int] = {}  # address -> bytes
 
     def counts(self) -> dict[str, int]:
         """What is not given back, by kind."""
@@ -84,9 +95,12 @@ class FakeMemory:
                 "handles": len(self._handles),
                 "reserved": len(self._ranges),
                 "mapped": sum(found.mapped is not None for found in ranges),
-                "registered": len(self._registered),
-                "used bytes": sum(self.total - free for free in self.free),
+                "used bytes": sum(self._used),
             }
+
+    def free(self, ordinal: int) -> int:
+        """Bytes of the GPU that no process has, whoever made them and whether that one lives."""
+        return self.total - _held_bytes(f"/memfd:pdx-fake-gpu-{self._host}-{ordinal}")
 
     def close(self) -> None:
         """Give back what the process did not. Nothing may use it any more."""
@@ -95,18 +109,17 @@ class FakeMemory:
                 self._drop_range(found)
             for handle in list(self._handles):
                 self.release(handle)
-            self._registered.clear()
 
     def can_access(self, ordinal: int, other: int) -> bool:
         """Whether one GPU reaches the other's memory."""
-        is_seen = other < len(self.free)
+        is_seen = other < self.num_gpus
         return ordinal == other or (self._has_peer_access and (is_seen or self._reaches_unseen))
 
     # --- the virtual-memory API
 
     def create(self, nbytes: int, ordinal: int) -> int:
         """A new allocation; its handle."""
-        if nbytes <= 0 or nbytes % GRANULARITY or not 0 <= ordinal < len(self.free):
+        if nbytes <= 0 or nbytes % GRANULARITY or not 0 <= ordinal < self.num_gpus:
             raise Refused("INVALID_VALUE")
         with self.lock:
             return self._new_handle(self._allocate(nbytes, ordinal))
@@ -116,10 +129,10 @@ class FakeMemory:
             self._let_go(self._handles.pop(handle, None))
 
     def export(self, handle: int) -> int:
-        """A new descriptor of the allocation."""
+        """A new descriptor of the allocation, which was made here."""
         with self.lock:
             allocation = self._handles.get(handle)
-            if allocation is None:
+            if allocation is None or not allocation.is_ours:
                 raise Refused("INVALID_VALUE")
             fd = os.dup(allocation.fd)
             os.set_inheritable(fd, True)  # as one that a C library made
@@ -135,7 +148,7 @@ class FakeMemory:
         if match is None:
             raise Refused("INVALID_VALUE")
         with self.lock:
-            return self._new_handle(Allocation(os.dup(fd), nbytes, int(match[1]), is_ours=False))
+            return self._new_handle(Allocation(os.dup(fd), nbytes, int(match[2]), is_ours=False))
 
     def reserve(self, nbytes: int) -> int:
         """Addresses at which nothing is yet."""
@@ -165,7 +178,7 @@ class FakeMemory:
             is_right = allocation is not None and found.mapped is None and offset == 0
             if allocation is None or not is_right or nbytes > allocation.nbytes:
                 raise Refused("INVALID_VALUE")
-            _mmap(address, nbytes, 0, mmap.MAP_SHARED | _MAP_FIXED, allocation.fd)
+            found.shadow = _shadow_of(allocation, nbytes)
             allocation.holds += 1
             found.mapped = allocation
 
@@ -174,10 +187,9 @@ class FakeMemory:
             found = self._exactly(address, nbytes)
             if found.mapped is None or found.kind != "vmm":
                 raise Refused("INVALID_VALUE")
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-            _mmap(address, nbytes, 0, flags, -1)
+            _libc.munmap(found.shadow, found.nbytes)
             self._let_go(found.mapped)
-            found.mapped, found.access = None, set()
+            found.mapped, found.shadow, found.access = None, 0, set()
 
     def set_access(self, address: int, nbytes: int, ordinals: list[int]) -> None:
         with self.lock:
@@ -186,7 +198,6 @@ class FakeMemory:
                 raise Refused("INVALID_VALUE")
             if not all(self.can_access(ordinal, found.mapped.ordinal) for ordinal in ordinals):
                 raise Refused("INVALID_DEVICE")
-            _libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
             found.access |= set(ordinals)
 
     # --- cuMemAlloc and legacy IPC
@@ -233,7 +244,7 @@ class FakeMemory:
             except OSError:
                 raise Refused("INVALID_HANDLE") from None
             mapping = self._map_whole(Allocation(ours, nbytes, owner, is_ours=False), ordinal, kind="ipc")
-            mapping.key = raw
+            mapping.key, mapping.exporter = raw, (pid, started)
             return mapping.start
 
     def close_ipc(self, address: int) -> None:
@@ -247,34 +258,10 @@ class FakeMemory:
                 raise Refused("INVALID_VALUE")
             return found.start, found.nbytes
 
-    # --- host memory
-
-    def register(self, address: int, nbytes: int, *, is_read_only: bool) -> None:
-        if nbytes <= 0 or not _is_mapped(address, nbytes, needs_write=not is_read_only):
-            raise Refused("INVALID_VALUE")
-        with self.lock:
-            if any(start < address + nbytes and address < start + size for start, size in self._registered.items()):
-                raise Refused("HOST_MEMORY_ALREADY_REGISTERED")
-            self._registered[address] = nbytes
-
-    def unregister(self, address: int) -> None:
-        with self.lock:
-            if self._registered.pop(address, None) is None:
-                raise Refused("HOST_MEMORY_NOT_REGISTERED")
-
-    def is_registered(self, address: int, nbytes: int) -> bool:
-        """Whether registered pieces cover all of it."""
-        with self.lock:
-            for start, size in sorted(self._registered.items()):
-                if start <= address < start + size:
-                    step = min(nbytes, start + size - address)
-                    address, nbytes = address + step, nbytes - step
-            return nbytes == 0
-
     # --- copies
 
     def check_copy(self, address: int, nbytes: int, ordinal: int) -> Range | None:
-        """Refuse what a driver refuses: device memory beyond its mapping, or host memory over two registrations.
+        """Refuse what a driver refuses: device memory beyond its mapping, or that this GPU may not use.
 
         The device memory that it is, None: host memory.
         """
@@ -284,29 +271,38 @@ class FakeMemory:
                 is_inside = found.start <= address and address + nbytes <= found.end
                 if found.mapped is None or not is_inside or ordinal not in found.access:
                     raise Refused("INVALID_VALUE")
-                return found
-            for start, size in self._registered.items():
-                touches = start < address + nbytes and address < start + size
-                if touches and not (start <= address and address + nbytes <= start + size):
-                    raise Refused("INVALID_VALUE")
-            return None
+            return found
 
-    def copy(self, target: int, source: int, nbytes: int, device_memory: list[Range]) -> None:
-        """Copy now; refused if `device_memory`, which the copy is about, has been unmapped since it was asked for."""
+    def copy(self, target: tuple[int, Range | None], source: tuple[int, Range | None], nbytes: int) -> None:
+        """Copy now, between addresses in device memory or (None) the host's; refused if that device memory has been
+        unmapped since it was asked for.
+        """
         with self.lock:
-            for found in device_memory:
-                if self._ranges.get(found.start) is not found or found.mapped is None:
-                    raise Refused("ILLEGAL_ADDRESS")
-            ctypes.memmove(target, source, nbytes)
+            ctypes.memmove(self._seen_at(*target), self._seen_at(*source), nbytes)
+
+    def ranges(self) -> list[Range]:
+        """All device addresses, as a kernel sees them now. Under the lock, which keeps them so."""
+        for found in self._ranges.values():
+            self._bury(found)
+        return list(self._ranges.values())
+
+    def look(self, address: int, nbytes: int) -> int:
+        """For tests, which are no copy and wait for none: where this process can read and write these bytes."""
+        with self.lock:
+            found = self._range_with(address)
+            if found is None or found.mapped is None or address + nbytes > found.end:
+                raise Refused("INVALID_VALUE")
+            return self._seen_at(address, found)
 
     # --- inner parts, under the lock
 
     def _allocate(self, nbytes: int, ordinal: int) -> Allocation:
-        if nbytes > self.free[ordinal]:
+        if nbytes > self.free(ordinal):
             raise Refused("OUT_OF_MEMORY")
-        fd = os.memfd_create(f"pdx-fake-gpu-{ordinal}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"pdx-fake-gpu-{self._host}-{ordinal}", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
-        self.free[ordinal] -= nbytes
+        os.pwrite(fd, _JUNK, 0)
+        self._used[ordinal] += nbytes
         return Allocation(fd, nbytes, ordinal, is_ours=True)
 
     def _new_handle(self, allocation: Allocation) -> int:
@@ -321,13 +317,12 @@ class FakeMemory:
         if not allocation.holds:
             os.close(allocation.fd)
             if allocation.is_ours:
-                self.free[allocation.ordinal] += allocation.nbytes
+                self._used[allocation.ordinal] -= allocation.nbytes
 
     def _map_whole(self, allocation: Allocation, ordinal: int, *, kind: str) -> Range:
         address = self.reserve(allocation.nbytes)
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        _mmap(address, allocation.nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, allocation.fd)
         found = self._ranges[address]
+        found.shadow = _shadow_of(allocation, allocation.nbytes)
         found.mapped, found.kind, found.access = allocation, kind, {ordinal, allocation.ordinal}
         return found
 
@@ -344,7 +339,26 @@ class FakeMemory:
         _libc.munmap(found.start, found.nbytes)
         del self._ranges[found.start]
         if found.mapped is not None:
+            _libc.munmap(found.shadow, found.nbytes)
             self._let_go(found.mapped)
+
+    def _seen_at(self, address: int, found: Range | None) -> int:
+        """Where the fake GPU finds this address, which is in that device memory or the host's."""
+        if found is None:
+            return address
+        if self._ranges.get(found.start) is not found or found.mapped is None:
+            raise Refused("ILLEGAL_ADDRESS")
+        self._bury(found)
+        return found.shadow + address - found.start
+
+    def _bury(self, found: Range) -> None:
+        """Legacy memory of a process that is gone: what is mapped is anything, and what is written is nowhere."""
+        if found.exporter is None or _lives(*found.exporter):
+            return
+        found.exporter = None
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _mmap(found.shadow, found.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
+        ctypes.memset(found.shadow, _JUNK[0], found.nbytes)
 
     def _exactly(self, address: int, nbytes: int) -> Range:
         found = self._ranges.get(address)
@@ -371,16 +385,28 @@ def _started(pid: int) -> int:
     return int(fields[19])
 
 
-def _is_mapped(address: int, nbytes: int, *, needs_write: bool) -> bool:
-    """Whether this process has all of it mapped, writable if needed."""
-    end = address + nbytes
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, *_ = line.split(maxsplit=2)
-        low, high = (int(part, 16) for part in span.split("-"))
-        if low <= address < high:
-            if permissions[0] != "r" or (needs_write and permissions[1] != "w"):
-                return False
-            address = high
-        if address >= end:
-            return True
-    return False
+def _shadow_of(allocation: Allocation, nbytes: int) -> int:
+    return _mmap(0, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, allocation.fd)
+
+
+def _lives(pid: int, started: int) -> bool:
+    try:
+        return _started(pid) == started
+    except OSError:
+        return False
+
+
+def _held_bytes(name: str) -> int:
+    """Of all memfds of that name which some process has open: each once."""
+    found: dict[int, int] = {}
+    for process in os.listdir("/proc"):
+        if not process.isdigit():
+            continue
+        folder = f"/proc/{process}/fd"
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            for fd in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"{folder}/{fd}").partition(" ")[0] == name:
+                        what = os.stat(f"{folder}/{fd}")
+                        found[what.st_ino] = what.st_size
+    return sum(found.values())

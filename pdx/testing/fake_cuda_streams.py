@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pdx.testing.fake_cuda_calls import DeviceCalls
+from pdx.testing.fake_cuda_host import HostMemory
 from pdx.testing.fake_cuda_memory import Range, Refused
 
 
@@ -72,11 +73,12 @@ class FakeEvent:
 class StreamCalls:
     """What the fake driver does for calls about streams, events and copies: names and arguments are the bindings'."""
 
-    def __init__(self, devices: DeviceCalls, lag_s: float) -> None:
+    def __init__(self, devices: DeviceCalls, host: HostMemory, lag_s: float) -> None:
         self.broken = ""  # a copy has failed: every later call says so, as after a fault on a GPU
         self._devices = devices
         self._bindings = devices.bindings
         self._memory = devices.memory
+        self._host = host
         self._lag_s = lag_s
         self.gate = threading.Event()
         self.gate.set()
@@ -171,13 +173,17 @@ class StreamCalls:
         here, found = self._devices.here(), self._stream(stream)
         if found.ordinal != here:
             raise Refused("INVALID_HANDLE")
-        sides = [self._memory.check_copy(int(address), nbytes, here) for address in (target, source)]
-        device_memory = [side for side in sides if side is not None]
-        found.put(functools.partial(self._copy, int(target), int(source), nbytes, device_memory))
+        sides = []
+        for address in (int(target), int(source)):
+            device_memory = self._memory.check_copy(address, nbytes, here)
+            if device_memory is None:
+                self._host.check_copy(address, nbytes)
+            sides.append((address, device_memory))
+        found.put(functools.partial(self._copy, sides[0], sides[1], nbytes))
 
-    def _copy(self, target: int, source: int, nbytes: int, device_memory: list[Range]) -> None:
+    def _copy(self, target: tuple[int, Range | None], source: tuple[int, Range | None], nbytes: int) -> None:
         try:
-            self._memory.copy(target, source, nbytes, device_memory)
+            self._memory.copy(target, source, nbytes)
         except Refused as refused:
             self.broken = str(refused)
 

@@ -12,14 +12,15 @@ from functools import partial
 import torch
 
 from pdx.errors import LayoutError, PdxError
-from pdx.kernels.paged import Batch, PageMap, Run, gather, scatter, warm_up
+from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter, warm_up
 from pdx.memory import Arena
 from pdx.vllm.mover import Action, Mover, Scatter
 from pdx.vllm.plan import LoadPlan, PagesPlan
-from pdx.vllm.streams import Event, Streams
+from pdx.vllm.streams import Event, Stream, Streams
 from pdx.vllm.waiter import Waiter
 from pdx.vllm.window import ArenaWindow
 
+LAUNCH_BYTES = 64 << 20  # programs that run are not preempted: the engine's kernels start between two launches
 log = logging.getLogger("pdx")
 
 
@@ -29,6 +30,7 @@ class _Step:
 
     window: ArenaWindow
     batch: Batch
+    is_refused: bool = False  # CUDA did not take a launch: nothing of the step is whole
     gathers: list[tuple[Event, int]] = field(default_factory=list)  # when timed: the end of each, and its layers
 
 
@@ -61,21 +63,36 @@ class StreamMover(Mover):
     def start(cls, pages: PageMap, shard: int, streams: Streams, count: Callable[[str], None]) -> StreamMover:
         """Compile the kernels, so that no step has to, and wait until the tables are on the GPU.
 
+        Kernels that cannot be compiled or loaded here are logged and counted; the mover then moves nothing.
+
         :raises GpuUnavailable: the driver cannot be called, or cuda-bindings is missing.
         """
         streams.gpu()
-        warm_up(pages)
-        ready = streams.event()
-        ready.record(streams.compute())
-        ready.synchronize()
-        return cls(pages, shard, streams, count)
+        why = ""
+        try:
+            warm_up(pages)
+            ready = streams.event()
+            ready.record(streams.compute())
+            ready.synchronize()
+        except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
+            why = f"{type(error).__name__}: {error}"
+        made = cls(pages, shard, streams, count)
+        if why:
+            made._has_failed = True
+            log.error(
+                "the copy kernels cannot be compiled or loaded, nothing is saved or loaded: %s (Triton needs a C "
+                "compiler and Python's headers at its first use; see `pdx doctor`)",
+                why,
+            )
+            count("kernels_unavailable")
+        return made
 
     # ---- the link's thread ------------------------------------------------------------------
 
     def use(self, arena: Arena | None) -> None:
         """See `Mover.use`."""
         window = None
-        if arena is not None:
+        if arena is not None and not self._has_failed:
             try:
                 self._streams.bind_thread()
                 window = ArenaWindow.open(arena, self._streams.gpu(), self._refused)
@@ -118,30 +135,28 @@ class StreamMover(Mover):
                 self._step = _Step(window, batch)
                 return [each for each, _ in found]
         except RuntimeError as error:  # no room on the GPU even for the table
-            log.warning("the pages of this step are not saved: %s", error)
+            log.warning("the pages of this step are not saved: %s", str(error))
         self._copied.put(None, window.release)
         return []
 
     def gather(self, layers: range) -> bool:
         """See `Mover.gather`."""
         step = self._step
-        if step is None or self._streams.is_capturing():
+        if step is None or step.is_refused or self._streams.is_capturing():
             return False
-        self._fence.record(self._streams.compute())
-        self._fence.wait(self._gathering)
-        self._streams.launch(
-            self._gathering,
-            gather,
-            self._pages,
-            step.batch,
-            layers.start,
-            len(layers),
-            on_host=step.window.is_on_host,
-        )
-        if self._is_timed:
-            ended = self._streams.event()
-            ended.record(self._gathering)
-            step.gathers.append((ended, len(layers)))
+        try:
+            self._fence.record(self._streams.compute())
+            self._fence.wait(self._gathering)
+            self._launch(self._gathering, gather, step.batch, layers, step.window.place)
+            if self._is_timed:
+                ended = self._streams.event()
+                ended.record(self._gathering)
+                step.gathers.append((ended, len(layers)))
+        except (RuntimeError, ValueError) as error:  # no memory for it, or another device is current
+            step.is_refused = True
+            log.warning("the pages of this step are not saved: %s", str(error))
+            self._count("launch_refused")
+            return False
         return True
 
     def then(self, action: Action) -> None:
@@ -159,15 +174,17 @@ class StreamMover(Mover):
 
     def finish(self, missing: Sequence[range], *, computed: Callable[[int], None] | None, ended: Action) -> bool:
         """See `Mover.finish`."""
-        step, is_whole = self._step, not self._streams.is_capturing()
-        if is_whole:
-            if computed is not None:
-                self._ask_computed(computed, list(step.gathers) if step else [])
+        step, is_captured = self._step, self._streams.is_capturing()
+        gathered = list(step.gathers) if step is not None else []  # before the step was computed
+        if not is_captured:
             for layers in missing:
                 self.gather(layers)
+        is_whole = not is_captured and not (step is not None and step.is_refused)
+        if is_whole and computed is not None:
+            self._ask_computed(computed, gathered)
         self._step = None
         event = self._recorded(self._gathering)
-        if step is not None and is_whole:
+        if step is not None and not is_captured:
             event.wait(self._streams.compute())
         self._copied.put(event, partial(self._finished, event, step, ended if is_whole else None))
         return is_whole
@@ -202,9 +219,7 @@ class StreamMover(Mover):
             fence.wait(self._loading)
             with self._streams.on(self._loading):
                 batch = Batch.of(self._pages, [run for _, run in found])
-            self._streams.launch(
-                self._loading, scatter, self._pages, batch, 0, self._pages.num_layers, on_host=window.is_on_host
-            )
+            self._launch(self._loading, scatter, batch, range(self._pages.num_layers), window.place)
             ended = self._recorded(self._loading)
             try:
                 ended.synchronize()
@@ -223,6 +238,10 @@ class StreamMover(Mover):
         """See `Mover.close`. The load thread must have ended."""
         self._computed.close()
         self._copied.close()
+
+    def _launch(self, stream: Stream, kernel: Callable[..., None], batch: Batch, layers: range, place: Place) -> None:
+        for part, which in batch.parts(layers, LAUNCH_BYTES):
+            self._streams.launch(stream, kernel, self._pages, part, which.start, len(which), place=place)
 
     def _held(self, arena: Arena) -> ArenaWindow | None:
         with self._windows:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.page_lock import PageLock
+from pdx.kernels.batch import Place
 from pdx.memory import Arena
 from pdx.messages import Slot
 
@@ -19,9 +20,9 @@ class ArenaWindow:
     count of holds.
     """
 
-    def __init__(self, arena: Arena, lock: PageLock | None) -> None:
+    def __init__(self, arena: Arena, place: Place, lock: PageLock | None) -> None:
         self.arena = arena
-        self.is_on_host = lock is not None
+        self.place = place  # for the GPU that copies
         self._page_lock = lock
         self._lock = threading.Lock()
         self._holds = 1  # the owner's, until `close`
@@ -35,9 +36,10 @@ class ArenaWindow:
         """
         if isinstance(arena, GpuArena):
             arena.map(gpu)
-            return cls(arena, None)
+            return cls(arena, Place.HERE if arena.gpu == gpu.uuid else Place.PEER, None)
         anchor = arena.data[:]  # keeps the mapping
-        return cls(arena, PageLock(arena.address, arena.nbytes, gpu, anchor=anchor, on_refused=on_refused))
+        lock = PageLock(arena.address, arena.nbytes, gpu, anchor=anchor, on_refused=on_refused)
+        return cls(arena, Place.HOST, lock)
 
     def __repr__(self) -> str:
         return f"<ArenaWindow {self.arena!r} {self._page_lock!r}, {self._holds} holds>"

@@ -144,6 +144,7 @@ def test_everything_that_two_good_gpus_can_do():
         "GPU arena",
         "peer access",
         "page-locking",
+        "copy kernels",
         "cuda_ipc",
     ]
     assert "1.0 GiB, 1.0 GiB of it free" in fact(found, "GPU 0").found
@@ -183,6 +184,23 @@ def test_page_locking_says_what_to_do_in_containers():
         row = fact(gpus.facts(), "page-locking")
     assert "ulimit -l" in row.fix
     assert "ulimit" not in row.found
+
+
+@pytest.mark.parametrize(
+    ("compiler", "headers", "words"),
+    [("", "here", "no C compiler"), ("/bin/sh", "elsewhere", "Python.h"), ("/no/such/cc", "here", "no C compiler")],
+)
+def test_what_triton_lacks_to_build_the_copy_kernels_is_said(monkeypatch, tmp_path, compiler, headers, words):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "Python.h").touch()
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpus.sysconfig, "get_paths", lambda: {"include": str(tmp_path / headers)})
+    with fake_cuda():
+        row = fact(gpus.facts(), "copy kernels")
+    assert not row.is_ok
+    assert words in row.found
+    assert "python3-dev" in row.fix
 
 
 def test_the_program_prints_what_doctor_reads():

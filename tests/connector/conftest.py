@@ -24,6 +24,7 @@ def fake() -> Iterator[FakeCuda]:
         yield driver
         assert num_mapped() == 0
         assert driver.leftovers() == {}
+        assert driver.spoiled == []
 
 
 class WholePageLock(PageLock):

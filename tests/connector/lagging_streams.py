@@ -21,7 +21,11 @@ import pytest
 import triton  # noqa: F401  natively: imported under TRITON_INTERPRET, parts of it could not be imported later
 
 import pdx
+from pdx.cuda import driver
+from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
+from pdx.testing.fake_cuda_kernels import install
+from pdx.testing.fake_cuda_memory import Refused
 from pdx.vllm.streams import Streams
 
 DEADLINE_S = 20.0
@@ -37,6 +41,7 @@ def interpreted() -> ModuleType:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
+    install()
     return module
 
 
@@ -90,6 +95,14 @@ class LaggingStream:
                 self._left -= 1
 
 
+def _called(name: str) -> None:
+    """torch calls this function of the driver, which may spoil a capture."""
+    try:
+        driver.api().check_capture(name)
+    except Refused as refused:
+        raise RuntimeError(f"CUDA error: {refused}") from refused
+
+
 class LaggingEvent:
     """See pdx.vllm.streams.Event."""
 
@@ -113,9 +126,11 @@ class LaggingEvent:
         stream.put(wait)
 
     def query(self) -> bool:
+        _called("cuEventQuery")
         return self._passed.is_set()
 
     def synchronize(self) -> None:
+        _called("cuEventSynchronize")
         if self._streams is not None and self._streams.fault:
             raise RuntimeError(self._streams.fault)
         assert self._passed.wait(DEADLINE_S), "an event never passed"
@@ -127,7 +142,7 @@ class LaggingStreams(Streams):
     def __init__(self, lag_s: float = 0.001) -> None:
         self.made: list[LaggingStream] = []
         self.log: list[Any] = []  # in the order of their ends: (kernel, first layer, layers), and what tests add
-        self.captured: list[Callable[[], None]] | None = None  # of the graph that is being captured
+        self._captured: list[Callable[[], None]] | None = None
         self.fault = ""  # what waiting for an event raises
         self._lag_s = lag_s
         self._compute = self.new_stream()
@@ -140,11 +155,22 @@ class LaggingStreams(Streams):
     def loading(self) -> LaggingStream:
         return self.made[2]
 
+    @property
+    def captured(self) -> list[Callable[[], None]] | None:
+        """The work of the graph that is being captured."""
+        return self._captured
+
+    @captured.setter
+    def captured(self, work: list[Callable[[], None]] | None) -> None:
+        self._captured = work
+        driver.api().capture(is_under_way=work is not None)
+
     def gpu(self) -> Gpu:
         return Gpu.find("0")
 
     def bind_thread(self) -> None:
-        pass
+        self.gpu().use()
+        call("cuThreadExchangeStreamCaptureMode", api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def new_stream(self) -> LaggingStream:
         self.made.append(LaggingStream(self._lag_s))
@@ -185,7 +211,7 @@ class LaggingStreams(Streams):
         for stream in self.made:
             event = LaggingEvent()
             event.record(stream)
-            event.synchronize()
+            assert event._passed.wait(DEADLINE_S), "a stream does not end"
 
     @contextlib.contextmanager
     def held(self, *streams: LaggingStream) -> Iterator[None]:

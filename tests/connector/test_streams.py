@@ -269,3 +269,19 @@ def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: 
     wait_until(lambda: bed.counted("load_failed") == 1, what="counted")
     monkeypatch.undo()
     engine.finish(again)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_a_large_load_is_several_launches(
+    beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    """So that kernels of the engine start between them."""
+    monkeypatch.setattr(stream_mover, "LAUNCH_BYTES", 6 * PAGE_BYTES)
+    bed = beds(on_gpu)
+    engine = bed.engine()
+    prompt = tokens(43, 2 * CHUNK)  # eight pages of each layer
+    engine.finish(saved(engine, prompt))
+    bed.wait_sealed(2)
+    check_loaded(engine, prompt, 2 * CHUNK)
+    launches = [entry[1:] for entry in bed.log if isinstance(entry, tuple) and entry[0] == "scatter"]
+    assert sorted(launches) == sorted([(layer, 1) for layer in range(LAYERS)] * 2)

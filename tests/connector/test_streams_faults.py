@@ -20,8 +20,11 @@ from pdx.cuda.page_lock import PageLock
 from pdx.errors import LayoutError
 from pdx.messages import Abort, Fill
 from pdx.testing.fake_cuda import FakeCuda
+from pdx.vllm import stream_mover
 from pdx.vllm.window import ArenaWindow
 from pdx.vllm.worker import WorkerHalf
+
+PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-vmm",)], ids=["vmm", "ipc"])
@@ -293,3 +296,52 @@ def test_a_layout_that_is_on_two_kinds_of_device_is_refused() -> None:
     with pytest.raises(LayoutError, match="cpu, meta"):
         worker.register({"0": cpu[0], "1": cpu[1], "2": meta[2]}, 4)
     worker.close()
+
+
+def test_kernels_that_cannot_be_compiled_cost_only_the_cache(
+    bed: Bed, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slim image has no C compiler, which Triton needs for its launcher. The engine starts, and says so once."""
+
+    def fails(pages: Any) -> None:
+        raise FileNotFoundError("gcc")
+
+    monkeypatch.setattr(stream_mover, "warm_up", fails)
+    engine = bed.engine()
+    wait_until(lambda: bed.counted("kernels_unavailable") == 1, what="counted")
+    engine.finish(saved(engine, tokens(40, CHUNK)))
+    wait_until(lambda: bed.counted("save_skipped") == 1, what="counted")
+    bed.wait_at_rest()
+    assert bed.node.status().chunks == {}
+    assert fake.calls["cuMemHostRegister"] == 0, "memory is page-locked that no kernel will reach"
+    [record] = [each for each in caplog.records if "copy kernels" in each.message]
+    assert "gcc" in record.message
+    assert "C compiler" in record.message
+
+
+@pytest.mark.parametrize("in_hook", [True, False], ids=["in a hook", "at the end"])
+def test_a_launch_that_is_refused_costs_the_step_alone(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, in_hook: bool
+) -> None:
+    """CUDA has no memory for it, say. Nothing of that step is sealed; the engine goes on, the next step is saved."""
+    engine = bed.engine()
+    engine.skip_hooks = not in_hook
+    launch, launches = LaggingStreams.launch, iter(range(100))
+
+    def refuse(self: LaggingStreams, *args: Any, **settings: Any) -> None:
+        if next(launches) == int(in_hook):  # with hooks the second layer's
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        launch(self, *args, **settings)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LaggingStreams, "launch", refuse)
+        lost = saved(engine, tokens(41, CHUNK), PREFILL)
+    assert next(launches) == 1 + in_hook, "the first refusal is the last launch of the step"
+    engine.finish(lost)
+    wait_until(lambda: bed.counted("launch_refused") == 1 == bed.counted("save_skipped"), what="counted")
+    bed.wait_at_rest()
+    assert bed.node.status().chunks == {}
+    prompt = tokens(42, CHUNK)
+    engine.finish(saved(engine, prompt))
+    bed.wait_sealed(1)
+    check_loaded(engine, prompt, CHUNK)

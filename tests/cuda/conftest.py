@@ -20,6 +20,7 @@ def fake() -> Iterator[FakeCuda]:
         yield driver
         driver.heal()
         assert (driver.leftovers(), memory.num_mapped()) == ({}, 0)
+        assert driver.spoiled == []
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import PdxError
@@ -83,12 +84,12 @@ def answer(kept: contextlib.ExitStack, request: list[Any], fd: int) -> tuple[str
     match request:
         case "export", nbytes, fill, kind:
             memory = kept.enter_context(DeviceMemory.create(Gpu.find("0"), nbytes, kind))
-            ctypes.memset(memory.address, fill, nbytes)
+            ctypes.memset(driver.api().memory.look(memory.address, nbytes), fill, nbytes)
             return "", *memory.export()
         case "open", raw:
             memory = DeviceMemory.open(msgspec.msgpack.decode(raw, type=Handle), fd, on=Gpu.find("0"))
             kept.enter_context(memory)
-            return str(ctypes.string_at(memory.address, 1)[0]), None, -1
+            return str(ctypes.string_at(driver.api().memory.look(memory.address, 1), 1)[0]), None, -1
         case _:
             return str(num_mapped()), None, -1
 

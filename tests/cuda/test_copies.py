@@ -48,19 +48,19 @@ def test_host_to_device_to_device_to_host(stream, memory):
 
 def test_between_gpus(fake, memory):
     second = Gpu.find("1")
-    ctypes.memset(memory.address, 3, 100)
+    ctypes.memset(fake.memory.look(memory.address, 100), 3, 100)
     handle, fd = memory.export()
     with DeviceMemory.create(second, MIB) as target, DeviceMemory.open(handle, fd, on=second) as source:
         os.close(fd)
         with CopyStream(second) as stream:
             stream.copy(target.address, source.address, 100)
             stream.wait()
-            assert ctypes.string_at(target.address, 100) == bytes([3]) * 100
+            assert ctypes.string_at(fake.memory.look(target.address, 100), 100) == bytes([3]) * 100
 
 
 def test_the_caller_goes_on_meanwhile(fake, stream, memory):
     back = ctypes.create_string_buffer(1)
-    ctypes.memset(memory.address, 8, 1)
+    ctypes.memset(fake.memory.look(memory.address, 1), 8, 1)
     with fake.hold():
         stream.copy(ctypes.addressof(back), memory.address, 1)
         assert back.raw == b"\0"
@@ -70,12 +70,12 @@ def test_the_caller_goes_on_meanwhile(fake, stream, memory):
 
 def test_close_waits_for_the_copies(fake, gpu, memory):
     stream = CopyStream(gpu)
-    ctypes.memset(memory.address, 8, MIB)
+    ctypes.memset(fake.memory.look(memory.address, MIB), 8, MIB)
     stream.copy(memory.address + MIB, memory.address, MIB)
     stream.close()
     stream.close()
     stream.wait()
-    assert ctypes.string_at(memory.address + 2 * MIB - 1, 1) == b"\x08"
+    assert ctypes.string_at(fake.memory.look(memory.address + 2 * MIB - 1, 1), 1) == b"\x08"
     with pytest.raises(GpuError, match="closed"):
         stream.copy(memory.address, memory.address + MIB, 1)
 
@@ -89,11 +89,12 @@ def test_a_copy_is_cut_where_pieces_of_page_locked_memory_meet(fake, stream, mem
         border += PIECE_BYTES
     for piece in (border - MIB, border):
         call("cuMemHostRegister", piece, MIB, 0)
+    ctypes.memset(fake.memory.look(memory.address, 200), 0, 200)
     ctypes.memset(border - 10, 4, 20)
     stream.copy(memory.address, border - 10, 20)
     stream.copy(border - 100, memory.address, 200)
     stream.wait()
-    assert ctypes.string_at(memory.address, 21) == bytes([4]) * 20 + b"\0"
+    assert ctypes.string_at(fake.memory.look(memory.address, 21), 21) == bytes([4]) * 20 + b"\0"
     assert ctypes.string_at(border - 100, 20) == bytes([4]) * 20
     with pytest.raises(GpuError, match="INVALID_VALUE"):
         call("cuMemcpyAsync", memory.address, border - 10, 20, stream._stream)
@@ -140,9 +141,9 @@ def test_whatever_call_fails_nothing_is_left(n):
 
 def test_one_thread_after_the_other(fake, stream, memory):
     """The context is made current in whichever thread calls."""
-    ctypes.memset(memory.address, 1, 1)
+    ctypes.memset(fake.memory.look(memory.address, 1), 1, 1)
     thread = threading.Thread(target=stream.copy, args=(memory.address + 1, memory.address, 1))
     thread.start()
     thread.join()
     stream.wait()
-    assert ctypes.string_at(memory.address, 2) == b"\1\1"
+    assert ctypes.string_at(fake.memory.look(memory.address, 2), 2) == b"\1\1"

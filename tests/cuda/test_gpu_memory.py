@@ -11,6 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import GpuError, GpuHandleDead, GpuMemoryFull, GpuUnavailable
@@ -42,7 +43,7 @@ def received(handle_and_fd):
 
 
 def byte_at(memory, offset=0):
-    return ctypes.string_at(memory.address + offset, 1)[0]
+    return ctypes.string_at(driver.api().memory.look(memory.address + offset, 1), 1)[0]
 
 
 def test_both_sides_see_the_same_bytes(fake):
@@ -53,7 +54,7 @@ def test_both_sides_see_the_same_bytes(fake):
             assert not os.get_inheritable(fd)
             opened = DeviceMemory.open(handle, fd, on=second)
         assert (opened.gpu, opened.nbytes, num_mapped()) == (first.uuid, 4 * MIB, 2)
-        ctypes.memset(made.address + 4 * MIB - 1, 7, 1)
+        ctypes.memset(fake.memory.look(made.address + 4 * MIB - 1, 1), 7, 1)
         assert byte_at(opened, 4 * MIB - 1) == 7
         opened.close()
         opened.close()
@@ -64,12 +65,23 @@ def test_both_sides_see_the_same_bytes(fake):
 def test_who_opened_vmm_memory_outlives_who_made_it(fake):
     gpu = Gpu.find("0")
     made = DeviceMemory.create(gpu, MIB)
-    ctypes.memset(made.address, 9, 1)
+    ctypes.memset(fake.memory.look(made.address, 1), 9, 1)
     with exported(made) as (handle, fd):
         opened = DeviceMemory.open(handle, fd, on=gpu)
     made.close()
-    with opened, exported(opened) as (again, fd), DeviceMemory.open(again, fd, on=gpu) as third:
-        assert byte_at(third) == 9
+    with opened:
+        assert byte_at(opened) == 9
+
+
+def test_opened_memory_is_not_exported(fake):
+    """No driver promises that a handle which was imported can be exported, and nothing needs it."""
+    with (
+        DeviceMemory.create(Gpu.find("0"), MIB) as made,
+        exported(made) as (handle, fd),
+        DeviceMemory.open(handle, fd, on=Gpu.find("0")) as opened,
+        pytest.raises(GpuError, match="who made"),
+    ):
+        opened.export()
 
 
 def test_closed_memory_is_not_exported(fake):
@@ -84,7 +96,7 @@ def test_another_process_maps_it(fake, spawn, kind):
     gpu, other = Gpu.find("0"), spawn()
     with DeviceMemory.create(gpu, MIB, kind) as made, exported(made) as (handle, fd):
         assert handle.kind == kind
-        ctypes.memset(made.address, 42, 1)
+        ctypes.memset(fake.memory.look(made.address, 1), 42, 1)
         before = fake.counts()
         assert other.open(handle, fd) == "42"
         assert other.mapped() == "1"
@@ -322,6 +334,29 @@ def test_what_the_driver_does_not_release_still_counts(fake, forget_mapped, capl
     assert num_mapped() == 1
     assert fake.leftovers() == {"reserved": 1, "mapped": 1, "used bytes": 2 * MIB}
     fake.memory.close()
+
+
+def test_a_gpu_that_makes_no_memory_for_network_cards_has_an_arena_all_the_same(spawn, caplog):
+    """It says that it could. Without the kernel's part, as in many virtual machines, the driver refuses then."""
+    with fake_cuda(rdma_memory=False) as fake:
+        gpu = Gpu.find("0")
+        assert gpu.supports_rdma
+        with caplog.at_level(logging.WARNING), DeviceMemory.create(gpu, MIB) as made, exported(made) as (handle, fd):
+            assert made.kind == "vmm"
+            ctypes.memset(fake.memory.look(made.address, 1), 3, 1)
+            assert spawn().open(handle, fd) == "3"
+        assert fake.calls["cuMemCreate"] == 2
+        [record] = caplog.records
+        assert gpu.uuid in record.message
+        assert "network cards" in record.message
+        assert "NOT_SUPPORTED" in record.message
+        assert fake.leftovers() == {}
+
+
+def test_a_full_gpu_is_not_asked_again_without_gpudirect(fake):
+    with pytest.raises(GpuMemoryFull):
+        DeviceMemory.create(Gpu.find("0"), 128 * MIB)
+    assert fake.calls["cuMemCreate"] == 1
 
 
 def test_gpudirect_is_asked_for_where_the_gpu_has_it(fake):

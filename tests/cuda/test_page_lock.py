@@ -15,6 +15,8 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.page_lock import PIECE_BYTES, PageLock
 from pdx.testing.fake_cuda import fake_cuda
 
+MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+
 
 class Host:
     """Host memory that is never touched, so that its size costs nothing; unmapped when nobody holds it."""
@@ -53,9 +55,9 @@ def test_all_of_it_is_covered_in_the_end(fake, gpu):
     host = Host(2 * PIECE_BYTES + 4096)
     locked = lock(gpu, host)
     wait_until(lambda: locked.covers(0, host.nbytes))
-    assert fake.memory.is_registered(host.address, host.nbytes)
+    assert fake.host.is_registered(host.address, host.nbytes)
     assert fake.counts()["registered"] in (3, 4)  # by where the addresses lie
-    assert all(start % PIECE_BYTES == 0 or start == host.address for start in fake.memory._registered)
+    assert all(start % PIECE_BYTES == 0 or start == host.address for start in fake.host._registered)
     assert locked.covers(host.nbytes - 1, 1)
     assert not locked.covers(host.nbytes - 1, 2)
     assert not locked.covers(-1, 1)
@@ -145,12 +147,45 @@ def test_a_context_that_cannot_be_made_is_a_refusal(fake):
 def test_what_others_have_registered_is_covered_and_stays_theirs(fake, gpu):
     host = Host(4096)
     gpu.use()
-    call("cuMemHostRegister", host.address, 4096, 0)
+    call("cuMemHostRegister", host.address, 4096, MAPPED)
     locked = lock(gpu, host)
     wait_until(lambda: locked.covers(0, 4096))
     locked.close()
-    assert fake.memory.is_registered(host.address, 4096)
+    assert fake.host.is_registered(host.address, 4096)
     call("cuMemHostUnregister", host.address)
+
+
+def test_others_registrations_cover_it_together(fake, gpu):
+    host = Host(3 * 4096)
+    gpu.use()
+    for page in range(3):
+        call("cuMemHostRegister", host.address + page * 4096, 4096, MAPPED)
+    locked = lock(gpu, host)
+    wait_until(lambda: locked.covers(0, host.nbytes))
+    locked.close()
+    for page in range(3):
+        call("cuMemHostUnregister", host.address + page * 4096)
+
+
+@pytest.mark.parametrize(
+    ("first", "pages", "flags"),
+    [(0, 1, 3), (1, 2, 3), (1, 1, 3), (0, 3, 0)],
+    ids=["ends earlier", "begins later", "in the middle", "not mapped for kernels"],
+)
+def test_what_others_have_registered_only_in_part_is_a_refusal(fake, gpu, first, pages, flags):
+    """The driver says of any overlap that the memory is registered already. A kernel that believed it would write to
+    memory that is not mapped."""
+    host, refusals = Host(3 * 4096), []
+    gpu.use()
+    theirs = host.address + first * 4096
+    call("cuMemHostRegister", theirs, pages * 4096, flags)
+    locked = lock(gpu, host, refusals=refusals)
+    wait_until(lambda: refusals or locked.covers(0, 1))
+    assert "HOST_MEMORY_ALREADY_REGISTERED" in locked.error
+    assert not locked.covers(0, 1)
+    locked.close()
+    assert fake.host.is_registered(theirs, pages * 4096)
+    call("cuMemHostUnregister", theirs)
 
 
 def test_memory_that_may_only_be_read(fake, gpu):

@@ -33,17 +33,23 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See `pytest_addoption`."""
+    """See `pytest_addoption`. On a real GPU, others' packages may warn as they like: the machine's owner chose them."""
+    if not IS_FAKE and not why_no_gpu():
+        for line in ("default", "error:::pdx"):  # later lines have precedence
+            config.addinivalue_line("filterwarnings", line)
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): unused without pytest-timeout")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything below is marked `gpu`, and skipped where there is none."""
+    """Everything below is marked `gpu`, and skipped where there is none; what counts free bytes, beside others, too."""
     ours = [item for item in items if HERE in item.path.parents]
     why = "" if IS_FAKE or not ours else why_no_gpu()
+    is_crowded = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
     for item in ours:
         item.add_marker("gpu")
+        if is_crowded and item.get_closest_marker("serial"):
+            item.add_marker(pytest.mark.skip(reason="counts what is free on the whole GPU: run it without -n"))
         if why:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {why}"))
 

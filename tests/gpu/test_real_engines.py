@@ -23,6 +23,7 @@ from pdx.config import ConnectorConfig  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.memory import num_mapped  # noqa: E402
 
+pytestmark = pytest.mark.serial
 MIB = 1 << 20
 SHAPES = Shapes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=331)
 CHUNK = 64

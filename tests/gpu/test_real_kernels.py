@@ -21,7 +21,7 @@ from paged_cases import LAYOUTS, Problem, layer_views, paged, problems, random_b
 
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.memory import DeviceMemory  # noqa: E402
-from pdx.kernels.batch import Batch, Run  # noqa: E402
+from pdx.kernels.batch import Batch, Place, Run  # noqa: E402
 from pdx.kernels.page_map import PageMap  # noqa: E402
 
 GIB = 1 << 30
@@ -66,7 +66,7 @@ def test_whole_batches(place: tuple[str, str], name: str, layout: str, heads: in
     ids = [11, 0, 7, 3, 5, 2, 9]
     runs = [Run(ids[:4], 64, 4 * page_bytes), Run(ids[4:], 128 + 12 * page_bytes, 3 * page_bytes + 16)]
     slots = random_bytes(128 + 24 * page_bytes + 64, 2)
-    compare(Problem(random_bytes(nbytes, 1), slots, views, 12, runs, range(3), False), place, name)
+    compare(Problem(random_bytes(nbytes, 1), slots, views, 12, runs, range(3), Place.HERE), place, name)
 
 
 class RoundTrip:
@@ -175,9 +175,9 @@ def test_nothing_is_compiled_behind_warm_up(cuda: Gpu) -> None:
     assert before
     for count, offset, first, num in ((1, 0, 0, 1), (2, 16, 1, 2), (16, 32, 0, 3), (17, 48, 2, 1), (40, 64, 0, 3)):
         batch = Batch.of(mapped, [Run(list(range(count)), slots.data_ptr() + offset, 40 * (8 << 10))])
-        for on_host in (False, True):
-            kernels.gather(mapped, batch, first, num, on_host=on_host)
-            kernels.scatter(mapped, batch, first, num, on_host=on_host)
+        for place in Place:
+            kernels.gather(mapped, batch, first, num, place=place)
+            kernels.scatter(mapped, batch, first, num, place=place)
     torch.cuda.synchronize()
     assert compiled() == before
 

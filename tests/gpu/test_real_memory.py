@@ -15,6 +15,7 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import GpuHandleDead
 
+pytestmark = pytest.mark.serial
 MIB = 1 << 20
 NBYTES = 64 * MIB
 SLACK = 48 * MIB  # what the driver may keep for itself; less than NBYTES

@@ -19,8 +19,9 @@ from pdx.config import handover_path  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.handover import fetch_handle  # noqa: E402
 from pdx.cuda.memory import num_mapped  # noqa: E402
-from pdx.errors import GpuUnavailable, LayoutError, NodeError, NodeUnavailable  # noqa: E402
+from pdx.errors import LayoutError, NodeError, NodeUnavailable  # noqa: E402
 
+pytestmark = pytest.mark.serial
 MIB = 1 << 20
 SLACK = 48 * MIB
 ATTACH_S = 20.0
@@ -83,7 +84,7 @@ def test_who_only_looks_makes_no_context(gpu_node: NodeProcess, cuda: Gpu) -> No
         looker.communicate()
 
 
-def test_a_wrong_ticket_and_a_stranger_get_nothing(gpu_node: NodeProcess, client: pdx.client.Node) -> None:
+def test_who_has_a_wrong_ticket_gets_nothing(gpu_node: NodeProcess, client: pdx.client.Node) -> None:
     with pytest.raises(NodeError):
         fetch_handle(handover_path(gpu_node.address), bytes(16), 5.0)
     wait_until(lambda: gpu_node.status().counters.get("handover_refused"), what="counted")
@@ -151,6 +152,6 @@ def test_two_nodes_push_over_cuda_ipc(cuda: Gpu) -> None:
     wait_until(lambda: cuda.free_bytes() >= free - SLACK, 20.0, "both arenas are free again")
 
 
-def test_a_node_without_that_gpu_says_which_there_are(cuda: Gpu) -> None:
-    with pytest.raises(GpuUnavailable, match=cuda.uuid):
-        Gpu.find("GPU-00000000-0000-0000-0000-000000000000")
+def test_a_node_without_that_gpu_says_which_there_are(cuda: Gpu, start_node: Callable[..., NodeProcess]) -> None:
+    with pytest.raises(NodeUnavailable, match=cuda.uuid):
+        start_node(gpu="GPU-00000000-0000-0000-0000-000000000000", arena_bytes=64 * MIB)

@@ -77,15 +77,20 @@ def test_the_gpu_is_let_go_of(gpu: Gpu) -> None:
     call("cuMemHostUnregister", shared.address)
 
 
-def test_copies_run_in_order_and_behind_the_caller(gpu: Gpu) -> None:
-    with DeviceMemory.create(gpu, 64 * MIB) as memory, CopyStream(gpu) as stream:
-        half = 32 * MIB
-        write(gpu, memory.address, b"\1" * half)
-        for _ in range(20):
-            stream.copy(memory.address + half, memory.address, half)
-            stream.copy(memory.address, memory.address + half, half)
+def test_copies_run_in_order(gpu: Gpu) -> None:
+    """Two parts change places, through a third one; any other order loses one of them."""
+    part = 16 * MIB
+    with DeviceMemory.create(gpu, 3 * part) as memory, CopyStream(gpu) as stream:
+        first, second, between = (memory.address + index * part for index in range(3))
+        write(gpu, first, b"\1" * part)
+        write(gpu, second, b"\2" * part)
+        for _ in range(21):
+            stream.copy(between, first, part)
+            stream.copy(first, second, part)
+            stream.copy(second, between, part)
         stream.wait()
-        assert read(gpu, memory.address + half, 4096) == b"\1" * 4096
+        assert read(gpu, first, part) == b"\2" * part
+        assert read(gpu, second, part) == b"\1" * part
 
 
 def test_pageable_memory_is_copied_too(gpu: Gpu) -> None:
@@ -99,7 +104,7 @@ def test_pageable_memory_is_copied_too(gpu: Gpu) -> None:
 
 def test_the_kernel_writes_to_it(cuda: Gpu) -> None:
     torch = pytest.importorskip("torch")
-    from pdx.kernels.paged import Batch, PageMap, Run, gather, scatter
+    from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter
 
     shared = Shared(4 * MIB)
     pages = torch.randint(0, 256, (2, 32, 16 << 10), dtype=torch.uint8, device="cuda")
@@ -108,12 +113,12 @@ def test_the_kernel_writes_to_it(cuda: Gpu) -> None:
         mapped = PageMap.of(list(pages), 32)
         ids = list(range(31, -1, -1))
         batch = Batch.of(mapped, [Run(ids, shared.address, MIB)])
-        gather(mapped, batch, 0, 2, on_host=True)
+        gather(mapped, batch, 0, 2, place=Place.HOST)
         torch.cuda.synchronize()
         for layer in range(2):
             expected = before[layer].flip(0).cpu().numpy().tobytes()
             assert shared.map[layer * MIB : layer * MIB + len(expected)] == expected
         pages.zero_()
-        scatter(mapped, batch, 0, 2, on_host=True)
+        scatter(mapped, batch, 0, 2, place=Place.HOST)
         torch.cuda.synchronize()
         assert torch.equal(pages, before)

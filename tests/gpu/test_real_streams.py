@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from node_harness import wait_until  # noqa: E402
 
 from pdx.cuda.arena import GpuArena  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
+from pdx.cuda.page_lock import PageLock  # noqa: E402
 from pdx.memory import Arena  # noqa: E402
 from pdx.messages import Slot  # noqa: E402
 from pdx.vllm.plan import LoadPlan, PagesPlan  # noqa: E402
@@ -84,10 +87,10 @@ class Engine:
         assert self.mover.finish(missing, computed=None, ended=ended.set)
         return ended
 
-    def lag(self, stream: object) -> None:
+    def lag(self, stream: object, cycles: int = LONG) -> None:
         """The stream has something else to do first."""
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(LONG)
+            torch.cuda._sleep(cycles)
 
     def close(self) -> None:
         """As a worker does."""
@@ -178,21 +181,39 @@ def test_a_graph_replay_skips_the_hooks_and_nothing_of_ours_is_in_it(engine: Eng
 
 
 def test_a_graph_may_be_captured_while_copies_run(engine: Engine) -> None:
-    """The threads that wait for events must not spoil another thread's capture."""
+    """The threads that wait for events, and those that page-lock memory, must not spoil another thread's capture.
+
+    `torch.cuda.graph` would wait for the whole GPU first. Here the capture begins while a waiter sleeps. Then
+    the waiter wakes, and memory is locked and let go of.
+    """
+    scratch, graph, stream = torch.zeros(1024, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        scratch.add_(1)  # its kernel is loaded
+    torch.cuda.synchronize()
     engine.begin()
-    engine.lag(engine.mover._gathering)
+    engine.lag(engine.mover._gathering, 10 * LONG)
     for layer in range(LAYERS):
         engine.pages[layer].copy_(engine.source[layer])
         engine.mover.gather(range(layer, layer + 1))
     ended = engine.finish([])
-    scratch = torch.zeros(1024, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    wait_until(engine.mover._copied._queue.empty, 20.0, "the waiter has taken the event")
+    shared = mmap.mmap(-1, 4 * MIB)
+    anchor = (ctypes.c_char * len(shared)).from_buffer(shared)
+    refused: list[str] = []
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        assert not ended.is_set(), "the copies are over before the capture has begun"
         scratch.add_(1)
+        lock = PageLock(ctypes.addressof(anchor), len(shared), engine.gpu, anchor=anchor, on_refused=refused.append)
+        wait_until(lambda: refused or lock.covers(0, len(shared)), 20.0, "page-locked")
+        lock.close()
+        assert ended.wait(20)
+        scratch.add_(1)
+        graph.capture_end()  # raises if the capture was spoiled
+    assert not refused
     graph.replay()
-    assert ended.wait(20)
     torch.cuda.synchronize()
-    assert scratch.eq(1).all()
+    assert scratch.eq(3).all()
     assert engine.slot_bytes() == engine.expected
 
 

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pdx.kernels import paged
-from pdx.kernels.batch import Batch, Run
+from pdx.kernels.batch import Batch, Place, Run
 from pdx.kernels.page_map import PageMap
 
 H100, A100, B200 = 90, 80, 100
@@ -48,7 +48,10 @@ class FakeDriver:
 
     def launcher_cls(self, source, metadata):
         ptx = next(kernel for kernel in self._kernels() if kernel.src is source).asm["ptx"]
-        self.compiled.append({"warps": metadata.num_warps, "accesses": Counter(accesses(ptx))})
+        names, constants = source.fn.arg_names, {path[0]: value for path, value in source.constants.items()}
+        given = {names[at]: value for at, value in constants.items()}
+        kernel = {"warps": metadata.num_warps, "is_gather": given["IS_GATHER"], "hint": given["STORE_HINT"]}
+        self.compiled.append({**kernel, "accesses": Counter(accesses(ptx))})
         return lambda *arguments: self.grids.append(arguments[0])
 
     def _kernels(self):
@@ -75,9 +78,9 @@ def report(arch: int, piece_bytes: int, pieces: int) -> dict:
     driver.grids.clear()
     for runs, first, num in (([1], 0, 1), ([16], 1, 2), ([1024, 1024, 1, 16], 2, 1), ([1] * 300, 0, 3)):
         batch = Batch.of(pages, [Run(range(n), 1 << 40, n * pages.page_bytes) for n in runs])
-        for on_host in (False, True):
-            paged.gather(pages, batch, first, num, on_host=on_host)
-            paged.scatter(pages, batch, first, num, on_host=on_host)
+        for place in Place:
+            paged.gather(pages, batch, first, num, place=place)
+            paged.scatter(pages, batch, first, num, place=place)
     num_launches, started = len(driver.grids), time.perf_counter()
     for _ in range(100):
         paged.gather(pages, batch, 1, 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pdx
 from pdx.kernels import reference
-from pdx.kernels.batch import Batch, Run
+from pdx.kernels.batch import Batch, Place, Run
 from pdx.kernels.page_map import PageMap
 
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -59,7 +59,7 @@ class Problem:
     num_blocks: int
     runs: list[Run]  # with offsets in `slots` for addresses
     which: range  # layers
-    on_host: bool
+    where: Place
 
     @property
     def layers(self) -> list[Tensor]:
@@ -69,15 +69,15 @@ class Problem:
         device, slots_on = place
         slots = self.slots.pin_memory() if slots_on == "pinned" else self.slots.to(slots_on, copy=True)
         engine = self.engine.to(device, copy=True)
-        on_host = self.on_host or slots_on == "pinned"
-        return Problem(engine, slots, self.views, self.num_blocks, self.runs, self.which, on_host)
+        where = Place.HOST if slots_on == "pinned" else self.where
+        return Problem(engine, slots, self.views, self.num_blocks, self.runs, self.which, where)
 
     def run(self, name: str) -> None:
         """The kernel's `gather` or `scatter`."""
         pages = PageMap.of(self.layers, self.num_blocks)
         batch = Batch.of(pages, [run._replace(address=self.slots.data_ptr() + run.address) for run in self.runs])
         copy = getattr(paged(self.engine.device.type), name)
-        copy(pages, batch, self.which.start, len(self.which), on_host=self.on_host)
+        copy(pages, batch, self.which.start, len(self.which), place=self.where)
 
     def run_reference(self, name: str) -> None:
         if name == "gather":
@@ -152,6 +152,6 @@ def problems(draw, layouts=(*LAYOUTS, SCATTERED), ratios=(1, 1, 2, 3)):
         end += len(views) * layer_bytes + 16 * draw(st.integers(0, 2))
     first_layer = draw(st.integers(0, len(views) - 1))
     which = range(first_layer, draw(st.integers(first_layer + 1, len(views))))
-    seed, on_host = draw(st.integers(0, 99)), draw(st.booleans())
+    seed, where = draw(st.integers(0, 99)), draw(st.sampled_from(Place))
     engine, slots = random_bytes(nbytes, seed), random_bytes(end + 64, seed + 100)
-    return Problem(engine, slots, views, num_blocks, draw(st.permutations(runs)), which, on_host)
+    return Problem(engine, slots, views, num_blocks, draw(st.permutations(runs)), which, where)

@@ -26,7 +26,7 @@ def reports(tmp_path_factory):
 
 def test_data_moves_16_bytes_an_access_and_several_are_in_flight(reports):
     for report in reports:
-        assert len(report["kernels"]) == 4
+        assert len(report["kernels"]) == 5  # gathers to this GPU, a peer and the host; scatters from a GPU and the host
         for kernel in report["kernels"]:
             # Loads of data go past L1 (.cg); the others are numbers from the tables, and every store is data.
             loads = {name: num for name, num in kernel["accesses"].items() if name.startswith("ld.global.cg")}
@@ -37,7 +37,19 @@ def test_data_moves_16_bytes_an_access_and_several_are_in_flight(reports):
             assert set(kernel["accesses"]) - set(loads) - set(stores) == {"ld.global.b64"}
 
 
+def test_a_gathered_slice_stays_in_the_cache_of_the_gpu_that_it_lies_on_and_goes_first_elsewhere(reports):
+    """One GPU's node: the decoder's scatter reads it there. Scattered pages are always read again."""
+    for report in reports:
+        stores = []
+        for kernel in report["kernels"]:
+            hints = {".cs" in name for name in kernel["accesses"] if name.startswith("st.")}
+            stores.append((kernel["warps"], kernel["is_gather"], hints))
+        here, peer, host = (4, True, {False}), (4, True, {True}), (32, True, {True})
+        scatters = [(4, False, {False}), (32, False, {False})]
+        assert sorted(stores, key=str) == sorted([here, peer, host, *scatters], key=str), report
+
+
 def test_nothing_is_compiled_after_the_warm_up_and_a_batch_is_one_launch(reports):
     for report in reports:
         assert report["compiled_late"] == 0, report
-        assert report["num_launches"] == 16  # 4 batches, there and back, device and host
+        assert report["num_launches"] == 24  # 4 batches, there and back, on this GPU, a peer and the host

@@ -14,7 +14,7 @@ from paged_cases import LAYOUTS, PLACES, SCATTERED, layer_views, paged, problems
 
 from pdx.kernels import pages as cpu_pages
 from pdx.kernels import reference
-from pdx.kernels.batch import Batch, Run
+from pdx.kernels.batch import Batch, Place, Run
 from pdx.kernels.page_map import PageMap
 from pdx.kernels.page_rows import ELEMENT_BYTES, page_rows
 
@@ -138,9 +138,9 @@ def test_a_page_of_many_tiles_and_pages_of_which_many_make_one_tile(place):
         pages = PageMap.of([engine.view(num_blocks, -1)], num_blocks)
         block_ids = list(reversed(range(num_blocks)))
         batch = Batch.of(pages, [Run(block_ids, slot.data_ptr(), len(slot))])
-        for on_host in (False, True):
+        for place in Place:
             slot.zero_()
-            paged(device).gather(pages, batch, on_host=on_host)
+            paged(device).gather(pages, batch, place=place)
             assert torch.equal(slot.view(num_blocks, -1), engine.view(num_blocks, -1).flip(0))
 
 
@@ -275,3 +275,23 @@ def test_threads_may_copy_at_the_same_time():
 def test_the_environment_is_as_it_was():
     paged("cpu")
     assert "TRITON_INTERPRET" not in os.environ
+
+
+@pytest.mark.parametrize("nbytes", [1, 5 * 64, 8 * 64, 21 * 64, 1 << 20])
+def test_parts_of_a_batch_are_the_whole_and_no_larger_than_asked_for(nbytes):
+    """Each page of each layer once; every table is aligned as the compiled kernel expects."""
+    layers = [torch.zeros(9, 64, dtype=torch.uint8) for _ in range(3)]
+    pages = PageMap.of(layers, 9)
+    batch = Batch.of(pages, [Run([3, 1, 8, 0, 5], 1 << 20, 5 * 64), Run([7, 2], 1 << 21, 2 * 64)])
+    seen = []
+    for part, which in batch.parts(range(1, 3), nbytes):
+        assert part.pages is pages
+        assert part.num_pages * 64 * len(which) <= max(nbytes, 2 * 64)
+        assert part.table.data_ptr() % 16 == batch.table.data_ptr() % 16
+        seen += [(layer, row) for layer in which for row in map(tuple, part.table.tolist())]
+    assert sorted(seen) == sorted((layer, row) for layer in (1, 2) for row in map(tuple, batch.table.tolist()))
+
+
+def test_a_batch_of_nothing_has_no_parts():
+    pages = PageMap.of([torch.zeros(2, 64, dtype=torch.uint8)], 2)
+    assert list(Batch.of(pages, []).parts(range(1), 1 << 20)) == []

@@ -10,6 +10,7 @@ from peers_harness import pattern, put, read
 
 import pdx
 from pdx.config import NodeConfig
+from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import num_mapped
 from pdx.errors import LayoutError
@@ -187,7 +188,7 @@ def test_a_tensor_is_over_the_slot_and_sealing_waits_for_the_gpu(node, address, 
         steps.append(device)
         nbytes, (address, is_read_only) = interface["shape"][0], interface["data"]
         assert (interface["typestr"], interface["strides"], is_read_only) == ("|u1", None, False)
-        buffer = (ctypes.c_uint8 * nbytes).from_address(address)
+        buffer = (ctypes.c_uint8 * nbytes).from_address(driver.api().memory.look(address, nbytes))
         buffer.span = span
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -244,7 +245,8 @@ class Copy:
             put(self.client, name, data, **settings)
             return
         with self.client.reserve(name, len(data), **settings) as chunk:
-            ctypes.memmove(self.arena.address + chunk.slot.offset, data, len(data))
+            at = driver.api().memory.look(self.arena.address + chunk.slot.offset, len(data))
+            ctypes.memmove(at, data, len(data))
             chunk.seal()
 
     def read(self, name, **settings):
