@@ -1,6 +1,6 @@
 """All benches, one after the other, and docs/numbers.md from their results: `python -m pdx.bench.all`.
 
-About eleven minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
+About fifteen minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdx.bench.gpu import SECTIONS
 from pdx.bench.places import RESULTS, ROOT
 from pdx.bench.report import at_least, console, publish
 
-BENCHES = ("pages", "node", "handoff", "overhead", "channels", "paged", "across", "digests")
+BENCHES = ("pages", "node", "scaling", "handoff", "overhead", "channels", "paged", "across", "digests")
 # Their last results are shown: one takes as long as one wants, some need a GPU (`python -m pdx.bench.gpu`), and the
 # last are of `pdx bench breakdown`, copied from its --out.
 SHOWN = (

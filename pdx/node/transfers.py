@@ -144,7 +144,7 @@ class Transfers:
         names[name] = None
         transfer = self._transfers[name] = Transfer(source, set(), progress, deadline)
         self._under_way += progress is Progress.UNDER_WAY
-        self._deadlines.add(name, deadline)
+        self._deadlines.add((name,), deadline)
         return transfer
 
     def _crowd_out(self, name: str, source: str) -> None:
@@ -175,7 +175,7 @@ class Transfers:
     def _end_at(self, name: str, transfer: Transfer, deadline: float) -> None:
         self._deadlines.discard(name, transfer.deadline)
         transfer.deadline = deadline
-        self._deadlines.add(name, deadline)
+        self._deadlines.add((name,), deadline)
 
     def _settle(self, name: str, transfer: Transfer, now: float) -> None:
         """It is complete as soon as nothing more is expected."""

@@ -22,6 +22,7 @@ class Chunk:
         "older",
         "owner",
         "pins",
+        "room_bytes",
         "shard",
         "slot",
         "state",
@@ -35,8 +36,9 @@ class Chunk:
         self.shard = shard
         self.slot = slot
         self.layers = layers
+        self.room_bytes = round_up(slot.nbytes)  # what its slot takes of the arena
         self.filled = 0  # bit l: slice l is filled
-        self.state = advance(State.FREE, Step.RESERVE)
+        self.state = advance(State.FREE, Step.RESERVE)  # changed by the index alone
         self.leases = 0
         self.pins = 0
         self.tail = False
@@ -51,10 +53,6 @@ class Chunk:
     def __repr__(self) -> str:
         return f"<Chunk {self.key.hex()[:8]}/{self.shard} {self.state} at {self.slot.offset} leases={self.leases}>"
 
-    def step(self, step: Step) -> None:
-        """Move on in its life; see `pdx.lifecycle`. Only the index calls it."""
-        self.state = advance(self.state, step)
-
     @property
     def is_complete(self) -> bool:
         """Whether all slices are filled."""
@@ -63,11 +61,6 @@ class Chunk:
     def span(self, first_layer: int, layers: int) -> tuple[int, int]:
         """Where slices [first_layer, first_layer + layers) lie in the slot: (start, bytes)."""
         return slice_span(self.slot.nbytes, self.layers, first_layer, layers)
-
-    @property
-    def room_bytes(self) -> int:
-        """What its slot takes of the arena."""
-        return round_up(self.slot.nbytes)
 
     @property
     def is_evictable(self) -> bool:

@@ -62,13 +62,20 @@ class Clearing:
                 return
             if self._looks <= 0:
                 self.stopped_at = chunk
-                return
+                break
             self._looks -= 1
-            if chunk not in self.victims:
-                window = self._window(chunk)
-                if self._grow(window):
-                    self._clear(window)
-                    self._clear_other_shards(window.chunks)
+            if chunk in self.victims:
+                continue
+            if chunk.room_bytes == self._size:
+                self._clear_alone(chunk)
+                self._clear_other_shards([chunk])
+                continue
+            window = self._window(chunk)
+            if self._grow(window):
+                self._clear(window)
+                self._clear_other_shards(window.chunks)
+        if not self.is_enough:
+            self._join_all()
 
     def _window(self, chunk: Chunk) -> Window:
         """A chunk with the free and cleared room beside it."""
@@ -79,22 +86,37 @@ class Clearing:
         return window
 
     def _join_before(self, window: Window) -> None:
-        start = self._starts.get(window.start)
-        if start is not None:
-            self._absorb(window, start, window.start)
-        else:
-            start = self._allocator.before(window.start)
-            if start is None or not self._allocator.hole_bytes(start):
-                return
-        window.start = start
+        while True:
+            start = self._starts.get(window.start)
+            if start is not None:
+                self._absorb(window, start, window.start)
+            else:
+                start = self._allocator.before(window.start)
+                if start is None or not self._allocator.hole_bytes(start):
+                    return
+            window.start = start
 
     def _join_behind(self, window: Window) -> None:
-        end = self._ends.get(window.end)
-        if end is not None:
-            self._absorb(window, window.end, end)
+        while True:
+            end = self._ends.get(window.end)
+            if end is not None:
+                self._absorb(window, window.end, end)
+            else:
+                end = window.end + self._allocator.hole_bytes(window.end)
+                if end == window.end:
+                    return
             window.end = end
-        else:
-            window.end += self._allocator.hole_bytes(window.end)
+
+    def _join_all(self) -> None:
+        """Join what was cleared with what lies beside it: across them more slots may fit."""
+        for start in list(self._ends):
+            end = self._ends.get(start)
+            if end is not None:
+                window = Window(start, end, [], [])
+                self._absorb(window, start, end)
+                self._join_before(window)
+                self._join_behind(window)
+                self._clear(window)
 
     def _absorb(self, window: Window, start: int, end: int) -> None:
         window.cleared.append(start)
@@ -137,9 +159,21 @@ class Clearing:
         self._starts[window.end] = window.start
         self.victims.update(dict.fromkeys(window.chunks))
 
+    def _clear_alone(self, chunk: Chunk) -> None:
+        """A slot of the very size that is wanted goes. What lies beside it is not looked at: most searches end so."""
+        start, end = chunk.slot.offset, chunk.slot.offset + self._size
+        self.slots += 1
+        self._ends[start] = end
+        self._starts[end] = start
+        self.victims[chunk] = None
+
     def _clear_other_shards(self, chunks: list[Chunk]) -> None:
         """The other shards of these go with them: a chunk that lacks one is worth nothing."""
         for chunk in chunks:
             for other in self._index.of(chunk.key):
-                if other not in self.victims and other.is_evictable:
+                if other in self.victims or not other.is_evictable:
+                    continue
+                if other.room_bytes == self._size:
+                    self._clear_alone(other)
+                else:
                     self._clear(self._window(other))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 What = TypeVar("What")
@@ -18,15 +19,15 @@ class Deadlines(Generic[What]):
         self._due: dict[float, dict[What, None]] = {}  # deadline -> what ends then
         self._times: list[float] = []  # a heap: all keys of `_due`, and some of which nothing is left
 
-    def add(self, what: What, deadline: float) -> None:
-        """`what` ends at `deadline`; what never ends (infinity) is not remembered."""
+    def add(self, what: Iterable[What], deadline: float) -> None:
+        """All of `what` ends at `deadline`; what never ends (infinity) is not remembered."""
         if deadline == math.inf:
             return
         group = self._due.get(deadline)
         if group is None:
             group = self._due[deadline] = {}
             heapq.heappush(self._times, deadline)
-        group[what] = None
+        group.update(dict.fromkeys(what))
 
     def discard(self, what: What, deadline: float) -> None:
         """It does not end then any more. Idempotent."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from pdx.lifecycle import FINDABLE, WRITABLE, State, Step
+from pdx.lifecycle import FINDABLE, WRITABLE, State, Step, advance
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 
@@ -19,9 +18,12 @@ class Groups(Generic[Key]):
     def __init__(self) -> None:
         self._groups: dict[Key, dict[Chunk, None]] = {}
 
-    def add(self, key: Key, chunk: Chunk) -> None:
-        """`chunk` is in the group `key`."""
-        self._groups.setdefault(key, {})[chunk] = None
+    def add(self, key: Key, chunks: Iterable[Chunk]) -> None:
+        """These are in the group `key`."""
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = {}
+        group.update(dict.fromkeys(chunks))
 
     def discard(self, key: Key, chunk: Chunk) -> None:
         """It is not. Idempotent."""
@@ -50,52 +52,64 @@ class Index:
         self.owners: Groups[int] = Groups()  # session -> FILLING chunks that it answers for
         self.transfers: Groups[str] = Groups()  # transfer -> its FILLING chunks, and its SEALED tails
         self.deadlines: Deadlines[Chunk] = Deadlines()  # of FILLING chunks
-        self.chunks: Counter[State] = Counter()  # how many, by state
-        self.nbytes: Counter[State] = Counter()  # their bytes, by state
+        self.chunks = dict.fromkeys(State, 0)  # how many, by state
+        self.nbytes = dict.fromkeys(State, 0)  # their bytes, by state
         self.pins = 0  # of all chunks together
         self.pinned_bytes = 0  # of chunks with a pin
 
-    def of(self, key: bytes, shards: int | None = None) -> list[Chunk]:
+    def of(self, key: bytes, shards: int | None = None) -> tuple[Chunk, ...]:
         """The chunks of `key`, filling or sealed, in the first `shards` shards (in all by default) that have one."""
         chunks = self._keys.get(key, ())
         if shards is None or not chunks or chunks[-1].shard < shards:
-            return list(chunks)
-        return [chunk for chunk in chunks if chunk.shard < shards]
+            return chunks
+        return tuple(chunk for chunk in chunks if chunk.shard < shards)
 
-    def add(self, chunk: Chunk) -> None:
-        """A new chunk, to be filled; in its shard its key has no other."""
-        others = self._keys.get(chunk.key, ())
-        is_last = not others or others[-1].shard < chunk.shard
-        chunks = (*others, chunk)
-        self._keys[chunk.key] = chunks if is_last else tuple(sorted(chunks, key=lambda each: each.shard))
-        self.slots[chunk.slot.offset] = chunk
-        self.writers.add(chunk.writer, chunk)
-        self.owners.add(chunk.owner, chunk)
-        self.deadlines.add(chunk, chunk.deadline)
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
+        if not chunks:
+            return
+        of_writer: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            others = self._keys.get(chunk.key)
+            if others is None:
+                self._keys[chunk.key] = (chunk,)
+            else:
+                self._keys[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
+            self.slots[chunk.slot.offset] = chunk
+            of_writer.setdefault(chunk.writer, []).append(chunk)
+            self.nbytes[chunk.state] += chunk.slot.nbytes
+        for writer, written in of_writer.items():
+            self.writers.add(writer, written)
+        self.chunks[chunk.state] += len(chunks)
+        self.owners.add(chunk.owner, chunks)
+        self.deadlines.add(chunks, chunk.deadline)
         if chunk.transfer is not None:
-            self.transfers.add(chunk.transfer, chunk)
-        self._count(chunk, 1)
+            self.transfers.add(chunk.transfer, chunks)
 
-    def step(self, chunk: Chunk, step: Step) -> None:
-        """Move a chunk on in its life. Once FREE it is forgotten altogether, and its slot is nobody's."""
-        was = chunk.state
-        self._count(chunk, -1)
-        chunk.step(step)
-        state = chunk.state
-        if was is State.FILLING:
-            self.owners.discard(chunk.owner, chunk)
-            self.deadlines.discard(chunk, chunk.deadline)
-        if was in WRITABLE and state not in WRITABLE:
-            self.writers.discard(chunk.writer, chunk)
-        if was in FINDABLE and state not in FINDABLE:
-            self._hide(chunk)
-        if chunk.transfer is not None and not (chunk.tail and state is State.SEALED):
-            self.transfers.discard(chunk.transfer, chunk)
-        if state is State.FREE:
-            self.pin(chunk, -chunk.pins)
-            del self.slots[chunk.slot.offset]
-        else:
-            self._count(chunk, 1)
+    def step(self, chunks: Iterable[Chunk], step: Step) -> None:
+        """Move chunks on in their lives. Once FREE they are forgotten altogether, and their slots are nobody's."""
+        for chunk in chunks:
+            was = chunk.state
+            state = chunk.state = advance(was, step)
+            nbytes = chunk.slot.nbytes
+            self.chunks[was] -= 1
+            self.nbytes[was] -= nbytes
+            if was is State.FILLING:
+                self.owners.discard(chunk.owner, chunk)
+                self.deadlines.discard(chunk, chunk.deadline)
+            if was in WRITABLE and state not in WRITABLE:
+                self.writers.discard(chunk.writer, chunk)
+            if was in FINDABLE and state not in FINDABLE:
+                self._hide(chunk)
+            if chunk.transfer is not None and not (chunk.tail and state is State.SEALED):
+                self.transfers.discard(chunk.transfer, chunk)
+            if state is State.FREE:
+                if chunk.pins:
+                    self.pin(chunk, -chunk.pins)
+                del self.slots[chunk.slot.offset]
+            else:
+                self.chunks[state] += 1
+                self.nbytes[state] += nbytes
 
     def pin(self, chunk: Chunk, change: int) -> None:
         """Count so many pins more (or fewer) of a chunk; it never has fewer than none."""
@@ -106,12 +120,8 @@ class Index:
 
     def _hide(self, chunk: Chunk) -> None:
         """Its key does not lead to it any more."""
-        left = tuple(each for each in self._keys[chunk.key] if each is not chunk)
-        if left:
-            self._keys[chunk.key] = left
-        else:
+        chunks = self._keys[chunk.key]
+        if len(chunks) == 1:
             del self._keys[chunk.key]
-
-    def _count(self, chunk: Chunk, change: int) -> None:
-        self.chunks[chunk.state] += change
-        self.nbytes[chunk.state] += change * chunk.slot.nbytes
+        else:
+            self._keys[chunk.key] = tuple(each for each in chunks if each is not chunk)

@@ -44,7 +44,7 @@ class Leases:
         number = next(self._numbers)
         self._leases[number] = lease
         self._of_session.setdefault(session, {})[number] = None
-        self._deadlines.add(number, deadline)
+        self._deadlines.add((number,), deadline)
         return number
 
     def renew(self, number: int, session: int, deadline: float) -> None:
@@ -52,7 +52,7 @@ class Leases:
         lease = self._lease_of(number, session)
         self._deadlines.discard(number, lease.deadline)
         lease.deadline = deadline
-        self._deadlines.add(number, deadline)
+        self._deadlines.add((number,), deadline)
 
     def end(self, number: int, session: int) -> None:
         """:raises ChunkMissing: it has ended already."""

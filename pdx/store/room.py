@@ -87,12 +87,12 @@ class Room:
 
     def retire(self, chunk: Chunk) -> None:
         """Nobody may find or write it any more; the last of those who read it frees it."""
-        self._index.step(chunk, Step.DELETE)
+        self._index.step([chunk], Step.DELETE)
 
     def free(self, chunks: Sequence[Chunk], step: Step) -> None:
         """These chunks are off the shelf, and nobody reads or writes them: forget them, and give their room back."""
+        self._index.step(chunks, step)
         for chunk in chunks:
-            self._index.step(chunk, step)
             chunk.before = None
             # Before anybody else can get the room: stale readers and writers see it.
             self._next_generation(chunk.slot.offset)

@@ -32,21 +32,21 @@ class Shelf:
         So a chunk that is sealed step by step goes before what leads up to it. Nothing else moves: a prompt counts as
         used when the first of its chunks on the shelf was, until it is read.
         """
-        if chunk not in self:
-            self._link(chunk, newer if newer is not None and newer in self else self._end)
+        if chunk.newer is None:
+            self._link(chunk, newer if newer is not None and newer.newer is not None else self._end)
             self._count += 1
             self.nbytes += chunk.room_bytes
 
     def take(self, chunk: Chunk) -> None:
         """Not evictable from now on."""
-        if chunk in self:
+        if chunk.newer is not None:
             self._unlink(chunk)
             self._count -= 1
             self.nbytes -= chunk.room_bytes
 
     def touch(self, chunk: Chunk) -> None:
         """Used just now, if it is on the shelf."""
-        if chunk in self:
+        if chunk.newer is not None:
             self._unlink(chunk)
             self._link(chunk, self._end)
 

@@ -81,13 +81,13 @@ class Store:
             for chunk in chunks:
                 if chunk.state is not State.SEALED:
                     return hits
-            hits.append(chunks)
+            hits.append(list(chunks))
         return hits
 
     def known(self, key: bytes, shards: int) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
         chunks = self._index.of(key, shards)
-        return chunks if len(chunks) == shards else None
+        return list(chunks) if len(chunks) == shards else None
 
     def is_filling(self, key: bytes, shards: int) -> bool:
         """Whether every shard of `key` is there or on its way, and at least one is on its way."""
@@ -145,16 +145,17 @@ class Store:
             return [], [], True
         places = self._room.grant([claim.size(index) for index in wanted], shards, partial=claim.partial)
         granted = wanted[: len(places)]
-        before: list[Chunk | None] = [None] * shards
-        for index, slots in zip(granted, places, strict=True):
-            for shard, slot in enumerate(slots):
-                chunk = claim.chunk(index, shard, slot)
-                chunk.before = before[shard]
-                before[shard] = chunk
-                self._index.add(chunk)
+        chunks = [
+            claim.chunk(index, shard, slot)
+            for index, slots in zip(granted, places, strict=True)
+            for shard, slot in enumerate(slots)
+        ]
+        for chunk, before in zip(chunks[shards:], chunks, strict=False):
+            chunk.before = before
+        self._index.add(chunks)
         full = len(granted) < len(wanted)
         self.counters["reserve_full"] += full
-        return granted, [slot for slots in places for slot in slots], full
+        return granted, [chunk.slot for chunk in chunks], full
 
     def _is_absent(self, key: bytes, shards: int) -> bool:
         """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
@@ -192,29 +193,27 @@ class Store:
                 raise ProtocolError(f"{chunk!r} sealed with slices missing")
         sealed = [chunk for chunk in once if chunk.state is not State.QUARANTINED]
         self.let_go([chunk for chunk in once if chunk.state is State.QUARANTINED])  # aborted while it was being filled
-        for chunk in sealed:
-            self._index.step(chunk, Step.SEAL)
+        self._index.step(sealed, Step.SEAL)
         self.counters["sealed"] += len(sealed)
         self._shelve(sealed)
 
     def _shelve(self, sealed: Sequence[Chunk]) -> None:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
         shelf = self._room.shelf
-        evictable = {chunk: chunk.before for chunk in sealed if chunk.is_evictable}
-        for chunk, before in reversed(evictable.items()):  # the end of what was sealed at once becomes the older one
-            if before not in shelf and before not in evictable:
+        evictable = dict.fromkeys(chunk for chunk in sealed if chunk.is_evictable)
+        for chunk in reversed(evictable):  # the end of what was sealed at once becomes the older one
+            if chunk.before not in evictable and chunk.before not in shelf:
                 shelf.put(chunk)
-        for chunk, before in evictable.items():
-            shelf.put(chunk, before)
+        for chunk in evictable:
+            shelf.put(chunk, chunk.before)
         for chunk in sealed:
             chunk.before = None
 
     def abort(self, chunks: Iterable[Chunk]) -> None:
         """Their reservation ends unsealed; the room stays the writer's until it lets go."""
-        for chunk in chunks:
-            if chunk.state is State.FILLING:
-                self._index.step(chunk, Step.ABORT)
-                self.counters["aborted"] += 1
+        filling = [chunk for chunk in dict.fromkeys(chunks) if chunk.state is State.FILLING]
+        self._index.step(filling, Step.ABORT)
+        self.counters["aborted"] += len(filling)
 
     def let_go(self, chunks: Iterable[Chunk]) -> None:
         """Their writer will not write them any more: the room is free again, or left to who still reads it."""

@@ -27,7 +27,7 @@ def test_what_ends_is_taken_once_and_in_time(steps):
             if name in model:
                 deadlines.discard(name, model[name])
             model[name] = time
-            deadlines.add(name, time)
+            deadlines.add([name], time)
         elif verb == "discard":
             deadlines.discard(name, time)
             if model.get(name) == time:
@@ -45,17 +45,17 @@ def test_what_ends_is_taken_once_and_in_time(steps):
 def test_the_earliest_ends_first():
     deadlines = Deadlines()
     for name, time in (("late", 9.0), ("early", 1.0), ("middle", 5.0)):
-        deadlines.add(name, time)
+        deadlines.add([name], time)
     assert deadlines.take(5.0) == ["early", "middle"]
     assert deadlines.take(9.0) == ["late"]
 
 
 def test_what_is_renewed_for_ever_leaves_nothing_behind():
     deadlines = Deadlines()
-    deadlines.add("lease", 0.0)
+    deadlines.add(["lease"], 0.0)
     for turn in range(10_000):
         deadlines.discard("lease", float(turn))
-        deadlines.add("lease", float(turn + 1))
+        deadlines.add(["lease"], float(turn + 1))
     assert len(deadlines._times) < 200
     assert deadlines.take(9_999.0) == []
     assert deadlines.take(10_000.0) == ["lease"]
