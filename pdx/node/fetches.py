@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
@@ -41,6 +42,8 @@ class Fetches:
         self._fetch_s = fetch_s
         self._numbers = itertools.count(1)
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
+        self._by_number: dict[tuple[str, int], Fetch] = {}
+        self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return sum(fetch.state is not FetchState.OVER for fetch in self._fetches.values())
@@ -56,6 +59,9 @@ class Fetches:
             link = self._dial(ask.source)
             want = Want(next(self._numbers), list(ask.keys[hits:]), ask.shards, ask.transfer)
             fetch = self._fetches[place] = Fetch(want, FetchState.ASKING, now + self._fetch_s)
+            self._by_number[ask.source, want.want] = fetch
+            if want.transfer is not None:
+                self._by_transfer[ask.source, want.transfer][want.want] = fetch
             self._send(fetch, link)
         return fetch.state is not FetchState.OVER and now < fetch.deadline
 
@@ -71,19 +77,21 @@ class Fetches:
 
     def coming(self, link: Link, answer: Coming, now: float) -> None:
         """The peer's answer; it may take a promise back."""
-        for fetch in self._of(link.name):
-            if fetch.want.want != answer.want or fetch.state is FetchState.OVER:
-                continue
-            if answer.chunks or answer.pushing:
-                fetch.state = FetchState.COMING
-            else:
-                self._end(fetch, now)
+        fetch = self._by_number.get((link.name, answer.want))
+        if fetch is None or fetch.state is FetchState.OVER:
+            return
+        if answer.chunks or answer.pushing:
+            fetch.state = FetchState.COMING
+        else:
+            self._end(fetch, now)
 
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
         """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
-        for fetch in self._of(name):
-            if fetch.want.want == number or (transfer is not None and fetch.want.transfer == transfer):
-                self._end(fetch, now)
+        ended = dict(self._by_transfer.get((name, transfer), {})) if transfer is not None else {}
+        if (asked := self._by_number.get((name, number))) is not None:
+            ended[number] = asked
+        for fetch in ended.values():
+            self._end(fetch, now)
 
     def lost(self, name: str, now: float) -> None:
         """The peer is gone."""
@@ -97,11 +105,21 @@ class Fetches:
             if fetch.deadline > now:
                 continue
             if fetch.state is FetchState.OVER:
-                del self._fetches[place]
+                self._forget(place, fetch)
             else:
                 late += 1
                 self._end(fetch, now)
         return late
+
+    def _forget(self, place: tuple[str, bytes], fetch: Fetch) -> None:
+        name, want = place[0], fetch.want
+        del self._fetches[place]
+        del self._by_number[name, want.want]
+        if want.transfer is not None:
+            of_transfer = self._by_transfer[name, want.transfer]
+            del of_transfer[want.want]
+            if not of_transfer:
+                del self._by_transfer[name, want.transfer]
 
     def _end(self, fetch: Fetch, now: float) -> None:
         if fetch.state is not FetchState.OVER:

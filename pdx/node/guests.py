@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError, PeerError, ProtocolError
 from pdx.handshake import SessionState, SessionStep
+from pdx.lifecycle import State
 from pdx.memory import Arena
 from pdx.messages import Slot
 from pdx.node.announcer import are_digests_due
+from pdx.node.faults import printable
 from pdx.node.incoming import Incoming, Landing
 from pdx.node.lander import Lander, Verdict
 from pdx.node.links import PeerSession
@@ -26,6 +28,8 @@ from pdx.store.store import Store
 from pdx.timeline import Event
 
 log = logging.getLogger("pdx.node")
+
+MAX_WANTS = 1000  # pushes under way that one peer asked for; each holds its chunks until it is over
 
 
 class Guests:
@@ -142,7 +146,12 @@ class Guests:
         layouts = {layout for layout in self._layouts() if layout}
         if offer.layout and layouts and offer.layout not in layouts:
             self._counters["layout_mismatches"] += 1
-            log.warning("%s offers chunks of another KV layout than any engine here has", session.name)
+            if self._counters["layout_mismatches"] == 1:
+                log.warning(
+                    "%s offers chunks of another KV layout than any engine here has "
+                    "(further ones are counted as layout_mismatches)",
+                    session.name,
+                )
             session.send(Stop(offer.push, f"no engine at {self._name} has the KV layout of these chunks"))
             return
         self.incoming.offered(session, scheme, offer, self._clock())
@@ -150,7 +159,7 @@ class Guests:
     def wanted(self, session: PeerSession, want: Want) -> None:
         """It asks for chunks: what is here is pushed to it; of a transfer also what is still being filled."""
         is_pushed = want.transfer is not None and self._ways.is_pushing(want.transfer, session.name)
-        hits = 0 if is_pushed else self._leading(want)
+        hits = 0 if is_pushed else self._leading(session.name, want)
         session.send(Coming(want.want, hits, is_pushed))
         if not hits:
             return
@@ -169,11 +178,23 @@ class Guests:
             return
         self._counters["wants_served"] += 1
 
-    def _leading(self, want: Want) -> int:
-        if want.transfer is None:
-            return len(self._store.find(want.keys, want.shards))
-        missing = (at for at, key in enumerate(want.keys) if self._store.known(key, want.shards) is None)
-        return next(missing, len(want.keys))
+    def _leading(self, name: str, want: Want) -> int:
+        """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
+        count, held = self._ways.outgoing.wants(name)
+        share = self._store.total_bytes * self._config.peer_share
+        for index, key in enumerate(want.keys):
+            chunks = self._store.known(key, want.shards)
+            if chunks is None or (want.transfer is None and any(chunk.state is not State.SEALED for chunk in chunks)):
+                return index
+            nbytes = sum(chunk.slot.nbytes for chunk in chunks)
+            if count >= MAX_WANTS or (held and held + nbytes > share):
+                self._counters["wants_limited"] += 1
+                if self._counters["wants_limited"] == 1:
+                    text = "further ones are counted as wants_limited"
+                    log.warning("%s wants more than %d pushes with %d bytes (%s)", name, count, held, text)
+                return index
+            held += nbytes
+        return len(want.keys)
 
     # ---- what lands -------------------------------------------------------------------------
 
@@ -200,7 +221,12 @@ class Guests:
 
     def _malformed(self, scheme: str, token: bytes, text: str) -> None:
         self._counters["dropped_notifications"] += 1
-        log.warning("dropped a notification by %s: %s", scheme, text)
+        if self._counters["dropped_notifications"] == 1:
+            log.warning(
+                "dropped a notification by %s: %s (further ones are counted as dropped_notifications)",
+                scheme,
+                printable(text),
+            )
 
     def _landing_sealed(self, landing: Landing, chunks: list[Chunk]) -> None:
         self.landed_bytes[landing.session.name] += sum(chunk.slot.nbytes for chunk in chunks)

@@ -250,8 +250,9 @@ class Incoming:
             return False
         if full or is_cut:
             self._counters["granted_in_part"] += 1
-            missing = len(offer.keys) - len(granted)
-            log.warning("no room for %d of %d chunks from %s", missing, len(offer.keys), session.name)
+            if self._counters["granted_in_part"] == 1:
+                missing, text = len(offer.keys) - len(granted), "(further ones are counted as granted_in_part)"
+                log.warning("no room for %d of %d chunks from %s %s", missing, len(offer.keys), session.name, text)
         self._open(landing, granted, slots, now)
         return True
 

@@ -88,15 +88,24 @@ class Lander:
     def _run(self) -> None:
         while not self._closing:
             self._event.clear()
+            notifications: list[Notification] = []
             try:
-                for notification in self._listener.take():
-                    self._take(notification)
+                notifications = self._listener.take()
             except Exception as error:  # the thread's root; a third party's listener, too
                 log.exception("taking notifications of %s failed", self.scheme)
-                text = f"{type(error).__name__}: {error}"
-                self._mailbox.post(lambda text=text: self._on_malformed(self.scheme, b"", text))  # type: ignore[misc]
+                self._failed(b"", error)
+            for notification in notifications:
+                try:
+                    self._take(notification)
+                except Exception as error:  # one that cannot be handled shall not take the others with it
+                    log.exception("a notification of %s cannot be handled", self.scheme)
+                    self._failed(notification.token, error)
             poll_s = POLL_S if self.is_expecting else IDLE_S
             self._event.wait(poll_s if self._is_polled else 1.0)
+
+    def _failed(self, token: bytes, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self._mailbox.post(lambda: self._on_malformed(self.scheme, token, text))
 
     def _take(self, notification: Notification) -> None:
         token = notification.token

@@ -31,6 +31,7 @@ from pdx.trace import tracer_for
 
 log = logging.getLogger("pdx.node")
 
+MAX_FLOWS = 16_384
 FLOW_S = 60.0  # how long it is known, after a push, how much of its transfer was across
 JOIN_S = 5.0
 
@@ -155,6 +156,8 @@ class Ways:
         now = self._clock()
         if transfer is not None:
             self._flows.setdefault(transfer, Flow(0, 0, 0.0)).deadline = now + FLOW_S + self._config.push_s
+            if len(self._flows) > MAX_FLOWS:
+                del self._flows[next(iter(self._flows))]
         return self.outgoing.start(
             self.way(name),
             keys,

@@ -117,7 +117,13 @@ class SendingStage(StoreStage):
         self.over.append((push.number, is_complete))
 
     def start(
-        self, numbers: list[int], *, shards: int = 1, transfer: str | None = None, way: FakeWay | None = None
+        self,
+        numbers: list[int],
+        *,
+        shards: int = 1,
+        transfer: str | None = None,
+        way: FakeWay | None = None,
+        want: int = 0,
     ) -> int:
         """Push these chunks."""
         return self.outgoing.start(
@@ -129,6 +135,7 @@ class SendingStage(StoreStage):
             wait_s=5.0,
             now=self.now,
             push_s=60.0,
+            want=want,
         )
 
     def grants(self, offer: Offer, indices: list[int] | None = None, *, at: int = REMOTE) -> Granted:

@@ -185,6 +185,25 @@ def test_a_bug_of_a_listener_is_counted_and_ends_nothing(stage):
     assert stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))).good
 
 
+def test_a_notification_that_cannot_be_handled_takes_no_other_with_it(stage):
+    """What was taken is gone from the listener: the chunks of the others would never be whole."""
+    read, good = (
+        stage.lander._memory.read,
+        encode_landed(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))])),
+    )
+
+    def fail_once(offset, nbytes):
+        stage.lander._memory.read = read
+        raise ZeroDivisionError("a bug")
+
+    stage.lander._memory.read = fail_once
+    stage.listener.notifications += [Notification(TOKEN, good)] * 3
+    stage.wake.set()
+    wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) == 2)
+    assert stage.malformed == [("test", TOKEN)]
+    assert [len(one.good) for one in stage.verdicts] == [1, 1]
+
+
 def test_the_probe_fills_nothing(stage):
     stage.listener.notifications.append(Notification(TOKEN, encode_landed(Landed(0, []))))
     verdict = stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1)))

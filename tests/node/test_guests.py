@@ -1,0 +1,127 @@
+"""What peers that dialled may ask for: what is here, as far as it may be held for one of them."""
+
+from types import SimpleNamespace
+
+import pytest
+from push_stage import FakeSession, SendingStage, key
+
+from pdx.config import NodeConfig
+from pdx.memory import GRANULE_BYTES
+from pdx.node import guests as module
+from pdx.node.guests import Guests
+from pdx.node.transfers import Transfers
+from pdx.peer_messages import Coming, Granted, Want
+
+TRANSFER = "transfer-0123456789"
+
+
+class Stage(SendingStage):
+    """A store of 16 granules whose chunks `b` asks for."""
+
+    def __init__(self, folder, *, peer_share=0.5):
+        super().__init__(folder, granules=16)
+        ways = SimpleNamespace(
+            outgoing=self.outgoing,
+            changed=self.outgoing.changed,
+            is_pushing=lambda transfer, name: self.outgoing.of_transfer(transfer, name) is not None,
+            push=self.push,
+        )
+        self.guests = Guests(
+            NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share),
+            name="a",
+            arena=self.arena,
+            probe=None,
+            store=self.store,
+            transfers=Transfers(self.counters),
+            regions=SimpleNamespace(listeners={}, regions={}),
+            ways=ways,
+            mailbox=None,
+            counters=self.counters,
+            layouts=list,
+            mark=None,
+            on_push_over=None,
+            clock=lambda: self.now,
+        )
+        self.peer = FakeSession(1, "b")
+
+    def push(self, name, keys, shards, *, transfer, layout, want):
+        return self.outgoing.start(
+            self.way,
+            keys,
+            shards,
+            transfer=transfer,
+            layout=layout,
+            wait_s=5.0,
+            now=self.now,
+            push_s=60.0,
+            want=want,
+        )
+
+    def want(self, numbers, number=1, **fields):
+        """The answer to a question for these chunks."""
+        self.guests.wanted(self.peer, Want(number, [key(number) for number in numbers], **fields))
+        return self.peer.sent[-1]
+
+
+@pytest.fixture
+def stage(tmp_path):
+    made = Stage(tmp_path)
+    yield made
+    made.close()
+
+
+def seal(stage, numbers):
+    slots = stage.reserve(numbers, GRANULE_BYTES)
+    stage.fill(slots, 0, 1, seal=True)
+    return slots
+
+
+def test_what_is_sealed_is_pushed_and_of_a_transfer_also_what_is_being_filled(stage):
+    seal(stage, [0, 1])
+    stage.reserve([2], GRANULE_BYTES)
+    assert stage.want([0, 1, 2, 3]) == Coming(1, 2)
+    assert stage.want([0, 1, 2, 3], 2, transfer=TRANSFER) == Coming(2, 3)
+    assert stage.want([0, 1, 2, 3], 3, transfer=TRANSFER) == Coming(3, 0, True)
+    assert stage.want([5], 4) == Coming(4, 0)
+    assert stage.counters["wants_served"] == 2
+
+
+def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
+    """Held chunks cannot be evicted: a peer that asks for everything would take the room of the engines here."""
+    seal(stage, list(range(16)))
+    assert stage.want(list(range(16))) == Coming(1, 8)
+    assert stage.want([9], 2) == Coming(2, 0)
+    assert stage.holds() == 8
+    assert stage.counters["wants_limited"] == 2
+    offer = stage.way.offers[0]
+    stage.outgoing.granted("b", stage.grants(offer, [0, 1]))
+    assert stage.outgoing.wants("b") == (1, 2 * GRANULE_BYTES)
+    assert stage.want(list(range(4, 16)), 3) == Coming(3, 6), "what was not granted is held no longer"
+    stage.outgoing.lost("b")
+    assert stage.outgoing.wants("b") == (0, 0)
+    assert stage.holds() == 0
+
+
+def test_a_chunk_larger_than_the_share_is_pushed_alone(stage):
+    slots = stage.reserve([0], 12 * GRANULE_BYTES)
+    stage.fill(slots, 0, 1, seal=True)
+    seal(stage, [1])
+    assert stage.want([0, 1]) == Coming(1, 1)
+    assert stage.want([1], 2) == Coming(2, 0)
+    stage.outgoing.granted("b", Granted(1, [], []))
+    assert stage.want([1], 3) == Coming(3, 1)
+
+
+def test_a_peer_asks_for_no_more_pushes_than_may_be(stage, monkeypatch, caplog):
+    monkeypatch.setattr(module, "MAX_WANTS", 2)
+    seal(stage, [0])
+    assert [stage.want([0], number) for number in range(1, 5)] == [
+        Coming(1, 1),
+        Coming(2, 1),
+        Coming(3, 0),
+        Coming(4, 0),
+    ]
+    assert stage.counters["wants_limited"] == 2
+    assert caplog.text.count("wants_limited") == 1
+    stage.outgoing.stopped("b", 1, "enough")
+    assert stage.want([0], 5) == Coming(5, 1)
