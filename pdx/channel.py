@@ -26,6 +26,9 @@ TOKEN_BYTES = 16
 MAX_DETAIL_BYTES = 64 << 10
 MAX_NOTIFY_BYTES = 64 << 10
 MAX_PIECES = 4096  # in one write
+# What a listener keeps for `take`, of one session. Each counts for its payload and as much as an object costs.
+MAX_UNTAKEN_BYTES = 4 << 20
+NOTIFICATION_BYTES = 256
 
 Offset = Annotated[int, Meta(ge=0, le=1 << 48)]
 Size = Annotated[int, Meta(ge=1, le=1 << 48)]
@@ -213,7 +216,11 @@ class Listener(ABC):
 
     @abstractmethod
     def take(self) -> list[Notification]:
-        """The notifications since the last call. Never blocks."""
+        """The notifications since the last call. Never blocks.
+
+        Of one session there are MAX_UNTAKEN_BYTES and one write of each of its connections at most. Further writes are
+        not over before some were taken; where writes are not checked, their notifications are lost instead.
+        """
 
     @abstractmethod
     def expel(self, token: bytes) -> None:

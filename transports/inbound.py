@@ -276,7 +276,8 @@ class StreamListener(SessionListener):
 
     def _receive(self, stream: socket.socket, group: Group) -> None:
         head_bytes = bytearray(HEAD_BYTES)
-        while fill(stream, head_bytes):
+        # A writer whose notifications are not taken is not read from: it fills its window and the kernel's buffers.
+        while self._sessions.wait_for_room(group.session) and fill(stream, head_bytes):
             head = unpack_head(head_bytes)
             if not hmac.compare_digest(head.token, group.session.token):
                 raise ProtocolError("a frame with another session's token")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from pdx.channel import (
     Availability,
     Channel,
     Memory,
+    Notification,
     Piece,
     Region,
     RemoteRegion,
@@ -19,24 +21,34 @@ from pdx.channel import (
     check_on_host,
     check_write,
 )
-from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, WriteRefused
+from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted, WriteRefused
 from pdx.transports.sessions import Session, SessionListener
 
 _HERE = secrets.token_bytes(16)  # which process this is
 
 
 class InprocTransfer(Transfer):
-    """Over from the beginning."""
+    """Over from the beginning, but where too many notifications of its session were not taken. Its listener's lock
+    guards what changes."""
 
-    def __init__(self, error: ChannelError | None) -> None:
-        self.error = error
+    def __init__(self, channel: InprocChannel, pieces: Sequence[Piece], notify: bytes) -> None:
+        self.channel = channel
+        self.pieces = pieces
+        self.notify = notify
+        self._is_over = False
 
     def poll(self) -> bool:
-        """Always."""
-        return True
+        """See `Transfer.poll`."""
+        return self._is_over
 
     def abort(self) -> None:
-        """Too late."""
+        """See `Transfer.abort`: one that waits."""
+        self.channel.target.give_up(lambda each: each is self, TransferAborted("aborted before it began"))
+
+    def finish(self, error: ChannelError | None) -> None:
+        """It is over."""
+        self.error = error
+        self._is_over = True
 
 
 class InprocChannel(Channel):
@@ -50,29 +62,32 @@ class InprocChannel(Channel):
         remote_nbytes: int,
         wake: Callable[[], None],
     ) -> None:
+        self.wake = wake
+        self.target = target
+        self.session = session
+        self.memory = region.memory
         self._region = region
-        self._wake = wake
-        self._target = target
-        self._session = session
         self._remote_nbytes = remote_nbytes
         self._lock = threading.Lock()  # guards _is_open, and that nothing is copied behind `close`
         self._is_open = True
 
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """Copy everything, then tell both sides."""
-        check_write(pieces, notify, self._region.memory.nbytes, self._remote_nbytes)
+        check_write(pieces, notify, self.memory.nbytes, self._remote_nbytes)
+        transfer = InprocTransfer(self, pieces, notify)
         with self._lock:
             if self._is_open:
-                error = self._target.receive(self._session, self._region.memory, pieces, notify)
-            else:
-                error = ChannelBroken("the channel is closed")
-        self._wake()
-        return InprocTransfer(error)
+                self.target.receive(transfer)
+                return transfer
+        transfer.finish(ChannelBroken("the channel is closed"))
+        self.wake()
+        return transfer
 
     def close(self) -> None:
         """No more copies."""
         with self._lock:
             self._is_open = False
+        self.target.give_up(lambda each: each.channel is self, ChannelBroken("the channel is closed"))
         self._region.forget(self)
 
 
@@ -83,6 +98,7 @@ class InprocListener(SessionListener):
         super().__init__(memory.nbytes, wake)
         self._memory = memory
         self._lock = threading.Lock()  # copies are made one after the other, and none behind `close`
+        self._waiting: dict[Session, deque[InprocTransfer]] = {}  # for notifications to be taken
 
     def invite(self, token: bytes) -> RemoteRegion:
         """See `Listener.invite`."""
@@ -96,6 +112,14 @@ class InprocListener(SessionListener):
         self._sessions.expel(token)
         with _LISTENERS_LOCK:
             _LISTENERS.pop(token, None)
+        self._go_on()
+
+    def take(self) -> list[Notification]:
+        """See `Listener.take`."""
+        found = super().take()
+        if self._waiting:
+            self._go_on()
+        return found
 
     def close(self) -> None:
         """End all sessions, behind the copy that is being made."""
@@ -104,25 +128,66 @@ class InprocListener(SessionListener):
                 del _LISTENERS[token]
         with self._lock:
             self._sessions.expel_all()
+        self._go_on()
 
     def session(self, token: bytes) -> Session | None:
         """The open session of this token."""
         return self._sessions.find(token)
 
-    def receive(self, session: Session, source: Memory, pieces: Sequence[Piece], notify: bytes) -> ChannelError | None:
-        """Copy the pieces from `source`, or say why not."""
+    def receive(self, transfer: InprocTransfer) -> None:
+        """Make this copy as soon as its session has room for the notification."""
+        session = transfer.channel.session
         with self._lock:
-            if not session.is_open:
-                return ChannelBroken("the session is over")
-            entered = self._sessions.enter(session, pieces)
-            if entered is None:
-                return WriteRefused("not inside granted spans")
-            target = self._memory.view
-            for piece in pieces:
-                bytes_ = source.view[piece.local : piece.local + piece.nbytes]
-                target[piece.remote : piece.remote + piece.nbytes] = bytes_
-            is_heard = self._sessions.land(session, entered, notify)
+            self._waiting.setdefault(session, deque()).append(transfer)
+            over = self._advance(session)
+        _tell(over)
+
+    def give_up(self, chosen: Callable[[InprocTransfer], bool], error: ChannelError) -> None:
+        """Those that wait and are chosen will not be made."""
+        over = []
+        with self._lock:
+            for session, queue in list(self._waiting.items()):
+                over += [each for each in queue if chosen(each)]
+                self._waiting[session] = deque(each for each in queue if not chosen(each))
+            for transfer in over:
+                transfer.finish(error)
+        _tell(over)
+
+    def _go_on(self) -> None:
+        with self._lock:
+            over = [transfer for session in list(self._waiting) for transfer in self._advance(session)]
+        _tell(over)
+
+    def _advance(self, session: Session) -> list[InprocTransfer]:
+        """Make the copies of this session that may be made now; those that are over."""
+        over, queue = [], self._waiting[session]
+        while queue and session.has_room:
+            transfer = queue.popleft()
+            transfer.finish(self._copy(transfer))
+            over.append(transfer)
+        if not queue:
+            del self._waiting[session]
+        return over
+
+    def _copy(self, transfer: InprocTransfer) -> ChannelError | None:
+        """Copy the pieces, or say why not."""
+        session, source = transfer.channel.session, transfer.channel.memory.view
+        if not session.is_open:
+            return ChannelBroken("the session is over")
+        entered = self._sessions.enter(session, transfer.pieces)
+        if entered is None:
+            return WriteRefused("not inside granted spans")
+        target = self._memory.view
+        for piece in transfer.pieces:
+            target[piece.remote : piece.remote + piece.nbytes] = source[piece.local : piece.local + piece.nbytes]
+        is_heard = self._sessions.land(session, entered, transfer.notify)
         return None if is_heard else ChannelBroken("the session is over")
+
+
+def _tell(over: Sequence[InprocTransfer]) -> None:
+    """Without a lock."""
+    for transfer in over:
+        transfer.channel.wake()
 
 
 _LISTENERS_LOCK = threading.Lock()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import hmac
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdx.channel import TOKEN_BYTES, Listener, Notification, Piece, Spans
+from pdx.channel import (
+    MAX_UNTAKEN_BYTES,
+    NOTIFICATION_BYTES,
+    TOKEN_BYTES,
+    Listener,
+    Notification,
+    Piece,
+    Spans,
+)
 
 
 @dataclass(eq=False)
@@ -17,7 +24,13 @@ class Session:
     token: bytes
     spans: Spans = field(default_factory=Spans)
     landing: int = 0  # writes that have entered and not left
+    untaken_bytes: int = 0  # of notifications that nobody has taken
     is_open: bool = True
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another write of it may be received, or it is over, so that none will be."""
+        return self.untaken_bytes < MAX_UNTAKEN_BYTES or not self.is_open
 
 
 class Sessions:
@@ -27,9 +40,11 @@ class Sessions:
         self._nbytes = nbytes
         self._wake = wake
         # Guards all below, and everything in the sessions. An expelled session stays until its last write has left.
-        self._lock = threading.Lock()
+        # Waited for: room for notifications.
+        self._lock = threading.Condition()
         self._sessions: dict[bytes, Session] = {}
         self._landed: list[Notification] = []
+        self._unheard: set[Session] = set()  # whose they are
 
     def open(self, token: bytes) -> None:
         """:raises ValueError: the token is no fresh one."""
@@ -39,13 +54,13 @@ class Sessions:
             self._sessions[token] = Session(token)
 
     def find(self, token: bytes) -> Session | None:
-        """The open session of a token that a stranger showed."""
+        """The open session of a token that a stranger showed.
+
+        How long this takes says nothing of the tokens there are: they are found by a hash with a secret of the process.
+        """
         with self._lock:
-            found = None
-            for session in self._sessions.values():  # all of them, so that the time taken says nothing
-                if hmac.compare_digest(session.token, token) and session.is_open:
-                    found = session
-            return found
+            session = self._sessions.get(token)
+            return session if session is not None and session.is_open else None
 
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:
         """See `Listener.grant`. Nothing is granted to a session that is over.
@@ -97,15 +112,27 @@ class Sessions:
             is_open = session.is_open
             if is_open:
                 self._landed.append(Notification(session.token, payload))
+                session.untaken_bytes += len(payload) + NOTIFICATION_BYTES
+                self._unheard.add(session)
             self._leave(session, entered)
         if is_open:
             self._wake()
         return is_open
 
+    def wait_for_room(self, session: Session) -> bool:
+        """Wait until another write of this session may be received; False: it is over."""
+        with self._lock:
+            self._lock.wait_for(lambda: session.has_room)
+            return session.is_open
+
     def take(self) -> list[Notification]:
         """See `Listener.take`."""
         with self._lock:
             landed, self._landed = self._landed, []
+            for session in self._unheard:
+                session.untaken_bytes = 0
+            self._unheard.clear()
+            self._lock.notify_all()
         return landed
 
     def _leave(self, session: Session, entered: Iterable[int]) -> None:
@@ -115,6 +142,7 @@ class Sessions:
 
     def _end(self, session: Session) -> None:
         session.is_open = False
+        self._lock.notify_all()
         session.spans.revoke_all()
         self._forget(session)
 

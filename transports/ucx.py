@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pdx.channel import Availability, Memory, Region, RemoteRegion, merged
+from pdx.channel import Availability, Memory, Notification, Region, RemoteRegion, merged
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports import ucx_engine
 from pdx.transports.sealed import seal, unseal
@@ -53,6 +53,7 @@ from pdx.transports.ucx_messages import (
 _SETTINGS = {"KEEPALIVE_INTERVAL": "1s", "RNDV_THRESH": "8192"}
 _LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
 _SETTLE_S = 3.0  # for UCX to let go of what closed endpoints had under way; longer than GRACE_S
+MAX_CHANNELS_OF_A_SESSION = 64
 _DEAD_LANES = 64  # of closed channels, whose late messages are still thrown away
 
 _encode = msgspec.msgpack.encode
@@ -67,6 +68,7 @@ class _Inbound:
     lane: int
     endpoint: Endpoint | None = None
     landing: dict[int, list[int]] = field(default_factory=dict)  # write -> what it has entered
+    held: deque[Put] = field(default_factory=deque)  # until notifications of its session are taken
 
     def say(self, message: Message) -> None:
         """Answer."""
@@ -83,6 +85,7 @@ class UcxListener(SessionListener):
         self._inbounds: dict[bytes, _Inbound] = {}  # by channel
         self._lanes: set[int] = set()
         self._dead_lanes: deque[int] = deque(maxlen=_DEAD_LANES)
+        self._holding: dict[bytes, _Inbound] = {}  # those that hold writes; `take` looks whether there are some
         self.dropped = 0  # messages that belong to nobody
 
     def invite(self, token: bytes) -> RemoteRegion:
@@ -103,7 +106,8 @@ class UcxListener(SessionListener):
     def greeted(self, message: Greet) -> None:
         """A writer shows a token. A stranger's address is not even parsed, so it gets no answer."""
         session = self._sessions.find(message.token)
-        if session is None or message.channel in self._inbounds:
+        is_crowded = sum(each.session is session for each in self._inbounds.values()) >= MAX_CHANNELS_OF_A_SESSION
+        if session is None or message.channel in self._inbounds or is_crowded:
             self.dropped += 1
             return
         lane = secrets.randbelow(MAX_LANE + 1)
@@ -123,8 +127,34 @@ class UcxListener(SessionListener):
             self.dropped += 1
             self._discard_late()
             return
-        if message.number in inbound.landing or len(inbound.landing) >= WINDOW:
+        if message.number in inbound.landing or len(inbound.landing) + len(inbound.held) >= WINDOW:
             self.end(inbound.id)  # no writer of ours does that
+        elif inbound.held or not inbound.session.has_room:
+            inbound.held.append(message)
+            self._holding[inbound.id] = inbound
+            self._go_on()  # they may have been taken just now
+        else:
+            self._receive(inbound, message)
+
+    def take(self) -> list[Notification]:
+        """See `Listener.take`."""
+        found = super().take()
+        if self._holding:
+            self._region.engine.run(self._go_on)
+        return found
+
+    def _go_on(self) -> None:
+        """Receive what was held, as far as there is room for notifications."""
+        for inbound in list(self._holding.values()):
+            while inbound.held and inbound.session.has_room and inbound.endpoint is not None:
+                self._receive(inbound, inbound.held.popleft())
+            if not inbound.held or inbound.endpoint is None:
+                self._holding.pop(inbound.id, None)
+
+    def _receive(self, inbound: _Inbound, message: Put) -> None:
+        assert inbound.endpoint is not None
+        if message.number in inbound.landing:
+            self.end(inbound.id)  # held twice
             return
         entered = self._sessions.enter(inbound.session, message.pieces)
         inbound.landing[message.number] = entered or []
@@ -144,6 +174,7 @@ class UcxListener(SessionListener):
             return
         inbound.say(End(inbound.id))
         endpoint, inbound.endpoint = inbound.endpoint, None
+        self._holding.pop(inbound.id, None)
         endpoint.close(GRACE_S)
         self._lanes.discard(inbound.lane)
         self._dead_lanes.append(inbound.lane)

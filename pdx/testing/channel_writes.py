@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from typing import ClassVar
 
 import pytest
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Channel, Piece, Region
+from pdx.channel import (
+    MAX_NOTIFY_BYTES,
+    MAX_PIECES,
+    MAX_UNTAKEN_BYTES,
+    NOTIFICATION_BYTES,
+    Channel,
+    Piece,
+    Region,
+    Transfer,
+)
 from pdx.testing.channel_stage import DEADLINE_S, MIB, Peer, Side, Stage, landed
 
 _KIB = 1 << 10
+_CALM_ROUNDS = 100
 _SHAPES: dict[str, list[int]] = {
     "one byte": [1],
     "one": [MIB],
@@ -43,6 +54,15 @@ def scattered(sizes: list[int], *, seed: int) -> tuple[list[Piece], int]:
 def connected(writer: Side, reader: Side, *spans: tuple[int, int]) -> Channel:
     """A channel that may write to these spans."""
     return writer.connect(reader.session(*spans)[1])
+
+
+def settle(transfers: list[Transfer]) -> None:
+    """Wait until all are over, or no more of them have been for a while."""
+    is_over, rounds = 0, 0
+    while is_over < len(transfers) and rounds < _CALM_ROUNDS:
+        before, is_over = is_over, sum(transfer.poll() for transfer in transfers)
+        rounds = rounds + 1 if is_over == before else 0
+        time.sleep(0.005)
 
 
 class Writes:
@@ -248,3 +268,46 @@ class Writes:
         assert reader.view[MIB:] == writer.view
         with pytest.raises(ValueError, match="outside"):
             channel.write([Piece(0, MIB + 1, MIB)], b"")
+
+    def test_notifications_that_nobody_takes_are_bounded(self, stage: Stage) -> None:
+        """A writer does not fill the reader's memory with them: it waits, or is not heard, until some are taken."""
+        writer, reader = stage.side(), stage.side()
+        channel = connected(writer, reader, (0, 8 * MIB))
+        payloads = [number.to_bytes(4) + bytes(MAX_NOTIFY_BYTES - 4) for number in range(200)]
+        transfers = [channel.write([Piece(0, 0, 64)], payload) for payload in payloads]
+        settle(transfers)
+        held = reader.region.listen().take()
+        assert 0 < sum(len(each.payload) for each in held) <= MAX_UNTAKEN_BYTES + 16 * MAX_NOTIFY_BYTES
+        reader.seen += held
+        if self.region.checks_writes:
+            assert sorted(stage.notified(reader, len(payloads))) == payloads
+        assert set(stage.finish(transfers)) == {""}
+        assert stage.written(channel, [Piece(0, 0, 64)], b"later") == ""
+        stage.until(lambda: b"later" in reader.payloads(), "who took them hears of what is written later")
+
+    def test_notifications_without_a_word_are_bounded(self, stage: Stage) -> None:
+        """Each costs memory, however little it says."""
+        writer, reader = stage.side(), stage.side()
+        bound = MAX_UNTAKEN_BYTES // NOTIFICATION_BYTES
+        channel = connected(writer, reader, (0, 8 * MIB))
+        transfers = [channel.write([Piece(0, 0, 1)], b"") for _ in range(2 * bound)]
+        settle(transfers)
+        held = reader.region.listen().take()
+        assert 0 < len(held) <= bound + 16
+        reader.seen += held
+        if self.region.checks_writes:
+            stage.notified(reader, len(transfers))
+        assert set(stage.finish(transfers)) == {""}
+
+    def test_a_writer_that_is_not_heard_keeps_no_other_waiting(self, stage: Stage) -> None:
+        """The bound is each session's own; a session that is expelled at its bound is over, and so are its writes."""
+        writer, reader = stage.side(), stage.side()
+        token, remote = reader.session((0, 8 * MIB))
+        channel = writer.connect(remote)
+        transfers = [channel.write([Piece(0, 0, 64)], bytes(MAX_NOTIFY_BYTES)) for _ in range(100)]
+        settle(transfers)
+        assert stage.written(connected(writer, reader, (0, 8 * MIB)), [Piece(0, 0, 64)], b"other") == ""
+        reader.region.listen().expel(token)
+        errors = stage.finish(transfers)
+        assert set(errors) == ({"", "ChannelBroken"} if self.region.checks_writes else {""})
+        stage.until(lambda: b"other" in reader.payloads(), "the other one is heard")
