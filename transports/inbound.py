@@ -1,7 +1,8 @@
 """The reading half of channels over streams: who may join, what may land, what is acknowledged.
 
-A stream belongs to a stranger until its greeting names an open session; strangers are few and have a deadline. Whatever
-is wrong with a stream ends its channel and nothing else. Subclasses say what a payload is.
+A stream belongs to a stranger until its greeting names an open session. Strangers are few and have a deadline; one that
+comes when all places are taken takes that of the one which has had the most time. Whatever is wrong with a stream ends
+its channel and nothing else. Subclasses say what a payload is.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from pdx.transports.frames import (
 from pdx.transports.sessions import Session, SessionListener, Sessions
 from pdx.transports.streams import fill, send_all, shut
 
-MAX_STRANGERS = 32  # at once; more are turned away
+MAX_STRANGERS = 64  # at once
+MAX_STRANGERS_OF_AN_ORIGIN = 16  # so that those of one host do not drive out those of others
 MAX_STREAMS_OF_A_SESSION = 64
 GREETING_S = 5.0
 _ACCEPT_PAUSE_S = 0.05  # after an accept that failed, as without free descriptors: no busy loop
@@ -96,7 +98,7 @@ class StreamListener(SessionListener):
         # Guards all below, and that no descriptor is used by one thread while another closes it.
         self._lock = threading.Lock()
         self._streams: dict[socket.socket, threading.Thread] = {}
-        self._strangers = 0
+        self._strangers: dict[socket.socket, object] = {}  # with their origins, in the order they came
         self._groups: dict[tuple[bytes, bytes], Group] = {}
         self.faults: Counter[str] = Counter()  # what was wrong with streams, by kind
 
@@ -106,7 +108,14 @@ class StreamListener(SessionListener):
     @property
     def strangers(self) -> int:
         """Connections that have not greeted yet."""
-        return self._strangers
+        return len(self._strangers)
+
+    @abstractmethod
+    def _origin(self, stream: socket.socket, address: Any) -> object:
+        """Who is answerable for a stream that was just accepted from `address`, as a host or a process.
+
+        :raises OSError: the stream is broken.
+        """
 
     @abstractmethod
     def _detail(self) -> bytes:
@@ -176,30 +185,47 @@ class StreamListener(SessionListener):
         """The root of the accepting thread. Nothing that a stranger does ends it."""
         while not self._closing.is_set():
             try:
-                stream, _ = self._server.accept()
+                stream, address = self._server.accept()
             except OSError as error:
                 if not self._closing.wait(_ACCEPT_PAUSE_S):
                     self._fault("accept", error)
                 continue
-            self._take_in(stream)
+            try:
+                origin = self._origin(stream, address)
+            except OSError as error:
+                stream.close()
+                self._fault("lost", error)
+                continue
+            self._take_in(stream, origin)
 
-    def _take_in(self, stream: socket.socket) -> None:
+    def _take_in(self, stream: socket.socket, origin: object) -> None:
         thread = threading.Thread(target=self._serve, args=(stream,), name=f"pdx-{self.scheme}-receive", daemon=True)
         with self._lock:
-            is_wanted = not self._closing.is_set() and self._strangers < MAX_STRANGERS
+            is_wanted = not self._closing.is_set()
+            is_crowded = is_wanted and self._make_place(origin)
             if is_wanted:
-                self._strangers += 1
+                self._strangers[stream] = origin
                 self._streams[stream] = thread
                 try:
                     thread.start()  # under the lock, so that `close` joins only threads that run
                 except RuntimeError as error:  # no more threads can be had
-                    del self._streams[stream]
-                    self._strangers -= 1
+                    del self._streams[stream], self._strangers[stream]
                     is_wanted = False
                     _log.warning("channel %s: %s", self.scheme, error)
         if not is_wanted:
             stream.close()
-            self._fault("strangers", "too many connections that have not greeted")
+        if is_crowded:
+            self._fault("strangers", f"too many connections that have not greeted, the last from {origin}")
+
+    def _make_place(self, origin: object) -> bool:
+        """Whether a stranger had to go for one from `origin`: the oldest from there, or the oldest of all."""
+        own = [stream for stream, each in self._strangers.items() if each == origin]
+        if len(own) < MAX_STRANGERS_OF_AN_ORIGIN and len(self._strangers) < MAX_STRANGERS:
+            return False
+        oldest = own[0] if len(own) >= MAX_STRANGERS_OF_AN_ORIGIN else next(iter(self._strangers))
+        del self._strangers[oldest]
+        shut(oldest)  # its thread closes it
+        return True
 
     def _serve(self, stream: socket.socket) -> None:
         """The root of the thread of one stream."""
@@ -209,7 +235,7 @@ class StreamListener(SessionListener):
                 group = self._greeted(stream)
             finally:
                 with self._lock:
-                    self._strangers -= 1
+                    self._strangers.pop(stream, None)
             if group is not None:
                 stream.settimeout(None)
                 self._receive(stream, group)
@@ -272,6 +298,7 @@ class StreamListener(SessionListener):
             if not group.is_open or group.size != greeting.streams or greeting.index in group.streams:
                 raise ProtocolError(f"stream {greeting.index} of {greeting.streams} does not belong to its group")
             group.streams[greeting.index] = stream
+            self._strangers.pop(stream, None)  # from now on nobody takes its place
         return group
 
     def _receive(self, stream: socket.socket, group: Group) -> None:

@@ -14,7 +14,7 @@ import socket
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pdx.channel import Memory, Piece, RemoteRegion
 from pdx.errors import ProtocolError
@@ -70,6 +70,9 @@ class LocalListener(StreamListener):
 
     def _detail(self) -> bytes:
         return local_socket.address_of(self._server, self._memory.gpu)
+
+    def _origin(self, stream: socket.socket, address: Any) -> local_socket.Credentials:
+        return local_socket.peer_of(stream)
 
     def _vet(self, stream: socket.socket) -> None:
         if (uid := local_socket.peer_of(stream).uid) != os.geteuid():

@@ -59,6 +59,9 @@ class TcpListener(StreamListener):
         host, port = self._server.getsockname()[:2]
         return msgspec.msgpack.encode(Address(host, port))
 
+    def _origin(self, stream: socket.socket, address: Any) -> str:
+        return str(address[0])
+
     def _vet(self, stream: socket.socket) -> None:
         _prepare(stream)
 

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterator
 from typing import ClassVar
 
+import msgspec
 import pytest
 from ucx_conformance import UcxConformance, stage_of
 
 from pdx.channel import Piece
 from pdx.errors import ChannelBroken
 from pdx.testing.channel_stage import MIB, Stage, wait_until
+from pdx.transports import onesided
 from pdx.transports.nixl import NixlRegion
 from pdx.transports.onesided import BYE, HELLO, MAX_CONNECTIONS, WRITE, Ledger, compose, this_process
 from pdx.transports.sealed import seal, unseal
@@ -167,3 +169,50 @@ class TestLedger:
         ledger.hear(compose(token, WRITE, bytes(8), b""))
         assert ledger.dropped == 5
         assert not ledger.take()
+
+    def test_sessions_that_are_over_are_not_kept(self) -> None:
+        """A span that nobody asks about, as the one for measuring, keeps none of them, whichever end comes first."""
+        ledger = Ledger(MIB)
+        for number in range(100):
+            token = number.to_bytes(16)
+            ledger.open(token)
+            ledger.grant(token, 0, 4096)
+            ledger.hear(compose(token, HELLO, b"1" * 8, this_process()))
+            ends = [lambda token=token: ledger.expel(token)]
+            ends.insert(number % 2, lambda token=token: ledger.hear(compose(token, BYE, b"1" * 8, b"")))
+            for end in ends:
+                end()
+        assert not ledger._sessions
+        assert not ledger._expelled
+
+    def test_sessions_of_dead_processes_go_as_others_come(self) -> None:
+        """Nobody asks about their spans, and they said no goodbye."""
+        ledger, alive = Ledger(MIB), this_process()
+        boot, namespace, pid, started = msgspec.msgpack.decode(alive)
+        dead = msgspec.msgpack.encode([boot, namespace, pid, started + 1])
+        for number in range(100):
+            token = number.to_bytes(16)
+            ledger.open(token)
+            ledger.grant(token, 0, 4096)
+            ledger.hear(compose(token, HELLO, b"1" * 8, alive if number == 7 else dead))
+            ledger._sessions[token].look_at = float("inf")  # as if it had existed until just now
+            ledger.expel(token)
+            ledger._sessions[token].look_at = 0.0
+        assert len(ledger._sessions) <= 3, "the last, the one that lives, and one beside it"
+
+    def test_a_question_for_each_span_is_one_look_at_the_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until it is worth to look again."""
+        now = 0.0
+        ledger, token = Ledger(MIB, lambda: now), secrets.token_bytes(16)
+        ledger.open(token)
+        for offset in range(0, MIB, 4096):
+            ledger.grant(token, offset, 4096)
+        ledger.hear(compose(token, HELLO, b"1" * 8, this_process()))
+        ledger.expel(token)
+        looks: list[int] = []
+        monkeypatch.setattr(onesided, "_started", looks.append)  # the process is gone
+        assert not any(ledger.revoke(token, offset, 4096) for offset in range(0, MIB, 4096))
+        assert not looks, "it existed just now"
+        now = onesided.LOOK_S
+        assert all(ledger.revoke(token, offset, 4096) for offset in range(0, MIB, 4096))
+        assert len(looks) == 1

@@ -60,8 +60,8 @@ class Target:
     def digest(self):
         return hashlib.blake2b(self.side.view[: 3 * MIB]).digest()
 
-    def stream(self, *data):
-        sock = socket.create_connection(self.address, timeout=10.0)
+    def stream(self, *data, host="127.0.0.1"):
+        sock = socket.create_connection(self.address, timeout=10.0, source_address=(host, 0))
         for each in data:
             sock.sendall(each)
         return sock
@@ -323,15 +323,37 @@ def test_half_a_greeting_has_a_deadline(target, monkeypatch):
 def test_strangers_are_few(target, monkeypatch):
     """Who does not greet takes a place for some seconds, not a thread and a descriptor for each that comes."""
     monkeypatch.setattr(inbound, "GREETING_S", 600)  # so that none is gone before the last is there
-    strangers = [target.stream() for _ in range(inbound.MAX_STRANGERS)]
-    wait_until(lambda: target.listener.strangers == inbound.MAX_STRANGERS, "all are counted")
-    assert target.ended(target.stream())
+    strangers = [target.stream() for _ in range(inbound.MAX_STRANGERS_OF_AN_ORIGIN)]
+    wait_until(lambda: target.listener.strangers == len(strangers), "all are counted")
+    for number in range(3):
+        strangers.append(target.stream())
+        assert target.ended(strangers[number]), "the one that had the most time"
+    wait_until(lambda: target.listener.strangers == inbound.MAX_STRANGERS_OF_AN_ORIGIN, "no more than before")
+    with target.greeted():  # from where they come
+        pass
     for sock in strangers:
         sock.close()
     wait_until(lambda: not target.listener.strangers, "their places are free")
     target.is_unharmed("strangers")
-    with target.greeted():
-        pass
+
+
+def test_strangers_do_not_keep_others_out(target, monkeypatch):
+    """All places are taken, and who greets from elsewhere has one at once. It keeps it when he has greeted."""
+    monkeypatch.setattr(inbound, "GREETING_S", 600)
+    strangers = []
+    for host in range(inbound.MAX_STRANGERS // inbound.MAX_STRANGERS_OF_AN_ORIGIN):
+        strangers += [target.stream(host=f"127.0.1.{host + 1}") for _ in range(inbound.MAX_STRANGERS_OF_AN_ORIGIN)]
+    wait_until(lambda: target.listener.strangers == inbound.MAX_STRANGERS, "all places are taken")
+    honest = target.stream(target.greeting(), host="127.0.2.1")
+    assert target.answer(honest) == OK
+    assert target.ended(strangers[0])
+    strangers += [target.stream(host="127.0.3.1") for _ in range(inbound.MAX_STRANGERS)]
+    wait_until(lambda: target.listener.faults["strangers"] >= inbound.MAX_STRANGERS, "all have come")
+    honest.sendall(target.part(HALF, notify=b"good") + bytes(4096))
+    assert target.answer(honest) == OK
+    for sock in [*strangers, honest]:
+        sock.close()
+    wait_until(lambda: [each.payload for each in target.side.take()] == [b"good"], "it is heard")
 
 
 def test_streams_of_a_session_are_bounded(target):
