@@ -100,8 +100,10 @@ class Here:
         return True
 
     def tick(self) -> None:
-        """Deadlines."""
+        """Deadlines, and answers to who waits."""
         self.service.tick()
+        for _ in self.service.lookups.late_answers():
+            pass
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +122,9 @@ class _Session:
         self._service, self._session = service, session
 
     def ask(self, body: Ask) -> Answer:
-        return self._service.handle(self._session, body)
+        answer = self._service.handle(self._session, body)
+        assert answer is not None, "no answer is kept back from who does not ask for that"
+        return answer
 
     def end(self) -> None:
         self._service.end(self._session)

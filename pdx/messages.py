@@ -88,6 +88,7 @@ class Lookup(Message, frozen=True):
     """How long is the leading run of sealed chunks? Leases that run for `lease_s` (0: no lease).
 
     `source`: a peer that is asked for what is missing here; meanwhile the answer is `waiting`.
+    `wait_s`: while it is, the answer is kept back for so long, or until there is more.
     """
 
     keys: Keys
@@ -95,6 +96,7 @@ class Lookup(Message, frozen=True):
     lease_s: Seconds = 0.0
     transfer: TransferId | None = None
     source: Name = ""
+    wait_s: Seconds = 0.0
 
 
 class Reserve(Message, frozen=True):
@@ -213,7 +215,8 @@ class Welcome(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """`slots` holds hits x shards slots, chunk-major. `waiting`: the run goes on in a transfer still under way."""
+    """`slots` holds hits x shards slots, chunk-major. `waiting`: the run goes on in a transfer still under way; then
+    the slots are left out, because nobody holds them."""
 
     hits: Count
     slots: Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]

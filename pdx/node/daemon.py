@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 import signal
 import time
@@ -163,7 +164,8 @@ class Daemon:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        ready = self._poller.poll(round(timeout_s * 1000))
+        timeout_s = min(timeout_s, self.service.lookups.due_in(time.monotonic()))
+        ready = self._poller.poll(math.ceil(timeout_s * 1000))
         self._desk.heed_descriptors()
         for source, _ in ready:
             with self._faults.contain("serving a socket") as part:
@@ -175,6 +177,9 @@ class Daemon:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._tick(now)
+        with self._faults.contain("late answers"):
+            for session, seq, answer in self.service.lookups.late_answers():
+                self._desk.send(session.route, encode(FromNode(seq, answer)))
         with self._faults.contain("the report to the proxy"):
             self._report(now)
 

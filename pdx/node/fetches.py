@@ -44,6 +44,7 @@ class Fetches:
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
         self._by_number: dict[tuple[str, int], Fetch] = {}
         self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
+        self.ended: list[bytes] = []  # their last keys; whoever tells those who wait empties it
 
     def __len__(self) -> int:
         return sum(fetch.state is not FetchState.OVER for fetch in self._fetches.values())
@@ -125,6 +126,7 @@ class Fetches:
         if fetch.state is not FetchState.OVER:
             fetch.state = FetchState.OVER
             fetch.deadline = now + KEPT_S
+            self.ended.append(fetch.want.keys[-1])
 
     def _of(self, name: str) -> Iterator[Fetch]:
         """What this peer was asked."""

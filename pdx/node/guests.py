@@ -51,6 +51,7 @@ class Guests:
         layouts: Callable[[], Sequence[bytes]],
         mark: Callable[[str, Event, int, int], None],
         on_push_over: Callable[[Landing], None],
+        on_changed: Callable[[Sequence[Chunk]], None],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -65,6 +66,7 @@ class Guests:
         self._layouts = layouts
         self._mark = mark
         self._on_push_over = on_push_over
+        self._on_changed = on_changed
         self._clock = clock
         self._landers: dict[str, Lander] = {}
         self._schemes: dict[int, str] = {}  # of the sessions that have chosen
@@ -78,7 +80,7 @@ class Guests:
             peer_share=config.peer_share,
             push_s=config.push_s,
             counters=counters,
-            on_changed=ways.changed,
+            on_changed=self._changed,
             on_sealed=self._landing_sealed,
             on_over=self._landing_over,
         )
@@ -227,6 +229,10 @@ class Guests:
                 scheme,
                 printable(text),
             )
+
+    def _changed(self, chunks: Sequence[Chunk]) -> None:
+        self._ways.changed(chunks)
+        self._on_changed(chunks)
 
     def _landing_sealed(self, landing: Landing, chunks: list[Chunk]) -> None:
         self.landed_bytes[landing.session.name] += sum(chunk.slot.nbytes for chunk in chunks)

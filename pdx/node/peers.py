@@ -56,9 +56,12 @@ class Peers:
         faults: Faults,
         layouts: Callable[[], Sequence[bytes]],
         mark: Callable[[str, Event, int, int], None],
+        on_changed: Callable[[Sequence[Chunk]], None],
         clock: Callable[[], float],
     ) -> None:
-        """`layouts` gives the KV layouts of the engines attached now; `mark` notes (transfer, event, bytes, time)."""
+        """`layouts` gives the KV layouts of the engines attached now; `mark` notes (transfer, event, bytes, time);
+        `on_changed`: something of these chunks has landed, or never will.
+        """
         self._config = config
         self._name = name
         self._epoch = epoch
@@ -70,6 +73,7 @@ class Peers:
         self._faults = faults
         self._layouts = layouts
         self._mark = mark
+        self._on_changed = on_changed
         self._clock = clock
         self._is_open = False
         self._warm_up_at = 0.0
@@ -147,6 +151,7 @@ class Peers:
             layouts=self._layouts,
             mark=self._mark,
             on_push_over=self._landing_over,
+            on_changed=self._on_changed,
             clock=self._clock,
         )
 
@@ -166,6 +171,11 @@ class Peers:
         if ask.source in ("", self._name):
             return False
         return self.fetches.is_waiting(ask, hits, self._clock())
+
+    @property
+    def ended_fetches(self) -> list[bytes]:
+        """See `Fetches.ended`."""
+        return self.fetches.ended if self._is_open else []
 
     def changed(self, chunks: Sequence[Chunk]) -> None:
         """Slices of these chunks were filled, or their writers gave up."""

@@ -26,7 +26,6 @@ from pdx.messages import (
     Delete,
     Done,
     Fill,
-    Found,
     Hello,
     Lookup,
     Mark,
@@ -44,6 +43,7 @@ from pdx.messages import (
     Welcome,
 )
 from pdx.node.faults import Faults
+from pdx.node.lookups import Lookups
 from pdx.node.peers import Peers
 from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
@@ -86,6 +86,16 @@ class Service:
             faults=self.faults,
             layouts=lambda: [session.hello.layout for session in self.sessions],
             mark=self._mark_own,
+            on_changed=lambda chunks: self.lookups.changed(chunks),
+            clock=clock,
+        )
+        self.lookups = Lookups(
+            self.store,
+            self.transfers,
+            self.peers,
+            counters=self.counters,
+            degraded=self._degraded,
+            max_lease_s=config.max_lease_s,
             clock=clock,
         )
         self.reports = Reports(
@@ -99,7 +109,7 @@ class Service:
             gpu=arena.gpu,
             clock=clock,
         )
-        self._handlers: dict[type[Ask], Callable[[Session, Any], Answer]] = {
+        self._handlers: dict[type[Ask], Callable[[Session, Any], Answer | None]] = {
             Bye: self._bye,
             Ping: self._ping,
             Lookup: self._lookup,
@@ -138,6 +148,7 @@ class Service:
     def end(self, session: Session) -> None:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
+        self.lookups.end_session(session)
         self._lost(self.store.end_session(session.number))
         self.reports.news = True
 
@@ -145,14 +156,17 @@ class Service:
         """These chunks will not be whole: who waits for them stops waiting."""
         self.transfers.aborted(chunks, self._clock())
         self.peers.changed(chunks)
+        self.lookups.changed(chunks)
 
     def detach_all(self) -> None:
         """The node ends: stop watching the processes."""
         for session in self.sessions:
             self.sessions.detach(session)
 
-    def handle(self, session: Session, ask: Ask) -> Answer:
-        """:raises NodeError: refused.
+    def handle(self, session: Session, ask: Ask) -> Answer | None:
+        """The answer; None: it comes later, from `lookups.late_answers`.
+
+        :raises NodeError: refused.
         :raises ProtocolError: the message makes no sense from this session or in this state.
         """
         session.last_seen = self._clock()
@@ -190,33 +204,9 @@ class Service:
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
 
-    def _lookup(self, session: Session, ask: Lookup) -> Answer:
+    def _lookup(self, session: Session, ask: Lookup) -> Answer | None:
         _check_slots(ask)
-        hits = self.store.find(ask.keys, ask.shards)
-        chunks = [chunk for shards in hits for chunk in shards]
-        waiting = len(hits) < len(ask.keys) and self._may_come(ask, len(hits))
-        if not waiting:
-            self.counters["lookups"] += 1
-            self.counters["looked_up_chunks"] += len(ask.keys)
-            self.counters["hit_chunks"] += len(hits)
-        lease = 0
-        if chunks and ask.lease_s and not waiting:
-            lease = self.store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))
-        else:
-            self.store.touch(chunks)
-        return Found(len(hits), [chunk.slot for chunk in chunks], lease, waiting)
-
-    def _may_come(self, ask: Lookup, hits: int) -> bool:
-        if ask.transfer is not None:
-            if self.transfers.is_given_up(ask.transfer):
-                return False
-            if self.transfers.is_under_way(ask.transfer) or self.store.is_filling(ask.keys[hits], ask.shards):
-                return True
-        try:
-            return self.peers.may_come(ask, hits)
-        except (PeerError, ConfigError) as error:
-            self._degraded("fetch_impossible", error)
-            return False
+        return self.lookups.ask(session, ask)
 
     def _degraded(self, reason: str, error: Exception) -> None:
         self.counters[reason] += 1
@@ -275,6 +265,7 @@ class Service:
         if ask.seal:
             self.store.seal(chunks)
             self.transfers.sealed(chunks, self._clock())
+            self.lookups.changed(chunks)
         self.peers.changed(chunks)
         return Done(count)
 
@@ -317,6 +308,7 @@ class Service:
             unsealed = self.store.unsealed(transfer)
             self.store.abort(unsealed)
             self.peers.changed(unsealed)  # they may be pushed for another transfer, too
+            self.lookups.changed(unsealed)  # and others may wait for them
             self.store.drop_tails(transfer)
         return news
 

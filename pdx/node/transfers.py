@@ -57,6 +57,7 @@ class Transfers:
         self._deadlines: Deadlines[str] = Deadlines()
         self._under_way = 0
         self._crowded_out: list[str] = []  # since the last `expire`
+        self.ended: list[str] = []  # of which nothing more comes; whoever tells those who wait empties it
 
     def __len__(self) -> int:
         return self._under_way
@@ -118,6 +119,7 @@ class Transfers:
         transfer = self._transfers.get(name)
         if transfer is None:
             self._add(name, source, Progress.GIVEN_UP, now + KEPT_S)
+            self.ended.append(name)
             return True
         if transfer.progress is Progress.GIVEN_UP:
             return False
@@ -125,6 +127,7 @@ class Transfers:
         transfer.offers = 0
         self._turn(transfer, Progress.GIVEN_UP)
         self._end_at(name, transfer, now + KEPT_S)
+        self.ended.append(name)
         return True
 
     def expire(self, now: float) -> list[str]:
@@ -134,6 +137,7 @@ class Transfers:
             self._forget(name)
         late += self._crowded_out
         self._crowded_out = []
+        self.ended += late
         return late
 
     def _add(self, name: str, source: str, progress: Progress, deadline: float) -> Transfer:
@@ -182,3 +186,4 @@ class Transfers:
         if not transfer.pending and not transfer.offers and transfer.progress is Progress.UNDER_WAY:
             self._turn(transfer, Progress.SEALED)
             self._end_at(name, transfer, now + KEPT_S)
+            self.ended.append(name)

@@ -41,6 +41,11 @@ class Deadlines(Generic[What]):
                 self._times = list(self._due)
                 heapq.heapify(self._times)
 
+    @property
+    def first(self) -> float:
+        """Nothing ends before this; infinity if nothing is remembered."""
+        return self._times[0] if self._times else math.inf
+
     def take(self, now: float) -> list[What]:
         """What has ended by now, earliest first; it is forgotten here."""
         late: list[What] = []

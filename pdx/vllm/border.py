@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeVar
 
 import msgspec
@@ -85,9 +85,9 @@ class SchedulerBorder(_Border):
         self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
         self._is_told = False  # the workers know that PDX is off
 
-    def track(self, request: Any) -> None:
-        """See `SchedulerHalf.track`."""
-        self._run(self._half.track, request, otherwise=None)
+    def arrived(self, request: Any) -> None:
+        """See `SchedulerHalf.arrived`."""
+        self._run(self._half.arrived, request, otherwise=None)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """See `SchedulerHalf.matched_tokens`."""
@@ -101,6 +101,10 @@ class SchedulerBorder(_Border):
             end = -(-(self._local_tokens + num_external) // self._block_tokens)
             self._promised[request.request_id] = block_ids[self._local_tokens // self._block_tokens : end]
         self._run(self._half.allocated, request, block_ids, num_external, otherwise=None)
+
+    def not_loaded(self, block_ids: Set[int]) -> None:
+        """See `SchedulerHalf.not_loaded`."""
+        self._run(self._half.not_loaded, block_ids, otherwise=None)
 
     def loaded(self, request_id: str) -> None:
         """See `SchedulerHalf.loaded`."""
@@ -118,6 +122,10 @@ class SchedulerBorder(_Border):
     def finished(self, request: Any) -> None:
         """See `SchedulerHalf.finished`."""
         self._run(self._half.finished, request, otherwise=None)
+
+    def reset(self) -> None:
+        """See `SchedulerHalf.reset`. Where it fails, PDX is off, and nothing is found either."""
+        self._run(self._half.reset, otherwise=None)
 
     def has_unsent_plans(self) -> bool:
         """See `SchedulerHalf.has_unsent_plans`."""

@@ -109,7 +109,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._start_scheduler("+".join(sorted(told)) or self._layout.backend)
 
     def on_new_request(self, request: Any) -> None:
-        self.scheduler.track(request)
+        self.scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
@@ -127,8 +127,14 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, PdxWorkerOff):
             self.scheduler.switch_off("a worker half is off")
+        if connector_output.invalid_block_ids:
+            self.scheduler.not_loaded(connector_output.invalid_block_ids)
         for request_id in connector_output.finished_recving or ():
             self.scheduler.loaded(request_id)
+
+    def reset_cache(self) -> bool:
+        self.scheduler.reset()
+        return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler.finished(request)

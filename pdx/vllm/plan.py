@@ -6,6 +6,8 @@ import msgspec
 
 from pdx.messages import Slot
 
+NO_EPOCH = -1  # of no life at all: such a load fails
+
 
 class PagesPlan(msgspec.Struct, frozen=True):
     """Pages [first, first + len(block_ids)) of every layer of one chunk, and the engine's blocks they belong to.
@@ -37,6 +39,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
     request_id: str
     transfer: str | None
     pages: list[PagesPlan]
+    epoch: int = NO_EPOCH  # the node's life that its slots are of
 
     @property
     def block_ids(self) -> list[int]:

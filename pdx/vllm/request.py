@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from pdx.keys import chunk_key, tail_key
 from pdx.layout import KvLayout
@@ -13,6 +13,14 @@ from pdx.vllm.plan import LoadPlan, PagesPlan, SavePlan
 
 # (request, hash of the block before `start` or None, start, end) -> chained hash of tokens [start, end)
 BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
+
+
+class Asked(NamedTuple):
+    """A question to the node: the number of its message, when it was sent, and in which scheduling step."""
+
+    seq: int
+    at: float
+    step: int
 
 
 class Grant:
@@ -29,28 +37,31 @@ class Grant:
 class TrackedRequest:
     """State of one request between on_new_request and request_finished. Owned by the scheduler's thread."""
 
-    def __init__(self, request: Any, layout: KvLayout, params: TransferParams | None) -> None:
+    def __init__(self, request: Any, layout: KvLayout, params: TransferParams | None, fingerprint: bytes) -> None:
+        """`fingerprint`: what its keys are made with; the layout's, until the engine's cache was reset."""
         self.request = request
         self.params = params
         self._layout = layout
-        self._fingerprint = layout.fingerprint()
+        self._fingerprint = fingerprint
         self._keys: list[bytes] = []
-        # what the node is being asked, and until when
-        self.lookup_seq: int | None = None
-        self.reserve_seq: int | None = None
-        self.decoded_seq: int | None = None
-        self.ask_until = 0.0  # of the question that is out
+        self._hashes: list[bytes] = []  # the block hash that each of the keys was made of
+        # what the node is being asked
+        self.lookup: Asked | None = None
+        self.reserve: Asked | None = None  # room for the prompt, which is waited for
+        self.late: Asked | None = None  # room that is not waited for
+        self.late_first = 0  # the first chunk that it is for
+        self.wait_until: float | None = None  # for what may still come; None: not waiting yet
         self.room_until: float | None = None
-        self.transfer_until: float | None = None
-        self.source_until: float | None = None
+        self.waits = True  # for its transfer, until that has taken too long
         self.asks_source = True  # until the node has said what came of it
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
         # what it said
+        self.looked_up = False
+        self.found: Asked | None = None  # the question that the hits are the answer to
         self.decided = False
         self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
         self.hit_tokens = 0
         self.lease = 0
-        self.lease_renew_at = 0.0
         self.reserved = False
         # what became of it
         self.epoch = 0
@@ -58,11 +69,15 @@ class TrackedRequest:
         self.grants: list[Grant] = []
         self.saved_blocks = 0  # blocks before this one need no more saving
         self.gathered_blocks = 0
+        self.computed_end = 0
         self.decoded_end = 0  # chunks before this one were considered for saving
-        self.decoded_first = 0
         self.scheduled = False
+        self.is_stale = False  # its blocks were computed before the cache was reset: nothing of them is saved
         self.loading = False
+        self.load_failed = False
         self.loaded_for = -1  # the request's count of preemptions when its load was planned
+        self._tail: tuple[bytes, int] | None = None
+        self._tail_tokens = -1  # how many tokens led up to it
 
     @property
     def is_prefill(self) -> bool:
@@ -92,12 +107,38 @@ class TrackedRequest:
         return self.params.decode_node if self.params is not None and self.is_prefill else ""
 
     def chunk_keys(self, num_chunks: int) -> list[bytes]:
-        """Keys of its leading full chunks; their blocks must be full of known tokens."""
+        """Keys of its leading full chunks; their blocks must be full of known tokens.
+
+        They are kept, but a session whose input goes on loses its last token: chunks that had it have another key then.
+        """
         per_chunk = self._layout.blocks_per_chunk
         hashes = self.request.block_hashes
+        while self._hashes and not self._is_last_hash_valid(hashes):
+            self._hashes.pop()
+            self._keys.pop()
         for index in range(len(self._keys), num_chunks):
-            self._keys.append(chunk_key(self._fingerprint, bytes(hashes[(index + 1) * per_chunk - 1])))
+            self._hashes.append(bytes(hashes[(index + 1) * per_chunk - 1]))
+            self._keys.append(chunk_key(self._fingerprint, self._hashes[-1]))
         return self._keys[:num_chunks]
+
+    def _is_last_hash_valid(self, hashes: Sequence[bytes]) -> bool:
+        """Hashes are chained: if the last one is what it was, so are all before it."""
+        last = len(self._hashes) * self._layout.blocks_per_chunk - 1
+        return last < len(hashes) and bytes(hashes[last]) == self._hashes[-1]
+
+    def reset(self, fingerprint: bytes) -> None:
+        """The engine's cache was reset: what the node said of it is void, its keys are other ones from now on."""
+        self._fingerprint = fingerprint
+        self._keys.clear()
+        self._hashes.clear()
+        self._tail_tokens = -1
+        self.is_stale = self.scheduled
+        self.grants.clear()
+        self.decoded_end = 0
+        if not self.loading:  # until that has ended, the lease is needed
+            self.lease = 0
+        self.hit_slots, self.hit_tokens = [], 0
+        self.looked_up = self.decided = self.reserved = False
 
     @property
     def transfer_tokens(self) -> int:
@@ -113,6 +154,11 @@ class TrackedRequest:
     def tail(self, hasher: BlockHasher) -> tuple[bytes, int] | None:
         """Key and number of blocks of the tail of its transfer; None where that ends with a full chunk."""
         tokens = self.transfer_tokens
+        if tokens != self._tail_tokens:
+            self._tail, self._tail_tokens = self._make_tail(hasher, tokens), tokens
+        return self._tail
+
+    def _make_tail(self, hasher: BlockHasher, tokens: int) -> tuple[bytes, int] | None:
         first = tokens - tokens % self._layout.chunk_tokens
         if tokens == first or self.transfer is None:
             return None
@@ -134,7 +180,7 @@ class TrackedRequest:
             if start < chunk_end:
                 block_ids = self.block_ids[start:chunk_end]
                 pages.append(PagesPlan(slots, chunk_end - chunk_first, start - chunk_first, block_ids))
-        return LoadPlan(self.request.request_id, self.transfer, pages)
+        return LoadPlan(self.request.request_id, self.transfer, pages, self.epoch)
 
     def plan_save(self, computed: int, end: int) -> SavePlan | None:
         """Gather the pages that become final in a step that computes tokens [computed, end).
@@ -143,6 +189,7 @@ class TrackedRequest:
         in the first step, after the layer's hook, because another request may compute them in this same step.
         """
         num_prompt = int(self.request.num_prompt_tokens)
+        self.computed_end = end
         final = end // self._layout.block_tokens
         if self.is_prefill and end >= num_prompt:
             final = self._layout.num_blocks(num_prompt)  # the partial block, too
@@ -173,11 +220,16 @@ class TrackedRequest:
             num_tokens=num_prompt,
         )
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a part of the prompt of a prefill leg is still to be computed."""
+        return self.is_prefill and self.computed_end < self.request.num_prompt_tokens
+
     def forget_node(self) -> None:
         """The node it dealt with is gone, and all that it held there."""
-        self.lookup_seq = self.reserve_seq = self.decoded_seq = None
+        self.lookup = self.reserve = self.late = self.found = None
         self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
         self.grants.clear()
-        self.decided = self.reserved = False
+        self.looked_up = self.decided = self.reserved = False
         self.asks_source = True
         self.epoch = 0

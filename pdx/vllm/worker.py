@@ -130,7 +130,7 @@ class WorkerHalf:
             return
         self._tell_untold()
         for load in plan.loads:
-            scatter = mover.loading(arena)
+            scatter = mover.loading(arena) if load.epoch == plan.epoch else None
             if scatter is None:
                 self._loader.fail([load])
             else:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from lagging_streams import interpreted
+from node_harness import NodeProcess
 from stream_bed import Bed
+from toy_engine import ToyEngine
 
 from pdx.connection import Connection
 from pdx.cuda.memory import num_mapped
@@ -69,3 +71,18 @@ def bed(beds: Callable[..., Bed]) -> Bed:
 @pytest.fixture
 def gpu_bed(beds: Callable[..., Bed]) -> Bed:
     return beds(True)
+
+
+@pytest.fixture
+def engines(start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., ToyEngine]]:
+    node = start_node()
+    made: list[ToyEngine] = []
+
+    def make(**settings: Any) -> ToyEngine:
+        made.append(ToyEngine(node.address, name=f"toy-{len(made)}", **settings))
+        return made[-1]
+
+    make.node = node  # type: ignore[attr-defined]
+    yield make
+    for engine in made:
+        engine.close()

@@ -97,7 +97,7 @@ def test_the_engine_saves_again_after_a_failed_step(bed: Bed, lags: bool) -> Non
 
 # ---- the hooks --------------------------------------------------------------------------------
 
-SCHEDULER_HOOKS = ("track", "matched_tokens", "allocated", "loaded", "plan_step", "finished", "has_unsent_plans")
+SCHEDULER_HOOKS = ("arrived", "matched_tokens", "allocated", "loaded", "plan_step", "finished", "has_unsent_plans")
 WORKER_HOOKS = ("begin", "save_layer", "end_forward", "finished_loads")
 
 
@@ -125,7 +125,7 @@ def break_hook(
 
 def serve(engine: ToyEngine, request: Request) -> None:
     """As vLLM does: what is not loaded is computed, and then the pages are right, whatever PDX did."""
-    engine.scheduler_border.track(request)
+    engine.scheduler_border.arrived(request)
     engine.admit(request)
     while request.num_computed < request.num_tokens:
         engine.scheduler_border.has_unsent_plans()

@@ -10,7 +10,7 @@ import pytest
 from toy_engine import CHUNK, Request, hasher, layout
 
 from pdx.config import ConnectorConfig
-from pdx.messages import Answer, Ask, Found, Lookup, Renew, Reserve, Reserved, Slot
+from pdx.messages import Answer, Ask, Found, Lookup, Release, Reserve, Reserved, Slot
 from pdx.vllm.inquiry import Inquiry
 from pdx.vllm.params import parse_params
 from pdx.vllm.request import TrackedRequest
@@ -29,12 +29,14 @@ class ScriptedNode:
         self.asked: list[Any] = []
         self.told: list[Any] = []
         self.counted: Counter[str] = Counter()
+        self.waited: list[float] = []
 
     def ask(self, body: Ask) -> int:
         self.asked.append(body)
         return len(self.asked)
 
     def collect(self, seq: int, timeout_s: float) -> Answer | None:
+        self.waited.append(timeout_s)
         return self.script(self.asked[seq - 1])
 
     def forget(self, seq: int) -> None:
@@ -63,12 +65,12 @@ class Asking:
     def __init__(self, num_tokens: int, params: dict[str, Any] | None, **settings: Any) -> None:
         self.clock = Clock()
         self.request = Request("r", list(range(num_tokens)), params)
-        self.tracked = TrackedRequest(self.request, layout(), parse_params(params))
+        self.tracked = TrackedRequest(self.request, layout(), parse_params(params), layout().fingerprint())
         config = ConnectorConfig(node="ipc:///nowhere", chunk_tokens=CHUNK, **settings)
         self.inquiry = Inquiry(config, layout(), hasher, self.clock)
 
     def advance(self, node: Any) -> bool:
-        self.inquiry.new_step()
+        self.inquiry.new_step(is_busy=False)
         return self.inquiry.advance(self.tracked, node)
 
 
@@ -170,7 +172,8 @@ def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.
     assert "goes on without chunks of two" in caplog.text
     asking.clock.now += 1000
     assert asking.advance(node)
-    assert isinstance(node.told[-1], Renew)
+    assert [body.source for body in node.all_of(Lookup)[4:]] == [""], "its lease has ended long ago: asked again"
+    assert node.told.count(Release(7)) == 1, "the old one is given back"
 
 
 def test_a_node_that_says_wait_to_a_question_about_no_peer_is_not_waited_for_ever() -> None:
@@ -199,9 +202,10 @@ def test_the_peer_is_asked_once() -> None:
 
     node = ScriptedNode(script)
     assert not asking.advance(node)
-    assert not asking.advance(node)
-    room = True
-    assert asking.advance(node)
+    for is_there in (False, True):
+        asking.clock.now += 1.1
+        room = is_there
+        assert asking.advance(node) is room
     asking.inquiry.restart(asking.tracked)
     assert asking.advance(node)
     assert [body.source for body in node.all_of(Lookup)] == ["two", "", "", ""]
@@ -223,7 +227,7 @@ def test_generated_chunks_are_not_pushed() -> None:
     asking, node = Asking(CHUNK, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(0))
     assert asking.advance(node)
     asking.request.all_token_ids += range(CHUNK)
-    asking.inquiry.reserve_decoded(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
+    asking.inquiry.reserve_late(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
     assert [(len(body.keys), body.push_to) for body in node.all_of(Reserve)] == [(1, "two"), (1, "")]
 
 
@@ -239,3 +243,101 @@ def test_a_slow_step_does_not_make_a_new_question_late(waits):
     asking.clock.now += 0.5 if waits else 1.0
     assert asking.advance(silent) is not waits
     assert silent.counted["request_without_pdx"] == (not waits)
+
+
+# ---- how much is asked, and when ------------------------------------------------------------
+
+
+def silent(ask: Ask) -> None:
+    """The node has not answered yet."""
+
+
+def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
+    asking, node = Asking(2 * CHUNK, None), ScriptedNode(answers(1))
+    asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
+    assert ([type(body) for body in node.asked], node.waited) == ([Lookup, Reserve], [])
+    assert asking.advance(node)
+    assert (len(node.asked), asking.tracked.hit_tokens, len(asking.tracked.grants)) == (2, CHUNK, 1)
+
+
+@pytest.mark.parametrize("params", [DECODE, {**PREFILL, "decode_node": "two"}])
+def test_no_room_is_asked_for_what_may_still_come(params: dict[str, Any]) -> None:
+    asking, node = Asking(2 * CHUNK, params), ScriptedNode(silent)
+    asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
+    assert [(type(body), bool(body.wait_s)) for body in node.asked] == [(Lookup, True)]
+
+
+def test_a_lookup_and_a_reservation_are_out_together() -> None:
+    asking, node = Asking(2 * CHUNK, None), ScriptedNode(silent)
+    assert not asking.advance(node)
+    assert [type(body) for body in node.asked] == [Lookup, Reserve]
+    node.script = answers(0)
+    assert asking.advance(node)
+    assert len(node.asked) == 2
+
+
+def test_a_node_that_keeps_its_answer_back_is_asked_once() -> None:
+    asking, node = Asking(2 * CHUNK, DECODE), ScriptedNode(silent)
+    for _ in range(100):
+        assert not asking.advance(node)
+    assert len(node.asked) == 1
+    assert 0 < node.asked[0].wait_s < asking.inquiry._config.lookup_s, "silence is still noticed"
+
+
+def test_nobody_waits_while_requests_are_running() -> None:
+    asking, node = Asking(2 * CHUNK, None), ScriptedNode(silent)
+    assert not asking.advance(node)
+    assert max(node.waited) > 0, "else nothing better is to be done"
+    node.waited.clear()
+    asking.inquiry.new_step(is_busy=True)
+    assert not asking.inquiry.advance(asking.tracked, node)  # type: ignore[arg-type]
+    assert node.waited == [0.0]
+
+
+def test_the_hash_of_a_tail_is_made_once() -> None:
+    made: list[int] = []
+
+    def counting(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
+        made.append(end)
+        return hasher(request, parent, start, end)
+
+    asking, node = Asking(2 * CHUNK + 5, DECODE), ScriptedNode(answers(1, waiting=True))
+    asking.inquiry._hasher = counting
+    for _ in range(20):
+        assert not asking.advance(node)
+    assert made == [2 * CHUNK + 5]
+
+
+@pytest.mark.parametrize("hits", [0, 1])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_an_answer_is_used_only_while_it_is_young(hits: int, is_old: bool) -> None:
+    asking, node = Asking(2 * CHUNK, None, lease_s=60.0), ScriptedNode(answers(hits))
+    assert asking.advance(node)
+    asking.clock.now += (30.1 if hits else 1.1) if is_old else (29.9 if hits else 0.9)
+    node.script = answers(2)
+    assert asking.advance(node)
+    assert len(node.all_of(Lookup)) == 1 + is_old
+    assert asking.tracked.hit_tokens == (2 if is_old else hits) * CHUNK
+    assert node.told == ([Release(7)] if is_old else []), "one lease at a time"
+
+
+def test_an_answer_that_nobody_collected_in_time_is_asked_for_again() -> None:
+    asking, node = Asking(2 * CHUNK, None), ScriptedNode(answers(0))
+    asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
+    for _ in range(5):
+        asking.inquiry.new_step(is_busy=True)
+    asking.clock.now += 20.0
+    assert not asking.advance(node)
+    node.script = answers(2)
+    assert asking.advance(node)
+    assert (len(node.all_of(Lookup)), asking.tracked.hit_tokens) == (2, 2 * CHUNK)
+
+
+def test_steps_that_are_further_apart_than_any_age_keep_nobody_waiting() -> None:
+    asking, node = Asking(2 * CHUNK, None, lookup_s=1000.0), ScriptedNode(silent)
+    steps = 0
+    while not asking.advance(node):
+        assert steps < 5
+        steps += 1
+        asking.clock.now += 100.0
+        node.script = answers(0)

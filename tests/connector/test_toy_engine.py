@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from node_harness import NodeProcess, wait_until
+from node_harness import wait_until
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
 import pdx
@@ -20,21 +20,6 @@ MAX_CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES
 def tokens(seed: int, count: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(1000) for _ in range(count)]
-
-
-@pytest.fixture
-def engines(start_node: Callable[..., NodeProcess]) -> Iterator[Callable[..., ToyEngine]]:
-    node = start_node()
-    made: list[ToyEngine] = []
-
-    def make(**settings: Any) -> ToyEngine:
-        made.append(ToyEngine(node.address, name=f"toy-{len(made)}", **settings))
-        return made[-1]
-
-    make.node = node  # type: ignore[attr-defined]
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def at_rest(engines: Any) -> bool:
@@ -339,9 +324,7 @@ def test_preempted_request_goes_on_where_it_was_saved(engines: Callable[..., Toy
     engine.admit(request)
     engine.step((request, CHUNK + 5))
     wait_until(lambda: engines.node.status().chunks.get("sealed") == 1, what="the first chunk is sealed")
-    request.num_preemptions += 1
-    engine.free += request.block_ids
-    request.block_ids, request.num_computed = [], 0
+    engine.preempt(request)
     assert engine.admit(request) == set()
     assert request.num_computed == CHUNK, "its own sealed chunk is loaded again"
     engine.check_cache(request, CHUNK)

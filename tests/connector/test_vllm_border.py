@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given
@@ -309,7 +309,7 @@ def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
     scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
     for meta in (None, told.aggregate(told)):
         assert not scheduler.scheduler.is_off
-        output = SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=None)
+        output = SimpleNamespace(kv_connector_worker_meta=meta, finished_recving=None, invalid_block_ids=set())
         scheduler.update_connector_output(output)
     assert scheduler.scheduler.is_off
     assert scheduler.has_pending_push_work(), "the other workers must hear of it"
@@ -398,3 +398,16 @@ def test_what_comes_before_is_part_of_a_tails_hash() -> None:
     request = VARIANTS["plain"]
     assert tail_hash(request, b"a" * 32, 16, 40) != tail_hash(request, b"b" * 32, 16, 40)
     assert tail_hash(request, b"a" * 32, 16, 40) != tail_hash(request, b"a" * 32, 16, 39)
+
+
+def test_what_vllm_says_of_caches_loads_and_new_requests_reaches_the_scheduler_half(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = Mock()
+    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
+    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
+    assert scheduler.reset_cache() is True
+    scheduler.on_new_request("request")
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving={"a"}, invalid_block_ids={1, 2})
+    scheduler.update_connector_output(output)
+    assert half.mock_calls == [call.reset(), call.arrived("request"), call.not_loaded({1, 2}), call.loaded("a")]

@@ -50,9 +50,9 @@ def hasher(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
     return chained(request.all_token_ids[:end])
 
 
-def kv_bytes(tokens: list[int], layer: int, shard: int) -> torch.Tensor:
+def kv_bytes(tokens: list[int], layer: int, shard: int, weights: str = "") -> torch.Tensor:
     """The page bytes of the last token of `tokens`: [PAGE_BYTES / BLOCK]."""
-    digest = hashlib.blake2b(f"{tokens}{layer}{shard}".encode(), digest_size=PAGE_BYTES // BLOCK).digest()
+    digest = hashlib.blake2b(f"{tokens}{layer}{shard}{weights}".encode(), digest_size=PAGE_BYTES // BLOCK).digest()
     return torch.tensor(list(digest), dtype=torch.uint8)
 
 
@@ -110,6 +110,7 @@ class ToyEngine:
         self.worker_borders = [WorkerBorder(worker) for worker in self.workers]
         self.free = list(range(NUM_BLOCKS))
         self.waiting: dict[str, set[int]] = {}  # ranks that have not reported a load, by request
+        self.weights = ""
         self.skip_hooks = False
         self.fails_at: tuple[int, int] | None = None  # the rank and layer whose computation raises `ForwardFailed`
 
@@ -150,10 +151,19 @@ class ToyEngine:
             assert time.monotonic() < deadline, "never loaded"
             plan = self.scheduler_border.plan_step(self.output({}))
             for shard in range(len(self.workers)):
-                failed |= self.run_worker(shard, plan, {})[1]
+                blocks = self.run_worker(shard, plan, {})[1]
+                if blocks:
+                    self.scheduler_border.not_loaded(blocks)
+                failed |= blocks
         del self.waiting[request.request_id]
         self.scheduler_border.loaded(request.request_id)
         return failed
+
+    def preempt(self, request: Request) -> None:
+        """Its blocks go to others; it waits for its turn again."""
+        request.num_preemptions += 1
+        self.free += request.block_ids
+        request.block_ids, request.num_computed = [], 0
 
     def output(self, scheduled: dict[str, tuple[Request, int]]) -> Any:
         new = [
@@ -225,16 +235,19 @@ class ToyEngine:
             self.streams.do(work)
 
     def compute(self, shard: int, layer: int, request: Request, start: int, end: int) -> None:
-        work = partial(self._compute, shard, layer, list(request.block_ids), list(request.all_token_ids), start, end)
+        blocks, tokens = list(request.block_ids), list(request.all_token_ids)
+        work = partial(self._compute, shard, layer, blocks, tokens, start, end, self.weights)
         if self.streams is None:
             work()
         else:
             self.streams.do(work)
 
-    def _compute(self, shard: int, layer: int, blocks: list[int], tokens: list[int], start: int, end: int) -> None:
+    def _compute(
+        self, shard: int, layer: int, blocks: list[int], tokens: list[int], start: int, end: int, weights: str
+    ) -> None:
         for position in range(start, end):
             page = self.caches[shard][layer, blocks[position // BLOCK]]
-            page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard)
+            page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard, weights)
 
     def overwrite(self, blocks: list[int]) -> None:
         """Somebody else's work on these blocks, as their next owner's or as zeroing."""
@@ -250,7 +263,7 @@ class ToyEngine:
             for layer in range(LAYERS):
                 for position in range(end):
                     page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
-                    wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard)
+                    wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights)
                     assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
 
     def finish(self, request: Request) -> None:

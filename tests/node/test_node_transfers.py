@@ -4,7 +4,8 @@ import pytest
 from node_harness import MIB, Wire, wait_until
 
 from pdx.memory import GRANULE_BYTES
-from pdx.messages import Abort, Cancel, Delete, Fill, Lookup, Release, Reserve
+from pdx.messages import Abort, Cancel, Delete, Fill, Lookup, Ping, Release, Reserve
+from pdx.node.lookups import MAX_OF_SESSION
 
 TRANSFER = "transfer-0123456789"
 KEYS = [bytes([number]) * 16 for number in range(4)]
@@ -182,3 +183,63 @@ def test_shards_come_together(start_node, attach):
     assert ranks[1].ask(Abort([slots[3]])).count == 1
     found = decoder.ask(ask)
     assert (found.hits, found.slots, found.waiting) == (1, slots[:2], False)
+
+
+# ---- answers that are kept back -------------------------------------------------------------
+
+
+def ask_and_wait(decode, transfer, wait_s=30.0, count=3):
+    """A lookup whose answer is kept back; a ping behind it is answered before."""
+    number = decode.tell(Lookup(KEYS[:count], lease_s=20.0, transfer=transfer, wait_s=wait_s), reply=True)
+    assert decode.ask(Ping()) is not None
+    return number
+
+
+@pytest.mark.parametrize("how", ["sealed", "cancelled", "aborted"])
+def test_an_answer_that_is_kept_back_comes_once_and_at_once_when_it_is_known(prefill, decode, transfer, how):
+    slots = reserve(prefill, transfer)
+    seal(prefill, slots[:1])
+    number = ask_and_wait(decode, transfer)
+    seal(prefill, slots[1:2])
+    decode.ask(Ping())  # nothing is said of progress
+    if how == "sealed":
+        seal(prefill, slots[2:])
+    elif how == "cancelled":
+        prefill.ask(Cancel(transfer))
+        prefill.ask(Abort(slots[2:]))
+    else:
+        prefill.ask(Abort(slots))
+    answered, found = decode.answer()
+    assert (answered, found.hits, found.waiting) == (number, 3 if how == "sealed" else 2, False)
+    assert found.slots == slots[: found.hits]
+    decode.ask(Release(found.lease))
+
+
+def test_an_answer_is_kept_back_no_longer_than_was_asked_for(prefill, decode, transfer):
+    slots = reserve(prefill, transfer, tail=False)
+    seal(prefill, slots[:1])
+    number = ask_and_wait(decode, transfer, wait_s=0.3)
+    answered, found = decode.answer()
+    assert (answered, found.hits, found.waiting, found.slots, found.lease) == (number, 1, True, [], 0)
+    prefill.ask(Abort(slots))
+
+
+def test_an_answer_that_can_be_given_is_not_kept_back(prefill, decode, transfer):
+    seal(prefill, reserve(prefill, transfer, tail=False))
+    found = decode.ask(Lookup(KEYS[:3], lease_s=20.0, transfer=transfer, wait_s=30.0))
+    assert (found.hits, found.waiting) == (3, False)
+    decode.ask(Release(found.lease))
+
+
+def test_what_waits_is_bounded_and_goes_with_its_process(start_node, puppets, attach):
+    own = start_node()
+    prefill, decode = attach(own), attach(own, kind="scheduler")
+    slots = reserve(prefill, TRANSFER)
+    for _ in range(MAX_OF_SESSION):
+        decode.tell(Lookup(KEYS[:3], lease_s=20.0, transfer=TRANSFER, wait_s=30.0), reply=True)
+    found = decode.ask(Lookup(KEYS[:3], lease_s=20.0, transfer=TRANSFER, wait_s=30.0))
+    assert (found.hits, found.waiting) == (0, True), "one more is answered at once"
+    decode.close()
+    seal(prefill, slots)
+    status = prefill.status()
+    assert (status.leases, status.transfers) == (0, 0), "nobody was given a lease"

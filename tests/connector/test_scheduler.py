@@ -1,0 +1,345 @@
+"""The scheduler half with a real node: the cache is reset, answers age, nodes follow each other."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from node_harness import attached, wait_until
+from test_toy_engine import at_rest, tokens
+from toy_engine import BLOCK, CHUNK, Request, ToyEngine
+
+import pdx
+from pdx.messages import Delete
+
+TRANSFER = {"transfer_id": "reset-" + "r" * 20}
+
+
+def save(engine: ToyEngine, engines: Any, prompt: list[int], name: str = "saves") -> None:
+    """A request that computes this prompt, all of whose full chunks are in the store afterwards."""
+    request = Request(name, prompt)
+    engine.admit(request)
+    if request.num_computed < len(prompt):
+        engine.step((request, len(prompt) - request.num_computed))
+    engine.finish(request)
+    wait_until(lambda: at_rest(engines), what="saved")
+
+
+def check(engine: ToyEngine, engines: Any, prompt: list[int], num_hits: int, name: str = "checks") -> None:
+    """As many chunks of this prompt are found, and hold what this engine would compute now."""
+    request = Request(name, prompt)
+    engine.admit(request)
+    assert request.num_computed == num_hits * CHUNK
+    engine.check_cache(request, request.num_computed)
+    engine.finish(request)
+    wait_until(lambda: at_rest(engines), what="at rest")
+
+
+# ---- the cache is reset ---------------------------------------------------------------------
+
+
+def test_after_a_reset_this_engine_finds_what_it_has_saved_since_and_nothing_older(
+    engines: Callable[..., ToyEngine],
+) -> None:
+    engine, other = engines(), engines()
+    prompt = tokens(40, 3 * CHUNK + 2)
+    save(engine, engines, prompt)
+    engine.scheduler.reset()
+    engine.weights = "new"
+    check(engine, engines, prompt, 0)
+    save(engine, engines, prompt)
+    check(engine, engines, prompt, 3)
+    check(other, engines, prompt, 3)
+    other.scheduler.reset()
+    other.weights = "newer"
+    check(other, engines, prompt, 0)
+
+
+MOMENTS = {"asked", "decided", "allocated", "loading", "loaded", "computing", "computed", "generating"}
+
+
+def bring(engine: ToyEngine, request: Request, moment: str) -> None:
+    """The request to this moment of its life; one whole chunk of it is in the store."""
+    if moment == "asked":
+        engine.scheduler.arrived(request)
+        return
+    external = engine.match(request)
+    assert external == CHUNK
+    if moment == "decided":
+        return
+    engine.allocate(request, external)
+    if moment == "allocated":
+        return
+    if moment == "loading":
+        plan = engine.scheduler.plan_step(engine.output({}))
+        engine.workers[0].begin(plan)
+        engine.workers[0].end_forward()
+        return
+    assert engine.finish_load(request) == set()
+    request.num_computed = external
+    if moment == "computing":
+        engine.step((request, CHUNK + 3))
+    elif moment in ("computed", "generating"):
+        engine.step((request, request.num_tokens - request.num_computed))
+    if moment == "generating":
+        for token in tokens(42, CHUNK - 4):
+            request.all_token_ids.append(token)
+            engine.step((request, 1))
+
+
+@pytest.mark.parametrize("moment", sorted(MOMENTS))
+def test_a_reset_at_any_moment_leaves_nothing_of_the_old_weights_behind(
+    engines: Callable[..., ToyEngine], moment: str
+) -> None:
+    engine = engines()
+    cases = itertools.product(("goes on", "preempted", "finished"), (False, True))
+    for number, (then, is_prefill) in enumerate(cases):
+        params = {"do_remote_decode": True, "transfer_id": f"reset-{number}-{'r' * 20}"} if is_prefill else None
+        prompt = tokens(60 + number, 3 * CHUNK + 2)
+        save(engine, engines, prompt[: CHUNK + 1])
+        request = Request("r", prompt, params)
+        bring(engine, request, moment)
+        engine.scheduler.reset()
+        engine.weights = f"after {number + 1} resets"
+        settle(engine, request, moment)
+        if then == "preempted" and request.block_ids:
+            engine.preempt(request)
+        if then != "finished":
+            go_on(engine, request)
+        engine.finish(request)
+        wait_until(lambda: at_rest(engines), what=f"nothing is held, where it {then}")
+        again = Request("again", request.all_token_ids)
+        engine.admit(again)
+        engine.check_cache(again, again.num_computed)
+        engine.finish(again)
+        wait_until(lambda: at_rest(engines), what="at rest")
+
+
+def settle(engine: ToyEngine, request: Request, moment: str) -> None:
+    """The load that was planned before the reset is over."""
+    if moment == "allocated":
+        assert len(engine.finish_load(request)) == CHUNK // BLOCK, "what was planned before is not loaded any more"
+    elif moment == "loading":
+        finished: set[str] = set()
+        while request.request_id not in finished:
+            finished |= engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})[0]
+        engine.scheduler.loaded(request.request_id)
+
+
+def go_on(engine: ToyEngine, request: Request) -> None:
+    """The request computes what it has not yet, and generates a chunk."""
+    if not request.block_ids:
+        engine.admit(request)
+        assert request.num_computed == 0
+    while request.num_computed < request.num_tokens:
+        engine.step((request, 1))
+    for token in tokens(43, CHUNK):
+        request.all_token_ids.append(token)
+        engine.step((request, 1))
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("moment", ["before", "halfway", "after"])
+def test_when_one_engine_of_a_pair_is_reset_the_decoder_computes(
+    engines: Callable[..., ToyEngine], who: str, moment: str
+) -> None:
+    """It waits for no transfer that it cannot read, and loads nothing that the other weights have made."""
+    first, second = engines(), engines()
+    prompt = tokens(44, 2 * CHUNK + 5)
+
+    def reset() -> None:
+        engine = first if who == "prefill" else second
+        engine.scheduler.reset()
+        engine.weights = "new"
+
+    if moment == "before":
+        reset()
+    request = Request("p", prompt, {"do_remote_decode": True, **TRANSFER})
+    first.admit(request)
+    first.step((request, CHUNK + 3))
+    if moment == "halfway":
+        reset()
+    first.step((request, CHUNK + 2))
+    first.finish(request)
+    if moment == "after":
+        wait_until(lambda: engines.node.status().transfers == 0, what="the transfer is whole")
+        reset()
+    decode = Request("d", [*prompt, 7], {"do_remote_prefill": True, "prefill_tokens": len(prompt), **TRANSFER})
+    second.admit(decode)
+    if who == "decode" or moment == "before":
+        assert decode.num_computed == 0
+    # Of a prefill engine that was reset later, a decoder that was not may take what the old weights made, as its own.
+    second.weights = "" if who == "prefill" else "new"
+    second.check_cache(decode, decode.num_computed)
+    second.finish(decode)
+    wait_until(lambda: at_rest(engines), what="at rest")
+
+
+# ---- answers age ----------------------------------------------------------------------------
+
+
+class Later:
+    """The inquiry's clock, which a test can put forward."""
+
+    def __init__(self, engine: ToyEngine) -> None:
+        self.shift_s = 0.0
+        engine.scheduler._inquiry._clock = lambda: time.monotonic() + self.shift_s
+
+    def pass_by(self, engine: ToyEngine, seconds: float) -> None:
+        """So much time, in which the engine had steps for others."""
+        self.shift_s += seconds
+        for _ in range(3):
+            engine.idle()
+
+
+def test_what_was_stored_while_a_request_waited_is_found(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines(save=False)
+    later = Later(engine)
+    prompt = tokens(45, CHUNK + 1)
+    waiting = Request("w", prompt)
+    engine.scheduler.arrived(waiting)
+    assert engine.match(waiting) == 0
+    save(engines(), engines, prompt)
+    later.pass_by(engine, 1.1)
+    assert engine.match(waiting) == CHUNK
+    engine.finish(waiting)
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_chunks_that_went_while_a_request_waited_are_not_promised(
+    engines: Callable[..., ToyEngine], collected: bool
+) -> None:
+    engine = engines(lease_s=0.5)
+    prompt = tokens(46, 2 * CHUNK + 1)
+    save(engine, engines, prompt)
+    later = Later(engine)
+    waiting = Request("w", prompt)
+    engine.scheduler.arrived(waiting)
+    if collected:
+        assert engine.match(waiting) == 2 * CHUNK
+    wait_until(lambda: not engines.node.status().leases, what="the lease has ended")
+    with pdx.connect(engines.node.address) as node, node.reserve("all", engines.node.config.arena_bytes):
+        assert "sealed" not in node.status().chunks
+    later.pass_by(engine, 1.0)
+    assert engine.match(waiting) == 0
+    engine.allocate(waiting, 0)
+    engine.step((waiting, len(prompt)))
+    engine.finish(waiting)
+    wait_until(lambda: engines.node.status().chunks == {"sealed": 2}, what="saved again")
+
+
+def test_chunks_of_a_prefill_leg_that_went_while_it_waited_are_saved_again(
+    engines: Callable[..., ToyEngine],
+) -> None:
+    """Without them, the decoder would compute everything behind the hole."""
+    first, second = engines(lease_s=0.5), engines()
+    prompt = tokens(47, 3 * CHUNK + 5)
+    save(first, engines, prompt[: 2 * CHUNK + 1])
+    later = Later(first)
+    request = Request("p", prompt, {"do_remote_decode": True, **TRANSFER})
+    assert first.match(request) == 2 * CHUNK
+    wait_until(lambda: not engines.node.status().leases, what="the lease has ended")
+    with attached(engines.node.address) as wire:
+        assert wire.ask(Delete(first.scheduler.track(request).chunk_keys(2)[1:])).count == 1
+    later.pass_by(first, 1.0)
+    first.admit(request)
+    first.step((request, len(prompt) - request.num_computed))
+    first.finish(request)
+    decode = Request("d", prompt, {"do_remote_prefill": True, "prefill_tokens": len(prompt), **TRANSFER})
+    second.admit(decode)
+    assert decode.num_computed == len(prompt)
+    second.check_cache(decode, len(prompt))
+    second.finish(decode)
+    wait_until(lambda: at_rest(engines), what="at rest")
+
+
+def test_chunks_that_could_not_be_loaded_are_saved_again(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines(lease_s=0.001)
+    prompt = tokens(48, 3 * CHUNK)
+    save(engine, engines, prompt)
+    again = Request("b", prompt)
+    external = engine.match(again)
+    engine.allocate(again, external)
+    wait_until(lambda: not engines.node.status().leases, what="the lease has expired")
+    with pdx.connect(engines.node.address) as node, node.reserve("all", engines.node.config.arena_bytes):
+        assert engine.finish_load(again)
+    for _ in range(len(prompt)):
+        engine.step((again, 1))
+    wait_until(lambda: engines.node.status().chunks.get("filling") is None or engine.idle(), what="the answer is there")
+    engine.finish(again)
+    wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="saved again")
+
+
+def test_generated_chunks_are_found_after_a_preemption(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    request = Request("g", tokens(49, CHUNK))
+    engine.admit(request)
+    engine.step((request, CHUNK))
+    generator = random.Random(50)
+
+    def generate() -> bool:
+        request.all_token_ids.append(generator.randrange(1000))
+        engine.step((request, 1))
+        return engines.node.status().chunks.get("sealed") == 2
+
+    wait_until(generate, what="a generated chunk is saved")
+    engine.preempt(request)
+    assert engine.admit(request) == set()
+    assert request.num_computed >= 2 * CHUNK
+    engine.check_cache(request, 2 * CHUNK)
+    engine.finish(request)
+    wait_until(lambda: at_rest(engines), what="at rest")
+
+
+def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[..., ToyEngine]) -> None:
+    """The last sampled token, which was never computed, makes way for what the client sends next."""
+    engine = engines()
+    tracked = engine.scheduler.track(request := Request("s", tokens(51, 2 * CHUNK)))
+    first, second = tracked.chunk_keys(2)
+    request.all_token_ids[-1] += 1
+    assert tracked.chunk_keys(2)[0] == first
+    assert tracked.chunk_keys(2)[1] != second
+    del request.all_token_ids[CHUNK:]
+    assert tracked.chunk_keys(1) == [first]
+    engine.scheduler.finished(request)
+
+
+# ---- the node's lives -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["load", "abort"])
+def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
+    engines: Callable[..., ToyEngine], start_node: Any, what: str
+) -> None:
+    """The same offsets and generations may be somebody else's chunks there."""
+    engine = engines()
+    prompt = tokens(52, 2 * CHUNK)
+    request = Request("a", prompt)
+    if what == "load":
+        save(engine, engines, prompt)
+        engine.allocate(request, engine.match(request))
+    else:
+        engine.admit(request)
+        engine.scheduler.finished(request)
+    engines.node.kill()
+    engines.node = start_node()
+    wait_until(lambda: engine.is_attached, what="attached to the next node")
+    with ToyEngine(engines.node.address, name="other") as other:
+        save(other, engines, tokens(53, 2 * CHUNK))
+    plan = engine.scheduler.plan_step(engine.output({}))
+    assert plan.aborts == []
+    if what == "load":
+        failed: set[int] = set()
+        finished: set[str] = set()
+        while not finished:
+            finished, blocks = engine.run_worker(0, plan, {})
+            failed |= blocks
+            plan = engine.scheduler.plan_step(engine.output({}))
+        assert failed == set(request.block_ids[: 2 * CHUNK // BLOCK])
+        engine.scheduler.loaded(request.request_id)
+        engine.finish(request)
+    wait_until(lambda: at_rest(engines), what="at rest")
