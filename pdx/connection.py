@@ -145,6 +145,11 @@ class Connection:
         return self._welcome.epoch if self._welcome else 0
 
     @property
+    def node_pid(self) -> int:
+        """The process id of the node that welcomed this process; 0 before that."""
+        return self._welcome.pid if self._welcome else 0
+
+    @property
     def arena(self) -> Arena:
         """The node's arena; only when attached. Of one on a GPU this maps the generations: who maps its data (a
         `pdx.cuda.arena.GpuArena`) also closes it."""

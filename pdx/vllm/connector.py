@@ -9,6 +9,7 @@ see vllm/distributed/kv_transfer/kv_connector/v1/base.py for the interface's own
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -61,6 +62,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _join_log()
         transfer = vllm_config.kv_transfer_config
         config = _checked_config(transfer)
         # Only the scheduler half makes keys: the workers need not read samples of the weights.
@@ -205,6 +207,13 @@ def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes
     extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
     tokens = request.all_token_ids[start:end]
     return bytes(kv_cache_utils.hash_block_tokens(sha256_cbor, parent, tokens, extra_keys))
+
+
+def _join_log() -> None:
+    """What PDX logs appears where vLLM's own log does, from the same level on, unless somebody said otherwise."""
+    ours = logging.getLogger("pdx")
+    if ours.level == logging.NOTSET and not ours.hasHandlers():
+        ours.parent = logging.getLogger("vllm")
 
 
 def _checked_config(transfer: Any) -> ConnectorConfig:

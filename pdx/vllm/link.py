@@ -29,6 +29,7 @@ START_AGAIN_S = 10.0
 class NodeLink:
     """Keeps one process attached. `starter`: start a node when none answers.
 
+    What becomes of the node is logged by the scheduler half's link alone, because an engine has one for each rank, too.
     `_lock` guards who uses the arena (`_use`) against `_attached`, and what is counted; everything else is the link's
     thread's.
     """
@@ -46,6 +47,7 @@ class NodeLink:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._start_again_at = 0.0
+        self._speaks = hello.kind == "scheduler"
         self._thread = threading.Thread(target=self._keep_attached, name="pdx-link", daemon=True)
         self._thread.start()
 
@@ -128,7 +130,12 @@ class NodeLink:
 
     def _attach(self) -> None:
         if self._connection is not None:
-            log.warning("the node at %s is gone: running without PDX until the next one", self._connection.address)
+            log.log(
+                logging.WARNING if self._speaks else logging.DEBUG,
+                "PDX has lost the node at %s (pid %d): this engine runs without it until the next one",
+                self._connection.address,
+                self._connection.node_pid,
+            )
             self._detach()
         try:
             connection = Connection(self._config.node_address(), self._hello)
@@ -144,7 +151,7 @@ class NodeLink:
                     self._connection = connection
                 for reason in uncounted.elements():
                     connection.count(reason)
-                log.info("attached to the node at %s", connection.address)
+                self._log_attached(connection)
                 return
         except PdxError as error:
             log.warning("the node at %s refused: %s", connection.address, error)
@@ -153,6 +160,18 @@ class NodeLink:
         if self._starter and time.monotonic() >= self._start_again_at:
             self._start_again_at = time.monotonic() + START_AGAIN_S
             start_detached(self._node_config())
+
+    def _log_attached(self, connection: Connection) -> None:
+        arena = connection.arena
+        log.log(
+            logging.INFO if self._speaks else logging.DEBUG,
+            "PDX is attached to the node at %s (pid %d): %.1f GiB in %s, chunks of %d tokens",
+            connection.address,
+            connection.node_pid,
+            arena.nbytes / 2**30,
+            f"the memory of GPU {arena.gpu}" if arena.gpu else "host memory",
+            self._config.chunk_tokens,
+        )
 
     def _node_config(self) -> NodeConfig:
         return NodeConfig(

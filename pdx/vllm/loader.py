@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -20,6 +22,9 @@ from pdx.vllm.plan import LoadPlan
 log = logging.getLogger("pdx")
 
 
+OVERTAKEN = 4
+
+
 class _Job(NamedTuple):
     load: LoadPlan
     scatter: Scatter
@@ -27,13 +32,19 @@ class _Job(NamedTuple):
 
 
 class Loader:
-    """One load thread. `_lock` guards the results; everything else is the queue's."""
+    """One load thread, which takes small loads first. `_lock` guards the results; everything else is the queue's.
+
+    A load's place is what was submitted before it plus `OVERTAKEN` times its own blocks: a small one overtakes large
+    ones that have not begun, and those behind a load that go before it have at most `OVERTAKEN` times its blocks.
+    """
 
     def __init__(self, layout: KvLayout, count: Callable[[str], None], tracer: Tracer | None = None) -> None:
         self._layout = layout
         self._count = count
         self._tracer = tracer
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[float, int, _Job | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()  # of two at one place the first one goes first
+        self._submitted_blocks = 0
         self._lock = threading.Condition()
         self._under_way = 0
         self._finished: set[str] = set()
@@ -47,10 +58,13 @@ class Loader:
         self._has_warned = False
 
     def submit(self, load: LoadPlan, scatter: Scatter, connection: Connection) -> None:
-        """Load this behind what was submitted before, by calling `scatter`; never waits."""
+        """Load this in its turn, by calling `scatter`; never waits. One thread."""
         with self._lock:
             self._under_way += 1
-        self._jobs.put(_Job(load, scatter, connection))
+        num_blocks = len(load.block_ids)
+        place = self._submitted_blocks + OVERTAKEN * num_blocks
+        self._submitted_blocks += num_blocks
+        self._jobs.put((place, next(self._numbers), _Job(load, scatter, connection)))
 
     def fail(self, loads: Iterable[LoadPlan]) -> None:
         """These cannot be loaded: the engine recomputes their blocks."""
@@ -81,7 +95,7 @@ class Loader:
     def close(self) -> None:
         """Finish what is queued and stop. Idempotent."""
         if self._thread.is_alive():
-            self._jobs.put(None)
+            self._jobs.put((math.inf, next(self._numbers), None))
             self._thread.join()
 
     def _log(self, text: str, *args: object) -> None:
@@ -90,7 +104,7 @@ class Loader:
         log.log(level, text, *args)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[-1]) is not None:
             failed = set(job.load.block_ids)
             try:
                 failed = self._load(job)

@@ -32,7 +32,8 @@ from pdx.vllm.streams import Streams, TorchStreams
 log = logging.getLogger("pdx")
 
 ATTACH_S = 20.0  # at start-up only
-IDLE_WAIT_S = 0.03
+IDLE_WAIT_S = 0.03  # on a CPU, whose cores the load needs
+GPU_IDLE_WAIT_S = 0.002
 
 
 class WorkerHalf:
@@ -230,10 +231,11 @@ class WorkerHalf:
         """Requests whose load is over since the last call, and the blocks that were not loaded.
 
         In a step without tokens this waits a moment for a load under way: there is nothing else to do, and the
-        engine's idle loop would take the core from the load thread.
+        engine's idle loop would take the core from the load thread. A GPU's copies need no core, so that a new request
+        hardly waits there.
         """
-        if self._idle:
-            self._loader.wait(IDLE_WAIT_S)
+        if self._idle and self._mover is not None:
+            self._loader.wait(GPU_IDLE_WAIT_S if self._mover.is_asynchronous else IDLE_WAIT_S)
         return self._loader.take_finished()
 
     def count(self, reason: str) -> None:

@@ -285,3 +285,21 @@ def test_a_large_load_is_several_launches(
     check_loaded(engine, prompt, 2 * CHUNK)
     launches = [entry[1:] for entry in bed.log if isinstance(entry, tuple) and entry[0] == "scatter"]
     assert sorted(launches) == sorted([(layer, 1) for layer in range(LAYERS)] * 2)
+
+
+@pytest.mark.parametrize(("lags", "longest_s"), [(True, 0.002), (False, 0.03)])
+def test_an_idle_step_waits_for_a_load_only_as_long_as_that_needs_the_core(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, lags: bool, longest_s: float
+) -> None:
+    """A new request is not looked at before the step has ended."""
+    engine = bed.engine(lags=lags)
+    waits: list[float] = []
+    monkeypatch.setattr(engine.workers[0]._loader, "wait", waits.append)  # noqa: SLF001
+    engine.idle()
+    request = Request("a", tokens(40, 3))
+    engine.admit(request)
+    waits.clear()
+    engine.step((request, 3))
+    assert waits == [], "there was something to do"
+    engine.idle()
+    assert waits == [longest_s]

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,6 +318,26 @@ def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
     worker.bind_connector_metadata(scheduler.build_connector_meta(None))
     assert worker.build_connector_worker_meta() is None
     assert not scheduler.has_pending_push_work()
+
+
+# ---- the log ----------------------------------------------------------------------------------
+
+
+def test_an_engine_shows_what_pdx_logs_from_the_level_of_its_own_log_on() -> None:
+    """In a process of its own, whose root logger has no handler, as in an engine."""
+    program = """
+import logging
+from pdx.vllm.connector import _join_log
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+_join_log()
+configure_logging(LoggingConfig())
+logging.getLogger("pdx").info("PDX is attached")
+logging.getLogger("pdx").debug("not shown")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "PDX is attached" in done.stdout + done.stderr
+    assert "not shown" not in done.stdout + done.stderr
 
 
 # ---- a request's claims ---------------------------------------------------------------------
