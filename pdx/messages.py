@@ -227,12 +227,14 @@ class Found(Message, frozen=True):
 class Reserved(Message, frozen=True):
     """`granted` holds indices into `keys`; `slots` holds len(granted) x shards slots, chunk-major.
 
-    A key that is missing from `granted` exists already, or (if `full`) found no room.
+    A key that is missing from `granted` exists already, or (if `full`) found no room. `is_pushed`: slices are sent on
+    as they are filled, so the node wants to hear of each layer. Otherwise one `Fill` that seals is enough.
     """
 
     granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)]
     slots: Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
     full: bool = False
+    is_pushed: bool = False
 
 
 class Done(Message, frozen=True):

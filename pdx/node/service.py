@@ -233,12 +233,14 @@ class Service:
         if ask.transfer is not None and not full:
             offsets = [slot.offset for slot in slots]
             self.transfers.open(ask.transfer, offsets, now + MAX_TRANSFER_S, _source(session))
+        is_pushed = False
         if ask.push_to and (ask.partial or not full):
             try:
                 self.peers.push(ask.push_to, ask.keys, ask.shards, ask.transfer, session.hello.layout)
+                is_pushed = ask.push_to != self.name
             except (PeerError, ConfigError) as error:
                 self._degraded("push_impossible", error)
-        return Reserved(granted, slots, full)
+        return Reserved(granted, slots, full, is_pushed)
 
     def _push(self, session: Session, ask: Push) -> Answer:
         found = self.store.find(ask.keys, ask.shards)

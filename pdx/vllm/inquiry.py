@@ -346,7 +346,8 @@ class Inquiry:
         for number, index in enumerate(answer.granted):
             slots = answer.slots[number * shards : (number + 1) * shards]
             first = (first_chunk + index) * per_chunk
-            tracked.grants.append(Grant(slots, first, min(first + per_chunk, num_blocks)))
+            end = min(first + per_chunk, num_blocks)
+            tracked.grants.append(Grant(slots, first, end, is_pushed=answer.is_pushed))
             tracked.saved_blocks = min(tracked.saved_blocks, first)
 
     # ---- answers, leases, the end -----------------------------------------------------------

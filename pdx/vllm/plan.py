@@ -20,6 +20,7 @@ class PagesPlan(msgspec.Struct, frozen=True):
     first: int
     block_ids: list[int]
     completes: bool = False  # with these pages the chunk is whole
+    is_pushed: bool = False  # the node wants to hear of each layer as it is filled, not only of the whole
 
 
 class SavePlan(msgspec.Struct, frozen=True):

@@ -24,14 +24,18 @@ class Asked(NamedTuple):
 
 
 class Grant:
-    """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard."""
+    """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard.
 
-    __slots__ = ("end_block", "first_block", "slots")
+    `is_pushed`: the node sends its layers on as they are filled.
+    """
 
-    def __init__(self, slots: list[Slot], first_block: int, end_block: int) -> None:
+    __slots__ = ("end_block", "first_block", "is_pushed", "slots")
+
+    def __init__(self, slots: list[Slot], first_block: int, end_block: int, *, is_pushed: bool = False) -> None:
         self.slots = slots
         self.first_block = first_block
         self.end_block = end_block
+        self.is_pushed = is_pushed
 
 
 class TrackedRequest:
@@ -200,6 +204,7 @@ class TrackedRequest:
                 first=start - grant.first_block,
                 block_ids=self.block_ids[start:stop],
                 completes=stop == grant.end_block,
+                is_pushed=grant.is_pushed,
             )
             for grant in self.grants
             if (start := max(grant.first_block, self.saved_blocks)) < (stop := min(grant.end_block, final))

@@ -43,6 +43,7 @@ class Saving:
         self._trace = trace
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
         self._whole = [each.slots[shard] for each in pages if each.completes]  # when all layers are gathered
+        self._pushed = [each.slots[shard] for each in pages if each.completes and each.is_pushed]  # layer by layer
         self._layer_bytes = sum(len(each.block_ids) for each in pages) * layout.page_bytes
         self._done: set[int] = set()
         self._missing: list[range] = []  # layers that no hook was called for
@@ -83,17 +84,17 @@ class Saving:
 
     def _tell(self) -> None:
         layers, self._untold = self._untold, range(self._untold.stop, self._untold.stop)
-        if layers and self._whole:
-            self.mover.then(lambda: self._fill(self._whole_slots(), layers))
+        if layers and self._pushed:
+            self.mover.then(lambda: self._fill(self._current(self._pushed), layers))
 
     def _fill(self, slots: list[Slot], layers: range, *, seal: bool = False) -> None:
         if slots:
             self.connection.tell(Fill(slots, first_layer=layers.start, layers=len(layers), seal=seal))
 
-    def _whole_slots(self) -> list[Slot]:
+    def _current(self, slots: list[Slot]) -> list[Slot]:
         if not self.mover.is_asynchronous:
-            return self._whole
-        return [slot for slot in self._whole if self._arena.is_current(slot)]
+            return slots
+        return [slot for slot in slots if self._arena.is_current(slot)]
 
     def _tell_computed(self, num_layers: int) -> None:
         self._mark(Event.PREFILL_END, num_layers)
@@ -101,7 +102,7 @@ class Saving:
     def _tell_ended(self) -> None:
         if self._trace is not None:
             self._trace.ended(self._missing)
-        slots = self._whole_slots()
+        slots = self._current(self._whole)
         for _ in range(len(self._whole) - len(slots)):
             self._count("save_lost")
         self._fill(slots, range(self._layout.num_layers), seal=True)

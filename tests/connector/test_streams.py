@@ -16,7 +16,8 @@ from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 from pdx.cuda.memory import num_mapped
 from pdx.memory import Arena
 from pdx.messages import Abort, Fill, Mark
-from pdx.vllm import stream_mover
+from pdx.vllm import inquiry, stream_mover
+from pdx.vllm.request import Grant
 
 PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
 DECODE = {"do_remote_prefill": True, "transfer_id": "x" * 20}
@@ -107,6 +108,13 @@ def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
     check_loaded(bed.engine(), prompt, CHUNK)
 
 
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node wants to hear of each layer."""
+    monkeypatch.setattr(inquiry, "Grant", lambda *args, **_: Grant(*args, is_pushed=True))
+
+
+@pytest.mark.usefixtures("pushed")
 def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_mover.StreamMover, "group_bytes", 1)
     engine = bed.engine(lag_s=0.02)
@@ -135,6 +143,7 @@ def test_a_layer_of_several_requests_and_chunks_is_one_launch(bed: Bed) -> None:
         engine.finish(request)
 
 
+@pytest.mark.usefixtures("pushed")
 def test_small_layers_are_told_together(bed: Bed) -> None:
     engine = bed.engine()
     engine.finish(saved(engine, tokens(9, CHUNK)))

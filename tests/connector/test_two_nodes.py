@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from node_harness import NodeProcess, wait_until
-from toy_engine import CHUNK, Request, ToyEngine
+from toy_engine import CHUNK, LAYERS, Request, ToyEngine
 
 from pdx.config import NodeConfig, listen_address
+from pdx.connection import Connection
+from pdx.messages import Fill
 
 TRANSFER = "x" * 20
 PREFILL = {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
@@ -95,6 +97,54 @@ def test_every_token_arrives(make_pair: Callable[..., Pair], length: int, shards
     assert decode.num_computed == length
     pair.second.check_cache(decode, length)
     pair.second.finish(decode)
+
+
+def test_layers_are_told_where_they_are_pushed_and_nowhere_else(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody waits for layers one message seals all chunks of a step."""
+    told: list[Fill] = []
+    tell = Connection.tell
+
+    def recorded(self: Connection, body: Any) -> None:
+        if isinstance(body, Fill):
+            told.append(body)
+        tell(self, body)
+
+    monkeypatch.setattr(Connection, "tell", recorded)
+    pair = make_pair()
+    counts = {}
+    for at, (name, params) in enumerate(
+        {
+            "reuse": None,
+            "same node": {**PREFILL, "decode_node": "one"},
+            "push": {**PREFILL, "transfer_id": "y" * 20},
+        }.items()
+    ):
+        request = Request(name, tokens(1000 * at, 2 * CHUNK), params)
+        pair.first.admit(request)
+        pair.first.step((request, 2 * CHUNK))
+        pair.first.finish(request)
+        counts[name] = [(len(fill.slots), fill.layers, fill.seal) for fill in told]
+        told.clear()
+    whole = (2, LAYERS, True)
+    assert counts == {"reuse": [whole], "same node": [whole], "push": [*[(2, 1, False)] * LAYERS, whole]}
+    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 2, what="the pushed ones are on node two")
+
+
+def test_what_is_pushed_after_it_was_reserved_for_reuse_arrives_when_it_is_whole(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """The node is told of its chunks once, which is enough for a push that begins while they are filled."""
+    pair = make_pair()
+    prompt = tokens(0, 2 * CHUNK)
+    alone, pushed = Request("alone", prompt), Request("pushed", prompt, PREFILL)
+    pair.first.admit(alone)
+    pair.first.admit(pushed)
+    pair.first.step((alone, 2 * CHUNK))
+    wait_until(lambda: pair.nodes[1].status().chunks.get("sealed") == 2, what="all is on node two")
+    for request in (alone, pushed):
+        pair.first.finish(request)
 
 
 def test_chunks_and_tail_are_pushed_unasked(make_pair: Callable[..., Pair]) -> None:
