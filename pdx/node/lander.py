@@ -19,6 +19,7 @@ log = logging.getLogger("pdx.node")
 
 POLL_S = 0.0002  # between looks at listeners that cannot wake us, while something is expected
 IDLE_S = 0.05
+MAX_UNHEARD = 1024  # notifications that the control loop was told of and has not heard yet
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -70,6 +71,8 @@ class Lander:
         self._on_malformed = on_malformed
         self._event = wake
         self._closing = False
+        self._posted = 0  # notifications of which the control loop was told; only the thread counts them
+        self._heard = 0  # only the control loop does
         self._thread = threading.Thread(target=self._run, name=f"pdx-land-{scheme}"[:15], daemon=True)
         self._thread.start()
 
@@ -90,7 +93,8 @@ class Lander:
             self._event.clear()
             notifications: list[Notification] = []
             try:
-                notifications = self._listener.take()
+                if self._posted - self._heard < MAX_UNHEARD:  # else writers are held up by what is not taken
+                    notifications = self._listener.take()
             except Exception as error:  # the thread's root; a third party's listener, too
                 log.exception("taking notifications of %s failed", self.scheme)
                 self._failed(b"", error)
@@ -105,7 +109,19 @@ class Lander:
 
     def _failed(self, token: bytes, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        self._mailbox.post(lambda: self._on_malformed(self.scheme, token, text))
+        self._tell(lambda: self._on_malformed(self.scheme, token, text))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        """Have the control loop call this. The thread only."""
+        self._posted += 1
+
+        def hear() -> None:
+            self._heard += 1
+            if self._posted - self._heard == MAX_UNHEARD // 2:
+                self._event.set()
+            call()
+
+        self._mailbox.post(hear)
 
     def _take(self, notification: Notification) -> None:
         token = notification.token
@@ -113,11 +129,11 @@ class Lander:
             landed = decode_landed(notification.payload)
         except ProtocolError as error:
             text = str(error)
-            self._mailbox.post(lambda: self._on_malformed(self.scheme, token, text))
+            self._tell(lambda: self._on_malformed(self.scheme, token, text))
             return
         if landed.push:
             verdict = self._check(token, landed)
-            self._mailbox.post(lambda: self._on_landed(self.scheme, verdict))
+            self._tell(lambda: self._on_landed(self.scheme, verdict))
 
     def _check(self, token: bytes, landed: Landed) -> Verdict:
         good: list[Slices] = []

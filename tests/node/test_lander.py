@@ -11,7 +11,7 @@ from pdx.channel import Notification
 from pdx.digest import digests
 from pdx.errors import GpuError
 from pdx.memory import GRANULE_BYTES
-from pdx.node.lander import Lander, Room
+from pdx.node.lander import MAX_UNHEARD, Lander, Room
 from pdx.node.mailbox import Mailbox
 from pdx.peer_messages import Landed, Slices, encode_landed
 
@@ -225,3 +225,20 @@ def test_nothing_is_left_of_it(stage):
     stage.lander.close()
     assert "pdx-land-test" not in {thread.name for thread in threading.enumerate()}
     stage.wake.set()
+
+
+def test_a_control_loop_that_does_not_hear_is_not_told_more(stage_with):
+    """Nothing more is taken from the listener, so that writers are held up there and this process does not grow."""
+    stage = stage_with(needs_digests=False)
+    payload = encode_landed(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, b"")]))
+    stage.listener.notifications = [Notification(TOKEN, payload)] * MAX_UNHEARD
+    stage.wake.set()
+    wait_until(lambda: len(stage.mailbox._calls) == MAX_UNHEARD)
+    stage.listener.notifications = [Notification(TOKEN, payload)]
+    for _ in range(2):  # when it has begun its second round, the first is over
+        stage.wake.set()
+        wait_until(lambda: not stage.wake.is_set())
+    assert len(stage.listener.notifications) == 1
+    assert len(stage.mailbox._calls) == MAX_UNHEARD
+    stage.mailbox.deliver()
+    wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) == MAX_UNHEARD + 1)
