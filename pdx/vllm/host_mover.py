@@ -98,10 +98,10 @@ class HostMover(Mover):
         return rows if rows is not None and rows.arena is arena else None
 
     def _is_ours(self, pages: PagesPlan, rows: ArenaRows) -> bool:
-        return rows.arena.is_current(pages.slots[self._shard])
+        return rows.arena.is_current(pages.slot_of(self._shard))
 
     def _target(self, pages: PagesPlan, rows: ArenaRows) -> _Target:
-        slot = rows.of(pages.slots[self._shard], self._layout.num_layers * pages.num_blocks)
+        slot = rows.of(pages.slot_of(self._shard), self._layout.num_layers * pages.num_blocks)
         return _Target(pages, slot, torch.tensor(pages.block_ids, dtype=torch.int64))
 
     def _copy(self, target: _Target, layer: int) -> PageCopy:
@@ -109,7 +109,8 @@ class HostMover(Mover):
         return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, self._layers[layer])
 
     def _load(self, rows: ArenaRows, load: LoadPlan) -> list[PagesPlan]:
-        sources = [self._target(pages, rows) for pages in load.pages if self._is_ours(pages, rows)]
+        wanted = load.pages_of(self._shard)
+        sources = [self._target(pages, rows) for pages in wanted if self._is_ours(pages, rows)]
         scatter([self._copy(source, layer) for source in sources for layer in range(len(self._layers))])
         arrived = {id(source.pages) for source in sources if self._is_ours(source.pages, rows)}
-        return [pages for pages in load.pages if id(pages) not in arrived]
+        return [pages for pages in wanted if id(pages) not in arrived]

@@ -72,7 +72,7 @@ class Loader:
             self._log(
                 "request %s: its node is gone or its memory out of reach, %d chunks are not loaded",
                 load.request_id,
-                len(load.pages),
+                load.num_chunks,
             )
             self._count("load_failed")
             with self._lock:
@@ -132,7 +132,7 @@ class Loader:
                 len(failed),
             )
         if load.transfer is not None:
-            num_pages = sum(len(pages.block_ids) for pages in load.pages) - len(failed)
+            num_pages = len(load.block_ids) - len(failed)
             nbytes = num_pages * self._layout.page_bytes * self._layout.num_layers
             job.connection.tell(Mark(load.transfer, Event.LOAD_START, start_ns))
             job.connection.tell(Mark(load.transfer, Event.LOAD_END, end_ns, nbytes=nbytes))

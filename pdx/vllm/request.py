@@ -184,7 +184,7 @@ class TrackedRequest:
             if start < chunk_end:
                 block_ids = self.block_ids[start:chunk_end]
                 pages.append(PagesPlan(slots, chunk_end - chunk_first, start - chunk_first, block_ids))
-        return LoadPlan(self.request.request_id, self.transfer, pages, self.epoch)
+        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch)
 
     def plan_save(self, computed: int, end: int) -> SavePlan | None:
         """Gather the pages that become final in a step that computes tokens [computed, end).

@@ -215,7 +215,8 @@ class StreamMover(Mover):
     def _load(self, window: ArenaWindow, fence: Event, load: LoadPlan) -> list[PagesPlan]:
         try:
             self._streams.bind_thread()
-            found = [(each, run) for each in load.pages if (run := self._run_of(each, window)) is not None]
+            wanted = load.pages_of(self._shard)
+            found = [(each, run) for each in wanted if (run := self._run_of(each, window)) is not None]
             fence.wait(self._loading)
             with self._streams.on(self._loading):
                 batch = Batch.of(self._pages, [run for _, run in found])
@@ -227,8 +228,8 @@ class StreamMover(Mover):
                 self._failed(error)
                 raise
             self._spare.extend((fence, ended))
-            loaded = {id(each) for each, _ in found if window.arena.is_current(each.slots[self._shard])}
-            return [each for each in load.pages if id(each) not in loaded]
+            loaded = {id(each) for each, _ in found if window.arena.is_current(each.slot_of(self._shard))}
+            return [each for each in wanted if id(each) not in loaded]
         finally:
             window.release()
 
@@ -250,7 +251,7 @@ class StreamMover(Mover):
 
     def _run_of(self, pages: PagesPlan, window: ArenaWindow) -> Run | None:
         layer_bytes = pages.num_blocks * self._pages.page_bytes
-        address = window.address_of(pages.slots[self._shard], layer_bytes * self._pages.num_layers)
+        address = window.address_of(pages.slot_of(self._shard), layer_bytes * self._pages.num_layers)
         if address is None or not 0 <= pages.first <= pages.num_blocks - len(pages.block_ids):
             return None
         return Run(pages.block_ids, address + pages.first * self._pages.page_bytes, layer_bytes)

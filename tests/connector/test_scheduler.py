@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,3 +344,58 @@ def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
         engine.scheduler.loaded(request.request_id)
         engine.finish(request)
     wait_until(lambda: at_rest(engines), what="at rest")
+
+
+# ---- what a step looks at -------------------------------------------------------------------
+
+
+class Counted(Request):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    @property
+    def num_tokens(self) -> int:
+        Counted.looks += 1
+        return len(self.all_token_ids)
+
+
+def running(engine: ToyEngine, requests: list[Request], new_blocks: dict[int, list[int]]) -> Any:
+    """A step of vLLM that computes one token of each of these, in the form for requests that run already."""
+    cached = SimpleNamespace(
+        req_ids=[request.request_id for request in requests],
+        new_block_ids=[(new_blocks[index],) if index in new_blocks else None for index in range(len(requests))],
+        resumed_req_ids=set(),
+        num_computed_tokens=[len(request.all_token_ids) - 1 for request in requests],
+    )
+    counts = {request.request_id: 1 for request in requests}
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=len(requests),
+    )
+
+
+def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    requests: list[Request] = [Counted(f"r{index}", tokens(200 + index, CHUNK - 4)) for index in range(100)]
+    for request in requests:
+        assert engine.match(request) == 0
+        engine.scheduler.allocated(request, list(range(3)), 0)
+    engine.scheduler.plan_step(running(engine, requests, dict.fromkeys(range(100), [3])))
+    for request in requests[1:]:
+        engine.scheduler.track(request).block_ids.pop()
+    engine.scheduler.plan_step(running(engine, requests, dict.fromkeys(range(1, 100), [])))
+    Counted.looks = 0
+    for _ in range(3):
+        engine.scheduler.plan_step(running(engine, requests, {}))
+    assert Counted.looks <= 3, "one of them is about to fill a chunk"
+    requests[0].all_token_ids += tokens(43, 4)
+    engine.scheduler.plan_step(running(engine, requests, {}))
+    wait_until(lambda: engines.node.status().chunks == {"filling": 1}, what="it has room")
+    wait_until(lambda: engine.scheduler.plan_step(running(engine, requests, {})).saves, what="it is saved")
+    assert engine.scheduler.plan_step(running(engine, requests, {7: [9]})).saves == []
+    assert engine.scheduler.track(requests[7]).block_ids[-1] == 9
+    for request in requests:
+        engine.scheduler.finished(request)

@@ -144,3 +144,22 @@ def test_salt_keeps_tenants_apart(host: Host, model: Path) -> None:
         assert essence(post(engine.url, *completion(prompt, cache_salt=salt))) == first
         assert hit_tokens(engine) == hits
     assert computed_prompt_tokens(engine) - computed == 4 * 600 - 1024
+
+
+def test_after_a_reset_nothing_that_was_saved_before_is_found(
+    host: Host, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does around a change of weights; here they stay, so that the answers do, too."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    engine = host.serve("reset", model)
+    host.wait_saving(engine)
+    body = completion(text(3100, 600))
+    before = host.sealed()
+    first = essence(post(engine.url, *body))
+    for reset, hits, sealed in ((False, 512, 2), (True, 512, 4), (False, 1024, 4)):
+        wait_until(lambda: host.status().chunks.get("filling", 0) == 0, 5, "what was computed is saved")
+        if reset:
+            assert post(engine.url, "/reset_prefix_cache?reset_external=true", {})["success"]
+        assert essence(post(engine.url, *body)) == first
+        assert hit_tokens(engine) == hits
+        wait_until(lambda sealed=sealed: host.sealed() == before + sealed, 5, "what is there")

@@ -228,7 +228,7 @@ def test_loads_wait_for_what_was_computed_before(engine: Engine) -> None:
     scatter = engine.mover.loading(engine.arena)
     assert scatter is not None
     failed: list[list[PagesPlan]] = []
-    loads = LoadPlan("r", None, [engine.plan])
+    loads = LoadPlan.of("r", None, [engine.plan])
     thread = threading.Thread(target=lambda: failed.append(scatter(loads)))
     thread.start()
     thread.join(30)
@@ -247,7 +247,7 @@ def test_a_slot_that_was_taken_away_is_reported(engine: Engine) -> None:
     assert scatter is not None
     engine.arena.generations[0] = GENERATION + 1
     results: list[list[PagesPlan]] = []
-    thread = threading.Thread(target=lambda: results.append(scatter(LoadPlan("r", None, [engine.plan]))))
+    thread = threading.Thread(target=lambda: results.append(scatter(LoadPlan.of("r", None, [engine.plan]))))
     thread.start()
     thread.join(30)
     assert results == [[engine.plan]]
