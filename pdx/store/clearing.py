@@ -29,11 +29,11 @@ class Window(msgspec.Struct):
     end: int
     chunks: list[Chunk]
     cleared: list[int]  # starts of windows that were cleared before, and are parts of this one
-    slots: int = 0  # that fit into those
+    slots: int = 0  # that fit into those, and into the holes that are parts of it
 
 
 class Clearing:
-    """A search for `wanted` slots of `size` bytes. Holes that can hold one must be used up before.
+    """A search for `wanted` slots of `size` bytes more than fit into the holes.
 
     Its cost is bounded by what it finds, and by `LOOKS` chunks where it finds nothing.
     """
@@ -92,8 +92,10 @@ class Clearing:
                 self._absorb(window, start, window.start)
             else:
                 start = self._allocator.before(window.start)
-                if start is None or not self._allocator.hole_bytes(start):
+                hole_bytes = self._allocator.hole_bytes(start) if start is not None else 0
+                if start is None or not hole_bytes:
                     return
+                window.slots += hole_bytes // self._size
             window.start = start
 
     def _join_behind(self, window: Window) -> None:
@@ -102,9 +104,11 @@ class Clearing:
             if end is not None:
                 self._absorb(window, window.end, end)
             else:
-                end = window.end + self._allocator.hole_bytes(window.end)
-                if end == window.end:
+                hole_bytes = self._allocator.hole_bytes(window.end)
+                if not hole_bytes:
                     return
+                window.slots += hole_bytes // self._size
+                end = window.end + hole_bytes
             window.end = end
 
     def _join_all(self) -> None:

@@ -48,10 +48,14 @@ class Room:
         """
         runs = [(nbytes, len(list(run)) * shards) for nbytes, run in itertools.groupby(sizes)]
         taken = [self._allocator.allocate_many(nbytes, count) for nbytes, count in runs]
-        short = [nbytes for (nbytes, count), got in zip(runs, taken, strict=True) if len(got) < count]
-        if short and self._make_room(max(short), len(sizes) * shards - sum(map(len, taken)), partial=partial):
-            for (nbytes, count), got in zip(runs, taken, strict=True):
-                got += self._allocator.allocate_many(nbytes, count - len(got))
+        short = [at for at, (_, count) in enumerate(runs) if len(taken[at]) < count]
+        if short:
+            missing = len(sizes) * shards - sum(map(len, taken))
+            for at in short:  # the slots may fit elsewhere once there is more room
+                self._allocator.free_many(taken[at])
+            self._make_room(max(runs[at][0] for at in short), missing, partial=partial)
+            for at in short:
+                taken[at] = self._allocator.allocate_many(*runs[at])
         leading: list[int] = []
         for (_, count), got in zip(runs, taken, strict=True):
             leading += got
@@ -64,8 +68,8 @@ class Room:
             for at, nbytes in enumerate(sizes[:whole])
         ]
 
-    def _make_room(self, nbytes: int, count: int, *, partial: bool) -> bool:
-        """Evict, so that `count` slots of `nbytes` fit, with `partial` some of them; whether anything was evicted."""
+    def _make_room(self, nbytes: int, count: int, *, partial: bool) -> None:
+        """Evict, so that `count` slots of `nbytes` more fit, with `partial` some of them; nothing if they would not."""
         size = round_up(nbytes)
         clearing = Clearing(self._allocator, self._index, size, count)
         clearing.search(self.shelf.since(self._stopped_at.get(size)))
@@ -75,7 +79,6 @@ class Room:
             self.shelf.take(chunk)
         self._counters["evicted"] += len(victims)
         self.free(victims, Step.EVICT)
-        return bool(victims)
 
     def drop(self, chunk: Chunk) -> None:
         """Have a sealed chunk forgotten now, and its room free as soon as nobody reads it."""

@@ -214,6 +214,15 @@ def test_a_hole_beside_a_chunk_is_part_of_its_window(store):
     assert store.counters["evicted"] == 1
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_slot_does_not_lie_where_it_would_split_the_only_window(store, partial):
+    leave(store, "abcdefgh", "gh")
+    store.delete(keys("bcd"))
+    granted, slots, full = store.reserve(claim(keys("xy"), granules=3, partial=partial))
+    assert (granted, full) == ([0, 1], False)
+    assert sorted(slot.offset // GRANULE_BYTES for slot in slots) == [0, 3]
+
+
 def test_what_lies_before_a_chunk_goes_with_it_first(store):
     put(store, "abcdefgh")
     put(store, "x", granules=3)
