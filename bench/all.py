@@ -14,7 +14,7 @@ from pdx.bench.gpu import SECTIONS
 from pdx.bench.places import RESULTS, ROOT
 from pdx.bench.report import at_least, console, publish
 
-BENCHES = ("pages", "node", "scaling", "handoff", "overhead", "channels", "paged", "across", "digests")
+BENCHES = ("pages", "node", "scaling", "pushes", "handoff", "overhead", "channels", "paged", "across", "digests")
 # Their last results are shown: one takes as long as one wants, some need a GPU (`python -m pdx.bench.gpu`), and the
 # last are of `pdx bench breakdown`, copied from its --out.
 SHOWN = (

@@ -286,7 +286,7 @@ class Incoming:
             return
         landing.landed_bytes += verdict.nbytes
         self._counters["landed_bytes"] += verdict.nbytes
-        filled = dict.fromkeys(chunk for slices in verdict.good if (chunk := self._fill(landing, slices)) is not None)
+        filled = self._fill(landing, verdict.good)
         sealed = [chunk for chunk in filled if chunk.is_complete]
         if not self._is_quiet(landing, sealed) and self._checks_writes(landing.scheme):
             self._counters["written_twice"] += 1
@@ -302,13 +302,19 @@ class Incoming:
         if landing.is_let_go and not landing.chunks:
             self._end(landing, ReceiverStep.LET_GO, now)
 
-    def _fill(self, landing: Landing, slices: Slices) -> Chunk | None:
-        """Note what was filled; the chunk, if it is still being filled."""
-        chunk = landing.chunks.get(slices.offset)
-        if chunk is None or chunk.slot.generation != slices.generation or chunk.state is not State.FILLING:
-            return None
-        self._store.fill([chunk.slot], slices.first_layer, slices.layers, -landing.session.number)
-        return chunk
+    def _fill(self, landing: Landing, landed: Iterable[Slices]) -> dict[Chunk, None]:
+        """Note what was filled; the chunks, as far as they are still being filled."""
+        chunks: dict[Chunk, None] = {}
+        slots: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)  # by layers: mostly the same of all
+        for slices in landed:
+            chunk = landing.chunks.get(slices.offset)
+            if chunk is None or chunk.slot.generation != slices.generation or chunk.state is not State.FILLING:
+                continue
+            chunks[chunk] = None
+            slots[slices.first_layer, slices.layers].append(chunk.slot)
+        for (first_layer, layers), filled in slots.items():
+            self._store.fill(filled, first_layer, layers, -landing.session.number)
+        return chunks
 
     # ---- ending -----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdx.channel import Piece
 from pdx.errors import ProtocolError
+from pdx.layout import slice_span
 from pdx.lifecycle import State
 from pdx.messages import Slot
 from pdx.node.job import Job
@@ -44,13 +45,14 @@ class Way(Protocol):
 class Item:
     """One chunk of one shard on its way to a peer's slot; the `index`-th of its push."""
 
-    __slots__ = ("chunk", "filled", "index", "push", "sent", "slot")
+    __slots__ = ("chunk", "filled", "index", "push", "sent", "slice_bytes", "slot")
 
     def __init__(self, push: Push, index: int, chunk: Chunk, slot: Slot) -> None:
         self.push = push
         self.index = index
         self.chunk = chunk
         self.slot = slot
+        self.slice_bytes = max(1, slot.nbytes // chunk.layers)  # where they are not equal, the least of them
         self.filled = 0  # bit l: slice l is filled, and its push knows
         self.sent = 0  # bit l: slice l was submitted
 
@@ -62,9 +64,8 @@ class Item:
 
     def nbytes(self, bits: int) -> int:
         """Bytes of these slices."""
-        total, layers = self.slot.nbytes, self.chunk.layers
-        if not total % layers:
-            return total // layers * bits.bit_count()
+        if self.slice_bytes * self.chunk.layers == self.slot.nbytes:
+            return self.slice_bytes * bits.bit_count()
         return sum(self.chunk.span(first, count)[1] for first, count in _runs(bits))
 
 
@@ -177,12 +178,14 @@ class Push:
         nbytes = count = 0
         while self._ready:
             item = self.items[self._ready[0]]
-            first, layers = next(_runs(item.filled & ~item.sent))
-            fitting = _fitting(item, layers, MAX_WRITE_BYTES - nbytes, MAX_SLICES - count)
-            if not fitting:
-                break
+            first, layers = _first_run(item.filled & ~item.sent)
+            fitting = min(layers, MAX_SLICES - count, (MAX_WRITE_BYTES - nbytes) // item.slice_bytes)
+            if fitting <= 0:
+                if pieces:
+                    break
+                fitting = 1  # a slice that is larger than a write goes alone
             chunk, remote = item.chunk, item.slot
-            start, size = chunk.span(first, fitting)
+            start, size = slice_span(remote.nbytes, chunk.layers, first, fitting)
             local = chunk.slot.offset
             pieces.append(Piece(local + start, remote.offset + start, size))
             slices.append(Slices(remote.offset, remote.generation, first, fitting))
@@ -205,23 +208,19 @@ class Push:
         self._unacked -= sum(each.layers for each in job.slices)
 
 
-def _fitting(item: Item, layers: int, room_bytes: int, room_slices: int) -> int:
-    """How many of these layers go into a write that has so much room left; one at least goes into an empty one."""
-    per_layer = max(1, item.slot.nbytes // item.chunk.layers)
-    fitting = min(layers, room_slices, room_bytes // per_layer)
-    return max(fitting, 1) if room_bytes == MAX_WRITE_BYTES else max(fitting, 0)
+def _first_run(bits: int) -> tuple[int, int]:
+    """The lowest run of ones in `bits`, which are not 0, as (first, length)."""
+    first = (bits & -bits).bit_length() - 1
+    rest = bits >> first
+    return first, (~rest & (rest + 1)).bit_length() - 1
 
 
 def _runs(bits: int) -> Iterator[tuple[int, int]]:
-    """The runs of ones in `bits`, lowest first, as (first, length)."""
-    first = 0
+    """All runs of ones in `bits`, lowest first."""
     while bits:
-        zeros = (bits & -bits).bit_length() - 1
-        bits >>= zeros
-        length = (~bits & (bits + 1)).bit_length() - 1
-        yield first + zeros, length
-        first += zeros + length
-        bits >>= length
+        first, length = _first_run(bits)
+        yield first, length
+        bits &= ~(((1 << length) - 1) << first)
 
 
 def alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:
