@@ -92,8 +92,10 @@ class Guests:
         now = self._clock()
         for landing in self.incoming.all():
             old = landing.session
-            if old.name == session.name and isinstance(old, PeerSession) and old.epoch != session.epoch:
-                self.incoming.session_over(old, now, is_dead=True)  # its process is gone, or it would have the name
+            if not isinstance(old, PeerSession) or old.name != session.name:
+                continue
+            if old.is_dead_if(session.epoch, session.host):
+                self.incoming.session_over(old, now, is_dead=True)
         self._regions.when_open(lambda: self._welcome(session, schemes))
 
     def _welcome(self, session: PeerSession, schemes: Sequence[str]) -> None:

@@ -176,6 +176,11 @@ class PeerSession:
     def __repr__(self) -> str:
         return f"<PeerSession {self.number} of {self.name!r} {self.state}>"
 
+    def is_dead_if(self, epoch: int, host: str) -> bool:
+        """Whether its process has ended if its name is heard in this life on this kernel. Without keys, a node of
+        another host may have been given the same name."""
+        return epoch != self.epoch and (bool(self.key) or host == self.host)
+
     def send(self, body: PeerBody) -> None:
         """Say it, if the session is open. Never blocks; a peer that takes nothing more is silent at the next tick."""
         if self.state is SessionState.OPEN:
@@ -233,7 +238,7 @@ class LinkHandler(Protocol):
     def peer_hello(self, session: PeerSession, schemes: list[str]) -> None:
         """A peer wants to write here by these schemes; `session.welcome` or `session.turn_down`, now or later.
 
-        Any earlier session of that name is over. If its epoch was another, that process is dead for sure.
+        Any earlier session of that name is over; `PeerSession.is_dead_if` says whether its process is dead for sure.
         """
 
     def session_message(self, session: PeerSession, body: PeerBody) -> None:

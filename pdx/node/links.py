@@ -259,7 +259,7 @@ class Links:
             self._counters["peers_refused"] += 1
             self._lose(link, LinkStep.TURNED_DOWN, str(error), is_told=True)
             return
-        self._begin_life(link.name, welcome.epoch)
+        self._begin_life(link.name, welcome.epoch, welcome.host)
         link.welcomed(welcome)
         self._handler.link_ready(link, welcome, schemes)
 
@@ -275,10 +275,10 @@ class Links:
             with self._faults.contain("the end of a link"):
                 self._lose(link, LinkStep.LOST, "an internal error")
 
-    def _begin_life(self, name: str, epoch: int) -> None:
+    def _begin_life(self, name: str, epoch: int, host: str) -> None:
         """`name` was heard in this life; what belongs to another one is over."""
         self._lives.begin(name, epoch)
-        self._reception.end_other_life(name, epoch)
+        self._reception.end_other_life(name, epoch, host)
         link = self._links.get(name)
         if link is not None and link.state is LinkState.READY and link.epoch != epoch:
             self._lose(link, LinkStep.LOST, f"it was started anew (epoch {epoch})")

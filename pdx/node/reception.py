@@ -47,11 +47,11 @@ class Reception:
         roster: Roster,
         has_keys: bool,
         lives: Lives,
-        on_life: Callable[[str, int], None],
+        on_life: Callable[[str, int, str], None],
         counters: Counter[str],
         faults: Faults,
     ) -> None:
-        """`on_life` is called with the name and epoch of a peer that was let in, before its session begins."""
+        """`on_life` is called with the name, epoch and kernel of a peer that was let in, before its session begins."""
         self._door, self._handler, self._roster, self._has_keys = door, handler, roster, has_keys
         self._lives, self._on_life, self._counters, self._faults = lives, on_life, counters, faults
         self._sessions: dict[bytes, PeerSession] = {}  # by route
@@ -102,11 +102,17 @@ class Reception:
             if not is_named or (self._has_keys and self._roster.name_of(session.key) != session.name):
                 self._end(route, session, SessionStep.SILENT, "the roster has changed")
 
-    def end_other_life(self, name: str, epoch: int) -> None:
-        """`name` lives in this epoch: its session of another one is of a dead process."""
+    def end_other_life(self, name: str, epoch: int, host: str) -> None:
+        """`name` lives in this epoch on this kernel: its session of another one is over, and its process dead, but for
+        one on another kernel where names are not proved by keys (`PeerSession.is_dead_if`)."""
         previous = self._by_name.get(name)
-        if previous is not None and previous[1].epoch != epoch:
+        if previous is None or previous[1].epoch == epoch:
+            return
+        if previous[1].is_dead_if(epoch, host):
             self._end(*previous, SessionStep.RESTARTED, f"it was started anew (epoch {epoch})")
+        else:
+            why = f"another host has a node of this name (epoch {epoch}); give each its own --name, or use keys"
+            self._end(*previous, SessionStep.SILENT, why)
 
     def close(self) -> None:
         """Say bye to all and close the door. The handler is not called. Idempotent."""
@@ -148,7 +154,7 @@ class Reception:
             log.warning("peer %r was turned down: %s", hello.name[:80], error)
             self._turn_away(route, str(error))
             return
-        self._on_life(hello.name, hello.epoch)
+        self._on_life(hello.name, hello.epoch, hello.host)
         self._handler.peer_hello(self._open(route, key, envelope.seq, hello, now), schemes)
 
     def _open(self, route: bytes, key: str, seq: int, hello: PeerHello, now: float) -> PeerSession:

@@ -274,6 +274,18 @@ def test_a_peer_that_comes_in_another_life_ends_the_one_before(stage, raw):
     assert [session.epoch for session in beta.links.sessions] == [2]
 
 
+def test_the_same_name_on_another_kernel_proves_no_death(stage, raw):
+    """Without keys two nodes may have been given one name, and the first may be writing still."""
+    beta = stage.node("beta", 22)
+    welcomed(stage, raw(beta), name="alpha", epoch=1, host="first")
+    second = raw(beta)
+    welcomed(stage, second, name="alpha", epoch=2, host="second")
+    ((session, step),) = beta.core.saw("over")
+    assert (session.epoch, step) == (1, SessionStep.SILENT)
+    welcomed(stage, raw(beta), name="alpha", epoch=3, host="second")
+    assert [step for _, step in beta.core.saw("over")] == [SessionStep.SILENT, SessionStep.RESTARTED]
+
+
 def test_a_peer_that_welcomes_in_another_life_ended_the_one_before(stage, raw):
     alpha, old = stage.node("alpha", 11), stage.node("beta", 1)
     stage.introduce(alpha, old)
