@@ -1,0 +1,19 @@
+"""What tests of systems to compare are started on, without starting any."""
+
+import pytest
+
+from pdx.bench.system import Bed
+from pdx.cli import placement
+
+
+@pytest.fixture
+def bed(tmp_path):
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    return Bed(tmp_path / "secret" / "model", "tiny", ("--enforce-eager",), env, tmp_path / "logs", 6000, "1GiB")
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(placement, "cores", lambda: [0, 1])
+    monkeypatch.setattr(placement, "gpus", list)
