@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -140,6 +143,38 @@ class PdxAlone(Plain):
         node = ("--node", f"ipc://{_socket(ports)}", "--no-start-node", "--proxy", "")
         program = (*PDX, "serve", "both", str(bed.model), *node)
         return [replace(engine, program=program, typed="pdx serve both MODEL")]
+
+
+class PdxSmallChunks(PdxAlone):
+    """The same with smaller chunks, which `pdx serve` has no option for: what a hit computes again is less."""
+
+    CHUNK_TOKENS = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = f"{self.name}-{self.CHUNK_TOKENS}"
+        self.title = f"{self.title}, chunks of {self.CHUNK_TOKENS} tokens"
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """See `Baseline.engine_commands`."""
+        home, _ = bed.homes()
+        engine = engine_command(bed, "engine", ports.prefill, env=home)
+        settings = {"chunk_tokens": self.CHUNK_TOKENS}
+        here = {"node": f"ipc://{_socket(ports)}", "start_node": False, "proxy": ""}
+        program = (*engine.program, *_transfer(settings | here))
+        return [replace(engine, program=program, typed=f"{engine.typed} {shlex.join(_transfer(settings))}")]
+
+
+def _transfer(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """vLLM's option with PDX's connector and these settings of it."""
+    connector = {
+        "kv_connector": "PdxConnector",
+        "kv_connector_module_path": "pdx.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+    return "--kv-transfer-config", json.dumps(connector)
 
 
 def _socket(ports: Ports) -> Path:

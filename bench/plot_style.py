@@ -61,6 +61,7 @@ SYSTEMS = {
     "pdx-gpu": Look("#4A90E2", "-.", "P"),
     "pdx-cuda_ipc": Look("#7B5FC4", "-.", "X"),
     "pdx-both": Look("#56B4E9", "--", "*"),
+    "pdx-both-128": Look("#1F6F8B", "--", "h"),
     "nixl": Look("#D55E00", "--", "o"),
     "nixl-yield": Look("#F0A070", ":", "o"),
     "nixl-push": Look("#E69F00", "--", "s"),

@@ -1,5 +1,6 @@
 """The systems without engines: what they say of themselves, and how servers are started, watched and ended."""
 
+import json
 import os
 import shlex
 import signal
@@ -12,17 +13,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from installed import packages
+from installed import config_of, packages
 
 from pdx.bench import baselines, pdx_systems, system, threads
 from pdx.bench.systems import SYSTEMS, CannotRun
 from pdx.cli import guard
 
 ORDER = [
-    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-gpu", "pdx-cuda_ipc", "pdx-both"),
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-gpu", "pdx-cuda_ipc"),
+    *("pdx-both", "pdx-both-128"),
     *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
 ]
 PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
+WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache"]  # a process beside the engine
 # Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
 SERVER = """
 import http.server, json, sys
@@ -61,6 +64,7 @@ def test_names_and_order():
     assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
     assert [name for name, each in SYSTEMS.items() if each.keeps] == [
         "pdx-both",
+        "pdx-both-128",
         "offloading",
         "simple-offload",
         "lmcache",
@@ -131,7 +135,7 @@ class _No:
 def test_commands_can_be_typed_and_name_no_place_of_this_machine(name, bed, two_cores):
     lines = SYSTEMS[name].commands(bed)
     remarks = [line for line in lines if line.startswith("# ")]
-    assert len(lines) - len(remarks) == {"lmcache": 2, "pdx-both": 2, **dict.fromkeys(PAIRS, 3)}.get(name, 1)
+    assert len(lines) - len(remarks) == {**dict.fromkeys(WITH_STORE, 2), **dict.fromkeys(PAIRS, 3)}.get(name, 1)
     for line in lines:
         assert str(bed.model) not in line
         assert sys.executable not in line
@@ -167,6 +171,17 @@ def test_one_engine_of_pdx_has_a_node_of_its_own(bed, two_cores):
     assert address == command.program[command.program.index("--node") + 1] == store.url
     assert "--no-start-node" in command.program
     assert [f"ipc://{path}" for path in store.leaves] == [address]
+
+
+def test_small_chunks_are_a_setting_of_the_connector(bed, two_cores):
+    node, engine = SYSTEMS["pdx-both-128"].commands(bed)
+    assert node == "pdx node --arena 1GiB"
+    assert config_of(engine)["kv_connector_extra_config"] == {"chunk_tokens": 128}
+    ports = baselines.Ports(prefill=8123)
+    store = SYSTEMS["pdx-both-128"].store_command(bed, ports)
+    (command,) = SYSTEMS["pdx-both-128"].engine_commands(bed, ports)
+    settings = json.loads(command.program[-1])["kv_connector_extra_config"]
+    assert settings == {"chunk_tokens": 128, "node": store.url, "start_node": False, "proxy": ""}
 
 
 def test_a_node_is_ready_when_it_lets_a_process_attach(tmp_path, monkeypatch):
