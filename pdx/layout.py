@@ -73,6 +73,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks that `num_tokens` tokens occupy, the last one perhaps in part."""
         return -(-num_tokens // self.block_tokens)
 
+    def described(self) -> dict[str, str]:
+        """Its fields as text, for who tells two engines what keeps them apart."""
+        return {name: str(getattr(self, name))[:256] for name in self.__struct_fields__}
+
     def fingerprint(self) -> bytes:
         """16 bytes that are equal exactly where every field is; the key of every chunk key."""
         return hashlib.blake2b(

@@ -38,6 +38,7 @@ PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
 ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
 Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
+FieldName = Annotated[str, Meta(pattern=r"^[a-z_]{2,32}\Z")]
 LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 
 
@@ -71,6 +72,7 @@ class Hello(Message, frozen=True):
     role: Literal["prefill", "decode", "both"] = "both"
     url: Name = ""  # where the engine serves HTTP, told to the proxy
     layout: Layout = b""  # what its chunks mean
+    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # the fields of that layout, as text
 
 
 class Bye(Message, frozen=True):
@@ -262,6 +264,7 @@ class AttachedStatus(msgspec.Struct, frozen=True):
     url: str
     running: int
     silent_s: float
+    unshared: str = ""  # with which engine of its model it cannot share chunks, and why
 
 
 class PeerStatus(msgspec.Struct, frozen=True):

@@ -27,7 +27,8 @@ def view(status: NodeStatus, address: str) -> RenderableType:
         f"; {status.mapped} blocks of GPU memory mapped" if status.mapped else "",
     )
     peers = [_peers(status)] if status.peers else []
-    return Group(head, _attached(status), *peers, _chunks(status), _counters(status))
+    apart = [Text(f"engine {one.engine} shares no chunks {one.unshared}") for one in status.attached if one.unshared]
+    return Group(head, _attached(status), *apart, *peers, _chunks(status), _counters(status))
 
 
 def as_object(status: NodeStatus) -> bytes:

@@ -114,4 +114,5 @@ def _attached(session: Session, now: float) -> AttachedStatus:
         url=hello.url,
         running=session.running,
         silent_s=now - session.last_seen,
+        unshared=session.unshared,
     )

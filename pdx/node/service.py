@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pdx.config import NodeConfig, handover_path, node_name
-from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError, ProtocolError
+from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
 from pdx.lifecycle import State
 from pdx.memory import GRANULE_BYTES, Arena, round_up
 from pdx.messages import (
@@ -137,6 +137,9 @@ class Service:
         if hello.version != VERSION:
             raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
         session = self.sessions.attach(route, hello, pid, self._clock())
+        if session.unshared:
+            error = LayoutError(f"engine {hello.engine!r} shares no chunks {session.unshared}")
+            self._degraded("layout_mismatch", error)
         self.reports.news = True
         arena = self._arena
         welcome = Welcome(self._epoch, os.getpid(), str(arena.path), arena.nbytes, GRANULE_BYTES)

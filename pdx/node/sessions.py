@@ -34,6 +34,7 @@ class Session:
         self.last_seen = now
         self.last_seq = 0
         self.running = 0
+        self.unshared = ""  # with which engine of its model it cannot share chunks, and why
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
         self.ticket = secrets.token_bytes(TICKET_BYTES)  # what its process shows to map memory of a GPU
 
@@ -56,6 +57,7 @@ class Sessions:
         self._by_pidfd: dict[int, Session] = {}
         self._workers: dict[tuple[str, int], Session] = {}
         self._by_pid: Counter[int] = Counter()
+        self._by_model: dict[str, Session] = {}  # the engine of each model that was attached last
         self._next_number = 1
 
     def __iter__(self) -> Iterator[Session]:
@@ -111,7 +113,23 @@ class Sessions:
         self._by_pid[hello.pid] += 1
         if hello.kind == "worker":
             self._workers[place] = session
+        elif hello.shape.get("model"):
+            self._compare(session, hello.shape["model"])
         return session
+
+    def _compare(self, session: Session, model: str) -> None:
+        other = self._by_model.get(model)
+        self._by_model[model] = session
+        if other is None:
+            return
+        mine, others = session.hello.shape, other.hello.shape
+        fields = [
+            f"{name} {mine.get(name, '')[:64]!r} and {others.get(name, '')[:64]!r}"
+            for name in sorted(mine.keys() | others.keys())
+            if mine.get(name) != others.get(name)
+        ]
+        if fields:
+            session.unshared = f"with engine {other.hello.engine!r}: {', '.join(fields)}"
 
     def detach(self, session: Session) -> None:
         """Forget a session and close its pidfd."""
@@ -123,6 +141,9 @@ class Sessions:
         os.close(session.pidfd)
         if session.hello.kind == "worker":
             del self._workers[session.hello.engine, session.hello.shard]
+        model = session.hello.shape.get("model", "")
+        if self._by_model.get(model) is session:
+            del self._by_model[model]
 
 
 def _watched(claimed: int, pid: int) -> int:

@@ -53,6 +53,7 @@ class SchedulerHalf:
             role=config.role,
             url=config.url,
             layout=layout.fingerprint(),
+            shape=layout.described(),
         )
         self._link = NodeLink(config, hello, starter=True)
 

@@ -18,7 +18,7 @@ from pdx.cli.main import COMMANDS, main
 from pdx.cli.status import as_object, duration, size, view
 from pdx.client import connect
 from pdx.errors import NodeUnavailable
-from pdx.messages import NodeStatus, PeerStatus
+from pdx.messages import AttachedStatus, NodeStatus, PeerStatus
 
 
 def pdx(*arguments: str):
@@ -79,7 +79,7 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
         0,
         7,
         0,
-        [],
+        [AttachedStatus(5, "scheduler", "", "e1", 0, "both", "", 0, 0.1, "with engine 'e2': num_shards '2' and '[1]'")],
         {},
         "tcp://10.0.0.1:7700",
         [peer],
@@ -91,6 +91,7 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
     assert "node alpha, ipc:///run/node.sock" in shown
     assert "peers connect to tcp://10.0.0.1:7700" in shown
     assert "7 pins (9.0 MiB)" in shown
+    assert "engine e1 shares no chunks with engine 'e2': num_shards '2' and '[1]'" in shown
     (row,) = [line for line in shown.splitlines() if "beta" in line]
     for words in ("ready", "nixl 2.25 tcp 1.50", " 3 ", " 4 ", "5.0 MiB", "6.0 GiB", "it [was] silent"):
         assert words in row

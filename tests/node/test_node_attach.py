@@ -260,3 +260,33 @@ def test_settings_survive_the_command_line(start_node):
     node = start_node(arena_bytes=2 * MIB, max_lease_s=7.5)
     assert node.status().arena_bytes == 2 * MIB
     assert NodeConfig(address=node.address, arena_bytes=2 * MIB, max_lease_s=7.5) == node.config
+
+
+def test_engines_of_one_model_that_cannot_share_are_named_with_what_differs(start_node):
+    """A miss of every lookup is not silent: one warning, a counter, and a line in the status."""
+    node = start_node()
+    shape = {"model": "m", "num_shards": "1", "backend": "FLASH_ATTN"}
+    hellos = {
+        "first": shape,
+        "same": shape,
+        "other model": {**shape, "model": "n", "num_shards": "4"},
+        "wider": {**shape, "num_shards": "2", "order": "x" * 200},
+        "wider, too": {**shape, "num_shards": "2", "order": "x" * 200},
+        "as the first": shape,
+    }
+    with contextlib.ExitStack() as stack:
+        for engine, told in hellos.items():
+            wire = stack.enter_context(Wire(node.address))
+            assert isinstance(wire.hello(kind="scheduler", engine=engine, shape=told), Welcome)
+        status = node.status()
+        unshared = {one.engine: one.unshared for one in status.attached if one.unshared}
+        assert set(unshared) == {"wider", "as the first"}
+        assert unshared["wider"].startswith("with engine 'same': num_shards '2' and '1', order 'xxx")
+        assert len(unshared["wider"]) < 200
+        assert status.counters["layout_mismatch"] == 2
+        (line,) = [line for line in node.log.splitlines() if "shares no chunks" in line]
+        assert "engine 'wider' shares no chunks with engine 'same'" in line
+    wait_until(lambda: len(node.status().attached) == 1, what="all engines are gone")
+    with Wire(node.address) as wire:
+        wire.hello(kind="scheduler", engine="next", shape={**shape, "num_shards": "8"})
+        assert node.status().counters["layout_mismatch"] == 2, "there is nobody to share with"
