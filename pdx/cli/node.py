@@ -53,6 +53,8 @@ from pdx.registry import INSIDE_ONE_PROCESS, schemes
 @click.option("--status", is_flag=True, help="Show the state of the running node and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --status: one JSON object.")
 @click.option("--watch", is_flag=True, help="With --status: refresh every second until Ctrl-C.")
+@click.option("--stop", is_flag=True, help="End the running node, and wait until its memory is free.")
+@click.option("--force", is_flag=True, help="With --stop: also while engines are attached.")
 def node(
     address: str | None,
     arena: str,
@@ -70,11 +72,20 @@ def node(
     status: bool,
     as_json: bool,
     watch: bool,
+    stop: bool,
+    force: bool,
 ) -> None:
-    """Run the node of this host in the foreground; or, with --status, show what the running one holds."""
+    """Run the node of this host in the foreground; or, with --status, show what the running one holds; or end it."""
     address = address or default_node()
     if (as_json or watch) and not status:
         raise click.UsageError("--json and --watch go with --status")
+    if force and not stop:
+        raise click.UsageError("--force goes with --stop")
+    if stop:
+        from pdx.cli.stop import stop as stop_node
+
+        click.echo(stop_node(address, force=force))
+        return
     if status:
         _show(address, as_json=as_json, watch=watch)
         return
@@ -112,23 +123,23 @@ def _show(address: str, *, as_json: bool, watch: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pdx.cli.status import as_object, view
+    from pdx.cli.status import as_object, view, without_self
     from pdx.client import connect
 
     with connect(address) as attached:
         if as_json:
             while True:
-                click.echo(as_object(attached.status()))
+                click.echo(as_object(without_self(attached.status())))
                 if not watch:
                     return
                 time.sleep(1.0)
         if not watch:
-            Console().print(view(attached.status(), address))
+            Console().print(view(without_self(attached.status()), address))
             return
         try:
-            with Live(view(attached.status(), address), screen=sys.stdout.isatty()) as live:
+            with Live(view(without_self(attached.status()), address), screen=sys.stdout.isatty()) as live:
                 while True:
                     time.sleep(1.0)
-                    live.update(view(attached.status(), address), refresh=True)
+                    live.update(view(without_self(attached.status()), address), refresh=True)
         except KeyboardInterrupt:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -29,6 +31,13 @@ def view(status: NodeStatus, address: str) -> RenderableType:
     peers = [_peers(status)] if status.peers else []
     apart = [Text(f"engine {one.engine} shares no chunks {one.unshared}") for one in status.attached if one.unshared]
     return Group(head, _attached(status), *apart, *peers, _chunks(status), _counters(status))
+
+
+def without_self(status: NodeStatus) -> NodeStatus:
+    """`status` without the process that asked for it: its session of this process that was heard last."""
+    own = [one for one in status.attached if one.pid == os.getpid() and one.kind == "client"]
+    asked = min(own, key=lambda one: one.silent_s, default=None)
+    return msgspec.structs.replace(status, attached=[one for one in status.attached if one is not asked])
 
 
 def as_object(status: NodeStatus) -> bytes:

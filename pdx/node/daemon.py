@@ -19,15 +19,14 @@ from types import FrameType, TracebackType
 import zmq
 
 from pdx import descriptors
-from pdx.address import check_address, data_host, needs_ipv6
+from pdx.address import check_address, data_host
 from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
-from pdx.errors import GpuUnavailable, NodeError, NodeRunning, PdxError, ProtocolError
+from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory import Arena, round_up
 from pdx.messages import (
-    MAX_FRAME_BYTES,
     Answer,
     Bye,
     Cancel,
@@ -35,12 +34,12 @@ from pdx.messages import (
     Hello,
     Refused,
     ToNode,
-    decode_from_proxy,
     decode_to_node,
     encode,
 )
 from pdx.node.burst import burst
 from pdx.node.desk import Delivery, Desk
+from pdx.node.proxy_line import ProxyLine
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.numa import choose, memory_on, run_on
 from pdx.ownership import owned, remove_socket
@@ -118,10 +117,12 @@ class Daemon:
             self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
             listen = listen_address(config)
             self._peers.open(self._context, listen, data_host(listen), self._watch, self._poller.unregister)
-            self._proxy = self._connect_proxy()
-            if self._proxy is not None:
-                undo.enter_context(self._proxy)
-                self._poller.register(self._proxy, zmq.POLLIN)
+            self._proxy: ProxyLine | None = None
+            if config.proxy:
+                self._proxy = ProxyLine(self._context, config.proxy, self._peers.links.secure_proxy, self._faults)
+                undo.callback(self._proxy.close)
+                for line in self._proxy.sockets:
+                    self._poller.register(line, zmq.POLLIN)
             self._undo = undo.pop_all()
         self._next_tick = time.monotonic()
         self._next_touch = time.monotonic() + TOUCH_S
@@ -143,24 +144,6 @@ class Daemon:
 
     def _watch(self, socket: zmq.Socket[bytes]) -> None:
         self._poller.register(socket, zmq.POLLIN)
-
-    def _connect_proxy(self) -> zmq.Socket[bytes] | None:
-        if not self._config.proxy:
-            return None
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.SNDHWM, 64)
-        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
-        if needs_ipv6(self._config.proxy):
-            dealer.setsockopt(zmq.IPV6, 1)
-        try:
-            self._peers.links.secure_proxy(dealer, self._config.proxy)
-            dealer.connect(self._config.proxy)
-        except PdxError:
-            dealer.close()
-            raise
-        return dealer
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
@@ -186,7 +169,7 @@ class Daemon:
     def _serve_source(self, source: object) -> None:
         if source is self._desk.socket:
             self._serve_burst()
-        elif source is self._proxy:
+        elif self._proxy is not None and source in self._proxy.sockets:
             self._serve_proxy()
         elif source == self._peers.mailbox.fd:
             self._peers.mailbox.deliver()
@@ -296,18 +279,8 @@ class Daemon:
 
     def _serve_proxy(self) -> None:
         assert self._proxy is not None
-        for _ in burst():
-            try:
-                frames = self._proxy.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"{len(frames)} frames instead of one")
-                message = decode_from_proxy(frames[0])
-            except ProtocolError as error:
-                self._faults.dropped("the proxy", error)
-                continue
+        self._proxy.heed_events()
+        for message in self._proxy.receive():
             with self._faults.contain("a message of the proxy"):
                 if isinstance(message, Cancel):
                     self.service.cancel(message.transfer, "the proxy")
@@ -315,12 +288,12 @@ class Daemon:
                     self._peers.told(message.peers)
 
     def _report(self, now: float) -> None:
-        if self._proxy is None or (now < self._next_report and not self.service.news):
+        if self._proxy is None or not self._proxy.is_up:
+            return  # marks wait for it, the last 4,096 of them
+        if now < self._next_report and not self.service.news:
             return
         self._next_report = now + self._config.report_s
-        try:
-            self._proxy.send(encode(self.service.report()), zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._proxy.send(self.service.report()):
             self.service.counters["reports_dropped"] += 1
 
     # ---- the end ----------------------------------------------------------------------------

@@ -12,12 +12,14 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from node_harness import arenas_of
 from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
 from pdx.cli.status import as_object, duration, size, view
+from pdx.cli.stop import stop
 from pdx.client import connect
-from pdx.errors import NodeUnavailable
+from pdx.errors import NodeError, NodeUnavailable
 from pdx.messages import AttachedStatus, NodeStatus, PeerStatus
 
 
@@ -41,7 +43,45 @@ def test_status_as_json(node):
     assert result.exit_code == 0, result.output
     status = json.loads(result.output)
     assert status["arena_bytes"] >= 8 << 20
-    assert [each["kind"] for each in status["attached"]] == ["client"]
+    assert status["attached"] == [], "who asks is not listed"
+    with connect(node.address):
+        result = pdx("node", "--status", "--json", "--address", node.address)
+    assert [each["kind"] for each in json.loads(result.output)["attached"]] == ["client"]
+
+
+def test_stop_ends_a_node_and_waits_until_nothing_of_it_is_left(node):
+    assert arenas_of(node.address)
+    result = pdx("node", "--stop", "--address", node.address)
+    assert result.exit_code == 0, result.output
+    assert f"process {node.pid}" in result.output
+    assert "8.0 MiB" in result.output
+    assert node.process.wait(0) == 0
+    assert not arenas_of(node.address)
+    assert not os.path.exists(node.address.removeprefix("ipc://"))
+    again = pdx("node", "--stop", "--address", node.address)
+    assert again.exit_code == 1
+    assert "no node answers" in again.output
+
+
+def test_stop_asks_before_it_takes_a_node_from_its_engines(node, attach):
+    worker = attach(node, kind="worker", engine="abcdefghij")
+    result = pdx("node", "--stop", "--address", node.address)
+    assert result.exit_code == 1
+    assert f"worker abcdefgh (process {os.getpid()})" in result.output
+    assert "--force" in result.output
+    assert worker.status().pid == node.pid
+    result = pdx("node", "--stop", "--force", "--address", node.address)
+    assert result.exit_code == 0, result.output
+    assert node.process.wait(0) == 0
+
+
+def test_force_without_stop_is_a_usage_error():
+    assert pdx("node", "--force").exit_code == 2
+
+
+def test_a_node_that_does_not_end_is_named(node):
+    with pytest.raises(NodeError, match=f"process {node.pid} has not ended"):
+        stop(node.address, force=False, patience_s=0.0)
 
 
 def test_status_as_tables(node):

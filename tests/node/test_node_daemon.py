@@ -379,6 +379,19 @@ def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(addr
     (place / "proxy.sock").unlink()
 
 
+def test_reports_that_a_proxy_leaves_unread_are_counted(address, place, monkeypatch):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
+        proxy.linger = 0
+        proxy.bind(f"ipc://{place}/proxy.sock")
+        with Daemon(NodeConfig(address=address, arena_bytes=MIB, proxy=f"ipc://{place}/proxy.sock")) as daemon:
+            wait_until(lambda: daemon.turn(0.01) or proxy.poll(0))
+            monkeypatch.setattr(daemon._proxy, "send", lambda report: False)
+            daemon.service.reports.news = True
+            daemon.turn(0.0)
+            assert daemon.service.counters["reports_dropped"] == 1
+    (place / "proxy.sock").unlink()
+
+
 # ---- bounds of a turn ---------------------------------------------------------------------------
 
 

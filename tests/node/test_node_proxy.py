@@ -160,8 +160,8 @@ def test_a_malformed_message_of_the_proxy_is_dropped_and_counted(node, proxy, at
 def test_a_proxy_that_does_not_run_holds_nothing_up(start_node, attach, place):
     node = start_node(proxy=f"ipc://{place}/nobody.sock", report_s=0.01)
     client = attach(node)
-    wait_until(lambda: client.status().counters.get("reports_dropped"))
-    assert client.status().uptime_s < 60
+    wait_until(lambda: client.status().uptime_s > 1.5)  # some hundred reports, if there were any
+    assert "reports_dropped" not in client.status().counters, "nothing is wrong"
 
 
 def test_a_proxy_that_comes_back_hears_of_everything(start_node, attach, place):

@@ -1,0 +1,105 @@
+"""The node's connection to its proxy: reports go out while it stands, cancels and lists of nodes come in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pdx.address import needs_ipv6
+from pdx.errors import ProtocolError
+from pdx.messages import MAX_FRAME_BYTES, FromProxy, NodeReport, decode_from_proxy, encode
+from pdx.node.burst import burst
+from pdx.node.faults import Faults
+
+log = logging.getLogger("pdx.node")
+
+RECONNECT_MS = 1000  # at most between two attempts to reach the proxy
+_UNREAD = 64  # reports that the proxy may leave unread
+
+
+class ProxyLine:
+    """A DEALER that connects until it is closed. One thread; nothing blocks."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        secure: Callable[[zmq.Socket[bytes], str], None],
+        faults: Faults,
+    ) -> None:
+        """`secure`: puts keys on a socket that is to connect to this address.
+
+        :raises ConfigError: it cannot.
+        """
+        self.is_up = False
+        self._address = address
+        self._faults = faults
+        with contextlib.ExitStack() as undo:
+            self._dealer = undo.enter_context(context.socket(zmq.DEALER))
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, _UNREAD),
+                (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+                (zmq.RECONNECT_IVL_MAX, RECONNECT_MS),
+                (zmq.IPV6, int(needs_ipv6(address))),
+            ):
+                self._dealer.setsockopt(option, value)
+            self._events = undo.enter_context(self._monitor(context))
+            undo.callback(self._dealer.disable_monitor)
+            secure(self._dealer, address)
+            self._dealer.connect(address)
+            self._undo = undo.pop_all()
+
+    def _monitor(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        name = f"inproc://proxy-line-{id(self)}"
+        self._dealer.monitor(name, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        events = context.socket(zmq.PAIR)
+        events.setsockopt(zmq.LINGER, 0)
+        events.setsockopt(zmq.RCVHWM, 0)  # else ZMQ's thread would wait for this one
+        events.connect(name)
+        return events
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        """Those to be polled."""
+        return self._dealer, self._events
+
+    def heed_events(self) -> None:
+        """Note whether the proxy is there."""
+        while self._events.poll(0):
+            was_up = self.is_up
+            self.is_up = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self.is_up is not was_up:
+                log.info("the proxy at %s %s", self._address, "is connected" if self.is_up else "is gone")
+
+    def receive(self) -> Iterator[FromProxy]:
+        """A burst of what it says; what makes no sense is dropped and counted."""
+        for _ in burst():
+            try:
+                frames = self._dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames instead of one")
+                message = decode_from_proxy(frames[0])
+            except ProtocolError as error:
+                self._faults.dropped("the proxy", error)
+                continue
+            yield message
+
+    def send(self, report: NodeReport) -> bool:
+        """Send a report without waiting; False: the proxy has left too many unread."""
+        try:
+            self._dealer.send(encode(report), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._undo.close()
