@@ -44,7 +44,7 @@ def private_folder(folder: Path) -> None:
     :raises ConfigError: it belongs to somebody else or others may enter it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = folder.stat()
+    info = folder.lstat()  # a link that another user put there is not followed
     if info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise ConfigError(
             f"{folder} must belong to user {os.getuid()} with mode 0700 "

@@ -26,6 +26,9 @@ GRANULE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: map all pages now instead of at the first touch
 _POPULATE_BYTES = 64 << 20
 _GENERATION_BYTES = 8
+_FILL_GENERATIONS = 1 << 17
+LAST_GENERATION = (1 << 63) - 1  # the next one is 0: a message can carry no more
+FIRST_GENERATIONS = 1 << 31  # a node's generations begin at a random number below that: five bytes in a message
 
 
 def round_up(nbytes: int) -> int:
@@ -75,8 +78,7 @@ class Arena:
         try:
             if os.fstat(fd).st_size != total:
                 raise NodeUnavailable(f"{path} has {os.fstat(fd).st_size} bytes, expected {total}")
-            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable_generations else 0)
-            self._table = mmap.mmap(fd, table_bytes, prot=protection, offset=total - table_bytes)
+            self._table = _map_table(fd, table_bytes, total - table_bytes, writable=writable_generations)
             self._data = mmap.mmap(fd, nbytes) if self._has_data_in_file else None
             if writable_generations:  # this process is the node: as long as it lives, `remove_left` leaves the file
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -152,6 +154,13 @@ class Arena:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path} {self.nbytes >> 20} MiB>"
 
+    def begin_generations(self, base: int) -> None:
+        """Have all generations begin at `base`. For the node, before it grants a slot: with a base drawn at random no
+        slot of another life of the node is current in this one."""
+        piece = base.to_bytes(_GENERATION_BYTES, "little") * _FILL_GENERATIONS
+        for first in range(0, len(self._table), len(piece)):
+            self._table[first : first + len(piece)] = piece[: len(self._table) - first]
+
     @property
     def data(self) -> memoryview:
         """All of it, writable, without a copy.
@@ -219,6 +228,17 @@ class Arena:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _map_table(fd: int, nbytes: int, offset: int, *, writable: bool) -> mmap.mmap:
+    if writable:
+        return mmap.mmap(fd, nbytes, offset=offset)
+    # What is mapped by a descriptor that cannot write can never be made writable, whatever the process does wrong.
+    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(read_only, nbytes, prot=mmap.PROT_READ, offset=offset)
+    finally:
+        os.close(read_only)
 
 
 def check_span(offset: int, nbytes: int, total: int) -> None:

@@ -24,6 +24,7 @@ class FindingName(StrEnum):
 
     SHM_SMALL = "shm-small"
     MEMLOCK_SMALL = "memlock-small"
+    FILES_FEW = "files-few"
     RDMA_NONE = "rdma-none"
     RDMA_PORT_DOWN = "rdma-port-down"
     RDMA_NO_ACCESS = "rdma-no-access"

@@ -17,6 +17,7 @@ from pdx.cli.status import size
 
 SHM = Path("/dev/shm")
 DEFAULT_ARENA_BYTES = 4 << 30
+FEW_FILES = 4096
 _CAP_IPC_LOCK = 14
 _RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gdaki")
 
@@ -38,6 +39,7 @@ def facts(ucx: Sequence[str], environ: Mapping[str, str]) -> list[Fact]:
     return [
         shared_memory(),
         memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _may_lock(), has_rdma=bool(devices)),
+        files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         rdma(devices, _verbs()),
         ucx_transports(ucx, environ, has_rdma=bool(devices)),
     ]
@@ -64,6 +66,15 @@ def memlock(limit: int, may_lock: bool, *, has_rdma: bool) -> Fact:
         found = f"{size(limit)}, less than the arena that RDMA has to lock"
         return Fact("memlock", found, False, fix, FindingName.MEMLOCK_SMALL)
     return Fact("memlock", f"{size(limit)}; only RDMA would need more")
+
+
+def files(hard: int) -> Fact:
+    """The hard RLIMIT_NOFILE: a node raises its own limit to that."""
+    if hard == resource.RLIM_INFINITY or hard >= FEW_FILES:
+        return Fact("files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,} may be open at a time")
+    found = f"{hard:,} may be open at a time; a node needs two per attached process and three per peer"
+    fix = "ulimit -Hn 65536 (systemd: LimitNOFILE=65536, docker: --ulimit nofile=65536)"
+    return Fact("files", found, False, fix, FindingName.FILES_FEW)
 
 
 def rdma_devices(folder: Path) -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
-from pdx.memory import Arena, round_up
+from pdx.memory import FIRST_GENERATIONS, Arena, round_up
 from pdx.messages import (
     Answer,
     Bye,
@@ -98,6 +98,7 @@ class Daemon:
             for left in (path, handover_path(config.address)):  # by a node that was killed
                 remove_socket(left)
             arena = _fresh_arena(config, epoch, near)
+            arena.begin_generations(secrets.randbelow(FIRST_GENERATIONS))
             undo.callback(arena.close)
             undo.callback(arena.path.unlink, missing_ok=True)
             self._context = undo.enter_context(zmq.Context())

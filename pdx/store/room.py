@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pdx.lifecycle import Step
-from pdx.memory import GRANULE_BYTES, Arena, round_up
+from pdx.memory import GRANULE_BYTES, LAST_GENERATION, Arena, round_up
 from pdx.messages import Slot
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
@@ -103,6 +103,6 @@ class Room:
 
     def _next_generation(self, offset: int) -> int:
         granule = offset // GRANULE_BYTES
-        generation = self._generations[granule] + 1
+        generation = (self._generations[granule] + 1) & LAST_GENERATION
         self._generations[granule] = generation
         return generation

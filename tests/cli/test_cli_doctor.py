@@ -16,7 +16,7 @@ from pdx.cli import gpus
 from pdx.cli.doctor import Finding, Report, view
 from pdx.cli.findings import FindingName
 from pdx.cli.loopback import Rate, Trial
-from pdx.cli.machine import Fact, memlock, rdma, rdma_devices, shared_memory, ucx_transports
+from pdx.cli.machine import Fact, files, memlock, rdma, rdma_devices, shared_memory, ucx_transports
 from pdx.cli.main import main
 from pdx.testing.fake_cuda import fake_cuda
 
@@ -198,6 +198,15 @@ def test_memlock_matters_where_there_is_rdma():
     assert limited.finding is FindingName.MEMLOCK_SMALL
     assert "8.0 MiB" in limited.found
     assert "--ulimit memlock=-1" in limited.fix
+
+
+def test_few_files_are_found():
+    assert files(resource.RLIM_INFINITY).is_ok
+    assert files(4096).is_ok
+    few = files(1024)
+    assert not few.is_ok
+    assert few.finding is FindingName.FILES_FEW
+    assert "1,024" in few.found
 
 
 def test_rdma_devices_and_their_ports(tmp_path):

@@ -1,8 +1,11 @@
 """The arena file: its layout, its modes, and what a stale or forged slot looks like."""
 
+import ctypes
+import errno
 import mmap
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +136,25 @@ def test_a_file_of_another_user_is_passed_over(tmp_path):
     os.chown(path, 65_534, 65_534)
     Arena.remove_left(path)
     assert path.exists()
+
+
+def test_a_process_cannot_make_its_view_of_generations_writable(arena):
+    with Arena.open(arena.path, NBYTES) as other:
+        generations = (ctypes.c_char * 8).from_buffer_copy(other.generations[:1])
+        assert bytes(generations) == bytes(8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        rows = [line.split() for line in maps if str(arena.path) in line]
+        (span,) = [row[0] for row in rows if row[1].startswith("r--")]
+        first, last = (int(part, 16) for part in span.split("-"))
+        assert libc.mprotect(first, last - first, mmap.PROT_READ | mmap.PROT_WRITE) == -1
+        assert ctypes.get_errno() == errno.EACCES
+
+
+@pytest.mark.parametrize("base", [1, 12345, (1 << 31) - 1])
+def test_generations_begin_where_they_are_told_to(tmp_path, base):
+    with Arena.create(tmp_path / "a", NBYTES) as made, Arena.open(made.path, NBYTES) as other:
+        made.begin_generations(base)
+        assert set(other.generations) == {base}
+        assert set(made.data) == {0}

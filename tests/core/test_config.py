@@ -120,3 +120,11 @@ def test_the_runtime_folder_without_xdg_is_per_user(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(config.tempfile, "gettempdir", lambda: str(tmp_path))
     assert config.runtime_folder() == tmp_path / f"pdx-{os.getuid()}"
+
+
+def test_a_link_in_the_place_of_a_private_folder_is_not_followed(tmp_path):
+    """In /tmp another user may have put it there."""
+    private_folder(tmp_path / "mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="must belong to user"):
+        private_folder(tmp_path / "link")

@@ -178,6 +178,17 @@ def test_many_messages_do_not_keep_deadlines_waiting(daemon, wire):
     assert max(answered) <= 256, "one turn is one burst"
 
 
+def test_slots_of_one_life_of_a_node_are_not_current_in_the_next(address):
+    seen = []
+    for _ in range(2):
+        with Daemon(NodeConfig(address=address, arena_bytes=MIB)) as daemon:
+            generations = set(daemon.service.store._room._generations)
+            assert len(generations) == 1
+            seen.append(generations.pop())
+    assert seen[0] != seen[1], "one in two thousand millions may be equal"
+    assert max(seen) < 1 << 31
+
+
 def test_while_the_machine_stands_still_the_node_is_not_idle(address, monkeypatch):
     """Nobody could attach meanwhile."""
     now = 100.0

@@ -472,3 +472,20 @@ def test_a_chunk_record_takes_less_than_a_kilobyte(tmp_path):
         finally:
             tracemalloc.stop()
     assert per_chunk <= 1024, f"{per_chunk:.0f} bytes per chunk"
+
+
+# ---- generations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", [(1 << 63) - 1, (1 << 63), (1 << 64) - 1])
+def test_a_generation_that_somebody_wrote_over_ends_nothing(store, arena, written):
+    """Once the largest number of the table ended the node at the next free."""
+    for _ in range(3):
+        (slot,) = put(store, "a")
+        arena.generations[slot.offset // GRANULE_BYTES] = written
+        store.delete(keys("a"))
+        (slot,) = put(store, "a")
+        assert 0 <= slot.generation < 1 << 63
+        assert arena.is_current(slot)
+        store.delete(keys("a"))
+    assert store.free_bytes == arena.nbytes
