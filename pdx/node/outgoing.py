@@ -172,8 +172,8 @@ class Outgoing:
             self._give_up(push, SenderStep.CANCEL)  # the peer keeps room for it until it is told
             raise
         push.step(SenderStep.GRANT)
-        wanted = set(push.chunks)
-        self._store.unhold([chunk for chunk in held if chunk not in wanted])
+        wanted, shards = set(granted.granted), push.offer.shards
+        self._store.unhold([chunk for at, chunk in enumerate(held) if at // shards not in wanted])
         if push.offer.want:
             self._queues[name].wanted_bytes -= held_bytes - push.held_bytes
         for item in push.items:

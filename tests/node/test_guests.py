@@ -22,7 +22,6 @@ class Stage(SendingStage):
         super().__init__(folder, granules=16)
         ways = SimpleNamespace(
             outgoing=self.outgoing,
-            changed=self.outgoing.changed,
             is_pushing=lambda transfer, name: self.outgoing.of_transfer(transfer, name) is not None,
             push=self.push,
         )
@@ -35,6 +34,7 @@ class Stage(SendingStage):
             transfers=Transfers(self.counters),
             regions=SimpleNamespace(listeners={}, regions={}),
             ways=ways,
+            on_changed=self.outgoing.changed,
             mailbox=None,
             counters=self.counters,
             layouts=list,
@@ -100,6 +100,20 @@ def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
     stage.outgoing.lost("b")
     assert stage.outgoing.wants("b") == (0, 0)
     assert stage.holds() == 0
+
+
+def test_a_key_that_is_asked_for_twice_and_granted_once_leaves_nothing_held(stage):
+    """A chunk that stays held can never be evicted again."""
+    slots = seal(stage, [0, 1])
+    assert stage.want([0, 0, 1]) == Coming(1, 3)
+    assert stage.holds() == 3
+    stage.outgoing.granted("b", stage.grants(stage.way.offers[0], [0]))
+    assert stage.holds() == 1
+    stage.outgoing.pump()
+    stage.finish_all()
+    assert stage.holds() == 0
+    stage.assert_idle()
+    assert all(stage.store.at(slot).is_evictable for slot in slots)
 
 
 def test_a_chunk_larger_than_the_share_is_pushed_alone(stage):
