@@ -287,13 +287,17 @@ class GpuArena(Arena):
                 return
             memory, on, self._memory, self._on, self.address = self._memory, self._on, None, None, 0
             streams, self._streams = self._streams, []
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(keeping_context())
-                if self._had_spans and on is not None:
-                    on.wait()  # whoever drops a tensor does not wait for what it is in, and unmapping does not either
-            except GpuError as error:
-                _log.warning("memory of GPU %s may be unmapped under work that uses it: %s", self.gpu, error)
-            for stream in streams:
-                stream.close()
-            memory.close()
+        stack = contextlib.ExitStack()
+        try:
+            stack.enter_context(keeping_context())
+            if self._had_spans and on is not None:
+                on.wait()  # whoever drops a tensor does not wait for what it is in, and unmapping does not either
+        except GpuError as error:
+            _log.warning("memory of GPU %s may be unmapped under work that uses it: %s", self.gpu, str(error))
+        for stream in streams:
+            stream.close()
+        memory.close()
+        try:
+            stack.close()
+        except GpuError as error:  # what is left to do needs no GPU
+            _log.warning("the thread's current GPU may not be the one of before: %s", str(error))

@@ -127,7 +127,7 @@ class Endings:
             listener.expel(token)
             wait_until(lambda: listener.revoke(token, 0, 8 * MIB) or not self.region.checks_writes, "the span is free")
 
-        for _ in range(5):
+        for _ in range(20):  # a library's pools grow when they are first needed
             one_round()
         before = _holdings()
         for _ in range(_ROUNDS):

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from pdx.errors import LayoutError, PdxError
+from pdx.errors import GpuUnavailable, LayoutError, PdxError
 from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter, warm_up
 from pdx.memory import Arena
 from pdx.vllm.mover import Action, Mover, Scatter
@@ -67,21 +67,23 @@ class StreamMover(Mover):
 
         :raises GpuUnavailable: the driver cannot be called, or cuda-bindings is missing.
         """
-        streams.gpu()
         why = ""
         try:
+            streams.gpu()
             warm_up(pages)
             ready = streams.event()
             ready.record(streams.compute())
             ready.synchronize()
+        except GpuUnavailable:
+            raise
         except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
             why = f"{type(error).__name__}: {error}"
         made = cls(pages, shard, streams, count)
         if why:
             made._has_failed = True
             log.error(
-                "the copy kernels cannot be compiled or loaded, nothing is saved or loaded: %s (Triton needs a C "
-                "compiler and Python's headers at its first use; see `pdx doctor`)",
+                "the copy kernels cannot be made ready, nothing is saved or loaded: %s (Triton needs a C compiler and "
+                "Python's headers at its first use; see `pdx doctor`)",
                 why,
             )
             count("kernels_unavailable")

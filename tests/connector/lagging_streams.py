@@ -145,6 +145,7 @@ class LaggingStreams(Streams):
         self._captured: list[Callable[[], None]] | None = None
         self.fault = ""  # what waiting for an event raises
         self._lag_s = lag_s
+        self._gpu: Gpu | None = None
         self._compute = self.new_stream()
 
     @property
@@ -166,7 +167,9 @@ class LaggingStreams(Streams):
         driver.api().capture(is_under_way=work is not None)
 
     def gpu(self) -> Gpu:
-        return Gpu.find("0")
+        if self._gpu is None:
+            self._gpu = Gpu.find("0")
+        return self._gpu
 
     def bind_thread(self) -> None:
         self.gpu().use()

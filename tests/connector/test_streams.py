@@ -16,6 +16,7 @@ from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 from pdx.cuda.memory import num_mapped
 from pdx.memory import Arena
 from pdx.messages import Abort, Fill, Mark
+from pdx.testing.fake_cuda import FakeCuda
 from pdx.vllm import inquiry, stream_mover
 from pdx.vllm.request import Grant
 
@@ -312,3 +313,25 @@ def test_an_idle_step_waits_for_a_load_only_as_long_as_that_needs_the_core(
     assert waits == [], "there was something to do"
     engine.idle()
     assert waits == [longest_s]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fake: FakeCuda, on_gpu: bool) -> None:
+    """A graph is captured while a thread sleeps behind copies. Before the capture ends, the thread wakes and tells the
+    node, the node dies, its memory is let go of, and the next node's is mapped or page-locked."""
+    bed = beds(on_gpu)
+    engine = bed.engine()
+    streams = streams_of(engine)
+    with streams.held(streams.gathering):
+        engine.finish(saved(engine, tokens(44, CHUNK)))
+        streams.captured = []
+    bed.wait_sealed(1)
+    bed.node.kill()
+    wait_until(lambda: not num_mapped() and not fake.counts()["registered"], what="the dead node's memory is let go of")
+    bed.start_node()
+    wait_until(lambda: num_mapped() or fake.counts()["registered"], what="the next node's memory is reached")
+    wait_until(lambda: engine.is_attached, 10, "attached to the next node")
+    assert fake.spoiled == []
+    streams.captured = None
+    engine.finish(saved(engine, tokens(45, CHUNK)))
+    bed.wait_sealed(1)

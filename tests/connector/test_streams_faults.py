@@ -12,9 +12,10 @@ import torch
 from lagging_streams import LaggingStreams
 from node_harness import MIB, wait_until
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
-from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, layout
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
 from pdx.config import ConnectorConfig
+from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
 from pdx.errors import LayoutError
@@ -24,6 +25,7 @@ from pdx.vllm import stream_mover
 from pdx.vllm.window import ArenaWindow
 from pdx.vllm.worker import WorkerHalf
 
+RELEASES = {"cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemHostUnregister"}
 PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
 
 
@@ -345,3 +347,47 @@ def test_a_launch_that_is_refused_costs_the_step_alone(
     engine.finish(saved(engine, prompt))
     bed.wait_sealed(1)
     check_loaded(engine, prompt, CHUNK)
+
+
+@pytest.mark.timeout(300)  # some forty engines
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_whatever_call_of_the_driver_fails_the_engine_goes_on(
+    beds: Callable[..., Bed],
+    fake: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    on_gpu: bool,
+) -> None:
+    """Each call that an engine makes behind the look at its GPU fails once: what it computes is right, and all is given
+    back, but for what the driver itself did not take."""
+    monkeypatch.setattr(memory, "_mapped", set())
+    bed = beds(on_gpu)
+    failed: list[str] = []
+    for number in range(9, 60):
+        name = f"toy-{number}"
+        fake.fail(after=number)
+        streams = LaggingStreams(0.0)
+        streams.log = bed.log
+        engine = ToyEngine(bed.address, name, streams=streams)
+        prompt = tokens(number, CHUNK)
+        engine.finish(saved(engine, prompt))
+        again = Request("again", prompt)
+        engine.admit(again)
+        engine.check_cache(again, again.num_computed)
+        engine.finish(again)
+        engine.close()
+        streams.close()
+        if len(fake.failed) == len(failed):
+            break
+        failed.append(fake.failed[-1])
+        fake.heal()
+        caplog.clear()  # an exception in a record keeps the node's arena
+        if failed[-1] in RELEASES:
+            for address, _ in fake.host.spans():
+                fake.host.unregister(address)
+            fake.memory.close()
+        assert fake.leftovers() == {}, failed
+        assert fake.spoiled == []
+    assert RELEASES & set(failed)
+    assert len(fake.failed) == len(failed), "the last engine has lived without a failure"
+    memory._mapped.clear()  # noqa: SLF001

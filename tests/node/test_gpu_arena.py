@@ -322,3 +322,16 @@ def test_a_node_that_ends_makes_all_slots_of_legacy_memory_stale_before_it_frees
         legacy.close()
         assert not other.is_current(SLOT)
         assert not any(other.is_current(Slot(n * GRANULE_BYTES, 1, 0)) for n in range(16))
+
+
+def test_the_file_is_let_go_of_when_the_threads_context_cannot_be_put_back(arena, opened, gpu, fake, caplog):
+    other = opened()
+    other.map(gpu)
+    calls = fake.calls["cuCtxSetCurrent"]
+    fake.fail("cuCtxSetCurrent", after=1)  # the first one is for unmapping
+    other.close()
+    assert fake.calls["cuCtxSetCurrent"] == calls + 2
+    assert "may not be the one of before" in caplog.text
+    assert num_mapped() == 1
+    with pytest.raises(ValueError, match="released"):
+        _ = other.generations[0]
