@@ -68,9 +68,9 @@ class Server(ThreadingHTTPServer):
 
     def look_up(self, prompt):
         """Where the tokens of a prompt are: all but the last one in the own cache, the document behind a connector."""
-        document = prompt[:-QUESTION_TOKENS]
+        document = str(prompt[:-QUESTION_TOKENS])  # text, or a list of token ids
         local = len(prompt) - 1 if document in self.own else 0
-        external = len(document) if document in self.kept and not local else 0
+        external = len(prompt) - QUESTION_TOKENS if document in self.kept and not local else 0
         self.found["local_compute"] += len(prompt) - local - external
         self.found["local_cache_hit"] += local
         self.found["external_kv_transfer"] += external
