@@ -1,5 +1,6 @@
 """What this node asks peers for: once, until it is answered, over or late, and not again at once."""
 
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -153,3 +154,31 @@ def test_a_lost_peer_is_not_waited_for(fetches, link):
     fetches.lost("b", 0.2)
     assert not fetches.is_waiting(ASK, 0, 0.2)
     assert len(fetches) == 0
+
+
+def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
+    """Each push that has landed asks."""
+    costs = []
+    for known in (10, 1000):
+        for number in range(known):
+            key = number.to_bytes(16, "little")
+            fetches.is_waiting(Lookup([key], source="b", transfer=f"transfer-{number:016d}"), 0, 0.0)
+        looked_at = 0
+
+        def profile(frame, event, arg):
+            nonlocal looked_at
+            looked_at += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            fetches.over("b", known - 1, f"transfer-{known - 1:016d}", 0.1)
+            fetches.coming(link, Coming(known - 2, 0), 0.1)
+        finally:
+            sys.setprofile(None)
+        costs.append(looked_at)
+    assert costs[0] == costs[1] > 0
+    for now in (FETCH_S, FETCH_S + KEPT_S):
+        fetches.tick(now)
+    assert not fetches._fetches
+    assert not fetches._by_number
+    assert not fetches._by_transfer
