@@ -7,6 +7,7 @@ chunks get: a node never touches their bytes.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +72,9 @@ class Bed(Protocol):
     def tick(self) -> None:
         """What the node does a few times a second."""
 
+    def spent_s(self) -> float:
+        """Processor time of the thread that does all this."""
+
 
 class Here:
     """A node's own classes in this process, without its loop; its arena is a file of which no byte is touched."""
@@ -105,6 +109,10 @@ class Here:
         for _ in self.service.lookups.late_answers():
             pass
 
+    def spent_s(self) -> float:
+        """Of this thread."""
+        return time.thread_time()
+
     def __enter__(self) -> Self:
         return self
 
@@ -136,6 +144,7 @@ class There:
     def __init__(self, folder: Path, arena_bytes: int) -> None:
         self._address = f"ipc://{folder}/run/node.sock"
         self._process = start(NodeConfig(address=self._address, arena_bytes=arena_bytes))
+        self._schedule = Path(f"/proc/{self._process.pid}/schedstat")  # of its main thread
         self._connections: list[Connection] = []
 
     def attach(self) -> Process:
@@ -152,6 +161,10 @@ class There:
 
     def tick(self) -> None:
         """It does so by itself."""
+
+    def spent_s(self) -> float:
+        """Of its control loop."""
+        return int(self._schedule.read_text().split()[0]) / 1e9
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +194,7 @@ class Load:
 
     def __init__(self, bed: Bed, chunks: int, chunk_bytes: int = GRANULE_BYTES) -> None:
         self.chunks = chunks
-        self._bed = bed
+        self.bed = bed
         self._chunk_bytes = chunk_bytes
         self._names = 0
         self._client = bed.attach()
@@ -200,7 +213,7 @@ class Load:
         client = self._client
         reserved = yield "reserve 64", lambda: client.ask(Reserve(self._keys(ASKED_CHUNKS), self._chunk_bytes))
         yield "abort 64", lambda: client.ask(Abort(reserved.slots))
-        writer = self._bed.attach()
+        writer = self.bed.attach()
         writer.ask(Reserve(self._keys(WRITER_CHUNKS), self._chunk_bytes))  # from now on the store is full
         reserved = yield "reserve 64, evicting", lambda: client.ask(Reserve(self._keys(64), self._chunk_bytes))
         yield "seal 64", lambda: client.ask(Fill(reserved.slots, layers=1, seal=True))
@@ -208,8 +221,8 @@ class Load:
         yield from self._cancel()
         yield "status", lambda: client.ask(Status())
         yield "death of a writer with 4,000 slots", writer.end
-        if self._bed.pass_time():
-            yield "tick that ends them", self._bed.tick
+        if self.bed.pass_time():
+            yield "tick that ends them", self.bed.tick
         self._seal(self.chunks - self._sealed())
 
     def _partial_chunk(self) -> Generator[Step, Any, None]:

@@ -5,17 +5,20 @@ Best fit with coalescing of neighbours: Knuth, The Art of Computer Programming, 
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Collection
 
 ALIGNMENT = 4096
+_SPARE = 16  # holes that have gone stay in a heap, up to so many and as many again as are there
 
 
 class Allocator:
     """Slots within [0, total), each aligned to 4 KB. For one thread: the node's control loop.
 
-    All state: the slots, and the holes between them in three orders; touching holes are always one hole.
-    Finding a hole is a binary search; moving list entries behind it is a memmove of 8 bytes per hole.
+    All state: the slots, and the holes between them by place and by size; touching holes are always one hole. Finding a
+    hole is a binary search among the sizes that there are, of which there are few, and the top of a heap.
     """
 
     def __init__(self, total: int) -> None:
@@ -25,14 +28,16 @@ class Allocator:
         self.total_bytes = total
         self._free_bytes = 0
         self._slots: dict[int, int] = {}  # offset -> bytes
-        self._holes: list[tuple[int, int]] = []  # (bytes, offset), sorted: best fit first
         self._hole_at: dict[int, int] = {}  # offset -> bytes
+        self._sizes: list[int] = []  # of all holes, each once, sorted
+        self._of_size: dict[int, list[int]] = {}  # size -> a heap: offsets of its holes, and of some that have gone
+        self._count_of: dict[int, int] = {}  # size -> how many holes have it
         self._ends: dict[int, int] = {}  # where a slot or a hole ends -> its offset
         self._add_hole(0, total)
 
     def __repr__(self) -> str:
         used = self.total_bytes - self._free_bytes
-        slots, holes = len(self._slots), len(self._holes)
+        slots, holes = len(self._slots), len(self._hole_at)
         return f"<Allocator {used} of {self.total_bytes} bytes, {slots} slots, {holes} holes>"
 
     @property
@@ -43,7 +48,7 @@ class Allocator:
     @property
     def largest_hole(self) -> int:
         """The most bytes that one slot could get now."""
-        return self._holes[-1][0] if self._holes else 0
+        return self._sizes[-1] if self._sizes else 0
 
     @property
     def allocated_count(self) -> int:
@@ -71,20 +76,18 @@ class Allocator:
         if nbytes <= 0 or count < 0:
             raise ValueError(f"cannot allocate {count} slots of {nbytes} bytes")
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        first = bisect_left(self._holes, (size * count, 0))
-        if first == len(self._holes):
-            first = bisect_left(self._holes, (size, 0))
+        at = bisect_left(self._sizes, size * count)
+        if at == len(self._sizes):
+            at = bisect_left(self._sizes, size)
         offsets: list[int] = []
         rests: list[tuple[int, int]] = []  # (offset, bytes)
-        last = first
-        while last < len(self._holes) and len(offsets) < count:
-            hole_bytes, start = self._holes[last]
+        while at < len(self._sizes) and len(offsets) < count:  # a size of which no hole is left goes: `at` is the next
+            start = self._lowest(self._sizes[at])
+            hole_bytes = self._remove_hole(start)
             taken = min(hole_bytes // size, count - len(offsets)) * size
             offsets.extend(range(start, start + taken, size))
             if taken < hole_bytes:
                 rests.append((start + taken, hole_bytes - taken))
-            last += 1
-        self._remove_holes(first, last)
         for rest, rest_bytes in rests:
             self._add_hole(rest, rest_bytes)
         self._slots.update(dict.fromkeys(offsets, size))
@@ -128,10 +131,13 @@ class Allocator:
 
     def check(self) -> None:
         """Assert every invariant, in time linear in the slots and holes; for tests and idle moments."""
-        holes = [(offset, nbytes) for nbytes, offset in self._holes]
-        assert self._holes == sorted(self._holes)
-        assert dict(holes) == self._hole_at
-        assert len(self._hole_at) == len(holes)
+        holes = list(self._hole_at.items())
+        sizes = Counter(self._hole_at.values())
+        assert self._sizes == sorted(sizes)
+        assert self._count_of == sizes
+        assert self._of_size.keys() == sizes.keys()
+        for offset, nbytes in holes:
+            assert offset in self._of_size[nbytes]
         assert {offset + nbytes: offset for offset, nbytes in [*holes, *self._slots.items()]} == self._ends
         assert self._free_bytes == sum(self._hole_at.values())
         end, after_hole = 0, False
@@ -157,20 +163,34 @@ class Allocator:
         self._add_hole(start, end - start)
 
     def _add_hole(self, offset: int, nbytes: int) -> None:
-        insort(self._holes, (nbytes, offset))
+        heap = self._of_size.get(nbytes)
+        if heap is None:
+            heap = self._of_size[nbytes] = []
+            self._count_of[nbytes] = 0
+            insort(self._sizes, nbytes)
+        heapq.heappush(heap, offset)
+        self._count_of[nbytes] += 1
         self._hole_at[offset] = nbytes
         self._ends[offset + nbytes] = offset
         self._free_bytes += nbytes
 
-    def _remove_hole(self, offset: int) -> int:
-        nbytes = self._hole_at[offset]
-        index = bisect_left(self._holes, (nbytes, offset))
-        self._remove_holes(index, index + 1)
-        return nbytes
+    def _lowest(self, nbytes: int) -> int:
+        """The offset of the first of the holes that have this size."""
+        heap = self._of_size[nbytes]
+        while self._hole_at.get(heap[0]) != nbytes:
+            heapq.heappop(heap)
+        return heap[0]
 
-    def _remove_holes(self, first: int, last: int) -> None:
-        """Drop the holes [first, last) of the sorted list, with one memmove for all of them."""
-        for nbytes, offset in self._holes[first:last]:
-            del self._hole_at[offset], self._ends[offset + nbytes]
-            self._free_bytes -= nbytes
-        del self._holes[first:last]
+    def _remove_hole(self, offset: int) -> int:
+        nbytes = self._hole_at.pop(offset)
+        del self._ends[offset + nbytes]
+        self._free_bytes -= nbytes
+        self._count_of[nbytes] -= 1
+        count, heap = self._count_of[nbytes], self._of_size[nbytes]
+        if not count:
+            del self._count_of[nbytes], self._of_size[nbytes]
+            del self._sizes[bisect_left(self._sizes, nbytes)]
+        elif len(heap) > 2 * count + _SPARE:
+            heap[:] = {each for each in heap if self._hole_at.get(each) == nbytes}
+            heapq.heapify(heap)
+        return nbytes
