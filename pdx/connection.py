@@ -65,6 +65,7 @@ class Connection:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # all that was asked for: a node drops answers that find no room
         self._socket.connect(address)
         # Guards the socket and all below. Waited for: answers, and that nobody looks at the socket any more.
         self._lock = threading.Condition()

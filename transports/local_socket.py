@@ -7,6 +7,7 @@ at the other's user before they say anything.
 from __future__ import annotations
 
 import array
+import functools
 import os
 import secrets
 import select
@@ -178,6 +179,7 @@ def _rest(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
     return bytes(rest)
 
 
+@functools.cache  # no process of ours changes either, and a node without descriptors must go on inviting peers
 def _here() -> tuple[str, str]:
     return _BOOT.read_text().strip(), os.readlink(_NETWORK)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from node_harness import MIB, is_stopped, wait_until
+from node_harness import MIB, attached, is_stopped, wait_until
 
 from pdx.connection import Connection
 from pdx.errors import NodeUnavailable, StaleSlot
@@ -110,6 +110,23 @@ def test_what_a_caller_gave_up_waiting_for_is_given_back_all_the_same(node, conn
             connection.call(Abort(slots), 0.0)
     finally:
         node.signal(signal.SIGCONT)
+    wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
+
+
+def test_answers_that_nobody_reads_for_a_while_are_not_dropped(start_node, connect):
+    """What they grant could not be given back. The node drops answers to a process that takes none."""
+    node = start_node(arena_bytes=16 * MIB)
+    connection = connect(node.address)
+    assert connection.attach(30.0)
+    with connection._lock:  # so that no thread of this process reads
+        stop(node)
+        seqs = [connection.ask(Reserve([key], GRANULE_BYTES)) for key in keys(4000)]
+        node.signal(signal.SIGCONT)
+        wait_until(lambda: connection._flush() or connection._outbox.next is None)
+        with attached(node.address) as wire:
+            wait_until(lambda: wire.status().chunks == {"filling": 4000})
+        for seq in seqs:
+            connection.forget(seq)
     wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
 
 

@@ -54,6 +54,17 @@ def greeted(remote, fds):
         yield sock, unpack_ack(answer).status if answer else None
 
 
+def test_a_peer_is_invited_without_opening_a_file(monkeypatch):
+    """A process that has no descriptor left goes on: what its address says was read once."""
+    with Stage(ShmRegion) as stage:
+        side = stage.side(MIB)
+        first = address_of(side.session()[1])
+        opened = []
+        monkeypatch.setattr(Path, "read_text", lambda path: opened.append(path))
+        assert address_of(side.session()[1]) == first
+        assert not opened
+
+
 def test_anonymous_memory_cannot_be_registered():
     with pytest.raises(ChannelUnavailable, match="file"):
         ShmRegion.register(Memory(memoryview(bytearray(4096))))
