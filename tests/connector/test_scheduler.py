@@ -110,11 +110,13 @@ def test_a_reset_at_any_moment_leaves_nothing_of_the_old_weights_behind(
         if then == "preempted" and request.block_ids:
             engine.preempt(request)
         if then != "finished":
-            go_on(engine, request)
+            go_on(engine, engines, request)
         engine.finish(request)
         wait_until(lambda: at_rest(engines), what=f"nothing is held, where it {then}")
+        save(engine, engines, prompt, "leads up to what the request may have saved")
         again = Request("again", request.all_token_ids)
         engine.admit(again)
+        assert again.num_computed >= 3 * CHUNK
         engine.check_cache(again, again.num_computed)
         engine.finish(again)
         wait_until(lambda: at_rest(engines), what="at rest")
@@ -131,7 +133,7 @@ def settle(engine: ToyEngine, request: Request, moment: str) -> None:
         engine.scheduler.loaded(request.request_id)
 
 
-def go_on(engine: ToyEngine, request: Request) -> None:
+def go_on(engine: ToyEngine, engines: Any, request: Request) -> None:
     """The request computes what it has not yet, and generates a chunk."""
     if not request.block_ids:
         engine.admit(request)
@@ -141,6 +143,7 @@ def go_on(engine: ToyEngine, request: Request) -> None:
     for token in tokens(43, CHUNK):
         request.all_token_ids.append(token)
         engine.step((request, 1))
+        engines.node.status()  # by then the node has answered what it was asked
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
