@@ -273,7 +273,7 @@ class ReferenceEngine:
                 SimpleNamespace(req_id=request.request_id, block_ids=(request.block_ids,), num_computed_tokens=start)
                 for request, start, _ in work
             ],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
         )
