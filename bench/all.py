@@ -21,7 +21,7 @@ SHOWN = (
     "idle",
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield"),
-    *("reuse-lmcache", "reuse-plain", "reuse-chunks"),
+    *("reuse-lmcache", "reuse-plain"),
 )
 NUMBERS = ROOT / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
