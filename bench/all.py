@@ -19,6 +19,7 @@ BENCHES = ("pages", "node", "scaling", "pushes", "handoff", "overhead", "channel
 # last are of `pdx bench breakdown`, copied from its --out.
 SHOWN = (
     "idle",
+    "flood",
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield"),
     *("reuse-lmcache", "reuse-plain"),

@@ -63,6 +63,8 @@ class Links:
         """
         check_listen(listen, has_keys=bool(keys and roster))
         self._own = KeyPair.load(keys) if keys else None
+        if self._own is None and listen.startswith("tcp://"):
+            log.warning("%s has no keys: every user of this host may say hello, offer chunks and end sessions", listen)
         self._roster = Roster(roster, has_keys=self._own is not None)
         self._context, self._handler, self._counters = context, handler, counters
         self._faults = faults or Faults(counters)
