@@ -277,26 +277,23 @@ class Connection:
             return
         self._is_polled = True
         self._lock.release()
+        ready: list[tuple[int, int]] = []
         try:
-            self._arrivals.poll(timeout_ms)
+            ready = self._arrivals.poll(timeout_ms)
         finally:
             self._lock.acquire()
             self._is_polled = False
-            with contextlib.suppress(BlockingIOError):
+            if any(fd == self._bell for fd, _ in ready):
                 os.eventfd_read(self._bell)
             self._lock.notify_all()  # the next one polls
 
     def _receive(self) -> None:
         """Take all that has come."""
         is_news = False
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception at the end
             is_news = True
             try:
-                envelope = decode_from_node(frame)
+                envelope = decode_from_node(self._socket.recv(zmq.NOBLOCK))
             except ProtocolError as error:
                 log.warning("dropped an answer from the node at %s: %s", self.address, error)
             else:
