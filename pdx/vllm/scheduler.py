@@ -189,8 +189,8 @@ class SchedulerHalf:
         # Of the others there is nothing to do or to note, and they may be a thousand.
         changed = [
             index
-            for index, (request_id, new_ids) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
-            if new_ids is not None or request_id in due
+            for index, request_id in enumerate(cached.req_ids)
+            if request_id in due or cached.new_block_ids[index] is not None
         ]
         for index in changed:
             request_id, new_ids = cached.req_ids[index], cached.new_block_ids[index]
