@@ -219,6 +219,10 @@ class Front:
             self._refuse(address, f"{self._count} connections are here already")
             outer.close()
             return
+        if descriptors.left() < descriptors.reserve() // 2:
+            self._refuse(address, "no file descriptor is left for it (ulimit -n)")
+            outer.close()
+            return
         outer.setblocking(False)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -255,7 +259,8 @@ class Front:
             return False
         if len(connection.greeting) < _GREETING_BYTES:
             return False
-        if descriptors.left() < descriptors.reserve() // 2:  # ZMQ's side needs one, too, and must find it
+        # ZMQ's side needs one, too, and must find it; so must those of connections that ZMQ has not taken yet.
+        if descriptors.left() < descriptors.reserve() // 2 + self._num_young:
             self._refuse(connection.address, "no file descriptor is left for it (ulimit -n)")
             self._end(connection)
             return False
