@@ -212,7 +212,7 @@ def test_the_python_api_page(place, monkeypatch):
 
 
 @needs_torch
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_the_engine_page(start_node):
     node = start_node(arena_bytes=64 * MIB)
     (program,) = commands("add-an-engine", "python docs/examples")

@@ -180,7 +180,7 @@ def test_a_stand_in_refuses_what_is_no_prompt() -> None:
     with_engine(work)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_another_answer_and_another_mode_are_noticed(place: Path) -> None:
     """An engine in the place of the proxy knows no transfers; one with other words is no proxy of this engine."""
 

@@ -25,7 +25,7 @@ pytest.importorskip("torch")
 if serve_client.find_spec("vllm") is None:
     pytest.skip("vLLM's benchmark client is what is used here", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 SMALL = ["--input-len", "60", "--output-len", "5", "--rate", "inf", "--warmups", "0"]
 
 
