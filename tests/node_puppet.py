@@ -1,9 +1,12 @@
 """A client process on strings: reads one JSON list [verb, arguments…] per line, answers one JSON value per line."""
 
 import json
+import os
 import sys
 
 import pdx
+from pdx.connection import Connection
+from pdx.messages import VERSION, Fill, Hello, Slot
 
 
 class Puppet:
@@ -54,6 +57,16 @@ class Puppet:
 
     def status(self):
         return self.node.status().counters
+
+    def work(self, engine):
+        """Attach once more, as the worker of an engine."""
+        self.worker = Connection(sys.argv[1], Hello(VERSION, os.getpid(), "worker", engine=engine))
+        return self.worker.attach(20.0)
+
+    def fill_slot(self, offset, nbytes, generation, layers):
+        """As the worker: all slices of this slot, and the seal."""
+        answer = self.worker.call(Fill([Slot(offset, nbytes, generation)], layers=layers, seal=True), 20.0)
+        return answer.count
 
 
 def main():

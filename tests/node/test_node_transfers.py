@@ -1,5 +1,6 @@
 """A prefill-to-decode handoff as the node sees it: who waits for what, how long, and what is left afterwards."""
 
+import msgspec
 import pytest
 from node_harness import MIB, Wire, wait_until
 
@@ -154,9 +155,9 @@ def test_the_death_of_the_writer_ends_the_waiting(start_node, puppets, attach, a
     own = start_node()
     writer = puppets()
     scheduler = attach(own, kind="scheduler", engine="e")
-    worker = attach(own, kind="worker", engine="e", pid=writer.pid)
+    assert writer.do("work", "e")
     slots = reserve(scheduler, TRANSFER)
-    assert worker.ask(Fill(slots[:1], layers=2, seal=True)).count == 1
+    assert writer.do("fill_slot", *msgspec.structs.astuple(slots[0]), 2) == 1
     assert look(scheduler, TRANSFER).waiting
     writer.kill()
     found = wait_until(lambda: not (answer := look(scheduler, TRANSFER)).waiting and answer)
