@@ -163,7 +163,11 @@ class Inquiry:
     # ---- looking up -------------------------------------------------------------------------
 
     def _ask(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """Ask what is there; at once for room, too, unless what is missing may still come."""
+        """Ask what is there; at once for room, too, unless what is missing may still come.
+
+        After a first answer that is not waited for: an answer about room that is older than the one about hits may be
+        void, and would never be younger where steps are slow.
+        """
         keys, _ = self._prompt_keys(tracked)
         may_come = self._may_come(tracked)
         if keys:
@@ -171,7 +175,8 @@ class Inquiry:
             waits_for = tracked.transfer if tracked.is_decode and tracked.waits else None
             shards, lease_s = self._layout.num_shards, self._config.lease_s
             tracked.lookup = self._ask_now(connection, Lookup(keys, shards, lease_s, waits_for, tracked.source, wait_s))
-        if not may_come and not tracked.reserved and tracked.reserve is None:
+        is_over = not may_come or tracked.found is not None
+        if is_over and not tracked.reserved and tracked.reserve is None:
             self._ask_for_room(tracked, connection)
 
     def _wait_s(self, tracked: TrackedRequest) -> float:

@@ -341,3 +341,38 @@ def test_steps_that_are_further_apart_than_any_age_keep_nobody_waiting() -> None
         steps += 1
         asking.clock.now += 100.0
         node.script = answers(0)
+
+
+class SlowNode(ScriptedNode):
+    """A node whose answers are there a step after their questions."""
+
+    def __init__(self, script: Callable[[Ask], Answer | None]) -> None:
+        super().__init__(script)
+        self.num_answered = 0
+
+    def next_step(self) -> None:
+        self.num_answered = len(self.asked)
+
+    def collect(self, seq: int, timeout_s: float) -> Answer | None:
+        return super().collect(seq, timeout_s) if seq <= self.num_answered else None
+
+
+@pytest.mark.parametrize("params", [None, PREFILL, DECODE])
+@pytest.mark.parametrize("has_room", [False, True])
+def test_slow_steps_of_a_busy_engine_keep_nobody_waiting_for_ever(
+    params: dict[str, Any] | None, has_room: bool
+) -> None:
+    """Each answer is older than any age when it is there. Nothing is found, and what another request computes just now
+    is not granted."""
+
+    def script(ask: Ask) -> Answer:
+        return Found(0, []) if isinstance(ask, Lookup) else Reserved([0], slots(1), full=not has_room)
+
+    asking, node = Asking(3 * CHUNK, params), SlowNode(script)
+    steps = 0
+    while not asking.inquiry.advance(asking.tracked, node):  # type: ignore[arg-type]
+        assert steps < 20, f"{len(node.asked)} questions"
+        steps += 1
+        node.next_step()
+        asking.inquiry.new_step(is_busy=True)
+        asking.clock.now += 2.0
