@@ -53,6 +53,7 @@ class Landing:
         self.offer = offer
         self.state = ReceiverState.QUEUED
         self.deadline = now + offer.wait_s  # of waiting for room; then, of landing
+        self.wanted_bytes = round_up(offer.nbytes) * offer.shards * len(offer.keys)
         self.chunks: dict[int, Chunk] = {}
         self.lacking = 0.0  # bytes that it found no room for; nobody looks for its room while fewer are available …
         self.look_at = 0.0  # … or before this
@@ -114,7 +115,7 @@ class Incoming:
         self._granted_by: Counter[str] = Counter()  # chunks that may be written now, by scheme
         self._session_of: dict[bytes, int] = {}  # token -> session number
         self._blocked: Landing | None = None  # the first in the queue that found no room; those behind it wait, too
-        self._at_share: set[str] = set()  # peers whose offers wait because of what they hold already
+        self._at_share: dict[str, int] = {}  # peers with offers that wait for their share, and what the least one wants
         self._is_news = False  # one of these may go on
         self._next_late = float("inf")  # no deadline in the queue is earlier
 
@@ -197,15 +198,15 @@ class Incoming:
 
     def _look(self, landing: Landing, now: float) -> bool:
         """Room for an offer, unless its peer is at its share; False: there is too little room."""
-        if not self._has_share(landing):
-            self._at_share.add(landing.session.name)
+        name, wanted = landing.session.name, landing.wanted_bytes
+        if not self._has_share(name, wanted):
+            self._at_share[name] = min(wanted, self._at_share.get(name, wanted))
             return True
         return self._may_have_room(landing, now) and self._grant(landing, now, partial=False)
 
-    def _has_share(self, landing: Landing) -> bool:
-        held = self._bytes_of[landing.session.name]
-        offer = landing.offer
-        return not held or held + round_up(offer.nbytes) * offer.shards * len(offer.keys) <= self._peer_bytes
+    def _has_share(self, name: str, wanted: int) -> bool:
+        held = self._bytes_of[name]
+        return not held or held + wanted <= self._peer_bytes
 
     def _within_share(self, landing: Landing) -> tuple[list[bytes], int]:
         """The leading keys of an offer that its peer's share has room for, and the bytes they need. A peer that has
@@ -429,7 +430,8 @@ class Incoming:
             self.rooms.pop(slot.offset, None)
             self._bytes_of[name] -= round_up(slot.nbytes)
             self._granted_by[landing.scheme] -= 1
-        self._is_news |= name in self._at_share
+        least = self._at_share.get(name)
+        self._is_news |= least is not None and self._has_share(name, least)
         if not self._bytes_of[name]:
             del self._bytes_of[name]
 

@@ -8,6 +8,7 @@ from pdx.lifecycle import State
 from pdx.memory import GRANULE_BYTES
 from pdx.messages import MAX_SLOTS, Slot
 from pdx.node import incoming as module
+from pdx.node.incoming import Incoming
 from pdx.node.lander import Verdict
 from pdx.peer_messages import Granted, LetGo, Slices, Stop
 from pdx.store.index import Index
@@ -221,6 +222,31 @@ def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
     more = stage.offer(a, [5, 6])
     assert len(a.granted(more).slots) == 2
     finish(stage, a, more)
+    stage.assert_idle()
+
+
+def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room(stage_with, a, monkeypatch):
+    stage = stage_with(peer_share=0.5)
+    first = stage.offer(a, list(range(8)))
+    waiting = [stage.offer(a, [10 + 3 * n, 11 + 3 * n, 12 + 3 * n], wait_s=1000.0) for n in range(100)]
+    looked_at = []
+    look = Incoming._look
+    monkeypatch.setattr(Incoming, "_look", lambda self, *args: looked_at.append(args) or look(self, *args))
+    slots = a.granted(first).slots
+    for slot in slots[:2]:
+        stage.land(a, first, [slot])
+        stage.incoming.pump(stage.now)
+    assert not looked_at
+    stage.land(a, first, slots[2:3])
+    stage.incoming.pump(stage.now)
+    assert len(a.granted(waiting[0]).slots) == 3
+    stage.land(a, first, slots[3:])
+    stage.incoming.pump(stage.now)
+    stage.let_go(a, first)
+    assert a.granted(waiting[1]) is not None
+    for push in waiting:
+        finish(stage, a, push)
+        stage.incoming.pump(stage.now)
     stage.assert_idle()
 
 
