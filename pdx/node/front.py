@@ -223,15 +223,20 @@ class Front:
             self._refuse(address, "no file descriptor is left for it (ulimit -n)")
             outer.close()
             return
-        outer.setblocking(False)
-        outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        try:
+            outer.setblocking(False)
+            outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._epoll.register(outer, select.EPOLLIN)
+        except OSError as error:
+            self._refuse(address, str(error))
+            outer.close()
+            return
         connection = _Connection(outer, address, now)
         self._count += 1
         self._connections[outer.fileno()] = connection
         self._young.setdefault(address, {})[connection] = None
         self._num_young += 1
-        self._epoll.register(outer, select.EPOLLIN)
         if len(self._young[address]) > MAX_YOUNG_OF_ADDRESS:
             self._drop_oldest({address: self._young[address]})
         elif self._num_young > self._max_young:
@@ -264,18 +269,25 @@ class Front:
             self._refuse(connection.address, "no file descriptor is left for it (ulimit -n)")
             self._end(connection)
             return False
-        inner = socket.socket(socket.AF_UNIX)
-        inner.setblocking(False)
         try:
-            inner.connect(f"/proc/self/fd/{self._target}")
-        except OSError:  # ZMQ is behind with taking them: the peer dials again
-            inner.close()
+            inner = self._to_zmq()
+        except OSError as error:  # ZMQ is behind with taking them, or the last descriptor went: the peer dials again
+            self._refuse(connection.address, str(error))
             self._end(connection)
             return False
         connection.begin(inner)
         self._connections[inner.fileno()] = connection
-        self._epoll.register(inner, select.EPOLLIN)
         return True
+
+    def _to_zmq(self) -> socket.socket:
+        """:raises OSError: there is no way to it now."""
+        with contextlib.ExitStack() as undo:
+            inner = undo.enter_context(socket.socket(socket.AF_UNIX))
+            inner.setblocking(False)
+            inner.connect(f"/proc/self/fd/{self._target}")
+            self._epoll.register(inner, select.EPOLLIN)
+            undo.pop_all()
+        return inner
 
     def _watch(self, connection: _Connection) -> None:
         assert connection.inner is not None

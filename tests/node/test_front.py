@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import types
 from collections import Counter
 
 import pytest
@@ -208,6 +209,32 @@ def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
     wait_until(lambda: failed)
     bed.now += 1.0
     outer.sendall(GREETING)
+    assert read(bed.accept(), 10) == GREETING
+
+
+@pytest.mark.parametrize("call", ["socket", "register"])
+def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, call):
+    """Others took the last descriptor, or place in the epoll, just now."""
+    failed = []
+
+    def fail(*_):
+        failed.append(1)
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        if call == "socket":
+            patch.setattr(module, "socket", types.SimpleNamespace(**{**vars(socket), "socket": fail}))
+        else:
+            epoll = bed.front._epoll
+            patch.setattr(bed.front, "_epoll", types.SimpleNamespace(poll=epoll.poll, register=fail))
+        outer = bed.dial()
+        outer.sendall(GREETING)
+        wait_until(lambda: failed and is_closed(outer))
+    assert bed.counters["strangers_dropped"] == 1
+    assert bed.front._count == 0
+    assert not bed.front._connections
+    again = bed.dial()
+    again.sendall(GREETING)
     assert read(bed.accept(), 10) == GREETING
 
 
