@@ -10,6 +10,7 @@ import pytest
 from toy_engine import layout
 
 from pdx.connection import Connection
+from pdx.messages import Slot
 from pdx.vllm.loader import OVERTAKEN, Loader
 from pdx.vllm.plan import LoadPlan, PagesPlan
 
@@ -17,7 +18,7 @@ NOBODY = cast("Connection", None)  # the loads are of no transfer, so the node i
 
 
 def load_of(name: str, num_blocks: int) -> LoadPlan:
-    return LoadPlan(name, None, [PagesPlan([], num_blocks, 0, list(range(num_blocks)))])
+    return LoadPlan.of(name, None, [PagesPlan([Slot(0, 0, 1)], num_blocks, 0, list(range(num_blocks)))])
 
 
 class Gate:
