@@ -17,6 +17,7 @@ import zmq
 from pdx.channel import TOKEN_BYTES, RemoteRegion
 from pdx.errors import ProtocolError
 from pdx.handshake import LINK, SESSION, Identity, LinkState, LinkStep, SessionState, SessionStep
+from pdx.host import runs_here
 from pdx.messages import VERSION, PeerEntry, Refused, Slot
 from pdx.peer_messages import PeerBody, PeerBye, PeerFrame, PeerHello, PeerPing, PeerWelcome, decode_peer, encode_peer
 
@@ -178,8 +179,8 @@ class PeerSession:
 
     def is_dead_if(self, epoch: int, host: str) -> bool:
         """Whether its process has ended if its name is heard in this life on this kernel. Without keys, a node of
-        another host may have been given the same name."""
-        return epoch != self.epoch and (bool(self.key) or host == self.host)
+        another host may have been given the same name, and so may one of this host, where its process can be seen."""
+        return epoch != self.epoch and (bool(self.key) or (host == self.host and not runs_here(host, self.pid)))
 
     def send(self, body: PeerBody) -> None:
         """Say it, if the session is open. Never blocks; a peer that takes nothing more is silent at the next tick."""

@@ -103,15 +103,18 @@ class Reception:
                 self._end(route, session, SessionStep.SILENT, "the roster has changed")
 
     def end_other_life(self, name: str, epoch: int, host: str) -> None:
-        """`name` lives in this epoch on this kernel: its session of another one is over, and its process dead, but for
-        one on another kernel where names are not proved by keys (`PeerSession.is_dead_if`)."""
+        """`name` lives in this epoch on this kernel: its session of another one is over, and its process dead, unless
+        names are not proved by keys and it may run all the same (`PeerSession.is_dead_if`)."""
         previous = self._by_name.get(name)
         if previous is None or previous[1].epoch == epoch:
             return
         if previous[1].is_dead_if(epoch, host):
             self._end(*previous, SessionStep.RESTARTED, f"it was started anew (epoch {epoch})")
         else:
-            why = f"another host has a node of this name (epoch {epoch}); give each its own --name, or use keys"
+            session = previous[1]
+            is_here = host == session.host
+            first = f"process {session.pid} of this name runs" if is_here else "another host has this name"
+            why = f"{first}, and another node was started with it (epoch {epoch}): use another --name, or keys"
             self._end(*previous, SessionStep.SILENT, why)
 
     def close(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
+import subprocess
 
 import pytest
 import zmq
@@ -13,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.handshake import LinkState, LinkStep, SessionState, SessionStep
+from pdx.host import host_id
 from pdx.messages import Refused
 from pdx.node.lives import Lives
 from pdx.peer_messages import Coming, Want
@@ -283,6 +286,18 @@ def test_the_same_name_on_another_kernel_proves_no_death(stage, raw):
     ((session, step),) = beta.core.saw("over")
     assert (session.epoch, step) == (1, SessionStep.SILENT)
     welcomed(stage, raw(beta), name="alpha", epoch=3, host="second")
+    assert [step for _, step in beta.core.saw("over")] == [SessionStep.SILENT, SessionStep.RESTARTED]
+
+
+def test_the_same_name_proves_no_death_of_a_process_that_runs_here(stage, raw, caplog):
+    """Without keys two nodes of one host may have been given one name."""
+    beta = stage.node("beta", 22)
+    welcomed(stage, raw(beta), name="alpha", epoch=1, host=host_id(), pid=os.getpid())
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    welcomed(stage, raw(beta), name="alpha", epoch=2, host=host_id(), pid=ended.pid)
+    assert f"process {os.getpid()} of this name runs" in caplog.text
+    welcomed(stage, raw(beta), name="alpha", epoch=3, host=host_id(), pid=os.getpid())
     assert [step for _, step in beta.core.saw("over")] == [SessionStep.SILENT, SessionStep.RESTARTED]
 
 
