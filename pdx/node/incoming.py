@@ -29,6 +29,7 @@ log = logging.getLogger("pdx.node")
 
 MAX_QUEUED = 4096  # offers of all peers together
 MAX_LANDINGS = 2048  # of one peer, those that wait for room included
+MAX_KEYS_OF_A_PEER = 1 << 20  # in its pushes under way: some 100 MB are remembered for them
 LOOK_S = 0.2  # room that is not enough by its bytes, or too scattered, is looked at again after so long
 LANDING_S = 5.0  # a notification comes no later than this after its sender says that all is written
 
@@ -111,6 +112,7 @@ class Incoming:
         self._of_transfer: defaultdict[str, list[Landing]] = defaultdict(list)
         self._queue: dict[tuple[int, int], Landing] = {}  # those in state QUEUED, in the order of their offers
         self._count_of: Counter[str] = Counter()  # pushes, by peer
+        self._keys_of: Counter[str] = Counter()  # offered in them
         self._bytes_of: Counter[str] = Counter()  # granted and not over, by peer: all its sessions share one share
         self._granted_by: Counter[str] = Counter()  # chunks that may be written now, by scheme
         self._session_of: dict[bytes, int] = {}  # token -> session number
@@ -146,13 +148,16 @@ class Incoming:
         if landing.place in self._landings:
             raise ProtocolError(f"{session.name} offers push {offer.push} twice")
         _check(session, offer)
-        if len(self._queue) >= MAX_QUEUED or self._count_of[session.name] >= MAX_LANDINGS:
+        count, keys = self._count_of[session.name], self._keys_of[session.name]
+        is_too_much = count >= MAX_LANDINGS or keys + len(offer.keys) > MAX_KEYS_OF_A_PEER
+        if len(self._queue) >= MAX_QUEUED or is_too_much:
             self._counters["offers_stopped"] += 1
-            waiting = f"{len(self._queue)} offers wait for room, {self._count_of[session.name]} of yours are under way"
+            waiting = f"{len(self._queue)} offers wait for room, {count} of yours with {keys} keys are under way"
             session.send(Stop(offer.push, f"{waiting} already"))
             return
         self._landings[landing.place] = landing
         self._count_of[session.name] += 1
+        self._keys_of[session.name] += len(offer.keys)
         self._session_of[session.token] = session.number
         self._counters["offers"] += 1
         if offer.transfer is not None:
@@ -412,8 +417,9 @@ class Incoming:
         self._store.let_go(left)
         del self._landings[landing.place]
         self._count_of[landing.session.name] -= 1
+        self._keys_of[landing.session.name] -= len(landing.offer.keys)
         if not self._count_of[landing.session.name]:
-            del self._count_of[landing.session.name]
+            del self._count_of[landing.session.name], self._keys_of[landing.session.name]
         if landing.offer.transfer is not None:
             of_transfer = self._of_transfer[landing.offer.transfer]
             of_transfer.remove(landing)

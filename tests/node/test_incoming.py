@@ -434,6 +434,23 @@ def test_a_peer_has_no_more_pushes_under_way_than_may_be(stage, a, b, monkeypatc
     stage.assert_idle()
 
 
+def test_a_peer_has_no_more_keys_under_way_than_may_be(stage, a, b, monkeypatch):
+    """They are remembered as long as their pushes are."""
+    monkeypatch.setattr(module, "MAX_KEYS_OF_A_PEER", 10)
+    pushes = [stage.offer(a, [0, 1, 2, 3, 4]) for _ in range(2)]
+    (stop,) = a.answers(stage.offer(a, [9]))
+    assert isinstance(stop, Stop)
+    assert stage.counters["offers_stopped"] == 1
+    finish(stage, b, stage.offer(b, [8]))
+    stage.let_go(a, pushes.pop())
+    pushes.append(stage.offer(a, [5, 6, 7, 8, 9]))
+    assert a.granted(pushes[-1]) is not None
+    for push in pushes:
+        finish(stage, a, push)
+    stage.assert_idle()
+    assert not stage.incoming._keys_of
+
+
 # ---- offers that make no sense -------------------------------------------------------------------
 
 
