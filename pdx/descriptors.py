@@ -7,6 +7,7 @@ import os
 import resource
 
 _MOST = 1 << 20  # some container runtimes say a thousand millions, and some libraries close each one of them
+_OPEN = "/proc/self/fd"
 
 
 def raise_limit() -> int:
@@ -32,13 +33,9 @@ def reserve() -> int:
 
 
 def left() -> int:
-    """How many more files can certainly be opened; a call costs two system calls, whatever is open.
-
-    The lowest free number is what the kernel compares with the limit, and everything below it is in use.
-    """
+    """How many more files can be opened. One system call; before Linux 6.2, one per some hundred open files."""
     try:
-        fd = os.eventfd(0, os.EFD_CLOEXEC)
+        num_open = os.stat(_OPEN).st_size or len(os.listdir(_OPEN))  # the size is how many, or 0 on older kernels
     except OSError:
         return 0
-    os.close(fd)
-    return max(0, limit() - fd)
+    return max(0, limit() - num_open)

@@ -108,7 +108,7 @@ class Daemon:
             self._desk = Desk(self._context, path, self.service.counters)
             undo.callback(self._desk.close)
             self._poller = zmq.Poller()
-            for source in (self._desk.socket, self._desk.fd):
+            for source in (self._desk.socket, self._desk.entry.fd):
                 self._poller.register(source, zmq.POLLIN)
             self._handover = self._open_handover(arena) if isinstance(arena, GpuArena) else None
             if self._handover is not None:
@@ -143,18 +143,23 @@ class Daemon:
             counters=self.service.counters,
         )
 
-    def _watch(self, socket: zmq.Socket[bytes]) -> None:
-        self._poller.register(socket, zmq.POLLIN)
+    def _watch(self, source: zmq.Socket[bytes] | int) -> None:
+        self._poller.register(source, zmq.POLLIN)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
         timeout_s = min(timeout_s, self.service.lookups.due_in(time.monotonic()))
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
-        self._desk.heed_descriptors()
+        with self._faults.contain("letting processes in"):
+            self._desk.entry.heed()
         for source, _ in ready:
             with self._faults.contain("serving a socket") as part:
                 self._serve_source(source)
-            if part.has_failed and isinstance(source, int) and source not in (self._peers.mailbox.fd, self._desk.fd):
+            if (
+                part.has_failed
+                and isinstance(source, int)
+                and source not in (self._peers.mailbox.fd, self._desk.entry.fd)
+            ):
                 self._forget(source)  # else it would fail again at once, for ever
         self._peers.turn()
         now = time.monotonic()
@@ -174,13 +179,12 @@ class Daemon:
             self._serve_proxy()
         elif source == self._peers.mailbox.fd:
             self._peers.mailbox.deliver()
-        elif source == self._desk.fd:
-            pass  # somebody connects: `heed_descriptors` has seen to it
-        elif isinstance(source, int):
-            if self._handover is None or not self._handover.serve(source):
-                self._bury(source)
-        else:
-            self._peers.links.serve(source)
+        elif source == self._desk.entry.fd:
+            pass  # somebody connects: `heed` has seen to it
+        elif self._peers.links.serve(source):
+            pass
+        elif isinstance(source, int) and (self._handover is None or not self._handover.serve(source)):
+            self._bury(source)
 
     def _tick(self, now: float) -> None:
         self.service.tick()

@@ -16,10 +16,12 @@ from pdx.errors import ConfigError, NodeRunning, ProtocolError
 from pdx.gate import Gate, user_of
 from pdx.keyring import KeyPair, secure_server
 from pdx.messages import MAX_FRAME_BYTES
+from pdx.node.entry import Entry
 from pdx.node.front import Front
 from pdx.ownership import owned, remove_socket
 
 HIGH_WATER = 1024  # messages a peer may leave unread
+_BACKLOG = 4  # what the front has passed on and ZMQ not taken yet is not counted among the descriptors in use
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -56,7 +58,6 @@ class Door:
                 taken = NodeRunning(f"another node already listens at {path}; give this one another --listen")
                 undo.enter_context(owned(path, lambda _: taken))
                 remove_socket(path)
-                undo.callback(path.unlink, missing_ok=True)
             self._front = self._new_front(listen, timeout_s, counters) if listen.startswith("tcp://") else None
             if self._front is not None:
                 undo.callback(self._front.close)
@@ -69,7 +70,11 @@ class Door:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, or does not read
             if own is not None:
                 secure_server(self._router, own)
-            self._bind(listen)
+            self._entry: Entry | None = None
+            if listen.startswith("ipc://"):
+                self._entry = undo.enter_context(contextlib.closing(Entry(socket_path(listen), self._router, counters)))
+            else:
+                self._bind(listen)
             self.address = self._front.address if self._front is not None else listen
             self._undo = undo.pop_all()
 
@@ -81,6 +86,16 @@ class Door:
         """Those to be polled, while it is open."""
         gate = [self._gate.socket] if self._gate is not None else []
         return [socket for socket in (self._router, *gate) if not socket.closed]
+
+    @property
+    def fd(self) -> int:
+        """To be polled, too: who connects waits for `heed`. -1: nobody ever does."""
+        return self._entry.fd if self._entry is not None else -1
+
+    def heed(self) -> None:
+        """See `Entry.heed`."""
+        if self._entry is not None:
+            self._entry.heed()
 
     def answer_gate(self, socket: object) -> bool:
         """Let in, or not, who waits at the gate; False: this is not the gate's socket."""
@@ -128,15 +143,16 @@ class Door:
             raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
 
     def _bind(self, listen: str) -> None:
+        assert self._front is not None
         mask = os.umask(0o177)
         try:
-            self._router.bind(self._front.inner if self._front is not None else listen)
+            self._router.setsockopt(zmq.BACKLOG, _BACKLOG)
+            self._router.bind(self._front.inner)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
         finally:
             os.umask(mask)
-        if self._front is not None:
-            self._front.start()
+        self._front.start()
 
 
 def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:

@@ -49,14 +49,14 @@ class Links:
         roster: str,
         timeout_s: float,
         ping_s: float,
-        watch: Callable[[zmq.Socket[bytes]], None],
-        unwatch: Callable[[zmq.Socket[bytes]], None],
+        watch: Callable[[zmq.Socket[bytes] | int], None],
+        unwatch: Callable[[zmq.Socket[bytes] | int], None],
         counters: Counter[str],
         faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`context`: of this node alone, because the gate is for all CURVE servers in it. `watch` and `unwatch` add
-        and remove a socket of the poller that decides when to call `serve`.
+        and remove a socket, or a descriptor, of the poller that decides when to call `serve`.
 
         :raises ConfigError: an address, the keys or the roster are wrong, or the address cannot be had.
         :raises NodeRunning: another node owns the address.
@@ -94,8 +94,8 @@ class Links:
             counters=counters,
             faults=self._faults,
         )
-        for socket in self._door.sockets:
-            watch(socket)
+        for source in self._door_sources():
+            watch(source)
 
     @property
     def address(self) -> str:
@@ -181,7 +181,10 @@ class Links:
     # ---- the loop ---------------------------------------------------------------------------
 
     def serve(self, socket: object) -> bool:
-        """Take what is waiting on a socket that can be read; False: it is none of ours."""
+        """Take what is waiting on a socket or a descriptor that can be read; False: it is none of ours."""
+        if socket == self._door.fd:
+            self._heed_door()
+            return True
         if not isinstance(socket, zmq.Socket):
             return False
         if socket.closed or self._door.answer_gate(socket):
@@ -207,6 +210,7 @@ class Links:
                     self._tick_link(link)
             if part.has_failed:
                 self._end_failed(link)
+        self._heed_door()
         self._reception.tick(self._now, ping_s=self._ping_s, timeout_s=self._timeout_s)
 
     def close(self) -> None:
@@ -216,9 +220,18 @@ class Links:
         """
         for link in self.links:
             link.leave()
-        for socket in self._door.sockets:
-            self._unwatch(socket)
+        for source in self._door_sources():
+            self._unwatch(source)
         self._reception.close()
+
+    def _door_sources(self) -> list[zmq.Socket[bytes] | int]:
+        """Nothing once the door is closed."""
+        sockets = self._door.sockets
+        return [*sockets, self._door.fd] if sockets and self._door.fd >= 0 else [*sockets]
+
+    def _heed_door(self) -> None:
+        with self._faults.contain("letting peers in"):
+            self._door.heed()
 
     # ---- links ------------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ class Peers:
         context: zmq.Context[zmq.Socket[bytes]],
         listen: str,
         host: str,
-        watch: Callable[[zmq.Socket[bytes]], None],
-        unwatch: Callable[[zmq.Socket[bytes]], None],
+        watch: Callable[[zmq.Socket[bytes] | int], None],
+        unwatch: Callable[[zmq.Socket[bytes] | int], None],
     ) -> None:
         """Listen for peers at this address; data channels listen at `host`.
 

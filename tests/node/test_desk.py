@@ -1,8 +1,12 @@
 """The socket that processes attach to: it takes nobody while descriptors are short, and loses nobody."""
 
 import contextlib
+import os
 import select
+import socket
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -45,7 +49,7 @@ def dial(place):
 
 
 def receive(desk):
-    return wait_until(desk.receive).frames[0].bytes
+    return wait_until(lambda: desk.entry.heed() or desk.receive()).frames[0].bytes
 
 
 def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(desk, dial, counters, monkeypatch):
@@ -54,17 +58,17 @@ def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(d
     assert receive(desk) == b"first"
     with monkeypatch.context() as short:
         short.setattr(descriptors, "left", lambda: 10)
-        desk.heed_descriptors()
-        desk.heed_descriptors()
+        desk.entry.heed()
+        desk.entry.heed()
         second = dial()
         second.send(b"second")
         for number in range(20):
             first.send(b"again")
             assert receive(desk) == b"again", number
         short.setattr(descriptors, "left", descriptors.reserve)
-        desk.heed_descriptors()
-        assert not desk._is_open, "it opens when there are some more than it closes at"
-    desk.heed_descriptors()
+        desk.entry.heed()
+        assert not desk.entry._is_open, "it opens when there are some more than it closes at"
+    desk.entry.heed()
     assert receive(desk) == b"second"
     assert counters["descriptors_short"] == 1
 
@@ -73,15 +77,79 @@ def test_a_connection_wakes_whoever_polls(desk, dial, monkeypatch):
     dealer = dial()
     dealer.send(b"x")
     assert receive(desk) == b"x"
-    assert not select.select([desk.fd], [], [], 0)[0], "ZMQ took it"
+    assert not select.select([desk.entry.fd], [], [], 0)[0], "ZMQ took it"
     with monkeypatch.context() as short:
         short.setattr(descriptors, "left", lambda: 0)
-        desk.heed_descriptors()
+        desk.entry.heed()
         second = dial()
-        wait_until(lambda: select.select([desk.fd], [], [], 0)[0])
-        desk.heed_descriptors()
-        assert not select.select([desk.fd], [], [], 0)[0], "it was turned away"
+        wait_until(lambda: select.select([desk.entry.fd], [], [], 0)[0])
+        desk.entry.heed()
+        assert not select.select([desk.entry.fd], [], [], 0)[0], "it was turned away"
         second.close()
+
+
+def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(desk, dial, place):
+    known = dial()
+    known.send(b"known")
+    assert receive(desk) == b"known"
+    with contextlib.ExitStack() as undo:
+        for _ in range(20):
+            stranger = undo.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.connect(str(place / "node.sock"))
+        before = descriptors.left()
+        for number in range(20):  # all the time the thread of ZMQ works
+            known.send(b"again")
+            assert wait_until(desk.receive).frames[0].bytes == b"again", number
+        assert descriptors.left() == before
+        assert select.select([desk.entry.fd], [], [], 0)[0]
+        desk.entry.heed()
+        wait_until(lambda: desk.entry.heed() or descriptors.left() == before - 20)
+
+
+def test_who_waits_beyond_the_queue_tries_again(desk, place):
+    with contextlib.ExitStack() as undo:
+        waiting = 0
+        while True:
+            stranger = undo.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.setblocking(False)
+            try:
+                stranger.connect(str(place / "node.sock"))
+            except BlockingIOError:
+                break
+            waiting += 1
+        assert waiting <= descriptors.reserve() // 4 + 1
+
+
+def test_a_path_that_cannot_be_renewed_turns_away_who_waits(desk, dial, monkeypatch):
+    dealer = dial()
+    dealer.send(b"x")
+    wait_until(lambda: select.select([desk.entry.fd], [], [], 0)[0])
+    with monkeypatch.context() as full:
+        full.setattr(Path, "rename", no_space)
+        with pytest.raises(OSError, match="no space"):
+            desk.entry.heed()
+    assert receive(desk) == b"x"
+
+
+def no_space(*_):
+    raise OSError(28, "no space")
+
+
+def test_free_numbers_below_others_that_are_in_use_count_once(place):
+    with contextlib.ExitStack() as undo:
+        low = os.open("/dev/null", os.O_RDONLY)
+        for _ in range(50):
+            undo.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+        before = descriptors.left()
+        os.close(low)
+        assert descriptors.left() == before + 1
+
+
+def test_on_kernels_that_do_not_count_them_open_files_are_counted(monkeypatch):
+    before = descriptors.left()
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path: SimpleNamespace(st_size=0) if "/fd" in path else stat(path))
+    assert before - 1 <= descriptors.left() <= before
 
 
 def test_the_limit_of_files_is_what_the_system_allows(monkeypatch):

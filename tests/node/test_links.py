@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import zmq
 from link_stage import PING_S, TIMEOUT_S, Raw, welcomed
+from node_harness import wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ConfigError, PeerUnknown
@@ -368,9 +369,10 @@ def test_a_hello_that_outlived_its_connection_is_no_sign_of_life(stage, raw):
     with Raw(stage, beta) as dead:
         dead.hello(name="alpha", epoch=1)
         dead.socket.setsockopt(zmq.LINGER, 5000)
-    _wait_for(monitor, zmq.EVENT_DISCONNECTED)
+        _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.links._door)
+    _wait_for(monitor, zmq.EVENT_DISCONNECTED, beta.links._door)
     living = raw(beta)
-    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)  # one thread does both: it is done with the old connection
+    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.links._door)  # one thread: it is done with the old one
     beta.links._door._router.disable_monitor()
     monitor.close()
     welcomed(stage, living, name="alpha", epoch=2)
@@ -379,9 +381,9 @@ def test_a_hello_that_outlived_its_connection_is_no_sign_of_life(stage, raw):
     assert not beta.core.saw("over")
 
 
-def _wait_for(monitor, event):
+def _wait_for(monitor, event, door):
     while True:
-        assert monitor.poll(5000), f"no {event!r}"
+        wait_until(lambda: door.heed() or monitor.poll(0), what=f"{event!r}")
         if recv_monitor_message(monitor)["event"] == event:
             return
 

@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import resource
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -102,6 +105,32 @@ def test_a_process_can_attach_so_many_times_and_no_more(node):
         assert f"attached {MAX_OF_ONE_PROCESS} times already" in refused.text
     assert isinstance(wires.enter_context(Wire(node.address)).hello(), Welcome)
     wires.close()
+
+
+@pytest.mark.parametrize("door", ["", ".peers"])
+def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node, door):
+    node = start_node()
+    resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (300, 300))
+    with Wire(node.address) as wire, contextlib.ExitStack() as undo:
+        assert isinstance(wire.hello(), Welcome)
+        gaps = [Wire(node.address) for _ in range(3)]  # what leaves makes room below what stays
+        for gap in gaps:
+            assert isinstance(gap.hello(), Welcome)
+        for round_ in range(20):
+            os.kill(node.pid, signal.SIGSTOP)
+            for _ in range(100):
+                stranger = undo.enter_context(socket.socket(socket.AF_UNIX))
+                stranger.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    stranger.connect(node.address.removeprefix("ipc://") + door)
+            os.kill(node.pid, signal.SIGCONT)
+            assert isinstance(wire.ask(Ping()), Done), round_
+            if gaps:
+                gaps.pop().close()
+        assert wire.status().counters["descriptors_short"] >= 1
+        undo.close()
+        with Wire(node.address) as late:
+            assert isinstance(late.hello(), Welcome)
 
 
 def test_a_second_worker_of_the_same_rank_is_refused_until_the_first_is_gone(node, attach):

@@ -106,7 +106,7 @@ def turn_until_answered(daemon, wire):
 
 
 def arrived(daemon):
-    wait_until(lambda: daemon._desk.socket.poll(0))
+    wait_until(lambda: daemon._desk.entry.heed() or daemon._desk.socket.poll(0))
 
 
 @contextlib.contextmanager
