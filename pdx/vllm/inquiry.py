@@ -163,11 +163,7 @@ class Inquiry:
     # ---- looking up -------------------------------------------------------------------------
 
     def _ask(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """Ask what is there; at once for room, too, unless what is missing may still come.
-
-        After a first answer that is not waited for: an answer about room that is older than the one about hits may be
-        void, and would never be younger where steps are slow.
-        """
+        """Ask what is there; at once for room, too, unless what is missing may still come."""
         keys, _ = self._prompt_keys(tracked)
         may_come = self._may_come(tracked)
         if keys:
@@ -175,8 +171,7 @@ class Inquiry:
             waits_for = tracked.transfer if tracked.is_decode and tracked.waits else None
             shards, lease_s = self._layout.num_shards, self._config.lease_s
             tracked.lookup = self._ask_now(connection, Lookup(keys, shards, lease_s, waits_for, tracked.source, wait_s))
-        is_over = not may_come or tracked.found is not None
-        if is_over and not tracked.reserved and tracked.reserve is None:
+        if not may_come and not tracked.reserved and tracked.reserve is None:
             self._ask_for_room(tracked, connection)
 
     def _wait_s(self, tracked: TrackedRequest) -> float:
@@ -211,6 +206,7 @@ class Inquiry:
             self._ask(tracked, connection)
             return False
         tracked.looked_up = True
+        tracked.waits = False  # from now on what is being filled may be this request's own to fill
         return True
 
     def _waits_on(self, tracked: TrackedRequest, connection: Connection) -> bool:

@@ -56,8 +56,8 @@ class TrackedRequest:
         self.late_first = 0  # the first chunk that it is for
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
         self.room_until: float | None = None
-        self.waits = True  # for its transfer, until that has taken too long
-        self.asks_source = True  # until the node has said what came of it
+        self.waits = True  # for its transfer, until the node has said what came of it
+        self.asks_source = True  # likewise
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
         # what it said
         self.looked_up = False
@@ -236,5 +236,5 @@ class TrackedRequest:
         self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
         self.grants.clear()
         self.looked_up = self.decided = self.reserved = False
-        self.asks_source = True
+        self.asks_source = self.waits = True
         self.epoch = 0

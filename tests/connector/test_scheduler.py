@@ -300,6 +300,25 @@ def test_generated_chunks_are_found_after_a_preemption(engines: Callable[..., To
     wait_until(lambda: at_rest(engines), what="at rest")
 
 
+def test_a_preempted_decoder_does_not_wait_for_what_it_was_to_fill_itself(engines: Callable[..., ToyEngine]) -> None:
+    """Its second chunk is still reserved for it, and nobody else fills that."""
+    engine = engines()
+    prompt = tokens(54, 3 * CHUNK + 2)
+    request = Request("d", prompt, {"do_remote_prefill": True, **TRANSFER})
+    engine.admit(request)
+    engine.step((request, CHUNK + 3))
+    wait_until(lambda: engines.node.status().chunks == {"sealed": 1, "filling": 2}, what="one chunk is saved")
+    engine.preempt(request)
+    assert engine.match(request) == CHUNK
+    engine.allocate(request, CHUNK)
+    assert engine.finish_load(request) == set()
+    request.num_computed = CHUNK
+    engine.step((request, len(prompt) - CHUNK))
+    engine.check_cache(request, len(prompt))
+    engine.finish(request)
+    wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="all is saved")
+
+
 def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[..., ToyEngine]) -> None:
     """The last sampled token, which was never computed, makes way for what the client sends next."""
     engine = engines()
