@@ -301,7 +301,7 @@ class Peers:
         return [self._status(name) for name in sorted(names | self.ways.names)]
 
     def _status(self, name: str) -> PeerStatus:
-        way, link = self.ways.way(name), self.links.link(name)
+        way, link = self.ways.look(name), self.links.link(name)
         return PeerStatus(
             name=name,
             address=link.address if link is not None else "",

@@ -136,6 +136,10 @@ class Ways:
             way = self._ways[name] = Way(name, self._links)
         return way
 
+    def look(self, name: str) -> Way:
+        """The way to this peer as it is now; one that nobody has tried stays unknown."""
+        return self._ways.get(name) or Way(name, self._links)
+
     @property
     def names(self) -> set[str]:
         """Peers that were ever written to, or tried."""

@@ -1,14 +1,18 @@
 """Two and three real nodes over real channels: pushes while chunks are filled, fetches, and little room."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
-from node_harness import MIB, attached, wait_until
+from link_stage import Raw
+from node_harness import MIB, NodeProcess, attached, wait_until
 from peers_harness import Cluster, pattern, put, read, why_not
 
+from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
 from pdx.handshake import LinkState
 from pdx.messages import Cancel, Fill, Lookup, Reserve
+from pdx.peer_messages import PeerBye
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"
@@ -118,6 +122,18 @@ def test_names_that_no_roster_has(cluster_of):
         a.get("y", source="nobody", wait_s=0.1)
     a.push("x", to="a")
     assert read(a, "x", source="a") == b"x"
+
+
+def test_a_peer_that_was_there_and_left_is_forgotten(place):
+    """Also by who asked for the status meanwhile."""
+    node = NodeProcess(NodeConfig(address=f"ipc://{place}/node.sock", channels=["tcp"])).wait_ready()
+    with Raw(None, SimpleNamespace(links=SimpleNamespace(address=f"{node.address}.peers"))) as peer:
+        peer.hello(name="guest")
+        wait_until(peer.hear)
+        assert [each.name for each in node.status().peers] == ["guest"]
+        peer.send(PeerBye())
+        wait_until(lambda: not node.status().peers)
+    node.close()
 
 
 def test_a_peer_that_is_not_there(place):
