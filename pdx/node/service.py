@@ -94,6 +94,7 @@ class Service:
             self.transfers,
             self.peers,
             counters=self.counters,
+            faults=self.faults,
             degraded=self._degraded,
             max_lease_s=config.max_lease_s,
             clock=clock,
@@ -151,9 +152,11 @@ class Service:
     def end(self, session: Session) -> None:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
-        self.lookups.end_session(session)
-        self._lost(self.store.end_session(session.number))
         self.reports.news = True
+        with self.faults.contain("the end of a session's lookups"):
+            self.lookups.end_session(session)
+        with self.faults.contain("the end of a session's chunks"):
+            self._lost(self.store.end_session(session.number))
 
     def _lost(self, chunks: Sequence[Chunk]) -> None:
         """These chunks will not be whole: who waits for them stops waiting."""

@@ -23,6 +23,7 @@ from pdx.messages import (
     Delete,
     Done,
     Fill,
+    Found,
     Hello,
     Lookup,
     Mark,
@@ -342,6 +343,48 @@ def test_an_exception_at_a_death_does_not_end_the_node(daemon, child, other, mon
         daemon.turn(0.0)
     assert daemon.service.counters["internal_errors"] == 1, "it fails once, not for ever"
     assert is_served(daemon, other)
+
+
+@pytest.mark.parametrize("part", ["lookups", "store"])
+@pytest.mark.parametrize("farewell", ["bye", "death"])
+def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polled(
+    daemon, child, other, part, farewell, monkeypatch
+):
+    attach(daemon, child)
+    before = len(daemon._poller.sockets)
+    child.tell(Reserve([b"r" * 16], 1))
+    wait_until(lambda: daemon.turn(0.01) or daemon.service.store.census()[0])
+    monkeypatch.setattr(getattr(daemon.service, part), "end_session", fail)
+    if farewell == "bye":
+        child.tell(Bye())
+    else:
+        child.kill()
+    wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
+    assert not any(session.hello.pid == child.pid for session in daemon.service.sessions)
+    assert len(daemon._poller.sockets) == before - 1
+    assert daemon.service.store.census()[0].get("filling", 0) == (part == "store")
+    monkeypatch.undo()
+    assert is_served(daemon, other)
+
+
+def test_a_late_answer_that_fails_is_a_miss_and_keeps_no_other_back(daemon, wire, monkeypatch):
+    wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Welcome)
+    keys = [bytes([number]) * 16 for number in range(2)]
+    transfer = "t" * 16
+    wire.tell(Reserve(keys, 1, transfer=transfer), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Reserved)
+    for key in keys:
+        wire.tell(Lookup([key], transfer=transfer, wait_s=60.0), reply=True)
+    wait_until(lambda: daemon.turn(0.01) or len(daemon.service.lookups._waiting) == 2)
+    look = daemon.service.lookups._look
+    monkeypatch.setattr(
+        daemon.service.lookups, "_look", lambda session, ask: fail() if ask.keys == keys[:1] else look(session, ask)
+    )
+    daemon.service.cancel(transfer, "the proxy")
+    answers = [turn_until_answered(daemon, wire) for _ in keys]
+    assert answers == [Found(0, [])] * 2
+    assert daemon.service.counters["internal_errors"] == 1
 
 
 PARTS = {
