@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -54,6 +55,7 @@ class Inquiry:
         self._clock = clock
         self._step = 0
         self._patience_s = ASK_S  # what is left of this step's waiting
+        self._ahead: deque[tuple[TrackedRequest, Asked]] = deque()  # room that was asked for ahead of a turn
         # What one message may name, and its answer hold.
         self._max_chunks = min(MAX_KEYS - 1, MAX_SLOTS // layout.num_shards - 1)
 
@@ -65,6 +67,16 @@ class Inquiry:
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request: ask what vLLM will want to know when the request's turn comes. Never waits."""
         self._try(tracked, connection, self._ask)
+        if tracked.reserve is not None and not tracked.is_prefill:  # a transfer whose room goes is given up
+            self._ahead.append((tracked, tracked.reserve))
+
+    def take_back(self, connection: Connection | None) -> None:
+        """The turn of these has not come soon: others may fill their room sooner, and decoders wait for that."""
+        while self._ahead and self._clock() - self._ahead[0][1].at > MISS_S:
+            tracked, asked = self._ahead.popleft()
+            if tracked.reserve is asked and connection is not None and tracked.epoch == connection.epoch:
+                connection.forget(asked.seq)
+                tracked.reserve = None
 
     def advance(self, tracked: TrackedRequest, connection: Connection) -> bool:
         """Ask the node, as far as needed; whether the request is decided now."""

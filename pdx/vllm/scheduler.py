@@ -154,6 +154,7 @@ class SchedulerHalf:
         """What the workers do in this step."""
         self._inquiry.new_step(is_busy=bool(output.scheduled_cached_reqs.req_ids))
         connection = self._link.connection
+        self._inquiry.take_back(connection)
         epoch = connection.epoch if connection is not None else 0
         loads, self._loads = self._loads, []
         aborts, self._aborts = self._aborts, []

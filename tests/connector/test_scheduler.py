@@ -332,6 +332,29 @@ def test_keys_follow_the_tokens_of_a_session_that_goes_on(engines: Callable[...,
     engine.scheduler.finished(request)
 
 
+def test_a_request_that_is_not_soon_its_turn_keeps_nobody_from_saving(engines: Callable[..., ToyEngine]) -> None:
+    """Its room was asked for when it came. Meanwhile the same prompt is computed by another engine, for a decoder."""
+    busy, first, second = engines(), engines(), engines()
+    prompt = tokens(55, 3 * CHUNK + 2)
+    later = Later(busy)
+    queued = Request("q", prompt)
+    busy.scheduler_border.arrived(queued)
+    wait_until(lambda: engines.node.status().chunks == {"filling": 3}, what="it has room")
+    later.pass_by(busy, 1.1)
+    wait_until(lambda: not engines.node.status().chunks, what="the room is given back")
+    request = Request("p", prompt, {"do_remote_decode": True, **TRANSFER})
+    first.admit(request)
+    first.step((request, len(prompt)))
+    first.finish(request)
+    decode = Request("d", prompt, {"do_remote_prefill": True, "prefill_tokens": len(prompt), **TRANSFER})
+    second.admit(decode)
+    assert decode.num_computed == len(prompt)
+    second.finish(decode)
+    assert busy.match(queued) == 3 * CHUNK
+    busy.finish(queued)
+    wait_until(lambda: at_rest(engines), what="at rest")
+
+
 # ---- the node's lives -----------------------------------------------------------------------
 
 
