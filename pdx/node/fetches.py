@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -13,6 +13,7 @@ from pdx.handshake import LinkState
 from pdx.messages import Lookup
 from pdx.node.links import Link
 from pdx.peer_messages import Coming, Want
+from pdx.store.deadlines import Deadlines
 
 KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
 
@@ -28,14 +29,21 @@ class FetchState(StrEnum):
 class Fetch(msgspec.Struct):
     """One question to one peer, named by the last key asked for: the hash chain makes it name all before it."""
 
+    source: str
     want: Want
     state: FetchState
     deadline: float
     is_sent: bool = False
 
+    @property
+    def number(self) -> tuple[str, int]:
+        """What names it among all."""
+        return self.source, self.want.want
+
 
 class Fetches:
-    """All questions to all peers. Owned by the control loop; the clock is a parameter."""
+    """All questions to all peers. Owned by the control loop; the clock is a parameter. Each call costs what it changes,
+    or how many questions that are not over were put to the peer that it names."""
 
     def __init__(self, dial: Callable[[str], Link], fetch_s: float) -> None:
         self._dial = dial
@@ -44,10 +52,12 @@ class Fetches:
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
         self._by_number: dict[tuple[str, int], Fetch] = {}
         self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
+        self._asked: defaultdict[str, dict[int, Fetch]] = defaultdict(dict)  # of each peer: those that are not over
+        self._deadlines: Deadlines[tuple[str, int]] = Deadlines()
         self.ended: list[bytes] = []  # their last keys; whoever tells those who wait empties it
 
     def __len__(self) -> int:
-        return sum(fetch.state is not FetchState.OVER for fetch in self._fetches.values())
+        return sum(map(len, self._asked.values()))
 
     def is_waiting(self, ask: Lookup, hits: int, now: float) -> bool:
         """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
@@ -59,8 +69,9 @@ class Fetches:
         if fetch is None:
             link = self._dial(ask.source)
             want = Want(next(self._numbers), list(ask.keys[hits:]), ask.shards, ask.transfer)
-            fetch = self._fetches[place] = Fetch(want, FetchState.ASKING, now + self._fetch_s)
-            self._by_number[ask.source, want.want] = fetch
+            fetch = self._fetches[place] = Fetch(ask.source, want, FetchState.ASKING, now + self._fetch_s)
+            self._by_number[fetch.number] = self._asked[ask.source][want.want] = fetch
+            self._deadlines.add([fetch.number], fetch.deadline)
             if want.transfer is not None:
                 self._by_transfer[ask.source, want.transfer][want.want] = fetch
             self._send(fetch, link)
@@ -68,7 +79,7 @@ class Fetches:
 
     def link_ready(self, link: Link) -> None:
         """Ask what waited for the link."""
-        for fetch in self._of(link.name):
+        for fetch in list(self._asked.get(link.name, {}).values()):
             self._send(fetch, link)
 
     def _send(self, fetch: Fetch, link: Link) -> None:
@@ -96,26 +107,25 @@ class Fetches:
 
     def lost(self, name: str, now: float) -> None:
         """The peer is gone."""
-        for fetch in self._of(name):
+        for fetch in list(self._asked.get(name, {}).values()):
             self._end(fetch, now)
 
     def tick(self, now: float) -> int:
         """Forget what is long over; returns how many questions ended by their deadline."""
         late = 0
-        for place, fetch in list(self._fetches.items()):
-            if fetch.deadline > now:
-                continue
+        for number in self._deadlines.take(now):
+            fetch = self._by_number[number]
             if fetch.state is FetchState.OVER:
-                self._forget(place, fetch)
+                self._forget(fetch)
             else:
                 late += 1
                 self._end(fetch, now)
         return late
 
-    def _forget(self, place: tuple[str, bytes], fetch: Fetch) -> None:
-        name, want = place[0], fetch.want
-        del self._fetches[place]
-        del self._by_number[name, want.want]
+    def _forget(self, fetch: Fetch) -> None:
+        name, want = fetch.source, fetch.want
+        del self._fetches[name, want.keys[-1]]
+        del self._by_number[fetch.number]
         if want.transfer is not None:
             of_transfer = self._by_transfer[name, want.transfer]
             del of_transfer[want.want]
@@ -123,11 +133,14 @@ class Fetches:
                 del self._by_transfer[name, want.transfer]
 
     def _end(self, fetch: Fetch, now: float) -> None:
-        if fetch.state is not FetchState.OVER:
-            fetch.state = FetchState.OVER
-            fetch.deadline = now + KEPT_S
-            self.ended.append(fetch.want.keys[-1])
-
-    def _of(self, name: str) -> Iterator[Fetch]:
-        """What this peer was asked."""
-        return (fetch for (source, _), fetch in self._fetches.items() if source == name)
+        if fetch.state is FetchState.OVER:
+            return
+        fetch.state = FetchState.OVER
+        self._deadlines.discard(fetch.number, fetch.deadline)
+        fetch.deadline = now + KEPT_S
+        self._deadlines.add([fetch.number], fetch.deadline)
+        asked = self._asked[fetch.source]
+        del asked[fetch.want.want]
+        if not asked:
+            del self._asked[fetch.source]
+        self.ended.append(fetch.want.keys[-1])

@@ -182,3 +182,34 @@ def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
     assert not fetches._fetches
     assert not fetches._by_number
     assert not fetches._by_transfer
+
+
+def test_what_is_asked_of_one_peer_costs_nothing_where_time_passes_or_another_peer_goes(fetches, link):
+    """The deadlines are looked at five times a second, and all peers that are not there are dialled again and again."""
+    costs = []
+    for known in (10, 1000):
+        for number in range(known):
+            fetches.is_waiting(Lookup([number.to_bytes(16, "little")], source="b"), 0, 0.0)
+        looked_at = 0
+
+        def trace(frame, event, arg):
+            nonlocal looked_at
+            looked_at += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            late = fetches.tick(0.1)
+            fetches.lost("another", 0.1)
+            pending = len(fetches)
+        finally:
+            sys.settrace(before)
+        assert (late, pending) == (0, known)
+        costs.append(looked_at)
+    assert costs[0] == costs[1] > 0
+    fetches.lost("b", 0.2)
+    assert len(fetches) == 0
+    assert fetches.tick(0.2 + KEPT_S) == 0
+    assert not fetches._fetches
+    assert not fetches._by_number
