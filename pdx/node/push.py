@@ -45,7 +45,7 @@ class Way(Protocol):
 class Item:
     """One chunk of one shard on its way to a peer's slot; the `index`-th of its push."""
 
-    __slots__ = ("chunk", "filled", "index", "push", "sent", "slice_bytes", "slot")
+    __slots__ = ("chunk", "filled", "index", "is_even", "push", "sent", "slice_bytes", "slot")
 
     def __init__(self, push: Push, index: int, chunk: Chunk, slot: Slot) -> None:
         self.push = push
@@ -53,6 +53,7 @@ class Item:
         self.chunk = chunk
         self.slot = slot
         self.slice_bytes = max(1, slot.nbytes // chunk.layers)  # where they are not equal, the least of them
+        self.is_even = self.slice_bytes * chunk.layers == slot.nbytes
         self.filled = 0  # bit l: slice l is filled, and its push knows
         self.sent = 0  # bit l: slice l was submitted
 
@@ -60,11 +61,11 @@ class Item:
     def is_dead(self) -> bool:
         """Whether it will never be whole: its writer gave up."""
         chunk = self.chunk
-        return not chunk.is_complete and chunk.state is not State.FILLING
+        return chunk.state is not State.FILLING and not chunk.is_complete
 
     def nbytes(self, bits: int) -> int:
         """Bytes of these slices."""
-        if self.slice_bytes * self.chunk.layers == self.slot.nbytes:
+        if self.is_even:
             return self.slice_bytes * bits.bit_count()
         return sum(self.chunk.span(first, count)[1] for first, count in _runs(bits))
 
@@ -179,7 +180,9 @@ class Push:
         while self._ready:
             item = self.items[self._ready[0]]
             first, layers = _first_run(item.filled & ~item.sent)
-            fitting = min(layers, MAX_SLICES - count, (MAX_WRITE_BYTES - nbytes) // item.slice_bytes)
+            fitting = layers
+            if count + layers > MAX_SLICES or nbytes + layers * item.slice_bytes > MAX_WRITE_BYTES:
+                fitting = min(MAX_SLICES - count, (MAX_WRITE_BYTES - nbytes) // item.slice_bytes)
             if fitting <= 0:
                 if pieces:
                     break
