@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from pdx import descriptors
 from pdx.cuda.handover import TICKET_BYTES
 from pdx.errors import NodeError, ProtocolError
 from pdx.messages import Hello
@@ -152,11 +153,14 @@ def _watched(claimed: int, pid: int) -> int:
     if claimed != pid:
         seen = f"is process {pid} here" if pid else "is not seen from here"
         other = f"; the sender {seen}: a container needs the node's PID namespace (docker run --pid=host)"
+    none_left = f"this node has no file descriptor left for process {claimed} (ulimit -n)"
+    if descriptors.left() < descriptors.reserve() // 2:  # the rest is for what the node itself opens
+        raise NodeError(none_left)
     try:
         pidfd = os.pidfd_open(claimed)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise NodeError(f"this node has no file descriptor left for process {claimed} (ulimit -n)") from error
+            raise NodeError(none_left) from error
         raise ProtocolError(f"no process {claimed} on this host: {error}{other}") from error
     why = "belongs to another user, or has just ended" if _owner(claimed) != os.getuid() else ""
     if other and not why:

@@ -13,6 +13,7 @@ import pytest
 import zmq
 from node_harness import MIB, Wire, arenas_of, wait_until
 
+from pdx import descriptors
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
 from pdx.messages import (
@@ -497,3 +498,16 @@ def test_one_result_that_fails_leaves_the_others(address):
     mailbox.deliver()
     assert (made, counters["internal_errors"]) == ([1], 1)
     mailbox.close()
+
+
+def test_what_is_kept_for_the_node_itself_is_not_for_processes_that_attach(daemon, wire, other, monkeypatch):
+    wire.tell(Ping(), reply=True)
+    assert "say hello first" in turn_until_answered(daemon, wire).text
+    hello = Hello(VERSION, os.getpid(), "client")
+    with monkeypatch.context() as short:
+        short.setattr(descriptors, "left", lambda: descriptors.reserve() // 2 - 1)
+        wire.tell(hello, reply=True)
+        assert "no file descriptor left" in turn_until_answered(daemon, wire).text
+    assert is_served(daemon, other)
+    wire.tell(hello, reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Welcome)
