@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdx import descriptors
+from pdx.node.faults import Faults
 
 log = logging.getLogger("pdx.node")
 
@@ -102,6 +103,7 @@ class Front:
         """
         self._young_s = young_s
         self._counters = counters
+        self._faults = Faults(counters)
         self._clock = clock
         most = max(32, (descriptors.limit() - descriptors.reserve()) // 4)  # one that is passed on needs three
         self._max_connections = min(MAX_CONNECTIONS, most)
@@ -186,16 +188,19 @@ class Front:
 
     def _round(self) -> None:
         for fd, _ in self._epoll.poll(_ROUND_S if not self._is_closing else 0.02):
-            if fd == self._listener.fileno():
-                self._accept()
-            elif fd == self._wake:
-                continue
-            elif (connection := self._connections.get(fd)) is not None:
-                self._serve(connection)
+            connection = self._connections.get(fd)
+            with self._faults.contain("a connection to the TCP port for peers") as part:
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif connection is not None:
+                    self._serve(connection)
+            if part.has_failed and connection is not None and self._connections.get(fd) is connection:
+                self._end(connection)
         now = self._clock()
         if now >= self._next_look:
             self._next_look = now + _ROUND_S
-            self._grow_up(now)
+            with self._faults.contain("the look at young connections"):
+                self._grow_up(now)
 
     def _accept(self) -> None:
         now = self._clock()
@@ -211,6 +216,9 @@ class Front:
             try:
                 self._take(outer, str(where[0]), now)
             except BaseException:
+                taken = self._connections.get(outer.fileno())
+                if taken is not None:
+                    self._end(taken)
                 outer.close()
                 raise
 

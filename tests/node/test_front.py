@@ -238,11 +238,31 @@ def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, 
     assert read(bed.accept(), 10) == GREETING
 
 
-def test_an_internal_error_closes_the_port_and_is_counted(bed, monkeypatch):
-    monkeypatch.setattr(bed.front, "_take", lambda *_: 1 / 0)
-    bed.dial()
-    wait_until(lambda: bed.counters["internal_errors"] == 1)
-    bed.front._thread.join()
+@pytest.mark.parametrize("part", ["_take", "_drop_oldest", "_greeted", "_watch", "_grow_up"])
+def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, monkeypatch, part):
+    failed = []
+
+    def fail(*_):
+        failed.append(1)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        if part == "_drop_oldest":
+            patch.setattr(module, "MAX_YOUNG_OF_ADDRESS", 0)
+        patch.setattr(bed.front, part, fail)
+        outer = bed.dial()
+        outer.sendall(GREETING)
+        bed.now += 1
+        wait_until(lambda: failed and (part == "_grow_up" or is_closed(outer)))
+    wait_until(lambda: bed.counters["internal_errors"] == len(failed))
+    if part == "_watch":  # it had been passed on
+        bed.accept()
+    if part != "_grow_up":
+        assert bed.front._count == 0
+        assert not bed.front._connections
+    again = bed.dial()
+    again.sendall(GREETING)
+    assert read(bed.accept(), 10) == GREETING
 
 
 def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(bed):
