@@ -168,7 +168,7 @@ class Daemon:
             self._tick(now)
         with self._faults.contain("late answers"):
             for session, seq, answer in self.service.lookups.late_answers():
-                self._desk.send(session.route, encode(FromNode(seq, answer)))
+                self._send(session.route, seq, answer)
         with self._faults.contain("the report to the proxy"):
             self._report(now)
 
@@ -230,7 +230,12 @@ class Daemon:
             self.service.counters["refused"] += 1
             answer = Refused(type(error).__name__, str(error)[:1024])
         if answer is not None and envelope.reply:
-            self._desk.send(route, encode(FromNode(envelope.seq, answer)))
+            self._send(route, envelope.seq, answer)
+
+    def _send(self, route: bytes, seq: int, answer: Answer) -> None:
+        session = self.service.sessions.of_route(route)
+        if not self._desk.send(route, encode(FromNode(seq, answer))) and session is not None:
+            self.service.take_back(session, answer)
 
     def _answer(self, delivery: Delivery, envelope: ToNode) -> Answer | None:
         route = delivery.route

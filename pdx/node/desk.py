@@ -40,6 +40,7 @@ class Desk:
             self.socket = undo.enter_context(context.socket(zmq.ROUTER))
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that does not fit is told, not dropped
             self.entry = undo.enter_context(contextlib.closing(Entry(path, self.socket, counters)))
             self._undo = undo.pop_all()
 
@@ -54,10 +55,15 @@ class Desk:
             return None
         return Delivery(route.bytes, frames)
 
-    def send(self, route: bytes, frame: bytes) -> None:
-        """Send without waiting; dropped if that process does not read, or is gone."""
-        with contextlib.suppress(zmq.Again):
+    def send(self, route: bytes, frame: bytes) -> bool:
+        """Send without waiting; False: that process has left a thousand answers unread, or is gone."""
+        try:
             self.socket.send_multipart([route, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""

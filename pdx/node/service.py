@@ -26,6 +26,7 @@ from pdx.messages import (
     Delete,
     Done,
     Fill,
+    Found,
     Hello,
     Lookup,
     Mark,
@@ -285,6 +286,14 @@ class Service:
         self.store.let_go(mine)
         self._lost([*mine, *owned])
         return Done(len({chunk.slot.offset for chunk in [*mine, *owned]}))
+
+    def take_back(self, session: Session, answer: Answer) -> None:
+        """The process does not read, so this answer was not sent: what it grants is free again."""
+        self.counters["answers_dropped"] += 1
+        if isinstance(answer, Reserved) and answer.slots:
+            self._abort(session, Abort(answer.slots, unused=True))
+        elif isinstance(answer, Found) and answer.lease:
+            self.store.release(answer.lease, session.number)
 
     def _release(self, session: Session, ask: Release) -> Answer:
         self.store.release(ask.lease, session.number)

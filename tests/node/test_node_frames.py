@@ -252,3 +252,24 @@ def test_the_same_key_many_times_in_a_lookup(wire):
     wire.ask(Release(found.lease))
     forget(wire)
     assert wire.status().free_bytes == 8 * MIB
+
+
+def test_what_answers_that_find_no_room_grant_is_free_again(start_node, attach):
+    """The asker reads nothing for a while; what it is told later is all that it has."""
+    own = start_node(arena_bytes=64 * MIB)
+    asker, watcher = attach(own), attach(own)
+    asked = 12_000
+    for number in range(asked):
+        asker.tell(Reserve([number.to_bytes(16, "big")], GRANULE_BYTES), reply=True)
+
+    def dropped():
+        status = watcher.status()
+        lost = status.counters.get("answers_dropped", 0)
+        return lost if lost + status.chunks.get("filling", 0) == asked else None
+
+    lost = wait_until(dropped, what="each reservation is told, or taken back")
+    assert 0 < lost < asked
+    granted = [slot for _ in range(asked - lost) for slot in asker.answer()[1].slots]
+    assert len(granted) == asked - lost
+    assert asker.ask(Abort(granted[:8192])).count + asker.ask(Abort(granted[8192:])).count == len(granted)
+    assert watcher.status().chunks == {}
