@@ -26,12 +26,14 @@ class FlippingListener(InprocListener):
     def invite(self, token):
         return msgspec.structs.replace(super().invite(token), scheme=FlippingRegion.scheme)
 
-    def receive(self, session, source, pieces, notify):
+    def _copy(self, transfer):
         if next(COUNT) in WRONG:
-            copy = bytearray(source.view)
-            copy[pieces[-1].local + pieces[-1].nbytes - 1] ^= 0x10
-            source = SimpleNamespace(view=memoryview(copy))
-        return super().receive(session, source, pieces, notify)
+            copy = bytearray(transfer.channel.memory.view)
+            last = transfer.pieces[-1]
+            copy[last.local + last.nbytes - 1] ^= 0x10
+            channel = SimpleNamespace(session=transfer.channel.session, memory=SimpleNamespace(view=memoryview(copy)))
+            transfer = SimpleNamespace(channel=channel, pieces=transfer.pieces, notify=transfer.notify)
+        return super()._copy(transfer)
 
 
 class FlippingRegion(InprocRegion):
