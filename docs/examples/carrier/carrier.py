@@ -241,7 +241,7 @@ class CarrierListener(SessionListener):
         try:
             with contextlib.suppress(OSError, msgspec.DecodeError):  # the end of a stream is the end of its channel
                 session = self._greet(stream)
-                while session is not None and self._take_in(stream, session):
+                while session is not None and self._sessions.wait_for_room(session) and self._take_in(stream, session):
                     pass
         finally:
             with self._lock:
@@ -329,7 +329,9 @@ class CarrierRegion(Region):
                     raise ChannelUnavailable(f"cannot listen: {error}") from error
             return self._listener
 
-    def connect(self, remote: RemoteRegion, *, timeout_s: float = 5.0) -> CarrierChannel:
+    def connect(
+        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
+    ) -> CarrierChannel:
         """See `Region.connect`."""
         name = self._name_of(remote)
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -343,7 +345,7 @@ class CarrierRegion(Region):
         except OSError as error:
             stream.close()
             raise ChannelBroken(f"carrier: {error}") from error
-        channel = CarrierChannel(stream, self._memory, remote.nbytes, self._wake)
+        channel = CarrierChannel(stream, self._memory, remote.nbytes, wake or self._wake)
         with self._lock:
             self._channels = [each for each in self._channels if each.is_open] + [channel]
             is_open = self._is_open
