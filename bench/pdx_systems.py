@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
 import urllib.error
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -31,6 +29,7 @@ from pdx.bench.system import (
 )
 from pdx.cli import guard
 from pdx.cli.ports import free_ports
+from pdx.cli.serve import connector_option
 from pdx.client import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
@@ -161,20 +160,8 @@ class PdxSmallChunks(PdxAlone):
         engine = engine_command(bed, "engine", ports.prefill, env=home)
         settings = {"chunk_tokens": self.CHUNK_TOKENS}
         here = {"node": f"ipc://{_socket(ports)}", "start_node": False, "proxy": ""}
-        program = (*engine.program, *_transfer(settings | here))
-        return [replace(engine, program=program, typed=f"{engine.typed} {shlex.join(_transfer(settings))}")]
-
-
-def _transfer(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """vLLM's option with PDX's connector and these settings of it."""
-    connector = {
-        "kv_connector": "PdxConnector",
-        "kv_connector_module_path": "pdx.vllm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": settings,
-    }
-    return "--kv-transfer-config", json.dumps(connector)
+        program = (*engine.program, *connector_option(settings | here))
+        return [replace(engine, program=program, typed=f"{engine.typed} {shlex.join(connector_option(settings))}")]
 
 
 def _socket(ports: Ports) -> Path:

@@ -230,6 +230,17 @@ class NodeProcess:
             raise
 
 
+def refused_node(address: str) -> subprocess.CompletedProcess[str]:
+    """What came of starting a node at an address that it cannot have."""
+    return subprocess.run(
+        [sys.executable, "-m", "pdx.node", f'{{"address": "{address}"}}'],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
 class Puppet:
     """A real client process that does what the test tells it, with `pdx.connect` (see node_puppet.py)."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from link_stage import Raw, Stage
-from node_harness import Wire, arenas_of, wait_until
+from node_harness import Wire, arenas_of, refused_node, wait_until
 
 import pdx.config
 import pdx.keys
@@ -150,13 +150,7 @@ def test_a_folder_others_can_enter_is_refused(place, mode):
     folder = place / "open"
     folder.mkdir()
     folder.chmod(mode)
-    result = subprocess.run(
-        [sys.executable, "-m", "pdx.node", f'{{"address": "ipc://{folder}/node.sock"}}'],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    result = refused_node(f"ipc://{folder}/node.sock")
     assert result.returncode == 1
     assert "with mode 0700" in result.stderr
     assert not list(folder.iterdir())

@@ -6,7 +6,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -67,6 +68,14 @@ def engine_command(
     url = f"http://{'127.0.0.1' if host in ANY_HOST else host}:{port}"
     settings = {"role": role, "node": node, "arena": arena, "proxy": proxy, "url": url, "start_node": start_node}
     parse(ConnectorConfig, settings)
+    # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
+    # must not be imported instead of the standard library's.
+    server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    return [*server, "--model", model, *connector_option(settings), *flags]
+
+
+def connector_option(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """vLLM's option with PDX's connector and these settings of it."""
     connector = {
         "kv_connector": "PdxConnector",
         "kv_connector_module_path": "pdx.vllm.connector",
@@ -74,10 +83,7 @@ def engine_command(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }
-    # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
-    # must not be imported instead of the standard library's.
-    server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    return [*server, "--model", model, "--kv-transfer-config", json.dumps(connector), *flags]
+    return "--kv-transfer-config", json.dumps(connector)
 
 
 def flag(flags: Sequence[str], name: str) -> str | None:

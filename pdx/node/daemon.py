@@ -233,8 +233,10 @@ class Daemon:
             self._send(route, envelope.seq, answer)
 
     def _send(self, route: bytes, seq: int, answer: Answer) -> None:
+        if self._desk.send(route, encode(FromNode(seq, answer))):
+            return
         session = self.service.sessions.of_route(route)
-        if not self._desk.send(route, encode(FromNode(seq, answer))) and session is not None:
+        if session is not None:
             self.service.take_back(session, answer)
 
     def _answer(self, delivery: Delivery, envelope: ToNode) -> Answer | None:

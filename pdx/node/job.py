@@ -11,12 +11,11 @@ from pdx.peer_messages import Slices
 
 
 class Job(msgspec.Struct, frozen=True):
-    """`pieces` carry `slices`, whose local spans are `spans` (per layer: offset, bytes); `tag` is the caller's own."""
+    """`pieces` carry `slices`, whose local spans are `spans` (per layer: offset, bytes)."""
 
     push: int
     pieces: Sequence[Piece]
     slices: Sequence[Slices]
     spans: Sequence[Sequence[tuple[int, int]]]
     nbytes: int
-    tag: object = None
     transfer: str | None = None  # that the push is part of

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from node_harness import MIB, Wire, arenas_of, wait_until
+from node_harness import MIB, Wire, arenas_of, refused_node, wait_until
 
 import pdx
 from pdx.config import NodeConfig, node_name
@@ -214,13 +214,7 @@ def test_a_client_may_come_before_its_node(address, start_node):
 
 def test_a_second_node_says_who_owns_the_socket_and_ends_with_1(start_node):
     node = start_node()
-    second = subprocess.run(
-        [sys.executable, "-m", "pdx.node", f'{{"address": "{node.address}"}}'],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    second = refused_node(node.address)
     assert second.returncode == 1
     assert f"process {node.pid}" in second.stderr
     assert "Traceback" not in second.stderr
@@ -231,13 +225,7 @@ def test_a_second_node_says_who_owns_the_socket_and_ends_with_1(start_node):
 def test_a_node_whose_lock_was_removed_keeps_its_socket_and_its_memory(start_node, lost):
     node = start_node()
     Path(f"{node.address.removeprefix('ipc://')}{lost}.lock").unlink()
-    second = subprocess.run(
-        [sys.executable, "-m", "pdx.node", f'{{"address": "{node.address}"}}'],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    second = refused_node(node.address)
     assert second.returncode == 1
     assert f"process {node.pid}" in second.stderr
     assert node.status().pid == node.pid

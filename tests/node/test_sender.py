@@ -98,6 +98,8 @@ class Stage:
         self.done = []
         self.broken = []
         self.ended = 0
+        self.jobs = []
+        self.tags = {}  # by identity: what the test calls each of the jobs
         self.sender = Sender(
             "peer",
             memory=PlainMemory(self.view),
@@ -112,7 +114,7 @@ class Stage:
             digests=digests,
             mailbox=self.mailbox,
             on_chosen=lambda scheme, rates: self.chosen.append((scheme, rates)),
-            on_done=lambda job, error: self.done.append((job.tag, type(error) if error else None)),
+            on_done=lambda job, error: self.done.append((self.tags[id(job)], type(error) if error else None)),
             on_broken=self.broken.append,
             on_ended=self._ended,
         )
@@ -130,7 +132,9 @@ class Stage:
         return self.regions[self.chosen[0][0]].channels[-1]
 
     def submit(self, tag, push=1):
-        self.sender.submit(Job(push, [Piece(0, 0, 10)], [Slices(0, 7, 0, 2)], [[(0, 4), (4, 6)]], 10, tag))
+        self.jobs.append(Job(push, [Piece(0, 0, 10)], [Slices(0, 7, 0, 2)], [[(0, 4), (4, 6)]], 10))
+        self.tags[id(self.jobs[-1])] = tag
+        self.sender.submit(self.jobs[-1])
 
     def close(self):
         self.sender.close()
