@@ -111,22 +111,7 @@ class Service:
             gpu=arena.gpu,
             clock=clock,
         )
-        self._handlers: dict[type[Ask], Callable[[Session, Any], Answer | None]] = {
-            Bye: self._bye,
-            Ping: self._ping,
-            Lookup: self._lookup,
-            Reserve: self._reserve,
-            Push: self._push,
-            Fill: self._fill,
-            Abort: self._abort,
-            Release: self._release,
-            Renew: self._renew,
-            Pin: self._pin,
-            Delete: self._delete,
-            Cancel: self._cancel,
-            Mark: self._mark,
-            Status: self._status,
-        }
+        self._handlers = self._by_message()
 
     # ---- attaching --------------------------------------------------------------------------
 
@@ -201,6 +186,24 @@ class Service:
         return self.reports.heartbeat()
 
     # ---- one method per message -------------------------------------------------------------
+
+    def _by_message(self) -> dict[type[Ask], Callable[[Session, Any], Answer | None]]:
+        return {
+            Bye: self._bye,
+            Ping: self._ping,
+            Lookup: self._lookup,
+            Reserve: self._reserve,
+            Push: self._push,
+            Fill: self._fill,
+            Abort: self._abort,
+            Release: self._release,
+            Renew: self._renew,
+            Pin: self._pin,
+            Delete: self._delete,
+            Cancel: self._cancel,
+            Mark: self._mark,
+            Status: self._status,
+        }
 
     def _bye(self, session: Session, ask: Bye) -> Answer:
         self.end(session)
