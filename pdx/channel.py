@@ -26,9 +26,9 @@ TOKEN_BYTES = 16
 MAX_DETAIL_BYTES = 64 << 10
 MAX_NOTIFY_BYTES = 64 << 10
 MAX_PIECES = 4096  # in one write
-# What a listener keeps for `take`, of one session. Each counts for its payload and as much as an object costs.
+# What a listener keeps for `take`, of one session: each counts for its payload, the objects and its places in queues.
 MAX_UNTAKEN_BYTES = 4 << 20
-NOTIFICATION_BYTES = 256
+NOTIFICATION_BYTES = 1 << 10
 
 Offset = Annotated[int, Meta(ge=0, le=1 << 48)]
 Size = Annotated[int, Meta(ge=1, le=1 << 48)]

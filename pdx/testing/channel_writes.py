@@ -58,10 +58,10 @@ def connected(writer: Side, reader: Side, *spans: tuple[int, int]) -> Channel:
 
 def settle(transfers: list[Transfer]) -> None:
     """Wait until all are over, or no more of them have been for a while."""
-    is_over, rounds = 0, 0
-    while is_over < len(transfers) and rounds < _CALM_ROUNDS:
-        before, is_over = is_over, sum(transfer.poll() for transfer in transfers)
-        rounds = rounds + 1 if is_over == before else 0
+    left, rounds = transfers, 0
+    while left and rounds < _CALM_ROUNDS:
+        before, left = left, [transfer for transfer in left if not transfer.poll()]
+        rounds = rounds + 1 if len(left) == len(before) else 0
         time.sleep(0.005)
 
 
@@ -290,7 +290,7 @@ class Writes:
         writer, reader = stage.side(), stage.side()
         bound = MAX_UNTAKEN_BYTES // NOTIFICATION_BYTES
         channel = connected(writer, reader, (0, 8 * MIB))
-        transfers = [channel.write([Piece(0, 0, 1)], b"") for _ in range(2 * bound)]
+        transfers = [channel.write([Piece(0, 0, 1)], b"") for _ in range(bound + bound // 4)]
         settle(transfers)
         held = reader.region.listen().take()
         assert 0 < len(held) <= bound + 16
