@@ -128,7 +128,10 @@ class Stage:
 
     def turn(self) -> None:
         """One turn of the loop; the clock stands still."""
-        ready = [socket for socket, _ in self.poller.poll(20)]
+        # Descriptors are heeded whether they can be read or not, as by the node's loop: whom ZMQ's thread did not take
+        # within the door's patience is let in at a later turn.
+        descriptors = [source for source, _ in self.poller.sockets if isinstance(source, int)]
+        ready = [source for source, _ in self.poller.poll(20) if source not in descriptors] + descriptors
         awake = [node for node in self.nodes if not node.is_frozen]
         for node in awake:
             for socket in ready:

@@ -163,7 +163,7 @@ def test_a_nixl_channel_uses_the_place_that_the_peer_told(fake, nixl):
         detail = NixlDetail(f"pdx-{secrets.token_hex(16)}", b"m", 1 << 40, MIB, Place("VRAM_SEG", 3))
         peer = NixlPeer(msgspec.msgpack.decode(msgspec.msgpack.encode(detail), type=NixlDetail))
         remote = region.listen().invite(secrets.token_bytes(16))
-        channel = NixlChannel(region, peer, remote)
+        channel = NixlChannel(region, peer, remote, lambda: None)
         channel._begin = lambda begin, message: begin()  # the descriptors are all that is looked at
         channel.write([Piece(16, 32, 64)], b"")
         assert nixl.requests == [
