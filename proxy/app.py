@@ -42,6 +42,7 @@ _PASSED_HEADERS = ("Authorization", "traceparent", "tracestate", "X-Session-ID",
 _REQUEST_ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
 _KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
 _SHUTDOWN_S = 5.0
+_LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
 
 class Proxy:
@@ -49,7 +50,7 @@ class Proxy:
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
-        self._clock = WakingClock(config.heartbeat_timeout_s / 3, time.monotonic)
+        self._clock = WakingClock(2 * _LOOK_S, time.monotonic)
         self._roster = Roster(
             prefill=config.prefill,
             decode=config.decode,
@@ -104,6 +105,7 @@ class Proxy:
             session,
             connect_timeout_s=self._config.connect_timeout_s,
             read_timeout_s=self._config.read_timeout_s,
+            clock=self._clock,
         )
         self._relay = Relay(
             roster=self._roster,
@@ -127,9 +129,9 @@ class Proxy:
         await self.close()
 
     async def _watch(self) -> None:
-        """Notice nodes falling silent."""
+        """Notice nodes falling silent, and look at the clock."""
         while True:
-            await asyncio.sleep(self._config.heartbeat_timeout_s / 6)
+            await asyncio.sleep(_LOOK_S)
             self._lose(self._roster.expire(), "its node fell silent")
             self._tell_peers()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from enum import StrEnum
 
@@ -99,9 +99,19 @@ class Booking:
 class Legs:
     """All legs under way, by engine, and those that are planned."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, connect_timeout_s: float, read_timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        connect_timeout_s: float,
+        read_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` tells the seconds in which this process ran: of those a connection may take `connect_timeout_s`."""
         self._session = session
         self._read_timeout_s = read_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._clock = clock
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s)
         self._open: dict[str, set[_Leg]] = {}
         self._booked: Counter[str] = Counter()
@@ -181,21 +191,26 @@ class Legs:
     async def _answer(
         self, engine: Engine, method: str, path: str, *, payload: bytes | None, headers: Mapping[str, str]
     ) -> AsyncIterator[Answer]:
-        try:
-            response = await self._session.request(
-                method,
-                engine.url + path,
-                data=payload,
-                headers=headers,
-                timeout=self._timeout,
-                allow_redirects=False,
-            )
-        except aiohttp.ConnectionTimeoutError as error:
-            raise failed(Reason.CONNECT_TIMEOUT, engine) from error
-        except aiohttp.ClientConnectorError as error:
-            raise failed(Reason.REFUSED, engine, error.strerror or "") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise failed(Reason.RESET, engine, type(error).__name__) from error
+        began_at = self._clock()
+        response = None
+        while response is None:
+            try:
+                response = await self._session.request(
+                    method,
+                    engine.url + path,
+                    data=payload,
+                    headers=headers,
+                    timeout=self._timeout,
+                    allow_redirects=False,
+                )
+            except aiohttp.ConnectionTimeoutError as error:
+                # Where this process stood still, the engine may have answered meanwhile, and nobody looked.
+                if self._clock() - began_at >= self._connect_timeout_s:
+                    raise failed(Reason.CONNECT_TIMEOUT, engine) from error
+            except aiohttp.ClientConnectorError as error:
+                raise failed(Reason.REFUSED, engine, error.strerror or "") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise failed(Reason.RESET, engine, type(error).__name__) from error
         try:
             yield Answer(engine, response)
         finally:

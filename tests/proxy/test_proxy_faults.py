@@ -3,12 +3,16 @@
 import asyncio
 import json
 import time
+from unittest.mock import Mock
 
+import aiohttp
 import pytest
 from engine_standin import StandIn
 from proxy_harness import FORWARDED, HALF, cluster, events, run, within
 
-from pdx.proxy.roster import Roster
+from pdx.errors import LegFailed
+from pdx.proxy.leg import Legs
+from pdx.proxy.roster import Engine, Roster
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
@@ -274,3 +278,44 @@ def test_connect_timeout():
             each.close()
 
     run(main)
+
+
+class StoppedWhileConnecting:
+    """A client session whose process stands still for longer than a connection may take, `times` in a row."""
+
+    def __init__(self, times, passes):
+        self.times = times
+        self.passes = passes
+        self.asked = 0
+
+    async def request(self, *asked, **how):
+        self.asked += 1
+        self.passes()
+        if self.asked <= self.times:
+            raise aiohttp.ConnectionTimeoutError
+        return Mock(status=200, content_type="application/json")
+
+
+@pytest.mark.parametrize(("ran_s", "times", "asked"), [(0.5, 1, 2), (0.5, 3, 4), (0.5, 4, 4), (2.0, 1, 1)])
+def test_a_connection_may_take_its_time_of_this_process(ran_s, times, asked):
+    """Here each attempt ends by a timer, of whose time the process ran for `ran_s`; 2 s of that are too long."""
+    now = 0.0
+
+    def passes():
+        nonlocal now
+        now += ran_s
+
+    session = StoppedWhileConnecting(times, passes)
+    legs = Legs(session, connect_timeout_s=2.0, read_timeout_s=600.0, clock=lambda: now)
+    engine = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)
+
+    async def main():
+        async with legs.post(engine, "/v1/completions", payload=b"", headers={}) as answer:
+            return answer.status
+
+    if times * ran_s < 2.0:
+        assert asyncio.run(main()) == 200
+    else:
+        with pytest.raises(LegFailed, match="connect_timeout"):
+            asyncio.run(main())
+    assert session.asked == asked
