@@ -102,8 +102,7 @@ def test_connections_of_this_user_that_say_nothing_do_not_end_the_node(node):
     with attached(node.address) as engine, contextlib.ExitStack() as flood:
         for number in range(2 * LIMIT):
             stream = flood.enter_context(socket.socket(socket.AF_UNIX))
-            stream.settimeout(30)
-            stream.connect(path)
+            stream.connect(path)  # waits where the queue is full: ZMQ's thread may not have had its turn
             assert isinstance(engine.ask(Ping()), Done), number  # so the loop has had its turn
         assert engine.status().counters["descriptors_short"] >= 1
     assert node.process.poll() is None

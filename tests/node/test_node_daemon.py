@@ -457,7 +457,7 @@ def test_a_burst_ends_in_time_whatever_a_message_costs(daemon, wire, monkeypatch
     served = []
 
     def serve_slowly(session, ask):
-        now[0] += BURST_S / 2
+        now[0] += 0.6 * BURST_S
         served[-1] += 1
         return Done()
 
@@ -477,7 +477,7 @@ def test_results_of_threads_are_bounded_in_time_too(address):
     mailbox = Mailbox(Faults(Counter()), lambda: now[0])
 
     def one():
-        now[0] += BURST_S / 2
+        now[0] += 0.6 * BURST_S
         made.append(1)
 
     for _ in range(5):
