@@ -230,15 +230,10 @@ class NodeProcess:
             raise
 
 
-def refused_node(address: str) -> subprocess.CompletedProcess[str]:
-    """What came of starting a node at an address that it cannot have."""
-    return subprocess.run(
-        [sys.executable, "-m", "pdx.node", f'{{"address": "{address}"}}'],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+def refused_node(address: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """What came of starting a node that cannot be as it is told to."""
+    command = [sys.executable, "-m", "pdx.node", json.dumps({"address": address, **settings})]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
 class Puppet:

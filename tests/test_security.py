@@ -1,13 +1,10 @@
 """One test per class of vulnerability that this kind of software had; each names the records it comes from."""
 
 import ast
-import json
 import os
 import re
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,8 +76,7 @@ def test_no_socket_on_all_interfaces():
 
 def node_that_fails(settings):
     """What a node that does not start says."""
-    command = [sys.executable, "-m", "pdx.node", json.dumps(settings)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    result = refused_node(**settings)
     assert result.returncode == 1
     return result.stderr
 
@@ -161,13 +157,7 @@ def test_a_planted_link_is_not_followed(place, address):
     victim = place / "victim"
     victim.write_text("precious")
     (place / "node.sock.lock").symlink_to(victim)
-    result = subprocess.run(
-        [sys.executable, "-m", "pdx.node", f'{{"address": "{address}"}}'],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    result = refused_node(address)
     assert result.returncode != 0
     assert victim.read_text() == "precious"
     (place / "node.sock.lock").unlink()

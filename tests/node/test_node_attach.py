@@ -258,8 +258,7 @@ def test_of_four_nodes_started_together_one_wins(address, place):
 
 
 def test_an_arena_the_host_cannot_back_ends_the_node_with_advice(address):
-    command = [sys.executable, "-m", "pdx.node", f'{{"address": "{address}", "arena_bytes": {1 << 45}}}']
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    result = refused_node(address, arena_bytes=1 << 45)
     assert result.returncode == 1
     assert "choose a smaller --arena" in result.stderr
     assert "Traceback" not in result.stderr
