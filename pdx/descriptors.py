@@ -28,7 +28,7 @@ def limit() -> int:
 
 
 def reserve() -> int:
-    """How many of them a node keeps for what it opens itself; strangers get none of these."""
+    """How many of them a process keeps for what it opens itself; strangers get none of these."""
     return max(32, min(limit() // 4, 1024))
 
 

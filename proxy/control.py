@@ -1,40 +1,40 @@
-"""The ZMQ socket nodes report to. It takes `NodeReport`s in; `Cancel`s and the list of peers go out to every node.
+"""The socket nodes report to. It takes `NodeReport`s in; `Cancel`s and the list of peers go out to every node.
 
 On a Unix socket or loopback it is for this host. At any other address nodes must prove keys that the roster has, and
-report under the names that it gives those keys.
+report under the names that it gives those keys. Nodes come in through a `Door`: strangers neither use up this process's
+descriptors nor end it.
 
 The socket is plain, not asyncio's: a `Cancel` must go out from a request that is itself being cancelled, where
-nothing can be awaited. All methods belong to the event loop's thread.
+nothing can be awaited. All methods belong to the event loop's thread. An exception that one message or one node causes
+is contained: the others are served on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable
 
 import zmq
 
 from pdx import messages
-from pdx.address import check_listen, needs_ipv6
-from pdx.config import private_folder, socket_path
+from pdx.address import check_listen
+from pdx.burst import burst
+from pdx.door import GONE, Arrival, Door
 from pdx.errors import ConfigError, ProtocolError
-from pdx.gate import Gate, user_of
-from pdx.keyring import KeyPair, secure_server
+from pdx.faults import Faults
+from pdx.keyring import KeyPair
 from pdx.messages import Cancel, NodeReport, PeerEntry, PeerList
-from pdx.ownership import owned
 from pdx.roster import Roster
 
-log = logging.getLogger(__name__)
-
 MAX_PEERS = 1024
-_BATCH = 256  # messages taken in before other work gets its turn
+_HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
+_SOON_S = 0.02  # until ZMQ has taken more of those who connect
 
 
 class Control:
-    """A bound ROUTER socket; `start` acquires, `close` (idempotent) releases."""
+    """A socket that nodes dial; `start` acquires, `close` (idempotent) releases."""
 
     def __init__(
         self,
@@ -44,6 +44,8 @@ class Control:
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
+        counters: Counter[str] | None = None,
+        faults: Faults | None = None,
     ) -> None:
         """`keys` and `roster`: files, see `pdx.keyring` and `pdx.roster`; both or none.
 
@@ -55,40 +57,42 @@ class Control:
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
         self._on_report = on_report
         self._on_drop = on_drop
+        self._counters: Counter[str] = Counter() if counters is None else counters
+        self._faults = faults or Faults(self._counters)
         self._peers: dict[bytes, None] = {}  # in the order last heard of
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
-        self._gate: Gate | None = None
-        self._socket: zmq.Socket[bytes] | None = None
+        self._door: Door | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undo = contextlib.ExitStack()
 
     def __repr__(self) -> str:
-        return f"Control({self.address!r}, {len(self._peers)} peers, {'open' if self._socket else 'closed'})"
+        return f"Control({self.address!r}, {len(self._peers)} peers, {'open' if self._door else 'closed'})"
 
     def start(self) -> None:
         """Bind, and listen on the running loop; `address` then has the port that was found for port 0.
 
         :raises ConfigError: the folder is not private, or another proxy owns the address.
         """
+        self._loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
-            if self.address.startswith("ipc://"):
-                path = socket_path(self.address)
-                private_folder(path.parent)
-                taken = ConfigError(f"another proxy listens on {self.address!r}; name another control address")
-                undo.enter_context(owned(path, lambda _: taken))
-                undo.callback(path.unlink, missing_ok=True)
             context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
-            if self._own_keys is not None:
-                self._gate = Gate(context, admits=self._admits, counters=Counter())
-                undo.callback(self._gate.close)
-            self._socket = undo.enter_context(context.socket(zmq.ROUTER))
-            self._bind(self._socket)
-            self._loop = asyncio.get_running_loop()
-            for socket, drain in self._drains():
-                self._loop.add_reader(socket.fileno(), drain)
+            self._door = Door(
+                context,
+                self.address,
+                own=self._own_keys,
+                admits=self._admits,
+                timeout_s=_HANDSHAKE_S,
+                taken=lambda _: ConfigError(f"another proxy listens on {self.address!r}; name another control address"),
+                counters=self._counters,
+            )
+            undo.callback(self._door.close)
+            self.address = self._door.address
+            for socket in self._door.sockets:
+                self._loop.add_reader(socket.fileno(), self._serve)
                 undo.callback(self._loop.remove_reader, socket.fileno())
-                self._loop.call_soon(drain)
+            undo.callback(self._ignore_newcomers)
+            self._heed()
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -96,8 +100,7 @@ class Control:
         self._undo.close()
 
     def _forget(self) -> None:
-        self._socket = None
-        self._gate = None
+        self._door = None
         self._peers.clear()
 
     def cancel(self, transfer: str) -> None:
@@ -113,84 +116,98 @@ class Control:
         self._send(self._list, list(self._peers))
 
     def _send(self, frame: bytes, peers: list[bytes]) -> None:
-        if self._socket is None:
-            return
-        for peer in peers:
-            try:
-                self._socket.send_multipart([peer, frame], flags=zmq.NOBLOCK)
-            except zmq.Again:
-                self._on_drop("peer_full")
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                self._peers.pop(peer, None)
-        # Sending can use up the edge on which the loop would have been told of incoming messages.
-        if self._loop is not None:
-            self._loop.call_soon(self._drain)
+        for peer in peers if self._door is not None else ():
+            with self._faults.contain("a message to a node"):
+                self._post(peer, frame)
+        self._serve_soon()
 
-    def _bind(self, socket: zmq.Socket[bytes]) -> None:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, to forget it
-        socket.setsockopt(zmq.IPV6, int(needs_ipv6(self.address)))
-        if self._own_keys is not None:
-            secure_server(socket, self._own_keys)
-        try:
-            socket.bind(self.address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen on {self.address!r}: {error}") from error
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-    def _drains(self) -> list[tuple[zmq.Socket[bytes], Callable[[], None]]]:
-        drains = [
-            (self._socket, self._drain),
-            (self._gate.socket if self._gate is not None else None, self._drain_gate),
-        ]
-        return [(socket, drain) for socket, drain in drains if socket is not None]
+    def _post(self, peer: bytes, frame: bytes) -> None:
+        assert self._door is not None
+        problem = self._door.post(peer, frame)
+        if problem == GONE:
+            self._peers.pop(peer, None)
+        elif problem:
+            self._on_drop("peer_full")
 
     def _admits(self, key: str) -> bool:
         self._roster.refresh()
         return self._roster.name_of(key) is not None
 
-    def _drain_gate(self) -> None:
-        if self._gate is not None and self._gate.serve() and self._loop is not None:
-            self._loop.call_soon(self._drain_gate)
+    # ---- what the loop calls ----------------------------------------------------------------
 
-    def _drain(self) -> None:
-        for _ in range(_BATCH):
-            if self._socket is None:
-                return
-            try:
-                peer, *frames = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._take(peer.bytes, frames)
-        if self._loop is not None:
-            self._loop.call_soon(self._drain)
-
-    def _take(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        if len(frames) != 1:
-            self._on_drop("malformed")
+    def _heed(self) -> None:
+        """Let in who waits at a Unix socket's path; the loop is told of the queue anew that waits there then."""
+        if self._door is None or self._loop is None or self._door.fd < 0:
+            self._serve_soon()
             return
+        self._ignore_newcomers()
+        is_more_to_take = False
+        with self._faults.contain("letting nodes in"):
+            is_more_to_take = self._door.heed()
+        self._loop.add_reader(self._door.fd, self._heed)
+        if is_more_to_take:
+            self._loop.call_later(_SOON_S, self._heed)
+        self._serve_soon()
+
+    def _ignore_newcomers(self) -> None:
+        if self._door is not None and self._loop is not None and self._door.fd >= 0:
+            self._loop.remove_reader(self._door.fd)
+
+    def _serve_soon(self) -> None:
+        """ZMQ tells the loop of incoming messages once; using the socket in any way can use up that news."""
+        if self._door is not None and self._loop is not None:
+            self._loop.call_soon(self._serve)
+
+    def _serve(self) -> None:
+        """Take in what is there, but not so much at once that requests wait."""
+        for _ in burst():
+            with self._faults.contain("the control socket"):
+                if not self._serve_next():
+                    break
+        if self._door is not None and self._door.is_waited_for:
+            self._serve_soon()
+
+    def _serve_next(self) -> bool:
+        """False: nothing more came."""
+        if self._door is None:
+            return False
+        for socket in self._door.sockets:
+            self._door.answer_gate(socket)
         try:
-            report = messages.decode_to_proxy(frames[0].bytes)
+            arrival = self._door.receive()
         except ProtocolError as error:
-            log.debug("a control message was dropped: %s", error)
-            self._on_drop("malformed")
+            self._drop("malformed", "", str(error))
+            return True
+        if arrival is None:
+            return False
+        self._take(arrival)
+        return True
+
+    def _take(self, arrival: Arrival) -> None:
+        try:
+            report = messages.decode_to_proxy(arrival.frame)
+        except ProtocolError as error:
+            self._drop("malformed", arrival.key, str(error))
             return
         if report.version != messages.VERSION:
-            self._on_drop("version")
+            self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")
             return
         self._roster.refresh()
-        if self._own_keys is not None and self._roster.name_of(user_of(frames[0])) != report.node:
-            log.warning("a report of node %r came with a key that is not its own, and was dropped", report.node[:80])
-            self._on_drop("not_its_name")
+        if self._own_keys is not None and self._roster.name_of(arrival.key) != report.node:
+            text = f"a report of node {report.node[:80]!r} came with a key that is not its own"
+            self._drop("not_its_name", arrival.key, text)
             return
-        is_new = peer not in self._peers
-        self._peers.pop(peer, None)
-        self._peers[peer] = None
+        is_new = arrival.route not in self._peers
+        self._peers.pop(arrival.route, None)
+        self._peers[arrival.route] = None
         if len(self._peers) > MAX_PEERS:
             del self._peers[next(iter(self._peers))]
         if is_new and self._list:
-            self._send(self._list, [peer])
+            self._send(self._list, [arrival.route])
         self._on_report(report)
+
+    def _drop(self, reason: str, key: str, text: str) -> None:
+        """Count a message that is not taken in, and log the first one of its sender in a minute."""
+        sender = (self._roster.name_of(key) or "a node that has left the roster") if key else "a node"
+        self._faults.dropped(sender, ProtocolError(text))
+        self._on_drop(reason)

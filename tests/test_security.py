@@ -112,10 +112,9 @@ def test_every_place_that_listens_is_known():
     assert {path for path in binds if not path.startswith("transports/")} == {
         "pdx/cuda/handover.py",  # tests/node/test_gpu_handover.py
         "pdx/gate.py",
-        "pdx/node/entry.py",  # tests/node/test_desk.py
-        "pdx/node/front.py",  # tests/node/test_front.py
-        "pdx/node/door.py",
-        "proxy/control.py",
+        "pdx/entry.py",  # tests/node/test_desk.py
+        "pdx/front.py",  # tests/node/test_front.py
+        "pdx/door.py",
         "pdx/cli/ports.py",  # these two let go again at once: they only look which port is free
         "pdx/cli/up.py",
     }

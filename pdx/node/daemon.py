@@ -20,6 +20,7 @@ import zmq
 
 from pdx import descriptors
 from pdx.address import check_address, data_host
+from pdx.burst import burst
 from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
@@ -37,7 +38,6 @@ from pdx.messages import (
     decode_to_node,
     encode,
 )
-from pdx.node.burst import burst
 from pdx.node.desk import Delivery, Desk
 from pdx.node.proxy_line import ProxyLine
 from pdx.node.service import PROBE_BYTES, Service

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from pdx.entry import Entry
 from pdx.messages import MAX_FRAME_BYTES
-from pdx.node.entry import Entry
 
 
 class Delivery(msgspec.Struct, frozen=True):

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError, PeerError, ProtocolError
+from pdx.faults import printable
 from pdx.handshake import SessionState, SessionStep
 from pdx.lifecycle import State
 from pdx.memory import Arena
 from pdx.messages import Slot
 from pdx.node.announcer import are_digests_due
-from pdx.node.faults import printable
 from pdx.node.incoming import Incoming, Landing
 from pdx.node.lander import Lander, Verdict
 from pdx.node.links import PeerSession

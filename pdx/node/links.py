@@ -15,13 +15,13 @@ from collections.abc import Callable
 import zmq
 
 from pdx.address import check_listen, needs_ipv6
-from pdx.errors import ConfigError, PeerRefused, PeerUnknown, ProtocolError
+from pdx.burst import burst
+from pdx.door import Door, limit
+from pdx.errors import ConfigError, NodeRunning, PeerRefused, PeerUnknown, ProtocolError
+from pdx.faults import Faults
 from pdx.handshake import LinkState, LinkStep, check_welcome
 from pdx.keyring import KeyPair, secure_client
 from pdx.messages import PeerEntry, Refused
-from pdx.node.burst import burst
-from pdx.node.door import Door, limit
-from pdx.node.faults import Faults
 from pdx.node.link import Link, LinkHandler, PeerSession
 from pdx.node.lives import Lives
 from pdx.node.reception import Reception
@@ -82,6 +82,7 @@ class Links:
             own=self._own,
             admits=lambda key: self._roster.name_of(key) is not None,
             timeout_s=timeout_s,
+            taken=lambda _: NodeRunning(f"another node already listens at {listen}; give this one another --listen"),
             counters=counters,
         )
         self._reception = Reception(

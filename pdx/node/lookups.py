@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 import msgspec
 
 from pdx.errors import ConfigError, PeerError
+from pdx.faults import Faults
 from pdx.lifecycle import State
 from pdx.messages import Answer, Found, Lookup
-from pdx.node.faults import Faults
 from pdx.node.peers import Peers
 from pdx.node.sessions import Session
 from pdx.node.transfers import Transfers

@@ -8,8 +8,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from pdx.node.burst import burst
-from pdx.node.faults import Faults
+from pdx.burst import burst
+from pdx.faults import Faults
 
 
 class Mailbox:

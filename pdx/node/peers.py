@@ -15,11 +15,11 @@ import zmq
 
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError, PeerError, ProtocolError
+from pdx.faults import Faults
 from pdx.handshake import Identity, LinkState, LinkStep, SessionStep
 from pdx.host import host_id
 from pdx.memory import Arena
 from pdx.messages import Lookup, PeerEntry, PeerStatus, Slot
-from pdx.node.faults import Faults
 from pdx.node.fetches import Fetches
 from pdx.node.guests import Guests
 from pdx.node.incoming import Landing

@@ -10,10 +10,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.address import needs_ipv6
+from pdx.burst import burst
 from pdx.errors import ProtocolError
+from pdx.faults import Faults
 from pdx.messages import MAX_FRAME_BYTES, FromProxy, NodeReport, decode_from_proxy, encode
-from pdx.node.burst import burst
-from pdx.node.faults import Faults
 
 log = logging.getLogger("pdx.node")
 

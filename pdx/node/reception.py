@@ -9,11 +9,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from pdx.burst import burst
+from pdx.door import Door
 from pdx.errors import PeerRefused, ProtocolError
+from pdx.faults import Faults
 from pdx.handshake import SessionState, SessionStep, check_hello
-from pdx.node.burst import burst
-from pdx.node.door import Door
-from pdx.node.faults import Faults
 from pdx.node.link import FAREWELL_MS, LinkHandler, PeerSession, refusal
 from pdx.node.lives import Lives
 from pdx.peer_messages import (

@@ -13,6 +13,7 @@ import msgspec
 
 from pdx.config import NodeConfig, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
+from pdx.faults import Faults
 from pdx.lifecycle import State
 from pdx.memory import GRANULE_BYTES, Arena, round_up
 from pdx.messages import (
@@ -43,7 +44,6 @@ from pdx.messages import (
     Status,
     Welcome,
 )
-from pdx.node.faults import Faults
 from pdx.node.lookups import Lookups
 from pdx.node.peers import Peers
 from pdx.node.reports import Reports

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from pdx.errors import ProtocolError
-from pdx.node.faults import QUIET_S, Faults
+from pdx.faults import QUIET_S, Faults
 
 
 class Clock:

@@ -9,7 +9,7 @@ import stat
 import pytest
 from link_stage import PING_S, RawHost, welcomed, write_roster
 
-import pdx.node.door
+import pdx.door
 import pdx.node.reception
 from pdx.channel import RemoteRegion
 from pdx.errors import ConfigError, NodeRunning, PeerUnknown, ProtocolError
@@ -217,7 +217,7 @@ def test_a_welcome_that_is_refused_says_bye(stage, welcome, why):
 
 def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeypatch):
     """CVE-2025-30202: a slow reader makes nobody wait, and its backlog is bounded."""
-    monkeypatch.setattr(pdx.node.door, "HIGH_WATER", 8)
+    monkeypatch.setattr(pdx.door, "HIGH_WATER", 8)
     beta = stage.node("beta")
     slow = raw(beta)
     welcomed(stage, slow)
@@ -233,7 +233,7 @@ def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeyp
 
 
 def test_a_dialled_peer_that_does_not_read_is_lost(stage, monkeypatch):
-    monkeypatch.setattr(pdx.node.door, "HIGH_WATER", 8)
+    monkeypatch.setattr(pdx.door, "HIGH_WATER", 8)
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
         alpha.links.told([beta.entry])

@@ -14,8 +14,10 @@ import zmq
 from node_harness import MIB, Wire, arenas_of, wait_until
 
 from pdx import descriptors
+from pdx.burst import BURST_S
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
+from pdx.faults import Faults
 from pdx.messages import (
     VERSION,
     Abort,
@@ -44,9 +46,7 @@ from pdx.messages import (
     encode,
 )
 from pdx.node import daemon as module
-from pdx.node.burst import BURST_S
 from pdx.node.daemon import TICK_S, Daemon
-from pdx.node.faults import Faults
 from pdx.node.mailbox import Mailbox
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import pytest
 from proxy_harness import Node, run, until, within
@@ -21,8 +22,10 @@ class Desk:
     """A control socket, what it took and dropped, and nodes that connect to it."""
 
     def __init__(self, address, **files):
-        self.reports, self.drops = [], []
-        self.control = Control(address, on_report=self.reports.append, on_drop=self.drops.append, **files)
+        self.reports, self.drops, self.counters = [], [], Counter()
+        self.control = Control(
+            address, on_report=self.reports.append, on_drop=self.drops.append, counters=self.counters, **files
+        )
         self.nodes = []
 
     def node(self, name, own=None, server_key=None):
@@ -136,7 +139,7 @@ def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
             await made.node("one", pairs["one"], pairs["stranger"].public).report()  # to another server
             stranger = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
             await stranger.report()
-            await until(lambda: made.control._gate._counters["peers_denied"])
+            await until(lambda: made.counters["peers_denied"])
             await made.node("two", pairs["two"], pairs["proxy"].public).report()
             await until(lambda: made.reports)
             assert [report.node for report in made.reports] == ["two"]

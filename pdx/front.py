@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdx import descriptors
-from pdx.node.faults import Faults
+from pdx.faults import Faults
 
-log = logging.getLogger("pdx.node")
+log = logging.getLogger(__name__)
 
 MAX_YOUNG = 512  # connections that may still turn out to be nobody's
 MAX_YOUNG_OF_ADDRESS = 64

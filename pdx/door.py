@@ -12,14 +12,15 @@ import zmq
 
 from pdx.address import tcp_endpoint
 from pdx.config import private_folder, socket_path
-from pdx.errors import ConfigError, NodeRunning, ProtocolError
+from pdx.entry import Entry
+from pdx.errors import ConfigError, PdxError, ProtocolError
+from pdx.front import Front
 from pdx.gate import Gate, user_of
 from pdx.keyring import KeyPair, secure_server
 from pdx.messages import MAX_FRAME_BYTES
-from pdx.node.entry import Entry
-from pdx.node.front import Front
 from pdx.ownership import owned, remove_socket
 
+GONE = "its connection is gone"
 HIGH_WATER = 1024  # messages a peer may leave unread
 _BACKLOG = 4  # what the front has passed on and ZMQ not taken yet is not counted among the descriptors in use
 
@@ -43,20 +44,20 @@ class Door:
         own: KeyPair | None,
         admits: Callable[[str], bool],
         timeout_s: float,
+        taken: Callable[[str], PdxError],
         counters: Counter[str],
     ) -> None:
-        """`admits`: whether a public key may come in; asked only if there are keys.
+        """`admits`: whether a public key may come in; asked only if there are keys. `taken`: see `pdx.ownership.owned`.
 
         :raises ConfigError: the address cannot be had.
-        :raises NodeRunning: another node owns it.
+        :raises PdxError: another process owns the path of a Unix socket: what `taken` makes.
         """
         self._has_keys = own is not None
         with contextlib.ExitStack() as undo:
             if listen.startswith("ipc://"):
                 path = socket_path(listen)
                 private_folder(path.parent)
-                taken = NodeRunning(f"another node already listens at {path}; give this one another --listen")
-                undo.enter_context(owned(path, lambda _: taken))
+                undo.enter_context(owned(path, taken))
                 remove_socket(path)
             self._front = self._new_front(listen, timeout_s, counters) if listen.startswith("tcp://") else None
             if self._front is not None:
@@ -88,14 +89,18 @@ class Door:
         return [socket for socket in (self._router, *gate) if not socket.closed]
 
     @property
+    def is_waited_for(self) -> bool:
+        """Something came that was not taken yet."""
+        return any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket in self.sockets)
+
+    @property
     def fd(self) -> int:
         """To be polled, too: who connects waits for `heed`. -1: nobody ever does."""
         return self._entry.fd if self._entry is not None else -1
 
-    def heed(self) -> None:
+    def heed(self) -> bool:
         """See `Entry.heed`."""
-        if self._entry is not None:
-            self._entry.heed()
+        return self._entry is not None and self._entry.heed()
 
     def answer_gate(self, socket: object) -> bool:
         """Let in, or not, who waits at the gate; False: this is not the gate's socket."""
@@ -126,7 +131,7 @@ class Door:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return "its connection is gone"
+            return GONE
         return ""
 
     def close(self, *, linger_ms: int = 0) -> None:

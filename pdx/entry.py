@@ -1,4 +1,4 @@
-"""A Unix socket's path at which ZMQ gets no more connections than the node has descriptors for.
+"""A Unix socket's path at which ZMQ gets no more connections than the process has descriptors for.
 
 ZMQ ends the whole process where it has no descriptor left for a connection to a Unix socket, and a thread of its own
 takes as many as come. So ZMQ never listens at the path. Who connects there waits in a queue of bounded length. Where
@@ -22,7 +22,7 @@ import zmq
 from pdx import descriptors
 from pdx.errors import ConfigError
 
-log = logging.getLogger("pdx.node")
+log = logging.getLogger(__name__)
 
 _MOST_WAITING = 128
 _PATIENCE_S = 0.02  # that one call gives ZMQ's thread; what it has not taken by then it takes at the next call
@@ -60,9 +60,11 @@ class Entry:
                     time.sleep(0.0001)
             self._undo = undo.pop_all()
 
-    def heed(self) -> None:
+    def heed(self) -> bool:
         """Let in who waits, if there are descriptors for them; call it whenever something happened, above all when `fd`
-        can be read: then somebody connects.
+        can be read: then somebody connects. True: ZMQ has not taken all of them yet, so call it again soon.
+
+        `fd` means another queue afterwards: an epoll has to be told of it anew.
 
         :raises OSError: the path cannot be renewed; who waits was turned away.
         """
@@ -75,6 +77,7 @@ class Entry:
         if self._queue is not None and self._is_taken(self._queue):
             self._queue.close()
             self._queue = None
+        return self._queue is not None
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""

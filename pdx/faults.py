@@ -1,4 +1,4 @@
-"""What goes wrong in the control loop: contained where it happens, counted, and logged in bounded measure."""
+"""What goes wrong in the loop of a node or a proxy: contained where it happens, counted, logged in bounded measure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 
 from pdx.errors import ProtocolError
 
-log = logging.getLogger("pdx.node")
+log = logging.getLogger(__name__)
 
 QUIET_S = 60.0  # after one of a sender's bad messages was logged, the next ones are only counted
 _MAX_SENDERS = 1024
@@ -43,7 +43,7 @@ class Part:
 
 
 class Faults:
-    """Counts and logs. One thread, the control loop's.
+    """Counts and logs. One thread, the loop's.
 
     Two kinds: messages that make no sense (`dropped_messages`), and exceptions that nobody expected
     (`internal_errors`), which are defects of PDX or of a library.
