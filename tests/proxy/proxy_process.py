@@ -1,0 +1,86 @@
+"""A `pdx proxy` in a process of its own, that may open few files; and strangers who connect to it."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+from engine_standin import StandIn
+from proxy_harness import DEADLINE_S, within
+
+from pdx.cli.ports import free_ports
+
+
+class ProxyProcess:
+    """What a test talks to; `client` is honest and has connected already."""
+
+    def __init__(self, process, folder, port, control, client, engine):
+        self.process, self.port, self.control, self.client, self.engine = process, port, control, client, engine
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = folder / "log"
+
+    @property
+    def log(self):
+        return self._log.read_text()
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def num_files(self):
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def dial(self, port=None):
+        """A connection that says nothing; None: it was not taken."""
+        with contextlib.suppress(OSError):
+            stream = socket.create_connection(("127.0.0.1", port or self.port), DEADLINE_S)
+            stream.setblocking(False)
+            return stream
+        return None
+
+    async def ask(self, client=None, path="/v1/completions"):
+        """The status of an honest request."""
+        body = {"prompt": "beta", "temperature": 0, "max_tokens": 4}
+        async with (client or self.client).post(self.url + path, json=body) as response:
+            await within(response.read())
+            return response.status
+
+
+@asynccontextmanager
+async def proxy_process(folder, *options, limit=0, control=None):
+    """A proxy with one engine for both roles."""
+    engine = StandIn("e")
+    await engine.start()
+    (port, control_port) = free_ports(2)
+    control = control or f"tcp://127.0.0.1:{control_port}"
+    command = [sys.executable, "-P", "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", control]
+    command += ["--prefill", engine.url, "--decode", engine.url, *options]
+
+    def limited():
+        if limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+    folder = Path(folder)
+    with (folder / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, preexec_fn=limited)
+    connector = aiohttp.TCPConnector(force_close=False)
+    client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=6 * DEADLINE_S))
+    made = ProxyProcess(process, folder, port, control, client, engine)
+    try:
+        async with asyncio.timeout(6 * DEADLINE_S):
+            while "listening on" not in made.log:
+                assert process.returncode is None, made.log
+                await asyncio.sleep(0.02)
+        assert await made.ask() == 200
+        yield made
+    finally:
+        await client.close()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await engine.stop()

@@ -1,0 +1,72 @@
+"""A proxy that may open few files, under floods of strangers: it lives, and honest clients and nodes are served."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+import pytest
+from proxy_harness import Node, run
+from proxy_process import proxy_process
+
+from pdx.keyring import KeyPair, secure_client
+
+LIMIT = 256
+
+
+def curve(folder):
+    """The options of a proxy with keys, and what puts the keys of a node that it knows on a socket."""
+    proxy, node = KeyPair.make(), KeyPair.make()
+    secret, _ = proxy.save(folder / "keys", "proxy")
+    roster = folder / "roster.toml"
+    roster.write_text(f'[nodes.n]\naddress = "tcp://127.0.0.1:1"\nkey = "{node.public}"\n')
+    roster.chmod(0o600)
+    return ["--keys", str(secret), "--roster", str(roster)], lambda socket: secure_client(
+        socket, own=node, server_key=proxy.public
+    )
+
+
+def node_of(made, secure):
+    node = Node("inproc://nowhere-yet", "n")
+    node.socket.disconnect("inproc://nowhere-yet")
+    secure(node.socket)
+    node.socket.connect(made.control)
+    return node
+
+
+@pytest.mark.parametrize("kind", ["plain", "curve"])
+def test_strangers_at_the_control_port_keep_nobody_out(tmp_path, kind):
+    """Once 400 connections took all descriptors: no client could connect, and the process used a core up."""
+    options, secure = curve(tmp_path) if kind == "curve" else ([], lambda _: None)
+
+    async def main():
+        async with proxy_process(tmp_path, *options, limit=LIMIT) as made:
+            port = int(made.control.rpartition(":")[2])
+            with contextlib.ExitStack() as flood:
+                for _ in range(400):
+                    stream = made.dial(port)
+                    if stream is not None:
+                        flood.enter_context(stream)
+                assert made.num_files() < LIMIT - 32
+                assert await made.ask() == 200
+                async with aiohttp.ClientSession() as newcomer:
+                    assert await made.ask(newcomer) == 200
+                with contextlib.closing(node_of(made, secure)) as node:
+                    await node.report()
+                    async with made.client.get(made.url + "/health") as response:
+                        assert response.status == 200
+                    await known(made, 1)
+            assert made.process.returncode is None
+            assert len(made.log) < 10_000
+
+    run(main)
+
+
+async def known(made, count):
+    """Wait until so many nodes have reported."""
+
+    async with asyncio.timeout(60):
+        while True:
+            async with made.client.get(made.url + "/health") as response:
+                if (await response.json())["nodes"] >= count:
+                    return
+            await asyncio.sleep(0.02)
