@@ -1,16 +1,19 @@
-"""Addresses of nodes and proxies: which may be listened on, which may be dialled, and by whom.
+"""Addresses of nodes and proxies: which may be listened on, which may be dialled, and by whom; and engines' URLs.
 
     ipc:///absolute/path        this user alone
     tcp://127.0.0.1:7700        this host; also tcp://[::1]:7700
     tcp://10.0.0.1:7700         anybody, so with CURVE keys only
+    http://10.0.0.1:8100        an engine
 
-An address of all interfaces is never listened on.
+An address of all interfaces is never listened on. Between a node and its proxy every tcp address needs keys.
+Hosts are compared as they are written; no name is looked up.
 """
 
 from __future__ import annotations
 
 import re
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
 
 from pdx.config import socket_path
 from pdx.errors import ConfigError
@@ -18,6 +21,7 @@ from pdx.errors import ConfigError
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\[\]:/;@\s]+)):(?P<port>[0-9]{1,5})")
 _HOST = re.compile(r"(?=.{1,253}\Z)(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z][A-Za-z0-9-]{0,62}")
 _WILDCARDS = ("*", "0")
+_PLAIN_PORTS = {"http": 80, "https": 443}
 
 
 def check_listen(address: str, *, has_keys: bool) -> None:
@@ -46,6 +50,91 @@ def check_address(address: str, has_keys: bool) -> None:
     if not port:
         raise ConfigError(f"{address!r} has no port")
     _check_reach(address, ip, has_keys=has_keys)
+
+
+def check_control(address: str, *, has_keys: bool) -> None:
+    """Whether a node and its proxy may meet there; port 0 is any free one.
+
+    Whoever reports an engine to a proxy gets its clients' prompts. A Unix socket is its user's alone, but loopback is
+    open to every user of the host.
+
+    :raises ConfigError: not an address, one of all interfaces, or a tcp address without keys.
+    """
+    if address.startswith("ipc://"):
+        socket_path(address)
+        return
+    ip, _ = _endpoint(address)
+    _check_reach(address, ip, has_keys=has_keys)
+    if not has_keys:
+        raise ConfigError(
+            f"{address!r} is open to every user of this host, and who reports an engine there gets prompts; "
+            "use ipc:///path, or keys and a roster (see `pdx keygen`)"
+        )
+
+
+def base_url(text: str) -> str:
+    """The URL at which an engine serves, in the one spelling that is its identity.
+
+    :raises ConfigError: not a plain http(s) base URL; credentials in it would end up in logs and metrics.
+    """
+    try:
+        parts = urlsplit(text.rstrip("/"))
+        plain = parts.scheme in _PLAIN_PORTS and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ConfigError("an engine's URL does not parse; write http://host:port") from error
+    if not plain or parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError("an engine's URL must be plain http://host:port, without user, query or fragment")
+    port = "" if parts.port in (None, _PLAIN_PORTS[parts.scheme]) else f":{parts.port}"
+    return f"{parts.scheme}://{_bracketed(spelled(parts.hostname or ''))}{port}{parts.path}"
+
+
+def url_host(url: str) -> str:
+    """The host in a `base_url`, spelled as `address_host` spells it."""
+    return spelled(urlsplit(url).hostname or "")
+
+
+def address_host(address: str) -> str:
+    """The host in an address of a node or a proxy; that of `ipc://` is `localhost`."""
+    return "localhost" if address.startswith("ipc://") else spelled(str(_endpoint(address)[0]))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, spelled so, means the host on which it is read."""
+    ip = _ip(host)
+    return ip.is_loopback if ip is not None else host == "localhost"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host means all interfaces."""
+    ip = _ip(host)
+    return ip.is_unspecified if ip is not None else host in ("", *_WILDCARDS)
+
+
+def reachable_url(url: str, address: str) -> str:
+    """`url`, with the host of a node's `address` in place of one that means all interfaces; else as it is."""
+    try:
+        plain = base_url(url)
+    except ConfigError:
+        return url
+    host = url_host(plain)
+    return plain.replace(_bracketed(host), _bracketed(data_host(address)), 1) if is_wildcard(host) else plain
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def spelled(host: str) -> str:
+    """A host's name or IP address in the one spelling in which hosts are compared."""
+    return str(_ip(host) or host.lower())
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        ip = ip_address(host)
+    except ValueError:
+        return None
+    return ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip
 
 
 def data_host(address: str) -> str:
@@ -83,16 +172,13 @@ def _endpoint(address: str) -> tuple[IPv4Address | IPv6Address | str, int]:
             f"{address!r} is not an address; write ipc:///absolute/path, tcp://IP:PORT or tcp://[IP]:PORT"
         )
     host = match["six"] or match["host"]
-    try:
-        ip = ip_address(host)
-    except ValueError:
+    ip = _ip(host)
+    if ip is None:
         if host in _WILDCARDS:
-            raise _wildcard(address) from None
+            raise _wildcard(address)
         if match["six"] or _HOST.fullmatch(host) is None:
-            raise ConfigError(f"{address!r} names no host: {host!r}") from None
+            raise ConfigError(f"{address!r} names no host: {host!r}")
         return host, int(match["port"])
-    if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
     if ip.is_unspecified:
         raise _wildcard(address)
     return ip, int(match["port"])

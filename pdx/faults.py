@@ -53,7 +53,7 @@ class Faults:
         self._counters = counters
         self._clock = clock
         self._known: set[tuple[str, type[Exception]]] = set()
-        self._quiet: dict[str, tuple[float, int]] = {}  # by sender: until when, and how many were not logged
+        self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were not logged
 
     def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Part:
         """A `with` block that no exception leaves but `passing`, which the caller expects.
@@ -76,18 +76,22 @@ class Faults:
         What the message says is in the text of `error`: it is cut, and its control characters are escaped.
         """
         self._counters["dropped_messages"] += 1
+        self.warn(sender, f"dropped a message of {printable(sender)}: {printable(str(error))}")
+
+    def warn(self, about: str, text: str) -> None:
+        """Log a warning; of those about the same, one in a minute, which says how many were not logged."""
         now = self._clock()
-        until, unsaid = self._quiet.get(sender, (now, 0))
+        until, unsaid = self._quiet.get(about, (now, 0))
         if now < until:
-            self._quiet[sender] = (until, unsaid + 1)
+            self._quiet[about] = (until, unsaid + 1)
             return
         if len(self._quiet) >= _MAX_SENDERS:
             self._quiet = {name: quiet for name, quiet in self._quiet.items() if now < quiet[0]}
             if len(self._quiet) >= _MAX_SENDERS:
                 return
-        self._quiet[sender] = (now + QUIET_S, 0)
+        self._quiet[about] = (now + QUIET_S, 0)
         more = f" ({unsaid} more since the last one that was logged)" if unsaid else ""
-        log.warning("dropped a message of %s: %s%s", printable(sender), printable(str(error)), more)
+        log.warning("%s%s", text, more)
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,7 @@
     [nodes.alpha]
     address = "tcp://10.0.0.1:7700"
     key = "<public key, as `pdx keygen` prints it>"
+    engine_hosts = ["192.168.7.1"]      # where its engines serve besides the address's host; may be left out
 
     [proxy]
     address = "tcp://10.0.0.9:7600"
@@ -41,6 +42,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     address: Annotated[str, Meta(min_length=1, max_length=256)]
     key: Annotated[str, Meta(max_length=40)] = ""
+    engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
 
 
 class RosterFile(msgspec.Struct, frozen=True):
@@ -135,6 +137,10 @@ class Roster:
     def proxy(self) -> Entry | None:
         """The proxy, as the file names it."""
         return self._file.proxy if self._file is not None else None
+
+    def node(self, name: str) -> Entry | None:
+        """A node, as the file names it."""
+        return self._file.nodes.get(name) if self._file is not None else None
 
     def entry(self, name: str) -> PeerEntry:
         """The node of that name.

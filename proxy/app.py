@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from pdx.config import default_proxy
 from pdx.errors import LegFailed, ProtocolError
+from pdx.faults import Faults, printable
 from pdx.host import host_id
 from pdx.messages import NodeReport, PeerEntry
 from pdx.proxy import fault
@@ -62,12 +64,14 @@ class Proxy:
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
         self._metrics = Metrics(engines=self._roster.engines, in_flight=self._in_flight)
+        self._faults = Faults(Counter())
         self._control = Control(
             config.control or default_proxy(),
             on_report=self._take_report,
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
             roster=config.roster,
+            faults=self._faults,
         )
         self._legs: Legs | None = None
         self._relay: Relay | None = None
@@ -138,7 +142,12 @@ class Proxy:
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
         self._ledger.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
-        self._lose(self._roster.report(report), f"node {report.node} says so")
+        believed, refusals = self._roster.screen(report)
+        for refusal in refusals:
+            self._faults.warn(f"{refusal.reason} {report.node}", printable(refusal.text))
+            self._metrics.control_dropped.labels(refusal.reason).inc()
+        if believed is not None:
+            self._lose(self._roster.report(believed), f"node {report.node} says so")
         self._tell_peers()
 
     def _tell_peers(self) -> None:

@@ -1,8 +1,9 @@
-"""The socket nodes report to. It takes `NodeReport`s in; `Cancel`s and the list of peers go out to every node.
+"""The socket nodes report to. It takes `NodeReport`s in; `Cancel`s go out to the nodes of a transfer, the list of peers
+to every node.
 
-On a Unix socket or loopback it is for this host. At any other address nodes must prove keys that the roster has, and
-report under the names that it gives those keys. Nodes come in through a `Door`: strangers neither use up this process's
-descriptors nor end it.
+A Unix socket is its user's alone. At any other address nodes must prove keys that the roster has, report under the
+names that it gives those keys, and name engines on their own hosts only. Nodes come in through a `Door`: strangers
+neither use up this process's descriptors nor end it.
 
 The socket is plain, not asyncio's: a `Cancel` must go out from a request that is itself being cancelled, where
 nothing can be awaited. All methods belong to the event loop's thread. An exception that one message or one node causes
@@ -14,18 +15,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+import msgspec
 import zmq
 
 from pdx import messages
-from pdx.address import check_listen
+from pdx.address import address_host, base_url, check_control, check_listen, is_loopback, spelled, url_host
 from pdx.burst import burst
 from pdx.door import GONE, Arrival, Door
 from pdx.errors import ConfigError, ProtocolError
-from pdx.faults import Faults
+from pdx.faults import Faults, printable
+from pdx.host import host_id
 from pdx.keyring import KeyPair
-from pdx.messages import Cancel, NodeReport, PeerEntry, PeerList
+from pdx.messages import Cancel, EngineReport, NodeReport, PeerEntry, PeerList
 from pdx.roster import Roster
 
 MAX_PEERS = 1024
@@ -51,6 +54,7 @@ class Control:
 
         :raises ConfigError: the address, the keys or the roster are wrong.
         """
+        check_control(address, has_keys=bool(keys and roster))
         check_listen(address, has_keys=bool(keys and roster))
         self.address = address
         self._own_keys = KeyPair.load(keys) if keys else None
@@ -59,7 +63,7 @@ class Control:
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
-        self._peers: dict[bytes, None] = {}  # in the order last heard of
+        self._peers: dict[bytes, str] = {}  # names by route, in the order last heard of
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
         self._door: Door | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,9 +107,13 @@ class Control:
         self._door = None
         self._peers.clear()
 
-    def cancel(self, transfer: str) -> None:
-        """Tell all nodes, without waiting; a node that cannot take the message gives up by its own deadline."""
-        self._send(messages.encode(Cancel(transfer=transfer)), list(self._peers))
+    def cancel(self, transfer: str, nodes: Collection[str]) -> None:
+        """Tell these nodes, all where the name of one is not known (""), without waiting.
+
+        A node that cannot take the message gives up by its own deadline.
+        """
+        told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
+        self._send(messages.encode(Cancel(transfer=transfer)), told)
 
     def send_peers(self, entries: list[PeerEntry]) -> None:
         """Tell all nodes which nodes there are: now, and each that comes later when it first reports.
@@ -199,12 +207,39 @@ class Control:
             return
         is_new = arrival.route not in self._peers
         self._peers.pop(arrival.route, None)
-        self._peers[arrival.route] = None
+        self._peers[arrival.route] = report.node
         if len(self._peers) > MAX_PEERS:
             del self._peers[next(iter(self._peers))]
         if is_new and self._list:
             self._send(self._list, [arrival.route])
-        self._on_report(report)
+        engines = [engine for engine in report.engines if self._is_believed(report, engine)]
+        self._on_report(msgspec.structs.replace(report, engines=engines))
+
+    def _is_believed(self, report: NodeReport, engine: EngineReport) -> bool:
+        """Whether the engine is on the node's own host, as far as the roster knows. What is no URL passes: no request
+        goes there."""
+        if self._own_keys is None or not engine.url:
+            return True
+        with contextlib.suppress(ConfigError):
+            if not self._lies_on_host(report, url_host(base_url(engine.url))):
+                text = (
+                    f"node {report.node!r} names an engine at {engine.url!r}, which is not believed: by the roster the "
+                    "node is on another host; let `pdx serve --url` name that one, or add it to the node's engine_hosts"
+                )
+                self._faults.warn(f"not_its_host {report.node}", printable(text))
+                self._on_drop("not_its_host")
+                return False
+        return True
+
+    def _lies_on_host(self, report: NodeReport, host: str) -> bool:
+        entry = self._roster.node(report.node)
+        if entry is None:
+            return False
+        where, here = address_host(entry.address), address_host(self.address)
+        is_near = is_loopback(where) or where == here  # by the roster, on the proxy's own host
+        if is_loopback(host):
+            return is_near and report.host == host_id()
+        return host in {where, *map(spelled, entry.engine_hosts)} or (is_near and host == here)
 
     def _drop(self, reason: str, key: str, text: str) -> None:
         """Count a message that is not taken in, and log the first one of its sender in a minute."""

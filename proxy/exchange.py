@@ -49,7 +49,7 @@ class Exchange:
         self.reply = reply
         self.timeline = timeline
         self.outcome = Outcome.OK
-        self.announced = False  # engines have been told of the transfer
+        self.told: set[str] = set()  # the nodes of engines that know of the transfer; "": one that is not known
         self.planned: Pair | None = None  # the engines for its two legs
         self.booking: Booking | None = None  # of the decode leg, until that starts
         self._metrics = metrics

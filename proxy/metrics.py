@@ -28,12 +28,16 @@ class Metrics:
             "fallbacks", "Requests that could not be served in the mode planned for them.", "reason"
         )
         self.failovers = counter("failovers", "Decode legs given to another engine.", "reason")
-        self.cancels = counter("cancels", "Transfers given up, told to all nodes.", "reason")
+        self.cancels = counter("cancels", "Transfers given up, told to the nodes concerned.", "reason")
         self.stripped = counter("stripped", "Requests whose own transfer parameters were removed.")
         self.unplaced = counter(
             "unplaced", "Requests on engines that no node has reported: nothing is pushed for them."
         )
-        self.control_dropped = counter("control_dropped", "Control messages dropped.", "reason")
+        self.control_dropped = counter(
+            "control_dropped",
+            "What nodes said and was not believed or not understood.",
+            "reason",
+        )
         self.reports = counter("reports", "Node reports taken in.")
         self.ttft = Histogram(
             "pdx_proxy_ttft_seconds",

@@ -119,7 +119,7 @@ class Relay:
             exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer, decode_node=pair.wire
         )
         exchange.mark(Event.PREFILL_SENT, engine)
-        exchange.announced = True
+        exchange.told = {pair.prefiller.node, pair.decoder.node}
         async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
         if found.status != 200:
@@ -181,8 +181,7 @@ class Relay:
 
     async def _fall_back(self, exchange: Exchange, reason: str) -> None:
         self._metrics.fallbacks.labels(reason).inc()
-        if exchange.announced:
-            self._cancel(exchange, reason)
+        self._cancel(exchange, reason)
         exchange.set_mode(Mode.ALONE, reason)
         await self._alone(exchange)
 
@@ -201,6 +200,8 @@ class Relay:
                 log.warning("transfer %s: %s, trying %s", exchange.transfer, failure, engine.name)
                 self._metrics.failovers.labels(failure.reason).inc()
             exchange.mark(Event.DECODE_SENT, engine)
+            if exchange.told:
+                exchange.told.add(engine.node)
             payload = body.encode(self._located(exchange, leg, engine))
             try:
                 async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:
@@ -261,7 +262,7 @@ class Relay:
             self._roster.suspect(failure.url)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
-        if exchange.announced:
-            exchange.announced = False
+        if exchange.told:
             self._metrics.cancels.labels(reason).inc()
-            self._control.cancel(exchange.transfer)
+            self._control.cancel(exchange.transfer, exchange.told)
+            exchange.told = set()

@@ -6,15 +6,16 @@ always listed, but when a node that reported it says that it went away, requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from pdx.address import base_url, is_wildcard, url_host
 from pdx.errors import ConfigError
 from pdx.messages import EngineReport, NodeReport, PeerEntry
 
 MAX_NODES = 1024
+MAX_LIVES = 2  # of one name at a time: that of a node which was started again, and the one before
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -29,26 +30,17 @@ class Engine(msgspec.Struct, frozen=True):
     running: int = 0  # unfinished requests, whoever sent them, at the node's last report
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """Something that a node said and that is not believed; `reason` is for counting."""
+
+    reason: str
+    text: str
+
+
 class _Node(msgspec.Struct):
     seen_at: float
     engines: dict[str, EngineReport]  # by URL
     peer: PeerEntry  # without an address: it takes no peers
-
-
-def base_url(text: str) -> str:
-    """`text` as an engine's identity.
-
-    :raises ConfigError: not a plain http(s) base URL; credentials in it would end up in logs and metrics.
-    """
-    url = text.rstrip("/")
-    try:
-        parts = urlsplit(url)
-        plain = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:
-        raise ConfigError("an engine's URL does not parse; write http://host:port") from error
-    if not plain or parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("an engine's URL must be plain http://host:port, without user, query or fragment")
-    return url
 
 
 class Roster:
@@ -77,15 +69,42 @@ class Roster:
     def __repr__(self) -> str:
         return f"Roster({len(self._named)} named engines, {len(self._nodes)} nodes)"
 
+    def screen(self, report: NodeReport) -> tuple[NodeReport | None, list[Refusal]]:
+        """What of a report to believe, None: nothing, and what not. `report` takes in what is believed.
+
+        A URL has one owner, the node that reported it first, as long as that one is heard of and says so.
+        """
+        names = {name for name, _ in self._nodes}
+        lives = [key for key in self._nodes if key[0] == report.node]
+        if report.node not in names and len(names) >= MAX_NODES:
+            text = f"a report of node {report.node!r} is dropped: there are {MAX_NODES} others"
+            return None, [Refusal("nodes", text)]
+        if (report.node, report.epoch) not in lives and not self._may_begin(lives):
+            text = f"a report of node {report.node!r} is dropped: {MAX_LIVES} other nodes report under that name"
+            return None, [Refusal("lives", text)]
+        reported = self._reported()
+        engines, refusals = [], []
+        for engine in report.engines:
+            refusal = _unroutable(report.node, engine) or _owned(report.node, engine, reported)
+            if refusal is None:
+                engines.append(engine)
+            else:
+                refusals.append(refusal)
+        return msgspec.structs.replace(report, engines=engines), refusals
+
+    def _may_begin(self, lives: Sequence[tuple[str, int]]) -> bool:
+        """Whether a name with these lives may have another one: of those that are silent, none counts."""
+        oldest = self._clock() - self._heartbeat_timeout_s
+        return sum(self._nodes[key].seen_at >= oldest for key in lives) < MAX_LIVES
+
     def report(self, report: NodeReport) -> frozenset[str]:
-        """Take in a node's word; the URLs of engines it no longer has and nobody else reports."""
+        """Take in a node's word, of which `screen` left what is believed; the URLs of engines it no longer has and
+        nobody else reports."""
         key = (report.node, report.epoch)
-        if key not in self._nodes and len(self._nodes) >= MAX_NODES:
-            return frozenset()
         before = self._nodes[key].engines if key in self._nodes else {}
         self._nodes[key] = _Node(
             seen_at=self._clock(),
-            engines=_routable(report.engines),
+            engines={base_url(engine.url): engine for engine in report.engines},
             peer=PeerEntry(report.node, report.listen, report.public_key),
         )
         return frozenset(before.keys() - self._reported().keys())
@@ -150,12 +169,22 @@ class Roster:
         )
 
 
-def _routable(engines: Iterable[EngineReport]) -> dict[str, EngineReport]:
-    """By URL; an engine whose URL is missing or odd is attached to its node but cannot be asked anything."""
-    found: dict[str, EngineReport] = {}
-    for engine in engines:
-        try:
-            found[base_url(engine.url)] = engine
-        except ConfigError:
-            continue
-    return found
+def _unroutable(node: str, engine: EngineReport) -> Refusal | None:
+    """An engine whose URL is missing or odd is attached to its node but cannot be asked anything."""
+    try:
+        if not is_wildcard(url_host(base_url(engine.url))):
+            return None
+        why = "its URL names all interfaces"
+    except ConfigError as error:
+        why = str(error) if engine.url else "it told no URL"
+    text = f"engine {engine.engine!r} of node {node!r} gets no requests: {why}; see `pdx serve --url`"
+    return Refusal("unroutable", text)
+
+
+def _owned(node: str, engine: EngineReport, reported: Mapping[str, tuple[str, EngineReport]]) -> Refusal | None:
+    url = base_url(engine.url)
+    owner = reported[url][0] if url in reported else node
+    if owner == node:
+        return None
+    text = f"node {node!r} names the engine at {url}, which is not believed: it is one of node {owner!r}"
+    return Refusal("owned", text)

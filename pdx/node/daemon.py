@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 import zmq
 
 from pdx import descriptors
-from pdx.address import check_address, data_host
+from pdx.address import check_address, check_control, data_host
 from pdx.burst import burst
 from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
@@ -89,6 +89,7 @@ class Daemon:
         path = socket_path(config.address)
         if config.proxy:
             check_address(config.proxy, bool(config.keys))
+            check_control(config.proxy, has_keys=bool(config.keys))
         trace_folder(config.trace)  # before anything is opened
         private_folder(path.parent)
         self._config = config

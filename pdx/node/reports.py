@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from pdx.address import reachable_url
 from pdx.cuda.memory import num_mapped
 from pdx.host import host_id
 from pdx.messages import VERSION, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
@@ -80,7 +81,12 @@ class Reports:
     def heartbeat(self) -> NodeReport:
         """What the proxy hears; takes the marks collected since the last one."""
         engines = [
-            EngineReport(session.hello.engine, session.hello.role, session.hello.url, session.running)
+            EngineReport(
+                session.hello.engine,
+                session.hello.role,
+                reachable_url(session.hello.url, self._peers.links.address),
+                session.running,
+            )
             for session in self._sessions
             if session.hello.kind == "scheduler"
         ]

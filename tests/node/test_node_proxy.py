@@ -176,3 +176,14 @@ def test_a_proxy_that_comes_back_hears_of_everything(start_node, attach, place):
     finally:
         again.context.destroy(linger=0)
         (place / "proxy.sock").unlink(missing_ok=True)
+
+
+def test_an_engine_on_all_interfaces_is_told_where_its_node_is(node, proxy, attach):
+    """`pdx serve --host 0.0.0.0`: only the node knows at which address others reach this host."""
+    attach(node, kind="scheduler", engine="any", url="http://0.0.0.0:8100")
+    attach(node, kind="scheduler", engine="one", url="http://10.0.0.7:8100")
+    found = proxy.report_where(lambda report: len(report.engines) == 2)
+    assert {engine.engine: engine.url for engine in found.engines} == {
+        "any": "http://127.0.0.1:8100",
+        "one": "http://10.0.0.7:8100",
+    }

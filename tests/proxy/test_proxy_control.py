@@ -44,6 +44,46 @@ def test_nonsense_is_dropped_and_counted():
     run(main)
 
 
+def test_a_url_has_one_owner_while_that_one_is_there(caplog):
+    """A node that names another one's engine would get the KV that is meant for that one's node."""
+
+    async def main():
+        async with cluster(heartbeat_timeout_s=60.0) as made:
+            mine = ("d", "decode", made.decode.url)
+            await made.node.report(mine)
+            thief = made.other_node("thief")
+            for number in range(3):
+                await thief.report(mine, ("own", "decode", "http://127.0.0.1:9"))
+                await made.metric_reaches(number + 1, "pdx_proxy_control_dropped_total", reason="owned")
+            assert await made.metric("pdx_proxy_engines", role="decode") == 2, "the thief's own one is there"
+            await made.node.report()  # it has let go
+            await made.metric_reaches(6, "pdx_proxy_reports_total")
+            await thief.report(mine)
+            await made.metric_reaches(7, "pdx_proxy_reports_total")
+            assert await made.metric("pdx_proxy_control_dropped_total", reason="owned") == 3
+
+    run(main)
+    warned = [record.getMessage() for record in caplog.records if "is not believed" in record.getMessage()]
+    assert len(warned) == 1, warned
+    assert "'thief'" in warned[0]
+    assert "'node'" in warned[0]
+
+
+def test_what_cannot_be_asked_is_counted_and_said_once(caplog):
+    async def main():
+        async with cluster() as made:
+            for _ in range(3):
+                await made.node.report(
+                    ("x", "decode", ""), ("y", "decode", "http://0.0.0.0:1"), ("z", "decode", "http://u:secret@a:1")
+                )
+            await made.metric_reaches(9, "pdx_proxy_control_dropped_total", reason="unroutable")
+            assert await made.metric("pdx_proxy_engines", role="decode") == 1
+
+    run(main)
+    assert sum("engine 'x'" in record.getMessage() for record in caplog.records) == 1
+    assert "secret" not in caplog.text
+
+
 def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
     async def main():
         reports, drops = [], []
@@ -56,7 +96,7 @@ def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
             await one.report()
             await two.report()
             await until(lambda: len(reports) == 2)
-            control.cancel(TRANSFER)
+            control.cancel(TRANSFER, {""})
             assert await one.cancelled() == TRANSFER
             assert await two.cancelled() == TRANSFER
             two.close()
@@ -64,7 +104,7 @@ def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
             await three.report()
             await until(lambda: len(reports) == 3)
             for number in range(20):
-                control.cancel(f"{number:032d}")
+                control.cancel(f"{number:032d}", {""})
             assert [await one.cancelled() for _ in range(20)] == [f"{number:032d}" for number in range(20)]
             assert await three.cancelled() == f"{0:032d}"
             one.close()
@@ -74,6 +114,33 @@ def test_cancels_reach_every_node_and_survive_one_that_left(tmp_path):
             control.close()
             control.close()
         assert not (folder / "p.sock").exists()
+
+    run(main)
+
+
+def test_a_cancel_goes_to_the_nodes_of_its_transfer(tmp_path):
+    """Each one costs a node time, and whoever can send requests can end them."""
+
+    async def main():
+        reports, drops = [], []
+        control = Control(f"ipc://{tmp_path}/c/p.sock", on_report=reports.append, on_drop=drops.append)
+        control.start()
+        nodes = [Node(control.address, name) for name in ("one", "two", "three")]
+        one, two, three = nodes
+        try:
+            for node in nodes:
+                await node.report()
+            await until(lambda: len(reports) == 3)
+            control.cancel("a" * 32, {"one", "two"})
+            control.cancel("b" * 32, {"three", "left long ago"})
+            control.cancel("c" * 32, {"two", ""})
+            assert [await one.cancelled() for _ in range(2)] == ["a" * 32, "c" * 32]
+            assert [await two.cancelled() for _ in range(2)] == ["a" * 32, "c" * 32]
+            assert [await three.cancelled() for _ in range(2)] == ["b" * 32, "c" * 32]
+        finally:
+            for node in nodes:
+                node.close()
+            control.close()
 
     run(main)
 
@@ -97,7 +164,7 @@ def test_no_message_is_left_lying(tmp_path):
             node.send(REPORT)
             arrived_by = time.monotonic() + 0.1
             while time.monotonic() < arrived_by:
-                control.cancel(TRANSFER)
+                control.cancel(TRANSFER, {""})
             await until(lambda: len(reports) == 902)
         finally:
             node.close(linger=0)

@@ -1,4 +1,4 @@
-"""The control socket beyond Unix sockets: loopback, CURVE keys, and the list of peers that every node gets."""
+"""The control socket beyond Unix sockets: CURVE keys, what nodes may say of engines, and the list of peers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from proxy_harness import Node, run, until, within
 
 from pdx import messages
 from pdx.errors import ConfigError
+from pdx.host import host_id
 from pdx.keyring import KeyPair, secure_client
 from pdx.messages import PeerEntry, PeerList
 from pdx.proxy.control import Control
@@ -56,8 +57,8 @@ def members(tmp_path):
     secret, _ = pairs["proxy"].save(tmp_path / "keys", "proxy")
     roster = tmp_path / "roster.toml"
 
-    def write(*names):
-        where = 'address = "tcp://10.0.0.1:1"'
+    def write(*names, address="tcp://10.0.0.1:1", more=""):
+        where = f'address = "{address}"\n{more}'
         roster.write_text("".join(f'[nodes.{name}]\n{where}\nkey = "{pairs[name].public}"\n' for name in names))
         roster.chmod(0o644)
 
@@ -73,9 +74,9 @@ async def peers_of(node):
             return message.peers
 
 
-def test_nodes_hear_of_their_peers_now_and_when_they_come():
+def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
     async def main():
-        with desk() as made:
+        with desk(f"ipc://{tmp_path}/c/p.sock") as made:
             one = made.node("one")
             await one.report()
             await until(lambda: made.reports)
@@ -88,7 +89,7 @@ def test_nodes_hear_of_their_peers_now_and_when_they_come():
             assert await peers_of(one) == await peers_of(two) == PEERS
             await two.report()
             await until(lambda: len(made.reports) == 3)
-            made.control.cancel("t" * 16)
+            made.control.cancel("t" * 16, {""})
             frame = await within(two.socket.recv())
             assert isinstance(messages.decode_from_proxy(frame), messages.Cancel), "a list is told once"
             assert made.drops == []
@@ -161,11 +162,66 @@ def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
 
 
 @pytest.mark.parametrize(
+    ("entry", "here", "taken"),
+    [
+        ({}, False, ["http://10.0.0.1:8100", "http://[::ffff:10.0.0.1]:8101"]),
+        ({}, True, ["http://10.0.0.1:8100", "http://[::ffff:10.0.0.1]:8101"]),
+        ({"more": 'engine_hosts = ["10.0.0.2", "Beta"]'}, False, [
+            "http://10.0.0.1:8100", "http://[::ffff:10.0.0.1]:8101", "http://10.0.0.2:1", "https://beta:8100",
+        ]),
+        ({"address": "tcp://127.0.0.1:1"}, True, ["http://127.0.0.1:8100", "http://localhost:1", "http://[::1]:1"]),
+        ({"address": "tcp://127.0.0.1:1"}, False, []),
+        ({"address": "ipc:///run/one"}, True, ["http://127.0.0.1:8100", "http://localhost:1", "http://[::1]:1"]),
+        ({"address": "tcp://beta:1"}, False, ["https://beta:8100"]),
+    ],
+)  # fmt: skip
+def test_an_engine_lies_on_its_nodes_host(members, entry, here, taken, caplog):
+    """One host that was broken into must not get the prompts meant for others, nor those of the proxy's own host."""
+    pairs, files, write = members
+    write("one", **entry)
+    urls = [
+        "http://10.0.0.1:8100", "http://[::ffff:10.0.0.1]:8101", "http://10.0.0.2:1", "http://127.0.0.1:8100",
+        "http://localhost:1", "http://[::1]:1", "http://127.1:8100", "http://10.0.0.1.example:1", "https://beta:8100",
+        "http://0.0.0.0:8100",
+    ]  # fmt: skip
+
+    async def main():
+        with desk(**files) as made:
+            engines = [(f"e{number}", "both", url) for number, url in enumerate(urls)]
+            node = made.node("one", pairs["one"], pairs["proxy"].public)
+            await node.report(*engines, host=host_id() if here else "another kernel")
+            await until(lambda: made.reports)
+            assert [engine.url for engine in made.reports[0].engines] == taken
+            assert made.drops == ["not_its_host"] * (len(urls) - len(taken))
+
+    run(main)
+    said = [record.getMessage() for record in caplog.records if "is not believed" in record.getMessage()]
+    assert len(said) == (1 if len(taken) < len(urls) else 0), "of each node once in a minute"
+
+
+def test_a_roster_that_is_lost_meanwhile_takes_no_engine_away(members):
+    """A file with a mistake in it changes nothing."""
+    pairs, files, write = members
+
+    async def main():
+        with desk(**files) as made:
+            node = made.node("one", pairs["one"], pairs["proxy"].public)
+            write("one", more="engine_hosts = 7")
+            await node.report(("e", "both", "http://10.0.0.1:1"))
+            await until(lambda: made.reports)
+            assert len(made.reports[0].engines) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
     ("address", "with_files", "why"),
     [
         ("tcp://0.0.0.0:7600", True, "all interfaces"),
         ("tcp://*:7600", True, "all interfaces"),
         ("tcp://10.0.0.1:7600", False, "beyond this host"),
+        ("tcp://127.0.0.1:7600", False, "every user of this host"),
+        ("tcp://[::1]:7600", False, "every user of this host"),
         ("tcp://proxy.example:7600", True, "name an IP address"),
     ],
 )
@@ -175,10 +231,10 @@ def test_addresses_that_are_refused(members, address, with_files, why):
         Control(address, on_report=print, on_drop=print, **(members[1] if with_files else {}))
 
 
-def test_an_address_that_is_taken_leaves_nothing_open():
+def test_an_address_that_is_taken_leaves_nothing_open(members):
     async def main():
-        with desk() as made:
-            second = Control(made.control.address, on_report=print, on_drop=print)
+        with desk(**members[1]) as made:
+            second = Control(made.control.address, on_report=print, on_drop=print, **members[1])
             with pytest.raises(ConfigError, match="cannot listen"):
                 second.start()
             second.close()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from proxy_harness import FORWARDED, HALF, cluster, run, until, within
 
+from pdx import messages
 from pdx.host import host_id
 from pdx.messages import MarkReport
 
@@ -117,6 +118,34 @@ def test_another_decoder_is_told_where_the_kv_is(request_kind, planned, other, t
             status, headers, _ = await within(request)
             assert (status, headers["x-pdx-mode"] != "alone") == (200, True)
             assert nodes_named(made.decodes[1]) == told
+
+    run(main)
+
+
+@pytest.mark.parametrize(("gone", "told"), [(False, {"one", "two"}), (True, {"one", "two", "three"})])
+def test_a_transfer_is_cancelled_where_it_is_known(gone, told):
+    """A Cancel costs each node time, and whoever can send requests can give them up."""
+
+    async def main():
+        async with cluster(decodes=2, **PATIENT) as made:
+            nodes = [made.other_node(name) for name in ("one", "two", "three", "four")]
+            engines = [("prefill", made.prefill), ("decode", made.decodes[0]), ("decode", made.decodes[1])]
+            for node, (role, engine), running in zip(nodes, engines, (0, 0, 1), strict=False):
+                await node.report((node.name, role, engine.url, running))
+            await nodes[3].report()
+            await made.metric_reaches(5, "pdx_proxy_reports_total")
+            if gone:  # so the other one is asked in its place
+                await made.decodes[0].stop()
+            serving = made.decodes[1 if gone else 0]
+            serving.fault = "hang"
+            request = asyncio.create_task(made.post(CHAT, TALK))
+            await until(lambda: serving.seen)
+            request.cancel()
+            await made.metric_reaches(1, "pdx_proxy_cancels_total")
+            await made.node.report(listen="ipc:///new")  # all hear of it, after what they heard before
+            for node in nodes:
+                heard = messages.decode_from_proxy(await within(node.socket.recv()))
+                assert isinstance(heard, messages.Cancel) == (node.name in told), node.name
 
     run(main)
 

@@ -3,12 +3,13 @@
 import msgspec
 import pytest
 
+from pdx.address import base_url
 from pdx.errors import ConfigError
 from pdx.messages import VERSION, EngineReport, MarkReport, NodeReport, PeerEntry
 from pdx.proxy import ledger as ledger_module
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.plan import Mode, Route
-from pdx.proxy.roster import MAX_NODES, Roster, base_url
+from pdx.proxy.roster import MAX_NODES, Roster
 
 
 class Clock:
@@ -103,15 +104,69 @@ def test_odd_urls():
             base_url(odd)
         assert "secret" not in str(caught.value)
     found = roster(Clock())
-    found.report(report(("x", "decode", "http://user:secret@a:1"), ("y", "decode", "")))
+    odd = report(("x", "decode", "http://user:secret@a:1"), ("y", "decode", ""), ("z", "decode", "http://0.0.0.0:1"))
+    believed, refusals = found.screen(odd)
+    found.report(believed)
     assert urls(found) == []
+    assert [refusal.reason for refusal in refusals] == ["unroutable"] * 3
+    assert "secret" not in str(refusals)
 
 
 def test_nodes_are_bounded():
     found = roster(Clock())
     for number in range(MAX_NODES + 10):
-        found.report(report(node=str(number)))
+        believed, _ = found.screen(report(node=str(number)))
+        if believed is not None:
+            found.report(believed)
     assert found.nodes() == MAX_NODES
+
+
+def test_a_name_has_two_lives_at_most():
+    """A node that was started again has a new one; more at a time would be somebody who fills the roster."""
+    clock = Clock()
+    found = roster(clock)
+    for epoch in (1, 2):
+        assert found.screen(report(A, epoch=epoch))[1] == []
+        found.report(report(A, epoch=epoch))
+    believed, refusals = found.screen(report(A, epoch=3))
+    assert believed is None
+    assert [refusal.reason for refusal in refusals] == ["lives"]
+    assert found.screen(report(A, epoch=1))[0] is not None
+    clock.now += 3.1
+    assert found.screen(report(A, epoch=3)) == (report(A, epoch=3), [])
+    found.report(report(A, epoch=3))
+    assert found.nodes() == 1
+
+
+def test_the_next_life_of_a_node_has_its_engines():
+    found = roster(Clock())
+    found.report(report(A, epoch=1))
+    assert found.screen(report(A, epoch=2)) == (report(A, epoch=2), [])
+    assert [refusal.reason for refusal in found.screen(report(A, B, node="other"))[1]] == ["owned"]
+    assert found.screen(report(A, B, node="other"))[0] == report(B, node="other")
+
+
+def test_an_owner_that_is_silent_owns_nothing():
+    clock = Clock()
+    found = roster(clock)
+    found.report(report(A))
+    clock.now += 3.1
+    assert found.screen(report(A, node="other")) == (report(A, node="other"), [])
+
+
+def test_spelling_makes_no_other_engine():
+    found = roster(Clock())
+    found.report(report(("a", "prefill", "http://a:80/")))
+    assert [each.reason for each in found.screen(report(("a", "prefill", "HTTP://A"), node="other"))[1]] == ["owned"]
+
+
+def test_nodes_that_are_one_too_many_are_said_to_be_so():
+    found = roster(Clock())
+    for number in range(MAX_NODES):
+        found.report(report(node=str(number)))
+    believed, refusals = found.screen(report(node="one more"))
+    assert (believed, [refusal.reason for refusal in refusals]) == (None, ["nodes"])
+    assert found.screen(report(node="7", epoch=2))[0] is not None
 
 
 def test_peers_are_the_nodes_that_listen_each_with_its_latest_life():
