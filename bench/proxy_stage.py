@@ -1,22 +1,29 @@
-"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own."""
+"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own, and a node that reports them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
-from pdx.bench.stand_in_engine import Pace
+import zmq
+
+from pdx.bench.stand_in_engine import MODEL_LEN, Pace
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Process, Processes, State
 from pdx.cli.ready import answers_health
+from pdx.messages import VERSION, EngineFacts, EngineReport, NodeReport, encode
 
 START_S = 60.0
 LOOK_S = 0.05
+REPORT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +52,66 @@ def stage(pace: Pace) -> Iterator[Stage]:
             _started(processes, name, ["-m", "pdx.bench.stand_in_engine", f"--port={port}", *times], url)
             for name, port, url in zip(("prefill", "decode"), ports, urls, strict=False)
         ]
-        options = ["--prefill", urls[0], "--decode", urls[1], "--control", f"ipc://{folder}/proxy.sock"]
+        control = f"ipc://{folder}/proxy.sock"
+        options = ["--prefill", urls[0], "--decode", urls[1], "--control", control]
         command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[2]), *options, "--log-level", "warning"]
         for engine in engines:
             _wait(engine)
         proxy = _started(processes, "proxy", command, urls[2])
         _wait(proxy)
         first, second = engines
-        yield Stage(pace, urls[0], urls[1], urls[2], (first.pid, second.pid), proxy.pid)
+        with _reported(control, urls[0], urls[1]):
+            _wait_for_nodes(urls[2])
+            yield Stage(pace, urls[0], urls[1], urls[2], (first.pid, second.pid), proxy.pid)
+
+
+@contextlib.contextmanager
+def _reported(control: str, prefill_url: str, decode_url: str) -> Iterator[None]:
+    """The proxy hears of the engines what a node would tell: without it, nothing is forwarded."""
+    facts = EngineFacts(MODEL_LEN, looks_back=False)
+    report = encode(
+        NodeReport(
+            VERSION,
+            "stage",
+            epoch=1,
+            arena_bytes=0,
+            free_bytes=0,
+            engines=[
+                EngineReport("prefill", "prefill", prefill_url, 0, facts),
+                EngineReport("decode", "decode", decode_url, 0, facts),
+            ],
+            marks=[],
+        )
+    )
+    ended = threading.Event()
+
+    def tell() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+            line.setsockopt(zmq.LINGER, 0)
+            line.connect(control)
+            while True:
+                line.send(report)
+                if ended.wait(REPORT_S):
+                    return
+
+    thread = threading.Thread(target=tell, name="pdx-bench-stage", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _wait_for_nodes(proxy_url: str) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        with urlopen(f"{proxy_url}/health", timeout=START_S) as answer:
+            if json.load(answer)["nodes"]:
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError("the proxy takes no reports")
+        time.sleep(LOOK_S)
 
 
 def _started(processes: Processes, name: str, arguments: list[str], url: str) -> Process:

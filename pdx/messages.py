@@ -57,6 +57,14 @@ class Slot(msgspec.Struct, array_like=True, frozen=True):
 Slots = Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
 
 
+class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What an engine's own configuration adds to every request, and no request shows: told to the proxy."""
+
+    max_model_len: Count  # tokens of prompt and answer together
+    max_new_tokens: Count = 0  # no answer is longer, whatever a request asks for; 0: no such cap
+    looks_back: bool = True  # tokens may depend on how many were generated before: penalties, logits processors, …
+
+
 # ---- from an attached process to its node -------------------------------------------------------
 
 
@@ -73,6 +81,7 @@ class Hello(Message, frozen=True):
     url: Name = ""  # where the engine serves HTTP, told to the proxy
     layout: Layout = b""  # what its chunks mean
     shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # the fields of that layout, as text
+    facts: EngineFacts | None = None
 
 
 class Bye(Message, frozen=True):
@@ -265,6 +274,7 @@ class AttachedStatus(msgspec.Struct, frozen=True):
     running: int
     silent_s: float
     unshared: str = ""  # with which engine of its model it cannot share chunks, and why
+    facts: dict[str, int | bool] = {}  # `EngineFacts` by name; empty: it has told none
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
@@ -350,6 +360,7 @@ class EngineReport(msgspec.Struct, array_like=True, frozen=True):
     role: Literal["prefill", "decode", "both"]
     url: Name
     running: Count
+    facts: EngineFacts | None = None  # not known: nothing may be taken for granted
 
 
 class MarkReport(msgspec.Struct, array_like=True, frozen=True):

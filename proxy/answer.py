@@ -15,6 +15,12 @@ class _Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     prompt_tokens_details: dict[str, Any] | None = None
 
+    @property
+    def cached_tokens(self) -> int | None:
+        """How many of the prompt's tokens the engine did not compute; None: it does not say."""
+        cached = (self.prompt_tokens_details or {}).get("cached_tokens")
+        return cached if isinstance(cached, int) and cached >= 0 else None
+
 
 class _Choice(msgspec.Struct, frozen=True):
     text: str | None = None

@@ -22,7 +22,6 @@ from pdx.faults import Faults, printable
 from pdx.host import host_id
 from pdx.messages import NodeReport, PeerEntry
 from pdx.proxy import fault
-from pdx.proxy.ceiling import Ceilings
 from pdx.proxy.clocks import Clocks
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
@@ -114,7 +113,6 @@ class Proxy:
         self._relay = Relay(
             roster=self._roster,
             legs=self._legs,
-            ceilings=Ceilings(self._legs, clock=time.monotonic),
             control=self._control,
             metrics=self._metrics,
             clock=self._clock,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pdx.proxy.plan import Body, Mode, Route, token_limit
+from pdx.proxy.plan import Body, Mode, Route
 
 # What shapes the answer only. In chat, `response_format`, `tools` and the like also shape the prompt and stay.
 _ANSWER_ONLY = (
@@ -53,12 +53,10 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
     return leg
 
 
-def continuation_body(body: Body, *, prompt: list[int], first: int, transfer: str) -> Body:
-    """The decode leg of `forward`: go on after `prompt` + `first`."""
+def continuation_body(body: Body, *, prompt: list[int], first: int, limit: int, transfer: str) -> Body:
+    """The decode leg of `forward`: go on after `prompt` + `first`, to `limit` tokens with that one."""
     leg = dict(body)
     leg["prompt"] = [*prompt, first]
-    limit = token_limit(Route.COMPLETIONS, body)
-    assert limit is not None
     leg["max_tokens"] = limit - 1
     if leg.get("min_tokens"):
         leg["min_tokens"] -= 1
@@ -66,9 +64,16 @@ def continuation_body(body: Body, *, prompt: list[int], first: int, transfer: st
     return leg
 
 
-def sampled_body(body: Body, *, prompt_tokens: int, transfer: str) -> Body:
-    """The decode leg of `sampled`: the client's own request, with its prompt's KV on the way."""
-    return {**body, "kv_transfer_params": _arriving(transfer, prompt_tokens)}
+def sampled_body(body: Body, *, prompt_tokens: int, cached_tokens: int | None, transfer: str) -> Body:
+    """The decode leg of `sampled`: the client's own request, with its prompt's KV on the way.
+
+    `cached_tokens`: what the prefill engine had of the prompt, if it says so. To the decode engine all that arrives
+    is cached; told of the other count it reports that one.
+    """
+    params = _arriving(transfer, prompt_tokens)
+    if cached_tokens is not None:
+        params["remote_prefill_cached_tokens"] = cached_tokens
+    return {**body, "kv_transfer_params": params}
 
 
 def located(leg: Body, prefill_node: str) -> Body:

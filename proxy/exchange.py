@@ -10,7 +10,7 @@ from typing import Any
 from pdx.proxy.ledger import Timeline
 from pdx.proxy.leg import Booking
 from pdx.proxy.metrics import Metrics
-from pdx.proxy.plan import Body, Mode, Route, token_limit
+from pdx.proxy.plan import Body, Mode, Route
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Engine
 from pdx.proxy.router import Pair
@@ -78,11 +78,6 @@ class Exchange:
         """As the client gave them."""
         options = self.body.get("stream_options")
         return options if isinstance(options, dict) else {}
-
-    @property
-    def token_limit(self) -> int | None:
-        """The most tokens the client wants."""
-        return token_limit(self.route, self.body)
 
     def set_mode(self, mode: Mode, why: str) -> None:
         """Serve it so from now on; nothing may have been sent to the client yet."""

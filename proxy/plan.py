@@ -1,4 +1,4 @@
-"""How one request is served, decided from its body alone. Pure.
+"""How one request is served, decided from its body and from what its engines add to it. Pure.
 
 What is not known to be safe is not done: a field nobody has thought about keeps a completion out of `forward`,
 and a body that looks wrong goes to one engine as it is, which then gives its own answer to it.
@@ -11,6 +11,8 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
+
+from pdx.messages import EngineFacts
 
 Body = dict[str, Any]
 
@@ -73,6 +75,34 @@ def classify(route: Route, body: Body) -> Plan:
         if value is not None and not _forwardable(name, value, body):
             return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field")
     return Plan(Mode.FORWARD)
+
+
+def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None) -> str:
+    """Why a body that may be forwarded is not by these engines, whose own defaults no body shows; "" if it is."""
+    if prefill is None or decode is None:
+        return "engine_unknown"
+    if prefill.looks_back or decode.looks_back:
+        return "engine_looks_back"
+    if (body.get("min_tokens") or 0) > forward_limit(body, decode):
+        return "min_tokens"  # which an engine refuses
+    return ""
+
+
+def forward_limit(body: Body, decode: EngineFacts | None) -> int:
+    """The most tokens in the answer to a body of mode `forward`."""
+    limit = token_limit(Route.COMPLETIONS, body)
+    assert limit is not None
+    return min(limit, decode.max_new_tokens) if decode is not None and decode.max_new_tokens else limit
+
+
+def continues(facts: EngineFacts | None, *, prompt_tokens: int, limit: int) -> bool:
+    """Whether an engine goes on after a token that it takes for prompt as it would after one of its own, to `limit`."""
+    return (
+        facts is not None
+        and not facts.looks_back
+        and (not facts.max_new_tokens or limit <= facts.max_new_tokens)
+        and prompt_tokens + limit <= facts.max_model_len
+    )
 
 
 def token_limit(route: Route, body: Body) -> int | None:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 from pdx.errors import ClientGone, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
-from pdx.proxy.ceiling import Ceilings
 from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.leg import Legs, Reason, failed
 from pdx.proxy.metrics import Metrics
-from pdx.proxy.plan import Body, Mode
+from pdx.proxy.plan import Body, Mode, continues, forward_limit, obstacle
 from pdx.proxy.roster import Engine, Roster
 from pdx.proxy.router import Pair
 from pdx.timeline import Event
@@ -33,14 +32,12 @@ class Relay:
         *,
         roster: Roster,
         legs: Legs,
-        ceilings: Ceilings,
         control: Control,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self._roster = roster
         self._legs = legs
-        self._ceilings = ceilings
         self._control = control
         self._metrics = metrics
         self._clock = clock
@@ -73,7 +70,6 @@ class Relay:
             return Outcome.UNAVAILABLE
         except LegFailed as failure:
             log.warning("transfer %s failed: %s", exchange.transfer, failure)
-            self._ceilings.forget(failure.url)
             self._cancel(exchange, "decode_failed")
             status = 503 if failure.unsent else 502
             await exchange.reply.fail(status, f"the decode engine failed ({failure.reason})")
@@ -89,14 +85,16 @@ class Relay:
         if pair is None:
             return await self._fall_back(exchange, "no_prefiller")
         exchange.planned = pair
+        if exchange.mode is Mode.FORWARD:
+            why = obstacle(exchange.body, prefill=pair.prefiller.facts, decode=pair.decoder.facts)
+            if why:
+                self._stop_forwarding(exchange, why)
         with self._legs.book(pair.decoder) as exchange.booking:
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
-        ceiling = asyncio.create_task(self._ceiling(exchange, pair)) if exchange.mode is Mode.FORWARD else None
         try:
             prefill, raw = await self._prefill(exchange, pair)
-            limit = await ceiling if ceiling is not None else None
         except LegFailed as failure:
             self._blame(failure)
             refused = failure.reason is Reason.STATUS_4XX
@@ -106,11 +104,8 @@ class Relay:
             if refused and exchange.outcome is Outcome.OK:  # refused by both, it is the client's fault and no news
                 log.warning("transfer %s: refused by %s only", exchange.transfer, failure.engine)
             return None
-        finally:
-            if ceiling is not None:
-                ceiling.cancel()
         if exchange.mode is Mode.FORWARD:
-            return await self._forward(exchange, pair.prefiller, prefill, raw, limit)
+            return await self._forward(exchange, pair, prefill, raw)
         return await self._sample(exchange, prefill)
 
     async def _prefill(self, exchange: Exchange, pair: Pair) -> tuple[answer.PrefillAnswer, bytes]:
@@ -132,31 +127,38 @@ class Relay:
         exchange.mark(Event.PREFILL_ANSWERED, engine)
         return prefill, raw
 
-    async def _forward(
-        self, exchange: Exchange, engine: Engine, prefill: answer.PrefillAnswer, raw: bytes, ceiling: int | None
-    ) -> None:
-        limit = exchange.token_limit
-        assert limit is not None
+    async def _forward(self, exchange: Exchange, pair: Pair, prefill: answer.PrefillAnswer, raw: bytes) -> None:
+        engine = pair.prefiller
+        limit = forward_limit(exchange.body, pair.decoder.facts)
+
+        def fits(decoder: Engine) -> bool:
+            return continues(decoder.facts, prompt_tokens=prefill.usage.prompt_tokens, limit=limit)
+
         if answer.is_final(prefill, limit):
             return await self._finish_early(exchange, engine, prefill, raw)
         first = answer.first_token(prefill)
-        if first is None or ceiling is None or len(first.prompt) + limit > ceiling:
+        if first is None or not fits(pair.decoder):
             # Nothing is with the client yet, and the KV is on its way all the same.
-            why = "first_token" if first is None else "near_ceiling"
-            self._metrics.fallbacks.labels(why).inc()
-            exchange.set_mode(Mode.SAMPLED, why)
+            self._stop_forwarding(exchange, "first_token" if first is None else "near_ceiling")
             return await self._sample(exchange, prefill)
         if exchange.streams:
             exchange.first_token(engine, streams=True)
             await exchange.reply.write(answer.first_event(prefill, finish=False, options=exchange.stream_options))
-        leg = body.continuation_body(exchange.body, prompt=first.prompt, first=first.token, transfer=exchange.transfer)
+        leg = body.continuation_body(
+            exchange.body, prompt=first.prompt, first=first.token, limit=limit, transfer=exchange.transfer
+        )
         try:
-            await self._decode(exchange, leg, Continuation(prefill, first))
-        except LegFailed as failure:
-            if failure.reason is not Reason.STATUS_4XX or exchange.reply.started:
+            await self._decode(exchange, leg, Continuation(prefill, first), fits=fits)
+        except (LegFailed, NoEngine) as failure:
+            refused = isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX
+            unsent = isinstance(failure, NoEngine) or failure.unsent
+            if exchange.reply.started or not (refused or unsent):
                 raise
-            log.warning("transfer %s: continuation refused: %s", exchange.transfer, failure)
-            return await self._fall_back(exchange, "decode_status_4xx")
+            log.warning("transfer %s: no continuation: %s", exchange.transfer, failure)
+            if refused:
+                return await self._fall_back(exchange, "decode_status_4xx")
+            self._stop_forwarding(exchange, "no_continuation")  # there may be engines fit for the whole answer
+            return await self._sample(exchange, prefill)
 
     async def _finish_early(
         self, exchange: Exchange, engine: Engine, prefill: answer.PrefillAnswer, raw: bytes
@@ -171,9 +173,18 @@ class Relay:
         await exchange.reply.write(first + answer.final_events(prefill, options=options))
         await exchange.reply.end()
 
+    def _stop_forwarding(self, exchange: Exchange, why: str) -> None:
+        self._metrics.fallbacks.labels(why).inc()
+        exchange.set_mode(Mode.SAMPLED, why)
+
     async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> None:
-        tokens = prefill.usage.prompt_tokens
-        leg = body.sampled_body(exchange.body, prompt_tokens=tokens, transfer=exchange.transfer)
+        usage = prefill.usage
+        leg = body.sampled_body(
+            exchange.body,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            transfer=exchange.transfer,
+        )
         await self._decode(exchange, leg, AsItIs())
 
     async def _alone(self, exchange: Exchange) -> None:
@@ -185,15 +196,23 @@ class Relay:
         exchange.set_mode(Mode.ALONE, reason)
         await self._alone(exchange)
 
-    async def _decode(self, exchange: Exchange, leg: Body, shape: AsItIs | Continuation) -> None:
-        """Give the leg to the planned decoder; to another one if it cannot be reached."""
+    async def _decode(
+        self,
+        exchange: Exchange,
+        leg: Body,
+        shape: AsItIs | Continuation,
+        *,
+        fits: Callable[[Engine], bool] = lambda _: True,
+    ) -> None:
+        """Give the leg to the planned decoder; to another one that `fits` if it cannot be reached."""
         if exchange.booking is not None:
             exchange.booking.end()
         tried: set[str] = set()
         failure: LegFailed | None = None
         give_up_at = self._clock() + _FAILOVER_S
         while failure is None or self._clock() < give_up_at:
-            engine = router.decoder(self._candidates(), planned=exchange.planned, tried=tried)
+            able = [each for each in self._candidates() if fits(each.engine)]
+            engine = router.decoder(able, planned=exchange.planned, tried=tried)
             if engine is None:
                 break
             if failure is not None:
@@ -240,11 +259,6 @@ class Relay:
             log.warning("no node has reported %s (yet): its transfers stay on one node", " and ".join(unplaced))
         self._warned_unplaced = bool(unplaced)
 
-    async def _ceiling(self, exchange: Exchange, pair: Pair) -> int | None:
-        model = exchange.body.get("model")
-        known = model if isinstance(model, str) else None
-        return await self._ceilings.of(pair.decoder, known, headers=exchange.headers)
-
     def _candidates(self) -> list[router.Candidate]:
         return [
             router.Candidate(
@@ -257,7 +271,6 @@ class Relay:
         ]
 
     def _blame(self, failure: LegFailed) -> None:
-        self._ceilings.forget(failure.url)
         if failure.unsent:
             self._roster.suspect(failure.url)
 

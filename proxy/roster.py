@@ -12,7 +12,7 @@ import msgspec
 
 from pdx.address import base_url, is_wildcard, url_host
 from pdx.errors import ConfigError
-from pdx.messages import EngineReport, NodeReport, PeerEntry
+from pdx.messages import EngineFacts, EngineReport, NodeReport, PeerEntry
 
 MAX_NODES = 1024
 MAX_LIVES = 2  # of one name at a time: that of a node which was started again, and the one before
@@ -28,6 +28,7 @@ class Engine(msgspec.Struct, frozen=True):
     named: bool  # on the command line
     node: str = ""
     running: int = 0  # unfinished requests, whoever sent them, at the node's last report
+    facts: EngineFacts | None = None  # None: nobody has told
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -166,6 +167,7 @@ class Roster:
             named=named,
             node=node,
             running=engine.running,
+            facts=engine.facts,
         )
 
 

@@ -7,6 +7,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+import msgspec
+
 from pdx.address import reachable_url
 from pdx.cuda.memory import num_mapped
 from pdx.host import host_id
@@ -82,13 +84,14 @@ class Reports:
         """What the proxy hears; takes the marks collected since the last one."""
         engines = [
             EngineReport(
-                session.hello.engine,
-                session.hello.role,
-                reachable_url(session.hello.url, self._peers.links.address),
+                hello.engine,
+                hello.role,
+                reachable_url(hello.url, self._peers.links.address),
                 session.running,
+                hello.facts,
             )
             for session in self._sessions
-            if session.hello.kind == "scheduler"
+            if (hello := session.hello).kind == "scheduler"
         ]
         marks = list(self._marks)
         self._marks.clear()
@@ -121,4 +124,5 @@ def _attached(session: Session, now: float) -> AttachedStatus:
         running=session.running,
         silent_s=now - session.last_seen,
         unshared=session.unshared,
+        facts=msgspec.structs.asdict(hello.facts) if hello.facts is not None else {},
     )

@@ -30,6 +30,7 @@ from vllm.v1.core import kv_cache_utils
 from pdx.config import ConnectorConfig, parse
 from pdx.errors import ConfigError
 from pdx.vllm.border import Off, SchedulerBorder, WorkerBorder
+from pdx.vllm.facts import facts_of
 from pdx.vllm.identity import attention_backend, layout_of, model_identity
 from pdx.vllm.plan import StepPlan
 from pdx.vllm.scheduler import SchedulerHalf
@@ -70,6 +71,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         model = model_identity(vllm_config.model_config, vllm_config.load_config.load_format) if is_scheduler else ""
         layout = layout_of(vllm_config, kv_cache_config, config.chunk_tokens, model=model)
         self._config, self._layout, self._engine = config, layout, transfer.engine_id
+        self._facts = facts_of(vllm_config) if is_scheduler else None
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._failed_blocks: set[int] = set()
         # Of several micro-batches each runs every layer, in a thread of its own: a hook does not say that pages are
@@ -101,7 +103,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _start_scheduler(self, backend: str) -> None:
         layout = msgspec.structs.replace(self._layout, backend=backend)
-        half = SchedulerHalf(self._config, layout, self._engine, tail_hash)
+        half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts)
         self._scheduler = SchedulerBorder(half, layout.block_tokens)
 
     # ---- scheduler side ---------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pdx.config import ConnectorConfig
 from pdx.connection import Connection
 from pdx.errors import ProtocolError
 from pdx.layout import KvLayout
-from pdx.messages import KEY_BYTES, VERSION, Abort, Hello, Release, Slot
+from pdx.messages import KEY_BYTES, VERSION, Abort, EngineFacts, Hello, Release, Slot
 from pdx.timeline import Event
 from pdx.vllm.inquiry import Inquiry
 from pdx.vllm.link import NodeLink
@@ -34,7 +34,14 @@ EARLY = 8  # of so many requests that wait for their turn, what the turn needs i
 class SchedulerHalf:
     """One per engine. All methods are called by vLLM's scheduler, on its thread."""
 
-    def __init__(self, config: ConnectorConfig, layout: KvLayout, engine: str, hasher: BlockHasher) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        layout: KvLayout,
+        engine: str,
+        hasher: BlockHasher,
+        facts: EngineFacts | None = None,
+    ) -> None:
         self._layout = layout
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._inquiry = Inquiry(config, layout, hasher)
@@ -54,6 +61,7 @@ class SchedulerHalf:
             url=config.url,
             layout=layout.fingerprint(),
             shape=layout.described(),
+            facts=facts,
         )
         self._link = NodeLink(config, hello, starter=True)
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.layout import KvLayout
+from pdx.messages import EngineFacts
 from pdx.vllm.params import parse_params
 
 if importlib.util.find_spec("vllm") is None:
@@ -28,12 +30,14 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
-    from vllm.config import ParallelConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
     from pdx.vllm import connector
     from pdx.vllm.connector import _checked_config, tail_hash
+    from pdx.vllm.facts import facts_of
     from pdx.vllm.identity import layout_of, model_identity
 
 # ---- the model's identity -------------------------------------------------------------------
@@ -51,7 +55,8 @@ def model_of(folder: Path, **changes: Any) -> Any:
     config = json.loads((folder / "config.json").read_text())
     fields = {
         "model": str(folder), "revision": None, "dtype": "bfloat16", "quantization": None, "seed": 0,
-        "hf_config": SimpleNamespace(to_dict=lambda: config), **changes,
+        "hf_config": SimpleNamespace(to_dict=lambda: config), "max_model_len": 4096, "generation_config": "auto",
+        "override_generation_config": {}, "get_diff_sampling_param": dict, "logits_processors": None, **changes,
     }  # fmt: skip
     return SimpleNamespace(**fields)
 
@@ -196,6 +201,73 @@ def test_good_configuration_is_taken() -> None:
 def test_bad_configuration_is_refused_with_what_to_do(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _checked_config(transfer_config(**changes))
+
+
+# ---- what the proxy must know ---------------------------------------------------------------
+
+
+def facts(folder: Path, **flags: Any) -> EngineFacts:
+    """Of vLLM's own configuration."""
+    return facts_of(SimpleNamespace(model_config=ModelConfig(model=str(folder), **flags), watermark_config=None))
+
+
+@pytest.mark.parametrize(
+    ("flags", "cap", "looks_back"),
+    [
+        ({}, 0, False),
+        ({"override_generation_config": {"presence_penalty": 1.0, "max_new_tokens": 7}}, 7, True),
+        ({"override_generation_config": {"frequency_penalty": -0.5}}, 0, True),
+        ({"override_generation_config": {"presence_penalty": 0, "temperature": 0.3}}, 0, False),
+        ({"override_generation_config": {"repetition_penalty": 1.5}}, 0, False),
+        ({"logits_processors": ["some.module:Processor"]}, 0, True),
+    ],
+)
+def test_what_a_command_line_adds_to_every_request(
+    folder: Path, flags: dict[str, Any], cap: int, looks_back: bool
+) -> None:
+    assert facts(folder, max_model_len=512, **flags) == EngineFacts(512, cap, looks_back)
+
+
+@pytest.mark.parametrize(
+    ("source", "override", "cap", "looks_back"),
+    [
+        ("auto", {}, 0, True),  # the model's own cap is for chats that ask for none
+        ("vllm", {}, 0, False),
+        ("folder", {}, 9, True),
+        ("folder", {"max_new_tokens": 5, "frequency_penalty": 0.0}, 5, False),
+        ("auto", {"max_new_tokens": 5}, 5, True),
+    ],
+)
+def test_what_a_models_own_generation_config_adds(
+    folder: Path, source: str, override: dict[str, Any], cap: int, looks_back: bool
+) -> None:
+    own = {"frequency_penalty": 0.5, "max_new_tokens": 9, "repetition_penalty": 1.2}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    where = str(folder) if source == "folder" else source
+    found = facts(folder, max_model_len=512, generation_config=where, override_generation_config=override)
+    assert found == EngineFacts(512, cap, looks_back)
+
+
+def test_logits_processors_that_are_installed_and_watermarks_look_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = VllmConfig(model_config=ModelConfig(model=str(folder)))
+    assert facts_of(plain) == EngineFacts(plain.model_config.max_model_len, 0, False)
+    assert not [record for record in caplog.records if record.name == "pdx"]
+    monkeypatch.setattr(plain, "watermark_config", "of a key")
+    assert facts_of(plain).looks_back
+    monkeypatch.setattr(plain, "watermark_config", None)
+    installed = EntryPoint("theirs", "their.module:Processor", LOGITSPROCS_GROUP)
+    monkeypatch.setattr("pdx.vllm.facts.entry_points", lambda group: [installed] if group == installed.group else [])
+    assert facts_of(plain).looks_back
+    assert "their.module:Processor may look at the tokens" in caplog.messages[-1]
+
+
+def test_the_scheduler_half_tells_the_facts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(connector, "SchedulerHalf", lambda *given: told.append(given[-1]))
+    connector_of(folder, KVConnectorRole.SCHEDULER).set_xfer_handshake_metadata({})
+    assert told == [EngineFacts(4096, 0, False)]
 
 
 # ---- hooks ----------------------------------------------------------------------------------
@@ -358,6 +430,7 @@ claims = st.dictionaries(
             "prefill_tokens",
             "decode_node",
             "prefill_node",
+            "remote_prefill_cached_tokens",  # for vLLM
             "other",
         ]
     ),

@@ -14,6 +14,7 @@ from pdx.messages import (
     Abort,
     Bye,
     Cancel,
+    EngineFacts,
     Lookup,
     Mark,
     Ping,
@@ -75,13 +76,18 @@ def test_reports_are_the_heartbeat(start_node, proxy):
 
 
 def test_engines_that_come_and_go_are_told_at_once(node, proxy, attach):
-    scheduler = attach(node, kind="scheduler", engine="e", role="prefill", url="http://127.0.0.1:8000")
+    facts = EngineFacts(2048, max_new_tokens=7, looks_back=False)
+    scheduler = attach(node, kind="scheduler", engine="e", role="prefill", url="http://127.0.0.1:8000", facts=facts)
     attach(node, kind="worker", engine="e")
     attach(node, kind="client", engine="e")
     report = proxy.report_where(lambda report: report.engines)
-    assert [(e.engine, e.role, e.url, e.running) for e in report.engines] == [
-        ("e", "prefill", "http://127.0.0.1:8000", 0)
+    assert [(e.engine, e.role, e.url, e.running, e.facts) for e in report.engines] == [
+        ("e", "prefill", "http://127.0.0.1:8000", 0, facts)
     ]
+    told = {one.kind: one.facts for one in node.status().attached if one.engine == "e"}
+    assert told == {"scheduler": {"max_model_len": 2048, "max_new_tokens": 7, "looks_back": False}} | dict.fromkeys(
+        ("worker", "client"), {}
+    )
     scheduler.ask(Bye())
     assert proxy.report_where(lambda report: not report.engines)
 

@@ -1,8 +1,9 @@
 """A stand-in for a vLLM engine: vLLM's HTTP protocol around a deterministic language model that is a hash.
 
 Real engines are exercised by the end-to-end tests. This one is exact where the proxy could go wrong: an
-incremental detokenizer that withholds unfinished UTF-8, sampling that looks at output tokens when asked to
-(penalties, seeds, stop strings), token limits, and vLLM's shapes of answers, streams and refusals.
+incremental detokenizer that withholds unfinished UTF-8, sampling that looks at output tokens when asked to by a
+request or by the server's own configuration (penalties, seeds, stop strings, logits processors), token limits, counts
+of cached tokens, and vLLM's shapes of answers, streams and refusals.
 """
 
 import asyncio
@@ -10,11 +11,30 @@ import hashlib
 import json
 from contextlib import asynccontextmanager
 
+import msgspec
 from aiohttp import web
+
+from pdx.messages import EngineFacts
 
 EOS, BOS, FIRST_WORD = 256, 257, 300
 WORDS = [" the", " cat", " sat", "é", " on", " mat", "\n", "語", "!", " and"]
 MODEL_LEN = 512
+
+
+class Server(msgspec.Struct, frozen=True):
+    """What the command line of a server adds to every request."""
+
+    presence_penalty: float = 0.0  # --override-generation-config
+    max_new_tokens: int = 0  # likewise; 0: no cap
+    logits_processor: bool = False  # --logits-processors, one that counts the generated tokens
+    details: bool = False  # --enable-prompt-tokens-details
+    model_len: int = MODEL_LEN
+
+    @property
+    def facts(self):
+        """What its connector tells."""
+        looks_back = bool(self.presence_penalty) or self.logits_processor
+        return EngineFacts(self.model_len, self.max_new_tokens, looks_back)
 
 
 def tokenize(text):
@@ -54,14 +74,15 @@ def next_token(ids, *, salt, may_end):
     return FIRST_WORD + rest % len(WORDS) if kind < 70 else 97 + rest % 26
 
 
-def generate(body, prompt, limit):
+def generate(body, prompt, limit, server):
     """(text delta, token, finish reason or None) for each token."""
     output, text, detokenizer = [], "", Detokenizer()
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
     while True:
-        salt = ""
-        if body.get("presence_penalty"):
+        salt = f"processor{len(output)}" if server.logits_processor else ""
+        penalty = body.get("presence_penalty")
+        if server.presence_penalty if penalty is None else penalty:
             salt += f"penalty{sorted(set(output))}"
         if body.get("seed") is not None and body.get("temperature") != 0:
             salt += f"seed{body['seed']},{len(output)}"
@@ -86,8 +107,9 @@ def generate(body, prompt, limit):
 class StandIn:
     """One engine. `fault` breaks it; `seen`, `arrived`, `closed` tell what happened to it."""
 
-    def __init__(self, name="engine"):
+    def __init__(self, name="engine", server=None):
         self.name = name
+        self.server = server or Server()
         self.url = ""
         self.seen = []  # (path, body, headers) of every generating request
         self.arrived = asyncio.Event()
@@ -95,8 +117,6 @@ class StandIn:
         self.progress = asyncio.Event()  # a stream has sent something
         self.fault = None
         self.released = asyncio.Event()  # what ends the fault "hold"
-        self.details = False  # --enable-prompt-tokens-details
-        self.model_len = MODEL_LEN
         self.raw_prefill = None
         self.runner = None
 
@@ -122,7 +142,7 @@ class StandIn:
     async def models(self, request):
         if self.fault == "hang":
             await asyncio.Event().wait()
-        card = {"id": "hash", "object": "model", "max_model_len": self.model_len, "owner": self.name}
+        card = {"id": "hash", "object": "model", "max_model_len": self.server.model_len, "owner": self.name}
         return web.json_response({"object": "list", "data": [card]})
 
     async def serve(self, request):
@@ -150,10 +170,12 @@ class StandIn:
         chat = request.path.endswith("chat/completions")
         prompts = [chat_prompt(body)] if chat else prompts_of(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or (MODEL_LEN if chat else 16)
-        if not prompts or limit > self.model_len or max(map(len, prompts)) >= self.model_len:
+        model_len = self.server.model_len
+        if not prompts or limit > model_len or max(map(len, prompts)) >= model_len:
             return refusal(400, f"{limit} tokens after {[len(each) for each in prompts]} are too many")
         if body.get("stream_options") and not body.get("stream"):
             return refusal(400, "stream options without a stream")
+        limit = min(limit, self.server.max_new_tokens or limit)
         if (body.get("min_tokens") or 0) > limit:
             return refusal(400, "min_tokens above max_tokens")
         head = {
@@ -162,22 +184,25 @@ class StandIn:
             "created": 1_700_000_000,
             "model": "hash",
         }
-        limits = [min(limit, self.model_len - len(each)) for each in prompts]
+        limits = [min(limit, model_len - len(each)) for each in prompts]
         if body.get("stream"):
             return await self.stream(request, body, head, chat, prompts[0], limits[0])
         return web.json_response(self.whole(body, head, chat, prompts, limits))
 
-    def usage(self, prompt, completion, details=True):
+    def usage(self, body, prompt, completion, details=True):
         usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
-        if details and self.details:
-            usage["prompt_tokens_details"] = {"cached_tokens": prompt // 16 * 16}
+        if details and self.server.details:
+            params = body.get("kv_transfer_params") or {}
+            # What a connector loads counts as cached, unless the request says what was cached where it was computed.
+            cached = prompt - 1 if params.get("do_remote_prefill") else prompt // 16 * 16
+            usage["prompt_tokens_details"] = {"cached_tokens": params.get("remote_prefill_cached_tokens", cached)}
         return usage
 
     def whole(self, body, head, chat, prompts, limits):
         choices, generated = [], 0
         for prompt, limit in zip(prompts, limits, strict=True):
             for _ in range(body.get("n") or 1):
-                steps = list(generate(body, prompt, limit))
+                steps = list(generate(body, prompt, limit, self.server))
                 text = "".join(delta for delta, _, _ in steps)
                 tokens = [token for _, token, _ in steps]
                 generated += len(tokens)
@@ -192,7 +217,7 @@ class StandIn:
                 choice["prompt_token_ids"] = prompt if wanted else None
                 choices.append(choice)
         kv = {"from": self.name} if body.get("kv_transfer_params") else None
-        usage = self.usage(sum(map(len, prompts)), generated)
+        usage = self.usage(body, sum(map(len, prompts)), generated)
         return {**head, "choices": choices, "usage": usage, "kv_transfer_params": kv, "metrics": None}
 
     async def stream(self, request, body, head, chat, prompt, limit):
@@ -203,7 +228,7 @@ class StandIn:
             head = {**head, "object": "chat.completion.chunk"}
             await send(response, {**head, "choices": [{"index": 0, "delta": {"role": "assistant"}}]})
         count = 0
-        for delta, token, finish in generate(body, prompt, limit):
+        for delta, token, finish in generate(body, prompt, limit, self.server):
             count += 1
             choice = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
             choice |= {"delta": {"content": delta}} if chat else {"text": delta}
@@ -211,7 +236,7 @@ class StandIn:
                 choice["logprobs"] = {"tokens": [token]}
             chunk = {**head, "choices": [choice]}
             if options.get("include_usage") and options.get("continuous_usage_stats"):
-                chunk["usage"] = self.usage(len(prompt), count, details=False)
+                chunk["usage"] = self.usage(body, len(prompt), count, details=False)
             await send(response, chunk)
             self.progress.set()
             if count == 2 and self.fault == "reset_mid":
@@ -222,7 +247,7 @@ class StandIn:
             if count == 2 and self.fault == "hang_mid":
                 await asyncio.Event().wait()
         if options.get("include_usage"):
-            await send(response, {**head, "choices": [], "usage": self.usage(len(prompt), count)})
+            await send(response, {**head, "choices": [], "usage": self.usage(body, len(prompt), count)})
         await response.write(b": keep-alive\n\ndata: [DONE]\n\n")
         return response
 

@@ -8,21 +8,20 @@ import shutil
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
-from unittest import mock
 
 import aiohttp
 import zmq
 import zmq.asyncio
 from aiohttp import web
-from engine_standin import StandIn
+from engine_standin import Server, StandIn
 
 from pdx import messages
 from pdx.messages import EngineReport, NodeReport
-from pdx.proxy import ceiling
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 
 DEADLINE_S = 10.0
+PLAIN = Server().facts
 
 
 async def within(awaitable, seconds=DEADLINE_S):
@@ -47,9 +46,12 @@ class Node:
         self.socket.connect(address)
         self.address, self.name, self.epoch = address, name, epoch
 
-    async def report(self, *engines, marks=(), version=messages.VERSION, **fields):
+    async def report(self, *engines, marks=(), version=messages.VERSION, facts=PLAIN, **fields):
+        """`facts`: of each engine, or of one after the other."""
+        told = facts if isinstance(facts, list) else [facts] * len(engines)
         listed = [
-            EngineReport(engine=name, role=role, url=url, running=sum(running)) for name, role, url, *running in engines
+            EngineReport(engine=name, role=role, url=url, running=sum(running), facts=known)
+            for (name, role, url, *running), known in zip(engines, told, strict=True)
         ]
         report = NodeReport(
             version=version,
@@ -135,16 +137,20 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(prefills=1, decodes=1, named=True, **settings):
-    """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time."""
+async def cluster(prefills=1, decodes=1, named=True, known=True, server=None, decode_server=None, **settings):
+    """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time.
+
+    Named engines are `known`: a node has reported them, too, and its word is good for the whole test.
+    """
     folder = Path(tempfile.mkdtemp(prefix="pdxp"))
-    prefill = [StandIn(f"p{index}") for index in range(prefills)]
-    decode = [StandIn(f"d{index}") for index in range(decodes)]
+    prefill = [StandIn(f"p{index}", server) for index in range(prefills)]
+    decode = [StandIn(f"d{index}", decode_server or server) for index in range(decodes)]
     for engine in (*prefill, *decode):
         await engine.start()
     if named:
         settings["prefill"] = tuple(engine.url for engine in prefill)
         settings["decode"] = tuple(engine.url for engine in decode)
+        settings.setdefault("heartbeat_timeout_s", 600.0)
     settings.setdefault("connect_timeout_s", DEADLINE_S)
     address = f"ipc://{folder}/p.sock"
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
@@ -155,10 +161,11 @@ async def cluster(prefills=1, decodes=1, named=True, **settings):
     client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
     made = Cluster(f"http://127.0.0.1:{runner.addresses[0][1]}", client, node, prefill, decode)
     try:
-        await node.report()
+        pairs = [("prefill", each) for each in prefill] + [("decode", each) for each in decode]
+        told = [(each.name, role, each.url) for role, each in pairs] if named and known else []
+        await node.report(*told, facts=[each.server.facts for _, each in pairs[: len(told)]])
         await made.metric_reaches(1, "pdx_proxy_reports_total")
-        with mock.patch.object(ceiling, "_ANSWER_S", DEADLINE_S):
-            yield made
+        yield made
     finally:
         await client.close()
         await runner.cleanup()

@@ -30,7 +30,6 @@ def test_client_leaves(phase):
 
     async def main():
         async with cluster() as made:
-            await made.post(COMPLETIONS, BODY)  # the engine's limits are known from here on
             engine = getattr(made, leg)
             engine.arrived.clear()
             engine.fault = fault
@@ -190,6 +189,8 @@ def test_one_engine_named_for_both_roles():
                 prefills=0, decodes=0, named=False, prefill=(made.decode.url,), decode=(made.decode.url,)
             ) as single,
         ):
+            await single.node.report(("d", "both", made.decode.url))
+            await single.metric_reaches(2, "pdx_proxy_reports_total")
             status, headers, raw = await single.post(COMPLETIONS, BODY)
             assert (status, headers["x-pdx-mode"]) == (200, "forward")
             assert len(made.decode.seen) == 2

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from engine_standin import Server
 from proxy_harness import FORWARDED, HALF, cluster, events, run
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -56,8 +57,7 @@ PROMPTS = [f"prompt {number}" for number in range(40)]
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_stream(path, options, details):
     async def main():
-        async with cluster() as made:
-            made.prefill.details = made.decode.details = details
+        async with cluster(server=Server(details=details)) as made:
             modes = set()
             for prompt in PROMPTS:
                 body = {"model": "hash", "temperature": 0, "max_tokens": 12, "stream": True}
@@ -150,7 +150,6 @@ def test_forwarded_token_is_sent_before_the_decode_leg_starts():
     async def main():
         async with cluster() as made:
             body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": True}
-            await made.post(COMPLETIONS, body)  # the engine's limits are known from here on
             made.decode.fault = "hang"
             async with made.client.post(made.url + COMPLETIONS, json=body) as response:
                 assert response.headers["x-pdx-mode"] == "forward"
@@ -178,5 +177,88 @@ def test_without_forward_every_completion_is_sampled():
         async with cluster(forward=False) as made:
             for prompt in PROMPTS[:5]:
                 assert await assert_equal(made, COMPLETIONS, {"prompt": prompt, "temperature": 0}) == "sampled"
+
+    run(main)
+
+
+SERVERS = {
+    "penalty": Server(presence_penalty=1.5),
+    "processor": Server(logits_processor=True),
+    "cap": Server(max_new_tokens=5),
+    "cap of one": Server(max_new_tokens=1),
+    "short": Server(model_len=24),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", SERVERS)
+def test_what_a_server_adds_to_every_request(name, stream):
+    async def main():
+        async with cluster(server=SERVERS[name]) as made:
+            modes = set()
+            for prompt in PROMPTS:
+                for fields in ({}, {"max_tokens": 3}, {"max_tokens": 12, "min_tokens": 6}, {"presence_penalty": 0}):
+                    body = {"model": "hash", "temperature": 0, "prompt": prompt, "stream": stream, **fields}
+                    modes.add(await assert_equal(made, COMPLETIONS, body))
+            looks_back = SERVERS[name].facts.looks_back
+            assert modes == ({"sampled"} if looks_back else {"forward", "sampled"})
+            assert bool(await made.metric("pdx_proxy_fallbacks_total", reason="engine_looks_back")) == looks_back
+
+    run(main)
+
+
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
+def test_one_engine_of_a_pair_that_looks_back_is_enough(whose):
+    servers = [Server(), Server(logits_processor=True)]
+
+    async def main():
+        first, last = servers if whose == "decode" else reversed(servers)
+        async with cluster(server=first, decode_server=last) as made:
+            body = {"prompt": FORWARDED, "temperature": 0}
+            assert await assert_equal(made, COMPLETIONS, body) == "sampled"
+
+    run(main)
+
+
+def test_engines_of_which_nothing_is_known_are_not_forwarded():
+    async def main():
+        async with cluster(known=False, server=Server(presence_penalty=1.5)) as made:
+            for prompt in PROMPTS:
+                assert await assert_equal(made, COMPLETIONS, {"prompt": prompt, "temperature": 0}) == "sampled"
+            assert await made.metric("pdx_proxy_fallbacks_total", reason="engine_unknown") == len(PROMPTS)
+            urls = [made.prefill.url, made.decode.url]
+            reports = [(name, name, url) for name, url in zip(("prefill", "decode"), urls, strict=True)]
+            await made.node.report(*reports, facts=[Server().facts, None])  # by a connector that does not tell
+            await made.metric_reaches(2, "pdx_proxy_reports_total")
+            assert await assert_equal(made, COMPLETIONS, {"prompt": FORWARDED, "temperature": 0}) == "sampled"
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("other", [Server(presence_penalty=1.5), Server(max_new_tokens=3), Server(model_len=8), None])
+def test_an_engine_that_would_continue_otherwise_is_not_asked_to(other, stream):
+    """The planned decoder refuses connections; both engines that are left add something of their own to requests."""
+
+    async def main():
+        async with cluster(decodes=2, known=False, server=Server(max_new_tokens=3), decode_server=Server()) as made:
+            planned, spare = made.decodes
+            reports = [("p", "prefill", made.prefill.url, 0), ("d", "decode", planned.url, 0)]
+            reports.append(("e", "decode", spare.url, 9))
+            spare.server = other or Server()
+            facts = [made.prefill.server.facts, planned.server.facts, other and other.facts]
+            await made.node.report(*reports, facts=facts)
+            await made.metric_reaches(2, "pdx_proxy_reports_total")
+            body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+            status, _, alone = await made.post(COMPLETIONS, body, base=spare.url)
+            await planned.stop()
+            got_status, headers, got = await made.post(COMPLETIONS, {**body, "stream": stream})
+            assert len(made.prefill.bodies) == 1
+            assert all(seen["prompt"] == FORWARDED for seen in spare.bodies)
+            if stream:  # its first token was sent when the decoder's connection was refused
+                assert "error" in events(got)[-1]
+            else:
+                assert (got_status, headers["x-pdx-mode"]) == (status, "sampled")
+                assert status != 200 or normal_whole(got) == normal_whole(alone)
 
     run(main)

@@ -226,7 +226,6 @@ def test_engine_is_lost_while_it_works(leg, how, stream):
             decode = ("d", "decode", made.decode.url)
             beat = asyncio.create_task(keep_reporting(made.node, prefill, decode))
             await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
-            await made.post(COMPLETIONS, BODY)  # the engine's limits are known from here on
             broken = getattr(made, leg)
             broken.fault = "hang"
             broken.arrived.clear()

@@ -149,12 +149,13 @@ def test_any_body_has_a_mode_and_its_legs_leave_it_as_it_was(body, route):
         assert leg["stream"] is False
         assert "stream_options" not in leg
         assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER}
-        sampled = sampled_body(clean, prompt_tokens=3, transfer=TRANSFER)
+        sampled = sampled_body(clean, prompt_tokens=3, cached_tokens=None, transfer=TRANSFER)
         assert {name: sampled[name] for name in clean} == clean
     if plan.mode is Mode.FORWARD and token_limit(route, clean) > 1:
-        leg = continuation_body(clean, prompt=[1, 2], first=3, transfer=TRANSFER)
+        limit = token_limit(route, clean)
+        leg = continuation_body(clean, prompt=[1, 2], first=3, limit=limit, transfer=TRANSFER)
         assert leg["prompt"] == [1, 2, 3]
-        assert leg["max_tokens"] == token_limit(route, clean) - 1
+        assert leg["max_tokens"] == limit - 1
         assert leg["kv_transfer_params"]["prefill_tokens"] == 2
     assert body == before
     assert json.loads(encode(clean)) == clean
@@ -209,7 +210,7 @@ def test_prefill_leg():
 def test_legs_name_the_other_legs_node_only_if_told():
     leg = prefill_body(Route.COMPLETIONS, SIMPLE, mode=Mode.FORWARD, transfer=TRANSFER, decode_node="two")
     assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
-    decode = sampled_body(SIMPLE, prompt_tokens=3, transfer=TRANSFER)
+    decode = sampled_body(SIMPLE, prompt_tokens=3, cached_tokens=0, transfer=TRANSFER)
     before = json.dumps(decode)
     found = located(decode, "one")
     assert found["kv_transfer_params"] == {**decode["kv_transfer_params"], "prefill_node": "one"}
