@@ -7,7 +7,8 @@ are. A decode leg has its prompt's KV already: it starts as an engine does that 
 changes both times.
 
 Two bytes of a prompt are one token. A token's text follows from the number of tokens before it alone, so that what
-comes through a proxy can be compared with what comes straight from here.
+comes through a proxy can be compared with what comes straight from here. Each event of a stream says when it was sent,
+on the monotonic clock: how long it took to a client on this machine does not depend on the pace of this process.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class StandInEngine:
         """The web application."""
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/pace", self._set_pace)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -71,13 +73,14 @@ class StandInEngine:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         came_at = time.monotonic()
         body = json.loads(await request.read())
-        prompt = _tokens(body.get("prompt"))
+        is_chat = request.path.endswith("chat/completions")
+        prompt = _tokens("".join(each["content"] for each in body["messages"]) if is_chat else body.get("prompt"))
         if not prompt:
             fault = {"message": "a stand-in takes one prompt, as text or token ids", "type": "BadRequestError"}
             return web.json_response({"error": fault}, status=400)
         head = {
             "id": f"cmpl-{request.headers.get('X-Request-Id', '')}",
-            "object": "text_completion",
+            "object": "chat.completion" if is_chat else "text_completion",
             "created": 0,
             "model": MODEL,
         }
@@ -157,7 +160,7 @@ async def _stream(
             "finish_reason": "length" if number == limit - 1 else None,
             "stop_reason": None,
         }
-        await response.write(_event({**head, "choices": [choice]}))
+        await response.write(_event({**head, "choices": [choice], "sent_at": time.monotonic()}))
     if (body.get("stream_options") or {}).get("include_usage"):
         await response.write(_event({**head, "choices": [], "usage": _usage(prompt, limit)}))
     await response.write(b"data: [DONE]\n\n")
