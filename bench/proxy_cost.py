@@ -173,8 +173,8 @@ class Bench:
             await all_run.wait()
             cpu_s, seen = target.cpu_s(), sum(counts)
             await one_ends.wait()
-            cost = (target.cpu_s() - cpu_s) / (sum(counts) - seen)
-        return cost
+            spent_s, count = target.cpu_s() - cpu_s, sum(counts) - seen
+        return spent_s / count
 
     async def stalls(self) -> list[Figure]:
         """What a stream suffers from large bodies of others."""

@@ -26,6 +26,7 @@ PdxError
 │   ├── PeerRefused       one side turned the other down; the text says why
 │   └── PeerLost          it was there and does not answer any more; connect again later
 └── ProxyError            inside the proxy; clients see an OpenAI-style error
+    ├── RequestRefused    a client's request is not one, or too much; the status and the text are for the client
     ├── LegFailed         an engine gave no usable answer; ask another, or the decoder alone
     ├── NoEngine          nobody is there to decode; the client may come back
     └── ClientGone        the client has left; stop working for it
@@ -136,6 +137,15 @@ class PeerLost(PeerError):
 
 class ProxyError(PdxError):
     """Something that the proxy deals with while it serves a request."""
+
+
+class RequestRefused(ProxyError):
+    """The proxy itself turns a client's request down. The text quotes nothing of it."""
+
+    def __init__(self, status: int, text: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.retry_after_s = retry_after_s  # None: coming back does not help
 
 
 class LegFailed(ProxyError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from pdx.errors import ProtocolError
 from pdx.proxy import sse
+from pdx.proxy.plan import token_count
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -27,7 +31,7 @@ class _Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: Raw = Raw(b"null")
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
@@ -49,12 +53,19 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 class FirstToken(msgspec.Struct, frozen=True):
     """The prefill leg's token, where it is fit to be shown to the client on its own."""
 
-    prompt: list[int]
+    prompt: Raw  # a list of ids
+    prompt_tokens: int
     token: int
     text: str
 
 
+_DATA, _CHOICES = b"data: ", b',"choices":['
+_HEAD = frozenset(("id", "object", "created", "model"))
+_SPECIAL = re.compile(rb'"(?:usage|metrics)"|\r|\n.')  # fields to be changed; an event of several lines
+
 _decoder = msgspec.json.Decoder(PrefillAnswer)
+_parts = msgspec.json.Decoder(dict[str, Raw])
+_choices = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 def decode_prefill(raw: bytes) -> PrefillAnswer:
@@ -82,23 +93,30 @@ def first_token(answer: PrefillAnswer) -> FirstToken | None:
     tokens; the decode engine's detokenizer would not join them to a byte it takes for prompt.
     """
     choice = answer.choice
-    if choice.prompt_token_ids is None or len(choice.prompt_token_ids) != answer.usage.prompt_tokens:
+    if token_count(choice.prompt_token_ids) != answer.usage.prompt_tokens:
         return None
     if choice.token_ids is None or len(choice.token_ids) != 1 or choice.finish_reason != "length":
         return None
     if not choice.text or choice.text.endswith("\ufffd"):
         return None
-    return FirstToken(prompt=choice.prompt_token_ids, token=choice.token_ids[0], text=choice.text)
+    return FirstToken(
+        prompt=choice.prompt_token_ids,
+        prompt_tokens=answer.usage.prompt_tokens,
+        token=choice.token_ids[0],
+        text=choice.text,
+    )
 
 
 def final_answer(raw: bytes) -> bytes:
     """The prefill leg's answer as the client's, without what only this proxy had asked for."""
-    answer = json.loads(raw)
-    for part in (answer, *answer["choices"]):
+    answer: dict[str, Any] = _parts.decode(raw)  # not read any further: the prompt's ids are in it
+    choices: list[dict[str, Any]] = _choices.decode(answer["choices"])
+    answer["choices"] = choices
+    for part in (answer, *choices):
         for name in ("kv_transfer_params", "token_ids", "prompt_token_ids"):
             if name in part:
                 part[name] = None
-    return _encode(answer)
+    return msgspec.json.encode(answer)
 
 
 def merged_answer(prefill: PrefillAnswer, text: str, raw: bytes) -> bytes:
@@ -152,23 +170,45 @@ def final_events(prefill: PrefillAnswer, *, options: dict[str, Any]) -> bytes:
     return sse.event(_encode(chunk)) + sse.DONE
 
 
-def continued_event(prefill: PrefillAnswer, event: bytes) -> bytes:
-    """An event of the decode leg's stream as one of the client's: one id throughout, usage of both legs."""
-    data = sse.data(event)
-    if data is None or data == b"[DONE]":
-        return event
-    try:
-        chunk = json.loads(data)
-    except ValueError:
-        return event
-    if not isinstance(chunk, dict) or "choices" not in chunk:
-        return event  # an error, in its own shape
-    chunk.update(_chunk(prefill) | {"choices": chunk["choices"]})
-    chunk.pop("metrics", None)
-    if isinstance(chunk.get("usage"), dict):
-        last = not chunk["choices"]
-        _correct_usage(chunk["usage"], prefill, details=_known(prefill.usage.prompt_tokens_details) if last else None)
-    return sse.event(_encode(chunk))
+class Continued:
+    """Events of the decode leg's stream as the client's: one id throughout, usage of both legs.
+
+    Nearly all events of a stream begin with the same bytes, up to their choices. Those are replaced, and the event is
+    not read any further.
+    """
+
+    def __init__(self, prefill: PrefillAnswer) -> None:
+        self._prefill = prefill
+        self._head = _encode(_chunk(prefill))[:-1]
+        self._their_head = b""  # as far as it is known: "data: ", and JSON without its end
+
+    def event(self, event: bytes) -> bytes:
+        """One event."""
+        if self._their_head and event.startswith(self._their_head) and not _SPECIAL.search(event):
+            return b"data: " + self._head + event[len(self._their_head) :]
+        data = sse.data(event)
+        if data is None or data == b"[DONE]":
+            return event
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            return event
+        if not isinstance(chunk, dict) or "choices" not in chunk:
+            return event  # an error, in its own shape
+        self._learn(event)
+        prefill = self._prefill
+        chunk.update(_chunk(prefill) | {"choices": chunk["choices"]})
+        chunk.pop("metrics", None)
+        if isinstance(chunk.get("usage"), dict):
+            details = None if chunk["choices"] else _known(prefill.usage.prompt_tokens_details)
+            _correct_usage(chunk["usage"], prefill, details=details)
+        return sse.event(_encode(chunk))
+
+    def _learn(self, event: bytes) -> None:
+        head, choices, _ = event.partition(_CHOICES)
+        with contextlib.suppress(ValueError):
+            if choices and head.startswith(_DATA) and json.loads(head[len(_DATA) :] + b"}").keys() == _HEAD:
+                self._their_head = head
 
 
 def _chunk(prefill: PrefillAnswer) -> dict[str, Any]:

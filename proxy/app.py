@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import secrets
@@ -17,15 +16,17 @@ import msgspec
 from aiohttp import web
 
 from pdx.config import default_proxy
-from pdx.errors import LegFailed, ProtocolError
+from pdx.errors import LegFailed, RequestRefused
 from pdx.faults import Faults, printable
 from pdx.host import host_id
 from pdx.messages import NodeReport, PeerEntry
 from pdx.proxy import fault
+from pdx.proxy.body import parse
 from pdx.proxy.clocks import Clocks
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.intake import Intake
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
@@ -71,6 +72,11 @@ class Proxy:
             keys=config.keys,
             roster=config.roster,
             faults=self._faults,
+        )
+        self._intake = Intake(
+            each_bytes=config.max_body_bytes,
+            all_bytes=config.max_bodies_bytes,
+            progress_s=config.body_timeout_s,
         )
         self._legs: Legs | None = None
         self._relay: Relay | None = None
@@ -168,16 +174,18 @@ class Proxy:
         assert self._relay is not None
         route = Route(request.path)
         try:
-            body = await _body(request)
-        except ProtocolError as error:
+            if request.content_type != "application/json":
+                raise RequestRefused(400, "the request must have Content-Type: application/json")
+            async with self._intake.body(request) as raw:
+                body, stripped = strip_control(parse(raw))
+                if stripped:
+                    self._note_stripped()
+                exchange = self._exchange(request, route, body)
+                await self._relay.serve(exchange)
+                return exchange.reply.response
+        except RequestRefused as refusal:
             self._metrics.requests.labels(route, "", Outcome.BAD_REQUEST).inc()
-            return fault.response(400, str(error))
-        body, stripped = strip_control(body)
-        if stripped:
-            self._note_stripped()
-        exchange = self._exchange(request, route, body)
-        await self._relay.serve(exchange)
-        return exchange.reply.response
+            return fault.response(refusal.status, str(refusal), retry_after_s=refusal.retry_after_s)
 
     def _exchange(self, request: web.Request, route: Route, body: Body) -> Exchange:
         plan = classify(route, body)
@@ -251,25 +259,6 @@ async def serve(config: ProxyConfig) -> None:
     :raises OSError: the HTTP address cannot be had.
     """
     await serve_until_stopped(Proxy(config).app(), config.host, config.port, shutdown_s=_SHUTDOWN_S)
-
-
-async def _body(request: web.Request) -> Body:
-    """:raises ProtocolError: not a JSON object, or too large; the text is for the client and quotes nothing."""
-    if request.content_type != "application/json":
-        raise ProtocolError("the request must have Content-Type: application/json")
-    try:
-        raw = await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise ProtocolError(f"the request is too large: {error.text}") from error
-    except (web.RequestPayloadError, ConnectionError) as error:
-        raise ProtocolError("the request did not arrive whole") from error
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError("the request is not valid JSON") from error
-    if not isinstance(body, dict):
-        raise ProtocolError("the request is not a JSON object")
-    return body
 
 
 def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -1,10 +1,38 @@
-"""The bodies of the two legs, built from the client's. Pure; the client's body is never changed."""
+"""A client's body, and the bodies of the two legs, built from it. Pure; the client's body is never changed.
+
+What nobody looks at stays the bytes that came (`msgspec.Raw`) and is spliced into the legs' bodies: a prompt of a
+million tokens is neither made into objects nor written anew.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
-from pdx.proxy.plan import Body, Mode, Route
+import msgspec
+from msgspec import Raw
+
+from pdx.errors import RequestRefused
+from pdx.proxy.plan import LOOKED_AT, XARGS, Body, Mode, Route
+
+LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
+_LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
+_XARGS_BYTES = 64 << 10
+_MANY_QUOTES = 20_000
+_REST_BYTES = 256 << 10
+_WHOLE_BYTES = 256 << 10
+_SEND_BYTES = 64 << 10
+# What may be long in a request. All else together may not: each name costs time.
+_LONG = (
+    *("prompt", "prompt_embeds", "messages", "tools", "documents", "logit_bias", "allowed_token_ids", "stop"),
+    *("bad_words", "response_format", "structured_outputs", "chat_template", "chat_template_kwargs"),
+    "mm_processor_kwargs",
+)
+
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_outline = msgspec.json.Decoder(msgspec.defstruct("_Outline", [(name, Raw, Raw()) for name in _LONG]))
 
 # What shapes the answer only. In chat, `response_format`, `tools` and the like also shape the prompt and stay.
 _ANSWER_ONLY = (
@@ -24,9 +52,101 @@ _ANSWER_ONLY = (
 )
 
 
-def encode(body: Body) -> bytes:
-    """As JSON, in ASCII: also what a lenient reader let pass (NaN, lone surrogates) comes out as it came in."""
-    return json.dumps(body, separators=(",", ":")).encode("ascii")
+class Spliced:
+    """A large body in its parts, sent piece by piece: each time others have their turn, and nothing is copied."""
+
+    def __init__(self, parts: Sequence[bytes | Raw]) -> None:
+        self._parts = [memoryview(part) for part in parts]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._parts)
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for part in self._parts:
+            for at in range(0, len(part), _SEND_BYTES):
+                yield part[at : at + _SEND_BYTES]
+
+
+Payload = bytes | Spliced
+
+
+def parse(raw: bytes) -> Body:
+    """The fields of a client's body: those that are looked at as values, all others as `Raw`, null as None.
+
+    Of equal names the last one counts, as it does for an engine.
+
+    :raises RequestRefused: it is not a JSON object, or out of bounds.
+    """
+    try:
+        return {name: _value(name, value) for name, value in _split(raw).items()}
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, "the request is not valid JSON") from error
+
+
+def encode(body: Body) -> Payload:
+    """As JSON. Values are written in ASCII: also what a lenient reader let pass comes out as it came in."""
+    values = {name: value for name, value in body.items() if not isinstance(value, Raw)}
+    parts: list[bytes | Raw] = [json.dumps(values, separators=(",", ":")).encode("ascii")[:-1]]
+    for name, value in body.items():
+        if isinstance(value, Raw):
+            comma = b"," if len(parts) > 1 or values else b""
+            parts += [comma + json.dumps(name).encode("ascii") + b":", value]
+    parts.append(b"}")
+    size = sum(len(memoryview(part)) for part in parts)
+    return b"".join(parts) if size <= _WHOLE_BYTES else Spliced(parts)
+
+
+def _split(raw: bytes) -> dict[str, Raw]:
+    """The value of each field as it came.
+
+    Engines read JSON with Python's own reader, which takes more than JSON has (NaN, lone surrogates, UTF-16, a byte
+    order mark). Such a request is read in the same way, unless it is so large that everybody would wait for it.
+    """
+    if not raw.isascii():
+        _check_utf8(raw)
+    if raw.count(b'"') > _MANY_QUOTES:
+        _check_names(raw)
+    try:
+        return _fields.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if len(raw) > LENIENT_BYTES:
+            raise RequestRefused(400, "the request is not valid JSON, or not an object") from error
+    body = json.loads(raw)
+    if not isinstance(body, dict):
+        raise RequestRefused(400, "the request is not a JSON object")
+    return {name: Raw(json.dumps(value).encode("ascii")) for name, value in body.items()}
+
+
+def _check_utf8(raw: bytes) -> None:
+    """Strings that are not looked at are not decoded otherwise. In pieces: a large string takes much memory."""
+    if raw[:2] in (b"\xfe\xff", b"\xff\xfe") or b"\x00" in raw[:4]:
+        return  # UTF-16 or UTF-32
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+    for at in range(0, len(raw), _SEND_BYTES):
+        decoder.decode(raw[at : at + _SEND_BYTES])
+    decoder.decode(b"", final=True)
+
+
+def _check_names(raw: bytes) -> None:
+    """A body of hundreds of thousands of fields would keep everybody waiting: they are not even listed."""
+    try:
+        known = _outline.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # `_split` finds out
+    if len(raw) - sum(len(memoryview(getattr(known, name))) for name in _LONG) > _REST_BYTES:
+        raise RequestRefused(400, f"the request has more than {_REST_BYTES} bytes beside {', '.join(_LONG)}")
+
+
+def _value(name: str, value: Raw) -> Any:
+    size = len(memoryview(value))
+    if name == XARGS and size > _XARGS_BYTES:
+        raise RequestRefused(400, f"{XARGS} has more than {_XARGS_BYTES} bytes")
+    if name == XARGS or (name in LOOKED_AT and size <= _LOOKED_AT_BYTES):
+        return json.loads(bytes(value))
+    return None if size == len(b"null") and bytes(value) == b"null" else value
 
 
 def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_node: str = "") -> Body:
@@ -53,14 +173,14 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
     return leg
 
 
-def continuation_body(body: Body, *, prompt: list[int], first: int, limit: int, transfer: str) -> Body:
-    """The decode leg of `forward`: go on after `prompt` + `first`, to `limit` tokens with that one."""
+def continuation_body(body: Body, *, prompt: Raw, tokens: int, first: int, limit: int, transfer: str) -> Body:
+    """The decode leg of `forward`: go on after the `tokens` ids of `prompt` and `first`, to `limit` with that one."""
     leg = dict(body)
-    leg["prompt"] = [*prompt, first]
+    leg["prompt"] = Raw(bytes(prompt)[:-1] + b",%d]" % first)
     leg["max_tokens"] = limit - 1
     if leg.get("min_tokens"):
         leg["min_tokens"] -= 1
-    leg["kv_transfer_params"] = _arriving(transfer, len(prompt))
+    leg["kv_transfer_params"] = _arriving(transfer, tokens)
     return leg
 
 

@@ -27,5 +27,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # whose processor is taken from it may miss some while the proxy runs on.
     heartbeat_timeout_s: PositiveSeconds = 6.0
     suspect_s: PositiveSeconds = 2.0  # an engine that refused a connection is avoided for so long
-    max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 32 << 20
+    max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 8 << 20
+    max_bodies_bytes: Annotated[int, Meta(ge=1 << 10)] = 512 << 20  # of all requests under way together
+    body_timeout_s: PositiveSeconds = 60.0  # without progress
     kept_timelines: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000

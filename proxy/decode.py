@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdx.errors import ProtocolError
 from pdx.proxy import sse
-from pdx.proxy.answer import FirstToken, PrefillAnswer, continued_event, merged_answer
+from pdx.proxy.answer import Continued, FirstToken, PrefillAnswer, merged_answer
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.leg import Answer, Reason, failed
 from pdx.timeline import Event
@@ -31,6 +31,7 @@ class Continuation:
     def __init__(self, prefill: PrefillAnswer, first: FirstToken) -> None:
         self._prefill = prefill
         self._first = first
+        self._continued = Continued(prefill)
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine refused, or went away before the end."""
@@ -52,7 +53,7 @@ class Continuation:
 
     def event(self, event: bytes) -> bytes:
         """An event of the client's stream."""
-        return continued_event(self._prefill, event)
+        return self._continued.event(event)
 
     async def _take_refusal(self, exchange: Exchange, answer: Answer) -> None:
         # A refusal may be about what this proxy made of the request: the client is not to be told that.

@@ -15,6 +15,7 @@ def body(status: int, message: str) -> bytes:
     return json.dumps(fault, separators=(",", ":")).encode()
 
 
-def response(status: int, message: str) -> web.Response:
+def response(status: int, message: str, *, retry_after_s: int | None = None) -> web.Response:
     """The error as an HTTP response."""
-    return web.Response(status=status, body=body(status, message), content_type="application/json")
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
+    return web.Response(status=status, body=body(status, message), content_type="application/json", headers=headers)

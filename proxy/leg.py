@@ -12,6 +12,7 @@ from enum import StrEnum
 import aiohttp
 
 from pdx.errors import LegFailed
+from pdx.proxy.body import Payload
 from pdx.proxy.roster import Engine
 
 
@@ -146,14 +147,14 @@ class Legs:
 
     @asynccontextmanager
     async def post(
-        self, engine: Engine, path: str, *, payload: bytes, headers: Mapping[str, str]
+        self, engine: Engine, path: str, *, payload: Payload, headers: Mapping[str, str]
     ) -> AsyncIterator[Answer]:
         """Send a request and hold its answer; leaving early closes the connection, which makes vLLM abort.
 
         :raises LegFailed: also from within, when the engine is lost or the time is up.
         """
         self._last_used[engine.url] = next(self._turns)
-        sent = {**headers, "Content-Type": "application/json"}
+        sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
         async with (
             self._leg(engine, self._read_timeout_s),
             self._answer(engine, "POST", path, payload=payload, headers=sent) as answer,
@@ -189,7 +190,7 @@ class Legs:
 
     @asynccontextmanager
     async def _answer(
-        self, engine: Engine, method: str, path: str, *, payload: bytes | None, headers: Mapping[str, str]
+        self, engine: Engine, method: str, path: str, *, payload: Payload | None, headers: Mapping[str, str]
     ) -> AsyncIterator[Answer]:
         began_at = self._clock()
         response = None

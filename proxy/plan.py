@@ -6,18 +6,25 @@ and a body that looks wrong goes to one engine as it is, which then gives its ow
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from pdx.messages import EngineFacts
 
-Body = dict[str, Any]
+Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parse`)
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's, for completions
+XARGS = "vllm_xargs"
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+_IN_IDS = b"0123456789- \t\r\n"
+_SEVERAL = re.compile(rb'\[\s*[\["]')
+_SOMETHING = re.compile(rb"\[\s*[^\]\s]")
+_one_item = msgspec.json.Decoder(tuple[Raw])
 
 
 class Route(StrEnum):
@@ -49,9 +56,9 @@ def strip_control(body: Body) -> tuple[Body, bool]:
     """
     found = any(name in body for name in _CONTROL_FIELDS)
     clean = {name: value for name, value in body.items() if name not in _CONTROL_FIELDS}
-    extra = clean.get("vllm_xargs")
+    extra = clean.get(XARGS)
     if isinstance(extra, dict) and any(name in extra for name in _CONTROL_FIELDS):
-        clean["vllm_xargs"] = {name: value for name, value in extra.items() if name not in _CONTROL_FIELDS}
+        clean[XARGS] = {name: value for name, value in extra.items() if name not in _CONTROL_FIELDS}
         found = True
     return clean, found
 
@@ -67,7 +74,7 @@ def classify(route: Route, body: Body) -> Plan:
         return Plan(Mode.ALONE, "min_tokens")
     if route is Route.CHAT:
         messages = body.get("messages")
-        shaped = isinstance(messages, list) and bool(messages)
+        shaped = isinstance(messages, Raw) and _SOMETHING.match(memoryview(messages)) is not None
         return Plan(Mode.SAMPLED, "chat") if shaped else Plan(Mode.ALONE, "messages")
     if single_prompt(body.get("prompt")) is None:
         return Plan(Mode.ALONE, "prompt")
@@ -114,15 +121,28 @@ def token_limit(route: Route, body: Body) -> int | None:
     return limit if limit is not None else DEFAULT_MAX_TOKENS
 
 
-def single_prompt(prompt: Any) -> str | list[int] | None:
+def single_prompt(prompt: Any) -> Raw | None:
     """The one prompt in a completion's `prompt`; None: several, none, or nothing one could tell."""
-    if isinstance(prompt, list) and len(prompt) == 1 and not _is_int(prompt[0]):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt or None
-    if isinstance(prompt, list) and prompt and all(map(_is_int, prompt)):
-        return prompt
-    return None
+    if not isinstance(prompt, Raw):
+        return None
+    if _SEVERAL.match(memoryview(prompt)):
+        try:
+            (prompt,) = _one_item.decode(prompt)
+        except msgspec.MsgspecError:
+            return None
+    if bytes(memoryview(prompt)[:1]) == b'"':
+        return prompt if len(memoryview(prompt)) > len('""') else None
+    return prompt if token_count(prompt) else None
+
+
+def token_count(ids: Raw) -> int | None:
+    """How many numbers a JSON list of whole numbers has; None: it is something else, or empty. Without reading them."""
+    data = bytes(ids)
+    marks = data.translate(None, _IN_IDS)
+    count = len(marks) - 1
+    if count < 1 or marks != b"[" + b"," * (count - 1) + b"]" or not data[1:-1].strip():
+        return None
+    return count
 
 
 def _is_int(value: Any) -> bool:
@@ -222,6 +242,11 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
 }
 
 _KNOWN = frozenset(_FORWARD) | {"seed"}  # names from outside never become labels
+# The values of these decide; of all others it matters at most whether they are null.
+LOOKED_AT = frozenset(
+    [*_SPLITTABLE, *(name for name, check in _FORWARD.items() if check is not _anything)]
+    + ["model", "temperature", "seed", "request_id", XARGS]
+)
 
 
 def _forwardable(name: str, value: Any, body: Body) -> bool:

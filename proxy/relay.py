@@ -145,7 +145,12 @@ class Relay:
             exchange.first_token(engine, streams=True)
             await exchange.reply.write(answer.first_event(prefill, finish=False, options=exchange.stream_options))
         leg = body.continuation_body(
-            exchange.body, prompt=first.prompt, first=first.token, limit=limit, transfer=exchange.transfer
+            exchange.body,
+            prompt=first.prompt,
+            tokens=first.prompt_tokens,
+            first=first.token,
+            limit=limit,
+            transfer=exchange.transfer,
         )
         try:
             await self._decode(exchange, leg, Continuation(prefill, first), fits=fits)

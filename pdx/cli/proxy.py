@@ -28,7 +28,7 @@ import click
     help="Send a completion's first token to the client as soon as the prefill engine has it.",
 )
 @click.option("--read-timeout", default=600.0, show_default=True, metavar="SECONDS", help="Limit of one leg.")
-@click.option("--max-body", default="32M", show_default=True, metavar="SIZE", help="Largest request accepted.")
+@click.option("--max-body", default="8M", show_default=True, metavar="SIZE", help="Largest request accepted.")
 @click.option(
     "--log-level",
     default="info",

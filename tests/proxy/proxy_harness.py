@@ -87,7 +87,8 @@ class Node:
 class Cluster:
     """What a test talks to."""
 
-    def __init__(self, url, client, node, prefills, decodes):
+    def __init__(self, proxy, url, client, node, prefills, decodes):
+        self.proxy = proxy
         self.url, self.client, self.node, self._others = url, client, node, []
         self.prefills, self.decodes = prefills, decodes
 
@@ -159,7 +160,7 @@ async def cluster(prefills=1, decodes=1, named=True, known=True, server=None, de
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     node = Node(address)
     client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
-    made = Cluster(f"http://127.0.0.1:{runner.addresses[0][1]}", client, node, prefill, decode)
+    made = Cluster(proxy, f"http://127.0.0.1:{runner.addresses[0][1]}", client, node, prefill, decode)
     try:
         pairs = [("prefill", each) for each in prefill] + [("decode", each) for each in decode]
         told = [(each.name, role, each.url) for role, each in pairs] if named and known else []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdx.errors import ProtocolError
 from pdx.proxy import sse
-from pdx.proxy.answer import continued_event, decode_prefill, final_answer, first_token, is_final, merged_answer
+from pdx.proxy.answer import Continued, decode_prefill, final_answer, first_token, is_final, merged_answer
 
 
 def prefill(text="A", finish="length", tokens=(7,), prompt=(1, 2, 3), details=None):
@@ -58,7 +58,7 @@ def test_prefill_answer_must_be_one(raw):
 
 def test_first_token():
     first = first_token(decode_prefill(prefill()))
-    assert (first.prompt, first.token, first.text) == ([1, 2, 3], 7, "A")
+    assert (json.loads(bytes(first.prompt)), first.prompt_tokens, first.token, first.text) == ([1, 2, 3], 3, 7, "A")
     for odd in (
         {"text": ""},
         {"text": "ab\ufffd"},
@@ -120,9 +120,41 @@ def test_events_of_the_decode_leg():
         b"data: not json\n\n",
         b"data: [1]\n\n",
     ):
-        assert continued_event(whole, event) == event
+        assert Continued(whole).event(event) == event
     chunk = {"id": "d", "created": 9, "model": "m", "choices": [{"text": "\ud800é"}]}
     chunk["usage"] = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
-    got = json.loads(sse.data(continued_event(whole, b"data: " + json.dumps(chunk).encode() + b"\n\n")))
+    got = json.loads(sse.data(Continued(whole).event(b"data: " + json.dumps(chunk).encode() + b"\n\n")))
     assert (got["id"], got["created"], got["choices"]) == ("cmpl-p", 5, [{"text": "\ud800é"}])
     assert got["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+TAILS = [
+    '{"index":0,"text":"a","finish_reason":null}]}',
+    '{"index":0,"text":"\\"usage\\" é"}],"system_fingerprint":"x"}',
+    '{"index":0,"text":"usage"}]}',
+    '{"index":0,"text":"a"}],"usage":{"prompt_tokens":4,"completion_tokens":1,"total_tokens":5}}',
+    '{"index":0,"text":"a"}],"metrics":{"x":1}}',
+    "]}",
+    '{"index":0,"text":"}],\\"choices\\":["}]}',
+]
+HEADS = [
+    '"id":"d","object":"text_completion","created":9,"model":"m"',
+    '"id":"d", "object":"text_completion","created":9,"model":"m"',
+    '"model":"m","id":"d","object":"text_completion","created":9',
+    '"id":"d","choices":[],"object":"text_completion","created":9,"model":"m"',
+    '"id":"d","object":"text_completion","created":9',
+]
+
+
+@given(
+    events=st.lists(st.tuples(st.sampled_from(HEADS), st.sampled_from(TAILS)), max_size=6),
+    end=st.sampled_from(["\n\n", "\r\n\r\n", "\ndata: \n\n"]),
+)
+def test_events_that_begin_alike_come_out_as_if_each_had_been_read(events, end):
+    whole = decode_prefill(prefill())
+    stream = Continued(whole)
+    for head, tail in events:
+        event = f'data: {{{head},"choices":[{tail}{end}'.encode()
+        one, other = stream.event(event), Continued(whole).event(event)
+        if one != other:
+            assert json.loads(sse.data(one)) == json.loads(sse.data(other))

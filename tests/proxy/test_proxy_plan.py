@@ -3,11 +3,12 @@
 import copy
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.proxy.body import continuation_body, encode, located, prefill_body, sampled_body
+from pdx.proxy.body import continuation_body, encode, located, parse, prefill_body, sampled_body
 from pdx.proxy.plan import Mode, Route, classify, strip_control, token_limit
 
 TRANSFER = "t" * 32
@@ -16,7 +17,17 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def mode(route=Route.COMPLETIONS, **fields):
-    return classify(route, {**(SIMPLE if route is Route.COMPLETIONS else CHAT), **fields}).mode
+    return classify(route, taken({**(SIMPLE if route is Route.COMPLETIONS else CHAT), **fields})).mode
+
+
+def taken(body):
+    """A client's body as the proxy has it."""
+    return parse(json.dumps(body).encode())
+
+
+def given_back(body):
+    """What an engine reads of such a body."""
+    return json.loads(bytes(encode(body)))
 
 
 @pytest.mark.parametrize(
@@ -140,32 +151,35 @@ NAMES = st.sampled_from(
 @given(body=st.dictionaries(NAMES, JSON), route=st.sampled_from(Route))
 def test_any_body_has_a_mode_and_its_legs_leave_it_as_it_was(body, route):
     before = copy.deepcopy(body)
+    body = taken(before)
     clean, stripped = strip_control(body)
     assert stripped == ("kv_transfer_params" in body)
+    fields = given_back(clean)
+    assert fields == {name: value for name, value in before.items() if name != "kv_transfer_params"}
     plan = classify(route, clean)
     if plan.mode is not Mode.ALONE:
-        leg = prefill_body(route, clean, mode=plan.mode, transfer=TRANSFER)
+        leg = given_back(prefill_body(route, clean, mode=plan.mode, transfer=TRANSFER))
         assert leg["max_tokens"] == 1
         assert leg["stream"] is False
         assert "stream_options" not in leg
         assert leg["kv_transfer_params"] == {"do_remote_decode": True, "transfer_id": TRANSFER}
-        sampled = sampled_body(clean, prompt_tokens=3, cached_tokens=None, transfer=TRANSFER)
-        assert {name: sampled[name] for name in clean} == clean
+        sampled = given_back(sampled_body(clean, prompt_tokens=3, cached_tokens=None, transfer=TRANSFER))
+        assert {name: sampled[name] for name in fields} == fields
     if plan.mode is Mode.FORWARD and token_limit(route, clean) > 1:
         limit = token_limit(route, clean)
-        leg = continuation_body(clean, prompt=[1, 2], first=3, limit=limit, transfer=TRANSFER)
+        prompt = msgspec.Raw(b"[1, 2]")
+        leg = given_back(continuation_body(clean, prompt=prompt, tokens=2, first=3, limit=limit, transfer=TRANSFER))
         assert leg["prompt"] == [1, 2, 3]
         assert leg["max_tokens"] == limit - 1
         assert leg["kv_transfer_params"]["prefill_tokens"] == 2
-    assert body == before
-    assert json.loads(encode(clean)) == clean
+    assert given_back(body) == before
 
 
 @given(name=st.text(min_size=1, max_size=12), value=JSON)
 def test_a_field_nobody_has_thought_about_is_not_forwarded(name, value):
     unknown = f"x_{name}"
     assert (mode(**{unknown: value}) is Mode.FORWARD) == (value is None)
-    assert classify(Route.COMPLETIONS, {**SIMPLE, unknown: 1}).why == "unknown_field"
+    assert classify(Route.COMPLETIONS, taken({**SIMPLE, unknown: 1})).why == "unknown_field"
 
 
 def test_transfer_parameters_of_clients_are_removed_wherever_vllm_would_find_them():
@@ -175,15 +189,15 @@ def test_transfer_parameters_of_clients_are_removed_wherever_vllm_would_find_the
         "ec_transfer_params": {},
         "vllm_xargs": {"kv_transfer_params": "x", "keep": 1},
     }
-    clean, stripped = strip_control(body)
+    clean, stripped = strip_control(taken(body))
     assert stripped
-    assert clean == {**SIMPLE, "vllm_xargs": {"keep": 1}}
+    assert given_back(clean) == {**SIMPLE, "vllm_xargs": {"keep": 1}}
     assert strip_control(clean) == (clean, False)
 
 
 def test_prefill_leg():
     client = {**SIMPLE, "max_tokens": 9, "min_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
-    leg = prefill_body(Route.COMPLETIONS, client, mode=Mode.FORWARD, transfer=TRANSFER)
+    leg = given_back(prefill_body(Route.COMPLETIONS, taken(client), mode=Mode.FORWARD, transfer=TRANSFER))
     assert leg == {
         **SIMPLE,
         "max_tokens": 1,
@@ -194,7 +208,7 @@ def test_prefill_leg():
     }
     chat = {**CHAT, "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "stop": "x", "tools": [{}]}
     chat |= {"response_format": {"type": "json_object"}, "continue_final_message": True}
-    leg = prefill_body(Route.CHAT, chat, mode=Mode.SAMPLED, transfer=TRANSFER)
+    leg = given_back(prefill_body(Route.CHAT, taken(chat), mode=Mode.SAMPLED, transfer=TRANSFER))
     assert leg == {
         **CHAT,
         "max_tokens": 1,
@@ -219,7 +233,7 @@ def test_legs_name_the_other_legs_node_only_if_told():
 
 def test_json_comes_out_as_it_came_in():
     raw = b'{"a":"\\ud800 \\u00e9","b":NaN,"c":1e2,"d":123456789012345678901234567890}'
-    again = json.loads(encode(json.loads(raw)))
+    again = given_back(parse(raw))
     assert again["a"] == "\ud800 é"
     assert again["d"] == 123456789012345678901234567890
     assert again["c"] == 100.0

@@ -1,0 +1,300 @@
+"""Clients' bodies: what comes in of them, and that the legs' bodies say what the client's said."""
+
+import asyncio
+import json
+
+import pytest
+from engine_standin import Server
+from hypothesis import example, given
+from hypothesis import strategies as st
+from proxy_harness import FORWARDED, cluster, run, until, within
+
+from pdx.errors import RequestRefused
+from pdx.proxy.body import LENIENT_BYTES, encode, parse
+from pdx.proxy.intake import PIECE, Intake
+from pdx.proxy.plan import Mode, Route, classify, single_prompt, strip_control
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}
+
+NUMBERS = ["0", "-0", "1e2", "1E400", "-1e-400", "NaN", "Infinity", "-Infinity", "1" * 4300, "1" * 5000, "0.1"]
+STRINGS = ['"a"', '"\\ud800"', '"\\u00e9"', '"é"', '"語"', '"\\""', '""', '"\\u0000"', '"\\ud83d\\ude00"', '"\udcff"']
+LEAVES = [*NUMBERS, *STRINGS, "null", "true", "false", "[]", "{}", "[" * 900 + "]" * 900, "[" * 1500 + "]" * 1500]
+LEAVES += ["nul", "01", "[1,]", '"\\x"', "'a'", '{"a":1,"a":2}']
+VALUES = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda each: "[ " + " , ".join(each) + "\n]")
+        | st.lists(st.tuples(st.sampled_from(STRINGS), inner), max_size=3).map(lambda each: as_object(each))
+    ),
+    max_leaves=4,
+)
+NAMES = ['"prompt"', '"pr\\u006fmpt"', '"stop"', '"stream"', '"max_tokens"', '"vllm_xargs"', '"seed"', '"messages"']
+NAMES += ['"kv_transfer_params"', '"kv_transfer_par\\u0061ms"', '"never_heard_of"', *STRINGS]
+
+
+def as_object(pairs):
+    return "{" + ",".join(f"{name} : {value}" for name, value in pairs) + "}"
+
+
+def read(raw):
+    """As an engine reads it; None: not at all."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def same(one, other):
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+@given(
+    pairs=st.lists(st.tuples(st.sampled_from(NAMES), VALUES), max_size=5),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32"]),
+)
+@example(pairs=[('"a"', '"\ud800"')], encoding="utf-8")
+@example(pairs=[('"a"', "1" * 5000)], encoding="utf-8")
+def test_an_engine_reads_what_the_client_wrote(pairs, encoding):
+    raw = as_object(pairs).encode(encoding, "surrogatepass")
+    wanted = read(raw)
+    try:
+        sent = read(bytes(encode(parse(raw))))
+    except RequestRefused:
+        assert wanted is None
+    else:
+        assert same(sent, wanted)
+
+
+@given(raw=st.binary(max_size=60) | st.binary(max_size=20).map(lambda inner: b'{"prompt":"' + inner + b'"}'))
+def test_nonsense_is_not_taken_for_a_body(raw):
+    wanted = read(raw)
+    try:
+        sent = read(bytes(encode(parse(raw))))
+    except RequestRefused:
+        assert not isinstance(wanted, dict)
+    else:
+        assert same(sent, wanted)
+
+
+@pytest.mark.parametrize("raw", [b'{"prompt":"\xff"}', b'{"prompt":"\xc3"}', b'{"prompt":["\xf8"]}'])
+def test_bytes_that_are_no_text_are_refused_though_nobody_looks_at_them(raw):
+    with pytest.raises(RequestRefused):
+        parse(raw)
+
+
+def list_of_one(prompt):
+    """How it was decided while prompts were still read."""
+
+    def is_int(value):
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    if isinstance(prompt, list) and len(prompt) == 1 and not is_int(prompt[0]):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt or None
+    return prompt if isinstance(prompt, list) and prompt and all(map(is_int, prompt)) else None
+
+
+PROMPTS = st.recursive(
+    st.sampled_from(["a", "", "[", "]", '["', ",", "\\", 0, 7, -1, 1.5, 1e30, True, None, {}, []]),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(prompt=PROMPTS, indent=st.sampled_from([None, 0, 2]))
+def test_one_prompt_is_told_from_its_bytes(prompt, indent):
+    found = single_prompt(parse(json.dumps({"prompt": prompt}, indent=indent).encode())["prompt"])
+    assert (None if found is None else json.loads(bytes(found))) == list_of_one(prompt)
+
+
+@given(pairs=st.lists(st.tuples(st.sampled_from(NAMES), VALUES), max_size=5))
+def test_no_transfer_parameter_passes(pairs):
+    inner = as_object(pairs)
+    raw = as_object([*pairs, ('"vllm_xargs"', inner)]).encode("utf-8", "surrogatepass")
+    try:
+        clean, _ = strip_control(parse(raw))
+    except RequestRefused:
+        return
+    sent = read(bytes(encode(clean)))
+    if sent is not None:
+        assert "kv_transfer_params" not in sent
+        assert "kv_transfer_params" not in (sent["vllm_xargs"] or {})
+
+
+def test_what_only_a_lenient_reader_takes_may_not_be_large():
+    padding = "x" * LENIENT_BYTES
+    assert read(encode(parse(b'{"a":NaN}'))) is not None
+    for odd in ("NaN", '"\\ud800"'):
+        with pytest.raises(RequestRefused) as caught:
+            parse(as_object([('"prompt"', f'"{padding}"'), ('"a"', odd)]).encode())
+        assert "xxx" not in str(caught.value)
+
+
+def test_a_body_may_be_long_but_not_of_names():
+    long = {"messages": [{"role": "user", "content": "hello"}] * 40_000, "model": "m"}
+    raw = json.dumps(long).encode()
+    assert json.loads(bytes(encode(parse(raw)))) == long
+    for many in ({f"name{number}": 1 for number in range(40_000)}, {"x": ["a"] * 100_000}):
+        with pytest.raises(RequestRefused):
+            parse(json.dumps({**long, **many}).encode())
+    with pytest.raises(RequestRefused):
+        parse(json.dumps({"prompt": "a", "vllm_xargs": {f"name{number}": 1 for number in range(10_000)}}).encode())
+
+
+def test_values_too_long_to_be_looked_at_are_not_neutral():
+    for name, mode in (("stop", Mode.SAMPLED), ("stream_options", Mode.ALONE), ("response_format", Mode.SAMPLED)):
+        body = parse(json.dumps({"prompt": "a", name: ["x" * 10_000]}).encode())
+        assert classify(Route.COMPLETIONS, body).mode is mode
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_large_bodies_reach_both_engines_whole(path):
+    async def main():
+        async with cluster(server=Server(model_len=1 << 20)) as made:
+            text = "é large prompt " * 20_000
+            body = {"max_tokens": 3, "temperature": 0, "odd": {"a": [None, "x"]}}
+            body |= {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+            status, _, raw = await made.post(path, body, base=made.decode.url)
+            assert (await made.post(path, body))[0] == status == 200, raw
+            for engine in (made.prefill, made.decode):
+                seen = engine.bodies[-1]
+                assert seen.pop("kv_transfer_params")["transfer_id"]
+                seen.pop("stream", None)
+                assert seen | {"max_tokens": 3} == body
+
+    run(main)
+
+
+async def begin(url, length, *, path=COMPLETIONS):
+    """A connection that has announced a body of so many bytes (None: chunked), and sent nothing of it."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    framing = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{framing}\r\n\r\n".encode())
+    return reader, writer
+
+
+async def answered(reader):
+    head = await within(reader.readuntil(b"\r\n\r\n"))
+    return int(head.split()[1]), head.decode().lower()
+
+
+def test_a_body_announced_too_large_is_refused_before_it_is_sent():
+    async def main():
+        async with cluster() as made:
+            reader, writer = await begin(made.url, (8 << 20) + 1)
+            status, _ = await answered(reader)
+            assert status == 413
+            writer.close()
+            assert made.prefill.seen == made.decode.seen == []
+
+    run(main)
+
+
+def test_a_body_that_becomes_too_large_is_refused():
+    async def main():
+        async with cluster(max_body_bytes=3 * PIECE) as made:
+            reader, writer = await begin(made.url, None)
+            writer.write(b"%x\r\n" % (4 * PIECE) + b"x" * 4 * PIECE)
+            assert (await answered(reader))[0] == 413
+            writer.close()
+            assert made.proxy._intake.held_bytes == 0
+
+    run(main)
+
+
+def test_all_bodies_together_are_bounded():
+    async def main():
+        async with cluster(max_bodies_bytes=4 * PIECE) as made:
+            writers = []
+            for number in range(1, 5):
+                _, writer = await begin(made.url, 2 * PIECE)
+                writer.write(b" " * PIECE)
+                writers.append(writer)
+                await until(lambda number=number: made.proxy._intake.held_bytes == number * PIECE)
+            status, headers, raw = await made.post(COMPLETIONS, BODY)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert json.loads(raw)["error"]["message"]
+            assert made.proxy._intake.held_bytes == 4 * PIECE
+            for writer in writers:
+                writer.close()
+            await until(lambda: made.proxy._intake.held_bytes == 0)
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+            assert made.proxy._intake.held_bytes == 0
+
+    run(main)
+
+
+def test_a_body_counts_until_its_request_ends():
+    async def main():
+        async with cluster() as made:
+            made.decode.fault = "hold"
+            request = asyncio.create_task(made.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]}))
+            await within(made.decode.arrived.wait())
+            assert made.proxy._intake.held_bytes > 0
+            made.decode.released.set()
+            assert (await request)[0] == 200
+            assert made.proxy._intake.held_bytes == 0
+
+    run(main)
+
+
+def test_a_body_that_does_not_go_on_is_given_up():
+    async def main():
+        async with cluster(body_timeout_s=0.05) as made:
+            reader, writer = await begin(made.url, 1000)
+            writer.write(b'{"prompt":')
+            assert (await answered(reader))[0] == 408
+            writer.close()
+            assert made.proxy._intake.held_bytes == 0
+            assert made.prefill.seen == []
+
+    run(main)
+
+
+class _Upload:
+    """A body that comes at its own pace, on a clock of its own."""
+
+    content_length = None
+
+    def __init__(self, loop, pieces, pause_s):
+        self.content = self
+        self._loop, self._left, self._pause_s = loop, pieces, pause_s
+
+    async def readexactly(self, size):
+        self._loop.ahead_s += self._pause_s
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if not self._left:
+            raise asyncio.IncompleteReadError(b"", size)
+        self._left -= 1
+        return b"x" * size
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Its clock can be put ahead."""
+
+    ahead_s = 0.0
+
+    def time(self):
+        return super().time() + self.ahead_s
+
+
+@pytest.mark.parametrize(("pause_s", "arrives"), [(40.0, True), (80.0, False)])
+def test_a_slow_upload_lives_as_long_as_it_goes_on(pause_s, arrives):
+    loop = _Loop()
+
+    async def main():
+        intake = Intake(each_bytes=8 << 20, all_bytes=8 << 20, progress_s=60.0)
+        async with intake.body(_Upload(loop, 10, pause_s)) as raw:
+            return len(raw)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        if arrives:
+            assert runner.run(main()) == 10 * PIECE
+        else:
+            with pytest.raises(RequestRefused) as caught:
+                runner.run(main())
+            assert caught.value.status == 408
