@@ -29,10 +29,13 @@ PdxError
     ├── RequestRefused    a client's request is not one, or too much; the status and the text are for the client
     ├── LegFailed         an engine gave no usable answer; ask another, or the decoder alone
     ├── NoEngine          nobody is there to decode; the client may come back
+    ├── Exhausted         this process lacks descriptors, ports or buffers; the client may come back
     └── ClientGone        the client has left; stop working for it
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 
 class PdxError(Exception):
@@ -148,15 +151,41 @@ class RequestRefused(ProxyError):
         self.retry_after_s = retry_after_s  # None: coming back does not help
 
 
+class Refusal(NamedTuple):
+    """What an engine says in place of an answer."""
+
+    status: int
+    body: bytes
+    content_type: str
+
+
 class LegFailed(ProxyError):
     """An engine did not give a usable answer. If `unsent`, it cannot have begun to work on the request."""
 
-    def __init__(self, reason: str, engine: str, url: str, text: str = "", *, unsent: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        engine: str,
+        url: str,
+        text: str = "",
+        *,
+        unsent: bool = False,
+        answer: Refusal | None = None,
+    ) -> None:
         super().__init__(f"engine {engine}: {reason}{': ' if text else ''}{text}")
         self.reason = reason
         self.engine = engine
         self.url = url
         self.unsent = unsent
+        self.answer = answer  # for the client, if no other engine has a better one
+
+
+class Exhausted(ProxyError):
+    """This process could not even connect: it lacks what `lack` names (EMFILE, say). No engine is to blame."""
+
+    def __init__(self, lack: str, text: str) -> None:
+        super().__init__(f"{text} ({lack})")
+        self.lack = lack
 
 
 class NoEngine(ProxyError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
-import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from pdx.config import default_proxy
-from pdx.errors import LegFailed, RequestRefused
+from pdx.errors import Exhausted, RequestRefused
 from pdx.faults import Faults, printable
 from pdx.host import host_id
 from pdx.messages import NodeReport, PeerEntry
@@ -26,12 +26,15 @@ from pdx.proxy.clocks import Clocks
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.health import Health
 from pdx.proxy.intake import Intake
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
+from pdx.proxy.models import Models
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
-from pdx.proxy.relay import Relay
+from pdx.proxy.probe import Probes
+from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Roster
 from pdx.proxy.server import serve_until_stopped
@@ -53,17 +56,22 @@ class Proxy:
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self._clock = WakingClock(2 * _LOOK_S, time.monotonic)
+        self._health = Health(
+            clock=self._clock,
+            chance=random.random,
+            silence_s=min(config.first_byte_timeout_s, config.idle_timeout_s),
+        )
         self._roster = Roster(
             prefill=config.prefill,
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            suspect_s=config.suspect_s,
+            health=self._health,
             clock=self._clock,
         )
         self._ledger = Ledger(keep=config.kept_timelines)
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
-        self._metrics = Metrics(engines=self._roster.engines, in_flight=self._in_flight)
+        self._metrics = Metrics(engines=self._roster.engines, health=self._health)
         self._faults = Faults(Counter())
         self._control = Control(
             config.control or default_proxy(),
@@ -80,6 +88,8 @@ class Proxy:
         )
         self._legs: Legs | None = None
         self._relay: Relay | None = None
+        self._probes: Probes | None = None
+        self._models: Models | None = None
         self._stack = AsyncExitStack()
         self._warned_stripped = False
 
@@ -88,8 +98,8 @@ class Proxy:
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_faults])
         for route in Route:
             app.router.add_post(route, self._generate)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_get("/health", self._tell_health)
         app.router.add_get("/metrics", self._expose)
         app.router.add_get("/pdx/requests", self._requests)
         app.router.add_get("/pdx/requests/{transfer}", self._request)
@@ -112,17 +122,28 @@ class Proxy:
         await self._stack.enter_async_context(session)
         self._legs = Legs(
             session,
+            health=self._health,
             connect_timeout_s=self._config.connect_timeout_s,
-            read_timeout_s=self._config.read_timeout_s,
-            clock=self._clock,
+            first_byte_timeout_s=self._config.first_byte_timeout_s,
+            idle_timeout_s=self._config.idle_timeout_s,
         )
         self._relay = Relay(
             roster=self._roster,
+            health=self._health,
+            ledger=self._ledger,
             legs=self._legs,
             control=self._control,
             metrics=self._metrics,
             clock=self._clock,
         )
+        self._models = Models(self._health, self._legs, engines=self._roster.engines)
+        self._probes = Probes(
+            self._health,
+            self._legs,
+            engines=self._roster.engines,
+            first_byte_timeout_s=self._config.first_byte_timeout_s,
+        )
+        self._stack.push_async_callback(self._probes.close)
         watch = asyncio.create_task(self._watch())
         self._stack.push_async_callback(_stop, watch)
 
@@ -137,11 +158,21 @@ class Proxy:
         await self.close()
 
     async def _watch(self) -> None:
-        """Notice nodes falling silent, and look at the clock."""
+        """Look at the clock: for silent nodes and legs, and for probes that are due."""
         while True:
+            try:
+                self._look()
+            except Exception:  # noqa: BLE001 - the root of a task that must not end
+                log.exception("an internal error while the proxy looked at the clock")
             await asyncio.sleep(_LOOK_S)
-            self._lose(self._roster.expire(), "its node fell silent")
-            self._tell_peers()
+
+    def _look(self) -> None:
+        assert self._legs is not None
+        assert self._probes is not None
+        self._legs.end_silent()
+        self._note_detached(self._roster.expire(), "its node is silent")
+        self._tell_peers()
+        self._probes.look()
 
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
@@ -151,7 +182,7 @@ class Proxy:
             self._faults.warn(f"{refusal.reason} {report.node}", printable(refusal.text))
             self._metrics.control_dropped.labels(refusal.reason).inc()
         if believed is not None:
-            self._lose(self._roster.report(believed), f"node {report.node} says so")
+            self._note_detached(self._roster.report(believed), f"node {report.node} says so")
         self._tell_peers()
 
     def _tell_peers(self) -> None:
@@ -161,14 +192,9 @@ class Proxy:
             self._told_peers = peers
             self._control.send_peers(list(peers.values()))
 
-    def _lose(self, urls: frozenset[str], why: str) -> None:
+    def _note_detached(self, urls: frozenset[str], why: str) -> None:
         for url in urls:
-            log.warning("engine %s is gone (%s)", url, why)
-        if self._legs is not None:
-            self._legs.fail(urls)
-
-    def _in_flight(self, url: str) -> int:
-        return self._legs.in_flight(url) if self._legs is not None else 0
+            log.warning("engine %s is attached to no node (%s): it serves alone", url, why)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         assert self._relay is not None
@@ -191,7 +217,7 @@ class Proxy:
         plan = classify(route, body)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
-        transfer = secrets.token_urlsafe(24)
+        transfer = new_transfer()
         timeline = Timeline(transfer=transfer, route=route, mode=plan.mode, why=plan.why, moments=[])
         self._ledger.open(timeline)
         headers = _passed_headers(request.headers)
@@ -212,26 +238,22 @@ class Proxy:
             self._warned_stripped = True
             log.warning("a client sent transfer parameters of its own; they are removed (further ones are counted)")
 
-    async def _models(self, request: web.Request) -> web.Response:
-        assert self._legs is not None
-        engines = sorted(
-            self._roster.engines(), key=lambda engine: (self._roster.is_suspect(engine.url), not engine.decodes)
-        )
-        for engine in engines[:2]:
-            with suppress(LegFailed):
-                answer, raw = await self._legs.get(
-                    engine, "/v1/models", headers=_passed_headers(request.headers), timeout_s=2.0
-                )
-                return web.Response(status=answer.status, body=raw, content_type=answer.content_type)
-        return fault.response(503, "no engine is available")
+    async def _list_models(self, request: web.Request) -> web.Response:
+        assert self._models is not None
+        try:
+            return await self._models.answer(_passed_headers(request.headers))
+        except Exhausted as error:
+            self._metrics.exhausted.labels(error.lack).inc()
+            return fault.response(503, "the proxy has too many connections; come back later", retry_after_s=1)
 
-    async def _health(self, _request: web.Request) -> web.Response:
-        engines = [each for each in self._roster.engines() if not self._roster.is_suspect(each.url)]
-        decoders = sum(engine.decodes for engine in engines)
+    async def _tell_health(self, _request: web.Request) -> web.Response:
+        """Readiness: whether somebody can decode now."""
+        ready = [each for each in self._roster.engines() if self._health.of(each.url).is_ready]
+        decoders = sum(engine.decodes for engine in ready)
         state = {
             "status": "ok" if decoders else "unavailable",
             "decoders": decoders,
-            "prefillers": sum(engine.prefills for engine in engines),
+            "prefillers": sum(engine.prefills for engine in ready),
             "nodes": self._roster.nodes(),
         }
         return web.json_response(state, status=200 if decoders else 503)

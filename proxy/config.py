@@ -22,11 +22,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     roster: str = ""  # file that names the nodes and their public keys; goes with `keys`
     forward: bool = True  # send a completion's first token to the client before the decode leg starts
     connect_timeout_s: PositiveSeconds = 2.0
-    read_timeout_s: PositiveSeconds = 600.0  # one leg, from its first byte sent to its last byte received
-    # A node silent for longer is gone, and what its engines work on is given up. Nodes report once a second, but one
-    # whose processor is taken from it may miss some while the proxy runs on.
+    first_byte_timeout_s: PositiveSeconds = 600.0  # of a leg's answer; one that is not streamed comes as a whole
+    idle_timeout_s: PositiveSeconds = 120.0  # without a byte of an answer that has begun
+    # No KV goes through a node that is silent for longer. Nodes report once a second, but one whose processor is taken
+    # from it may miss some while the proxy runs on.
     heartbeat_timeout_s: PositiveSeconds = 6.0
-    suspect_s: PositiveSeconds = 2.0  # an engine that refused a connection is avoided for so long
     max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 8 << 20
     max_bodies_bytes: Annotated[int, Meta(ge=1 << 10)] = 512 << 20  # of all requests under way together
     body_timeout_s: PositiveSeconds = 60.0  # without progress

@@ -6,7 +6,8 @@ from pdx.errors import ProtocolError
 from pdx.proxy import sse
 from pdx.proxy.answer import Continued, FirstToken, PrefillAnswer, merged_answer
 from pdx.proxy.exchange import Exchange, Outcome
-from pdx.proxy.leg import Answer, Reason, failed
+from pdx.proxy.health import Reason
+from pdx.proxy.leg import Answer, failed
 from pdx.timeline import Event
 
 
@@ -36,10 +37,11 @@ class Continuation:
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine refused, or went away before the end."""
         if answer.status != 200:
-            await self._take_refusal(exchange, answer)
-        elif answer.is_stream != exchange.streams:
+            # A refusal may be about what this proxy made of the request: the client is not to be told that.
+            raise failed(Reason.STATUS_4XX, answer.engine, str(answer.status))
+        if answer.is_stream != exchange.streams:
             raise failed(Reason.MALFORMED, answer.engine, f"unexpected {answer.content_type!r}")
-        elif answer.is_stream:
+        if answer.is_stream:
             await _relay_stream(exchange, answer, self)
         else:
             raw = await answer.read()
@@ -55,20 +57,12 @@ class Continuation:
         """An event of the client's stream."""
         return self._continued.event(event)
 
-    async def _take_refusal(self, exchange: Exchange, answer: Answer) -> None:
-        # A refusal may be about what this proxy made of the request: the client is not to be told that.
-        if answer.status < 500:
-            raise failed(Reason.STATUS_4XX, answer.engine, str(answer.status))
-        if exchange.reply.started:
-            raise failed(Reason.STATUS_5XX, answer.engine, str(answer.status))
-        await _relay_whole(exchange, answer)
-
 
 async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
     raw = await answer.read()
     exchange.mark(Event.DECODE_FIRST, answer.engine)
     if answer.status >= 400:
-        exchange.outcome = Outcome.ENGINE_ERROR if answer.status >= 500 else Outcome.CLIENT_ERROR
+        exchange.outcome = Outcome.CLIENT_ERROR
     else:
         exchange.first_token(answer.engine, streams=False)
     exchange.reply.whole(answer.status, raw, content_type=answer.content_type)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+from pdx.proxy.health import Use
 from pdx.proxy.ledger import Timeline
-from pdx.proxy.leg import Booking
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Route
 from pdx.proxy.reply import Reply
@@ -51,7 +51,8 @@ class Exchange:
         self.outcome = Outcome.OK
         self.told: set[str] = set()  # the nodes of engines that know of the transfer; "": one that is not known
         self.planned: Pair | None = None  # the engines for its two legs
-        self.booking: Booking | None = None  # of the decode leg, until that starts
+        self.booking: Use | None = None  # of the decode leg, until that starts
+        self.blamed: set[str] = set()  # URLs of engines that gave no usable answer
         self._metrics = metrics
         self._seen: set[Event] = set()
         self._received_ns = time.monotonic_ns()

@@ -59,6 +59,12 @@ class Ledger:
         while len(self._timelines) > self._keep:
             self._timelines.popitem(last=False)
 
+    def rename(self, timeline: Timeline, transfer: str) -> None:
+        """Its transfer has another id from now on."""
+        if self._timelines.pop(timeline.transfer, None) is not None:
+            self._timelines[transfer] = timeline
+        timeline.transfer = transfer
+
     def merge(self, marks: Iterable[MarkReport], offset_ns: int = 0) -> None:
         """Add what nodes saw; `offset_ns` turns their clock into this process's (see `pdx.proxy.clocks`).
 

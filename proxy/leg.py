@@ -3,147 +3,117 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+import errno
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from enum import StrEnum
 
 import aiohttp
 
-from pdx.errors import LegFailed
+from pdx.errors import ClientGone, Exhausted, LegFailed, Refusal
 from pdx.proxy.body import Payload
+from pdx.proxy.health import UNSENT, Health, Reason, Use
 from pdx.proxy.roster import Engine
 
-
-class Reason(StrEnum):
-    """Why a leg failed."""
-
-    REFUSED = "refused"
-    CONNECT_TIMEOUT = "connect_timeout"
-    RESET = "reset"
-    TIMEOUT = "timeout"
-    LOST = "lost"  # its node says the engine is gone, or has itself gone silent
-    TRUNCATED = "truncated"  # a stream that ended without saying so
-    MALFORMED = "malformed"
-    STATUS_4XX = "status_4xx"
-    STATUS_5XX = "status_5xx"
+# What this process or this host lacks; the engine has not been asked.
+_OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
-def failed(reason: Reason, engine: Engine, text: str = "") -> LegFailed:
-    """The error that says so. Where the engine was not even reached, another one may be asked instead."""
-    unsent = reason in (Reason.REFUSED, Reason.CONNECT_TIMEOUT)
-    return LegFailed(reason, engine.name, engine.url, text, unsent=unsent)
+def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | None = None) -> LegFailed:
+    """The error that says so."""
+    return LegFailed(reason, engine.name, engine.url, text, unsent=reason in UNSENT, answer=answer)
+
+
+class _Leg:
+    """A leg under way: it may be silent for `limit_s`, and once it has begun to answer for `idle_s`."""
+
+    def __init__(self, use: Use | None, limit_s: float, idle_s: float, now: float) -> None:
+        self.use = use  # None: it counts as no load
+        self.limit_s = limit_s
+        self.idle_s = idle_s
+        self.since = now
+        self.waits_for_engine = True
+        self.scope = asyncio.timeout(None)
 
 
 class Answer:
     """An engine's answer of which the headers have arrived; valid inside `Legs.post`."""
 
-    def __init__(self, engine: Engine, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, engine: Engine, response: aiohttp.ClientResponse, leg: _Leg, health: Health) -> None:
         self.engine = engine
         self.status = response.status
         self.content_type = response.content_type
         self._response = response
+        self._leg = leg
+        self._health = health
 
     @property
     def is_stream(self) -> bool:
         """Server-sent events."""
         return self.status == 200 and self.content_type == "text/event-stream"
 
+    @property
+    def failure(self) -> Reason | None:
+        """Why this is no answer; None: it is one, if only that the request is wrong."""
+        if self.status == 429:
+            return Reason.STATUS_429
+        if 500 <= self.status <= 599:
+            return Reason.STATUS_5XX
+        return None if 200 <= self.status <= 299 or 400 <= self.status <= 499 else Reason.REDIRECT
+
     async def read(self) -> bytes:
         """The whole body. :raises LegFailed: it did not arrive whole."""
-        try:
-            return await self._response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._reset(error) from error
+        parts = []
+        while part := await self.read_some():
+            parts.append(part)
+        return b"".join(parts)
 
     async def read_some(self) -> bytes:
         """The next bytes, b"" at the end. :raises LegFailed: the engine went away."""
+        leg = self._leg
+        leg.since = self._health.clock()
+        leg.waits_for_engine = True
         try:
-            return await self._response.content.readany()
+            found = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise self._reset(error) from error
-
-    def _reset(self, error: Exception) -> LegFailed:
-        return failed(Reason.RESET, self.engine, type(error).__name__)
-
-
-class _Leg:
-    def __init__(self, scope: asyncio.Timeout) -> None:
-        self.scope = scope
-        self.lost = False
-
-
-class Booking:
-    """A leg that is planned: it counts as load until it starts or is known not to. Ends with its context."""
-
-    def __init__(self, booked: Counter[str], url: str) -> None:
-        self._booked = booked
-        self._url = url
-        booked[url] += 1
-
-    def end(self) -> None:
-        """The leg starts now, or never will. Idempotent."""
-        if self._url:
-            self._booked[self._url] -= 1
-            if not self._booked[self._url]:
-                del self._booked[self._url]
-            self._url = ""
-
-    def __enter__(self) -> Booking:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
+            raise failed(Reason.RESET, self.engine, type(error).__name__) from error
+        leg.since = self._health.clock()
+        leg.waits_for_engine = False
+        leg.limit_s = leg.idle_s
+        if leg.use is not None and found:
+            leg.use.record.heard_at = leg.since
+            if leg.use.is_trial and self.is_stream:
+                self._health.proved(leg.use)
+        return found
 
 
 class Legs:
-    """All legs under way, by engine, and those that are planned."""
+    """All legs under way. `end_silent` must be called regularly."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         *,
+        health: Health,
         connect_timeout_s: float,
-        read_timeout_s: float,
-        clock: Callable[[], float],
+        first_byte_timeout_s: float,
+        idle_timeout_s: float,
     ) -> None:
-        """`clock` tells the seconds in which this process ran: of those a connection may take `connect_timeout_s`."""
+        """The clock of `health` tells the seconds in which this process ran: all limits are of those."""
         self._session = session
-        self._read_timeout_s = read_timeout_s
+        self._health = health
+        self._clock: Callable[[], float] = health.clock
         self._connect_timeout_s = connect_timeout_s
-        self._clock = clock
+        self._first_byte_timeout_s = first_byte_timeout_s
+        self._idle_timeout_s = idle_timeout_s
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s)
-        self._open: dict[str, set[_Leg]] = {}
-        self._booked: Counter[str] = Counter()
-        self._last_used: dict[str, int] = {}
-        self._turns = itertools.count(1)
+        self._under_way: set[_Leg] = set()
 
-    def in_flight(self, url: str) -> int:
-        """How many legs the engine has now."""
-        return len(self._open.get(url, ()))
-
-    def load(self, url: str) -> int:
-        """How many it has, and how many more are planned for it."""
-        return self.in_flight(url) + self._booked[url]
-
-    def book(self, engine: Engine) -> Booking:
-        """Count a leg that will start later."""
-        self._last_used[engine.url] = next(self._turns)
-        return Booking(self._booked, engine.url)
-
-    def last_used(self, url: str) -> int:
-        """Grows with every leg and every booking."""
-        return self._last_used.get(url, 0)
-
-    def fail(self, urls: Iterable[str]) -> None:
-        """The engines are gone: give up their legs at once, whatever they wait for."""
-        for url in urls:
-            self._last_used.pop(url, None)
-            for leg in self._open.get(url, ()):
-                if not leg.scope.expired():
-                    leg.lost = True
-                    leg.scope.reschedule(asyncio.get_running_loop().time())
+    def end_silent(self) -> None:
+        """Give up the legs that were silent for too long."""
+        now = self._clock()
+        for leg in self._under_way:
+            if now - leg.since >= leg.limit_s and not leg.scope.expired():
+                leg.scope.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def post(
@@ -151,46 +121,75 @@ class Legs:
     ) -> AsyncIterator[Answer]:
         """Send a request and hold its answer; leaving early closes the connection, which makes vLLM abort.
 
-        :raises LegFailed: also from within, when the engine is lost or the time is up.
-        """
-        self._last_used[engine.url] = next(self._turns)
-        sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
-        async with (
-            self._leg(engine, self._read_timeout_s),
-            self._answer(engine, "POST", path, payload=payload, headers=sent) as answer,
-        ):
-            yield answer
+        How it ends is told to `Health`, unless the client or this proxy ends it.
 
-    async def get(
-        self, engine: Engine, path: str, *, headers: Mapping[str, str], timeout_s: float
+        :raises LegFailed: also from within, when the time is up.
+        :raises ClientGone: from within, when the client takes nothing.
+        :raises Exhausted: this proxy has no descriptor or port left.
+        """
+        with self._health.begin(engine.url) as use:
+            new = _Leg(use, self._first_byte_timeout_s, self._idle_timeout_s, self._clock())
+            sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
+            try:
+                async with (
+                    self._leg(engine, new) as leg,
+                    self._answer(engine, leg, "POST", path, payload=payload, headers=sent) as answer,
+                ):
+                    await self._check(answer)
+                    yield answer
+            except LegFailed as failure:
+                self._health.failed(use, Reason(failure.reason))
+                raise
+            if answer.status == 200:
+                self._health.succeeded(use)
+
+    async def ask(
+        self, engine: Engine, path: str, *, headers: Mapping[str, str], timeout_s: float, payload: bytes | None = None
     ) -> tuple[Answer, bytes]:
-        """A small answer, whole. :raises LegFailed: it did not come in time."""
+        """A small answer, whole: GET, or POST of a payload. It is no load, and `Health` is told nothing.
+
+        :raises LegFailed: or it did not come in time. :raises Exhausted: as `post`.
+        """
+        method = "GET" if payload is None else "POST"
+        sent = headers if payload is None else {**headers, "Content-Type": "application/json"}
         async with (
-            self._leg(engine, timeout_s),
-            self._answer(engine, "GET", path, payload=None, headers=headers) as answer,
+            self._leg(engine, _Leg(None, timeout_s, timeout_s, self._clock())) as leg,
+            self._answer(engine, leg, method, path, payload=payload, headers=sent) as answer,
         ):
             return answer, await answer.read()
 
+    async def _check(self, answer: Answer) -> None:
+        """:raises LegFailed: it is none, or another engine may give a better one."""
+        if answer.failure is not None:
+            refusal = Refusal(answer.status, await answer.read(), answer.content_type)
+            raise failed(answer.failure, answer.engine, f"status {answer.status}", answer=refusal)
+
     @asynccontextmanager
-    async def _leg(self, engine: Engine, timeout_s: float) -> AsyncIterator[None]:
-        leg = _Leg(asyncio.timeout(timeout_s))
-        legs = self._open.setdefault(engine.url, set())
-        legs.add(leg)
+    async def _leg(self, engine: Engine, leg: _Leg) -> AsyncIterator[_Leg]:
         try:
             async with leg.scope:
-                yield
+                self._under_way.add(leg)
+                try:
+                    yield leg
+                finally:
+                    self._under_way.discard(leg)
         except TimeoutError as error:
             if not leg.scope.expired():
                 raise
-            raise failed(Reason.LOST if leg.lost else Reason.TIMEOUT, engine) from error
-        finally:
-            legs.discard(leg)
-            if not legs:
-                del self._open[engine.url]
+            if not leg.waits_for_engine:
+                raise ClientGone(f"the client has taken nothing for {leg.limit_s:g} s") from error
+            raise failed(Reason.TIMEOUT, engine, f"nothing for {leg.limit_s:g} s") from error
 
     @asynccontextmanager
     async def _answer(
-        self, engine: Engine, method: str, path: str, *, payload: Payload | None, headers: Mapping[str, str]
+        self,
+        engine: Engine,
+        leg: _Leg,
+        method: str,
+        path: str,
+        *,
+        payload: Payload | None,
+        headers: Mapping[str, str],
     ) -> AsyncIterator[Answer]:
         began_at = self._clock()
         response = None
@@ -208,11 +207,18 @@ class Legs:
                 # Where this process stood still, the engine may have answered meanwhile, and nobody looked.
                 if self._clock() - began_at >= self._connect_timeout_s:
                     raise failed(Reason.CONNECT_TIMEOUT, engine) from error
-            except aiohttp.ClientConnectorError as error:
-                raise failed(Reason.REFUSED, engine, error.strerror or "") from error
             except (aiohttp.ClientError, OSError) as error:
-                raise failed(Reason.RESET, engine, type(error).__name__) from error
+                raise _translated(error, engine) from error
         try:
-            yield Answer(engine, response)
+            yield Answer(engine, response, leg, self._health)
         finally:
             response.close()  # nothing, if the body was read to its end: the connection is back in its pool
+
+
+def _translated(error: aiohttp.ClientError | OSError, engine: Engine) -> LegFailed | Exhausted:
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, OSError) and cause.errno in _OWN_LACK:
+        return Exhausted(errno.errorcode[cause.errno], f"no connection to engine {engine.name}: {cause.strerror}")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return failed(Reason.REFUSED, engine, error.strerror or "")
+    return failed(Reason.RESET, engine, type(error).__name__)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdx.proxy.health import Health
 from pdx.proxy.roster import Engine
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -16,9 +17,9 @@ _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 class Metrics:
     """Counters and histograms; gauges are read off the roster when somebody asks."""
 
-    def __init__(self, *, engines: Callable[[], list[Engine]], in_flight: Callable[[str], int]) -> None:
+    def __init__(self, *, engines: Callable[[], list[Engine]], health: Health) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Engines(engines, in_flight))
+        self.registry.register(_Engines(engines, health))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
@@ -27,7 +28,10 @@ class Metrics:
         self.fallbacks = counter(
             "fallbacks", "Requests that could not be served in the mode planned for them.", "reason"
         )
-        self.failovers = counter("failovers", "Decode legs given to another engine.", "reason")
+        self.failovers = counter("failovers", "Legs given to another engine.", "leg", "reason")
+        self.exhausted = counter(
+            "exhausted", "Requests refused because this process lacked descriptors, ports or buffers.", "lack"
+        )
         self.cancels = counter("cancels", "Transfers given up, told to the nodes concerned.", "reason")
         self.stripped = counter("stripped", "Requests whose own transfer parameters were removed.")
         self.unplaced = counter(
@@ -55,9 +59,9 @@ class Metrics:
 class _Engines(Collector):
     """Engines come and go; their series must go with them."""
 
-    def __init__(self, engines: Callable[[], list[Engine]], in_flight: Callable[[str], int]) -> None:
+    def __init__(self, engines: Callable[[], list[Engine]], health: Health) -> None:
         self._engines = engines
-        self._in_flight = in_flight
+        self._health = health
 
     def collect(self) -> Iterator[Metric]:
         listed = self._engines()
@@ -67,5 +71,19 @@ class _Engines(Collector):
         yield roles
         legs = GaugeMetricFamily("pdx_proxy_engine_in_flight", "Legs under way.", labels=["engine", "url"])
         for engine in listed:
-            legs.add_metric([engine.name, engine.url], self._in_flight(engine.url))
+            legs.add_metric([engine.name, engine.url], self._health.of(engine.url).in_flight)
         yield legs
+        ready = GaugeMetricFamily(
+            "pdx_proxy_engine_ready",
+            "1: it takes requests. 0: it has not answered yet, or is suspect.",
+            labels=["engine", "url"],
+        )
+        for engine in listed:
+            ready.add_metric([engine.name, engine.url], self._health.of(engine.url).is_ready)
+        yield ready
+        failures = CounterMetricFamily(
+            "pdx_proxy_engine_failures", "Legs that failed by an engine's fault.", labels=["reason"]
+        )
+        for reason, count in self._health.failures.items():
+            failures.add_metric([reason], count)
+        yield failures

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import Awaitable, Callable, Collection
+from typing import TypeVar
 
-from pdx.errors import ClientGone, LegFailed, NoEngine, ProtocolError
+from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
 from pdx.proxy.exchange import Exchange, Outcome
-from pdx.proxy.leg import Legs, Reason, failed
+from pdx.proxy.health import ANSWERED, Health, Reason
+from pdx.proxy.ledger import Ledger
+from pdx.proxy.leg import Legs, failed
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, continues, forward_limit, obstacle
 from pdx.proxy.roster import Engine, Roster
@@ -20,8 +24,18 @@ from pdx.timeline import Event
 
 log = logging.getLogger(__name__)
 
-# No further engine is tried after; with the connect timeout, a client hears within 5 s in which the proxy ran.
+T = TypeVar("T")
+
+# No further engine is tried so long after the first one failed. Where none could be reached that counts from the
+# beginning: with the connect timeout, a client hears within 5 s in which the proxy ran.
 _FAILOVER_S = 2.5
+_MOST_FAILED = 3  # engines that fail on one leg: a request that ends engines does not get them all
+_RETRY_AFTER_S = 1
+
+
+def new_transfer() -> str:
+    """The id of a transfer that nobody can guess."""
+    return secrets.token_urlsafe(24)
 
 
 class Relay:
@@ -31,12 +45,16 @@ class Relay:
         self,
         *,
         roster: Roster,
+        health: Health,
+        ledger: Ledger,
         legs: Legs,
         control: Control,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self._roster = roster
+        self._health = health
+        self._ledger = ledger
         self._legs = legs
         self._control = control
         self._metrics = metrics
@@ -56,6 +74,7 @@ class Relay:
         except (ClientGone, asyncio.CancelledError) as error:
             outcome = Outcome.CLIENT_GONE
             self._cancel(exchange, "client_gone")
+            exchange.reply.abort()
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -68,15 +87,31 @@ class Relay:
         except NoEngine:
             await exchange.reply.fail(503, "no engine is available to serve this request")
             return Outcome.UNAVAILABLE
+        except Exhausted as error:
+            log.warning("transfer %s failed: %s", exchange.transfer, error)
+            self._metrics.exhausted.labels(error.lack).inc()
+            self._cancel(exchange, "exhausted")
+            text = "the proxy has too many connections; come back later"
+            await exchange.reply.fail(503, text, retry_after_s=_RETRY_AFTER_S)
+            return Outcome.UNAVAILABLE
         except LegFailed as failure:
             log.warning("transfer %s failed: %s", exchange.transfer, failure)
+            if failure.reason in ANSWERED:
+                self._health.pardon(exchange.blamed)
             self._cancel(exchange, "decode_failed")
-            status = 503 if failure.unsent else 502
-            await exchange.reply.fail(status, f"the decode engine failed ({failure.reason})")
-            return Outcome.UNAVAILABLE if failure.unsent else Outcome.BROKEN
+            return await self._report(exchange, failure)
         if exchange.outcome is not Outcome.OK:
             self._cancel(exchange, "decode_refused")
         return exchange.outcome
+
+    async def _report(self, exchange: Exchange, failure: LegFailed) -> Outcome:
+        said = failure.answer
+        if said is not None and failure.reason is not Reason.REDIRECT and not exchange.reply.started:
+            exchange.reply.whole(said.status, said.body, content_type=said.content_type)
+            return Outcome.ENGINE_ERROR if said.status >= 500 else Outcome.CLIENT_ERROR
+        status = 503 if failure.unsent else 502
+        await exchange.reply.fail(status, f"the decode engine failed ({failure.reason})")
+        return Outcome.UNAVAILABLE if failure.unsent else Outcome.BROKEN
 
     async def _run(self, exchange: Exchange) -> None:
         if exchange.mode is Mode.ALONE:
@@ -85,18 +120,15 @@ class Relay:
         if pair is None:
             return await self._fall_back(exchange, "no_prefiller")
         exchange.planned = pair
-        if exchange.mode is Mode.FORWARD:
-            why = obstacle(exchange.body, prefill=pair.prefiller.facts, decode=pair.decoder.facts)
-            if why:
-                self._stop_forwarding(exchange, why)
-        with self._legs.book(pair.decoder) as exchange.booking:
+        if pair.decoder.detached:
+            return await self._fall_back(exchange, "detached")
+        with self._health.plan(pair.decoder.url) as exchange.booking:
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
         try:
-            prefill, raw = await self._prefill(exchange, pair)
+            planned, prefill, raw = await self._prefill(exchange, pair)
         except LegFailed as failure:
-            self._blame(failure)
             refused = failure.reason is Reason.STATUS_4XX
             if not refused:
                 log.warning("transfer %s: prefill failed, one engine serves alone: %s", exchange.transfer, failure)
@@ -105,11 +137,30 @@ class Relay:
                 log.warning("transfer %s: refused by %s only", exchange.transfer, failure.engine)
             return None
         if exchange.mode is Mode.FORWARD:
-            return await self._forward(exchange, pair, prefill, raw)
+            return await self._forward(exchange, planned, prefill, raw)
         return await self._sample(exchange, prefill)
 
-    async def _prefill(self, exchange: Exchange, pair: Pair) -> tuple[answer.PrefillAnswer, bytes]:
+    async def _prefill(self, exchange: Exchange, pair: Pair) -> tuple[Pair, answer.PrefillAnswer, bytes]:
+        def choose(tried: set[str]) -> Engine | None:
+            return router.prefiller(self._candidates(), planned=pair, tried=tried)
+
+        async def ask(engine: Engine) -> tuple[Pair, answer.PrefillAnswer, bytes]:
+            exchange.planned = Pair(engine, pair.decoder)
+            return exchange.planned, *await self._ask_prefill(exchange, exchange.planned)
+
+        return await self._attempt(exchange, "prefill", choose, ask)
+
+    async def _ask_prefill(self, exchange: Exchange, pair: Pair) -> tuple[answer.PrefillAnswer, bytes]:
         engine = pair.prefiller
+        if exchange.told and exchange.blamed:
+            # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
+            self._cancel(exchange, "prefill_failed_over")
+            self._ledger.rename(exchange.timeline, new_transfer())
+            exchange.set_mode(exchange.mode, exchange.timeline.why)
+        if exchange.mode is Mode.FORWARD:
+            why = obstacle(exchange.body, prefill=engine.facts, decode=pair.decoder.facts)
+            if why:
+                self._stop_forwarding(exchange, why)
         leg = body.prefill_body(
             exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer, decode_node=pair.wire
         )
@@ -117,15 +168,52 @@ class Relay:
         exchange.told = {pair.prefiller.node, pair.decoder.node}
         async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
-        if found.status != 200:
-            raise failed(Reason.STATUS_5XX if found.status >= 500 else Reason.STATUS_4XX, engine, str(found.status))
-        try:
-            prefill = answer.decode_prefill(raw)
-        except ProtocolError as error:
-            raise failed(Reason.MALFORMED, engine, str(error)) from error
+            if found.status != 200:
+                raise failed(Reason.STATUS_4XX, engine, str(found.status))
+            try:
+                prefill = answer.decode_prefill(raw)
+            except ProtocolError as error:
+                raise failed(Reason.MALFORMED, engine, str(error)) from error
         exchange.timeline.prompt_tokens = prefill.usage.prompt_tokens
         exchange.mark(Event.PREFILL_ANSWERED, engine)
         return prefill, raw
+
+    async def _attempt(
+        self,
+        exchange: Exchange,
+        leg: str,
+        choose: Callable[[set[str]], Engine | None],
+        ask: Callable[[Engine], Awaitable[T]],
+    ) -> T:
+        """One leg: as long as the client was sent nothing of it, another engine is asked where one fails.
+
+        :raises LegFailed: the last one's failure. :raises NoEngine: there is none.
+        """
+        tried: set[str] = set()
+        failure: LegFailed | None = None
+        failures = 0
+        writes = exchange.reply.writes
+        give_up_at = self._clock() + _FAILOVER_S
+        while failure is None or (failures < _MOST_FAILED and self._clock() < give_up_at):
+            engine = choose(tried)
+            if engine is None:
+                break
+            if failure is not None:
+                log.warning("transfer %s: %s, trying %s", exchange.transfer, failure, engine.name)
+                self._metrics.failovers.labels(leg, failure.reason).inc()
+            try:
+                return await ask(engine)
+            except LegFailed as error:
+                if error.reason is Reason.STATUS_4XX or exchange.reply.writes != writes:
+                    raise
+                failure = error
+                tried.add(engine.url)
+                if not error.unsent and error.reason is not Reason.STATUS_429:
+                    exchange.blamed.add(engine.url)
+                    failures += 1
+                    # The first engine had all its time; that is not counted.
+                    give_up_at = self._clock() + _FAILOVER_S if failures == 1 else give_up_at
+        raise failure or NoEngine("no engine is known")
 
     async def _forward(self, exchange: Exchange, pair: Pair, prefill: answer.PrefillAnswer, raw: bytes) -> None:
         engine = pair.prefiller
@@ -155,15 +243,16 @@ class Relay:
         try:
             await self._decode(exchange, leg, Continuation(prefill, first), fits=fits)
         except (LegFailed, NoEngine) as failure:
-            refused = isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX
-            unsent = isinstance(failure, NoEngine) or failure.unsent
-            if exchange.reply.started or not (refused or unsent):
+            if exchange.reply.started:
                 raise
             log.warning("transfer %s: no continuation: %s", exchange.transfer, failure)
-            if refused:
+            if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX:
                 return await self._fall_back(exchange, "decode_status_4xx")
-            self._stop_forwarding(exchange, "no_continuation")  # there may be engines fit for the whole answer
-            return await self._sample(exchange, prefill)
+            self._stop_forwarding(exchange, "no_continuation")
+            try:  # there may be engines fit for the whole answer
+                await self._sample(exchange, prefill, avoid=exchange.blamed)
+            except NoEngine:
+                raise failure from None
 
     async def _finish_early(
         self, exchange: Exchange, engine: Engine, prefill: answer.PrefillAnswer, raw: bytes
@@ -182,7 +271,7 @@ class Relay:
         self._metrics.fallbacks.labels(why).inc()
         exchange.set_mode(Mode.SAMPLED, why)
 
-    async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> None:
+    async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer, *, avoid: Collection[str] = ()) -> None:
         usage = prefill.usage
         leg = body.sampled_body(
             exchange.body,
@@ -190,7 +279,7 @@ class Relay:
             cached_tokens=usage.cached_tokens,
             transfer=exchange.transfer,
         )
-        await self._decode(exchange, leg, AsItIs())
+        await self._decode(exchange, leg, AsItIs(), avoid=avoid)
 
     async def _alone(self, exchange: Exchange) -> None:
         await self._decode(exchange, exchange.body, AsItIs())
@@ -208,35 +297,25 @@ class Relay:
         shape: AsItIs | Continuation,
         *,
         fits: Callable[[Engine], bool] = lambda _: True,
+        avoid: Collection[str] = (),
     ) -> None:
-        """Give the leg to the planned decoder; to another one that `fits` if it cannot be reached."""
+        """Give the leg to the planned decoder, or to another one that `fits`, and is not among those to `avoid`."""
         if exchange.booking is not None:
             exchange.booking.end()
-        tried: set[str] = set()
-        failure: LegFailed | None = None
-        give_up_at = self._clock() + _FAILOVER_S
-        while failure is None or self._clock() < give_up_at:
+
+        def choose(tried: set[str]) -> Engine | None:
             able = [each for each in self._candidates() if fits(each.engine)]
-            engine = router.decoder(able, planned=exchange.planned, tried=tried)
-            if engine is None:
-                break
-            if failure is not None:
-                log.warning("transfer %s: %s, trying %s", exchange.transfer, failure, engine.name)
-                self._metrics.failovers.labels(failure.reason).inc()
+            return router.decoder(able, planned=exchange.planned, tried=tried | set(avoid))
+
+        async def ask(engine: Engine) -> None:
             exchange.mark(Event.DECODE_SENT, engine)
             if exchange.told:
                 exchange.told.add(engine.node)
             payload = body.encode(self._located(exchange, leg, engine))
-            try:
-                async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:
-                    return await shape.take(exchange, found)
-            except LegFailed as error:
-                self._blame(error)
-                if not error.unsent:
-                    raise
-                failure = error
-                tried.add(engine.url)
-        raise failure or NoEngine("no engine is known")
+            async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:
+                await shape.take(exchange, found)
+
+        await self._attempt(exchange, "decode", choose, ask)
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
         """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""
@@ -251,7 +330,7 @@ class Relay:
         if pair is None and not self._warned_no_pair:
             log.warning("no engine can prefill beside a decoder; every request is served by one engine alone")
         self._warned_no_pair = pair is None
-        if pair is not None:
+        if pair is not None and not pair.decoder.detached:
             self._note_unplaced(pair)
         return pair
 
@@ -265,19 +344,16 @@ class Relay:
         self._warned_unplaced = bool(unplaced)
 
     def _candidates(self) -> list[router.Candidate]:
+        listed = [(engine, self._health.of(engine.url)) for engine in self._roster.engines()]
         return [
             router.Candidate(
                 engine=engine,
-                in_flight=self._legs.load(engine.url),
-                last_used=self._legs.last_used(engine.url),
-                suspect=self._roster.is_suspect(engine.url),
+                load=record.in_flight + record.planned + record.others,
+                last_used=record.last_used,
+                suspect=record.avoided,
             )
-            for engine in self._roster.engines()
+            for engine, record in listed
         ]
-
-    def _blame(self, failure: LegFailed) -> None:
-        if failure.unsent:
-            self._roster.suspect(failure.url)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:

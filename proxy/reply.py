@@ -18,6 +18,7 @@ class Reply:
         self._stream: web.StreamResponse | None = None
         self._whole: web.Response | None = None
         self.headers: dict[str, str] = {}
+        self.writes = 0  # pieces of a stream that the client was sent
 
     @property
     def started(self) -> bool:
@@ -45,6 +46,7 @@ class Reply:
             if self._stream is None:
                 self._stream = web.StreamResponse(headers={**self.headers, **_STREAM_HEADERS})
                 await self._stream.prepare(self._request)
+            self.writes += 1
             await self._stream.write(events)
         except ConnectionError as error:
             raise ClientGone("the client closed its connection") from error
@@ -57,13 +59,20 @@ class Reply:
         except ConnectionError as error:
             raise ClientGone("the client closed its connection") from error
 
-    async def fail(self, status: int, message: str) -> None:
+    async def fail(self, status: int, message: str, *, retry_after_s: int = 0) -> None:
         """Report a failure, in the way that is still possible. :raises ClientGone: nobody is there."""
         if self.started:
             await self.write(sse.event(fault.body(status, message)))
             await self.end()
         else:
+            if retry_after_s:
+                self.headers = {**self.headers, "Retry-After": str(retry_after_s)}
             self.whole(status, fault.body(status, message))
+
+    def abort(self) -> None:
+        """Close the connection at once: the client is gone, or does not read."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
 
 
 _STREAM_HEADERS: Mapping[str, str] = {

@@ -1,21 +1,25 @@
 """Which engines exist: those named on the command line and those nodes report. No I/O; the clock is injected.
 
-A node's word is good for `heartbeat_timeout_s`. The command line's word is good for ever: such an engine is
-always listed, but when a node that reported it says that it went away, requests on it are given up anyway.
+A node's word is good for `heartbeat_timeout_s`, and what it says is only through which node an engine's KV goes. That
+an engine is not reported any more, or that its node is silent, means that no KV goes through a node: it still serves
+alone. Named engines are listed for ever, others as long as they answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from pdx.address import base_url, is_wildcard, url_host
 from pdx.errors import ConfigError
 from pdx.messages import EngineFacts, EngineReport, NodeReport, PeerEntry
+from pdx.proxy.health import Health
 
 MAX_NODES = 1024
 MAX_LIVES = 2  # of one name at a time: that of a node which was started again, and the one before
+MAX_ENGINES = 1024  # that nodes have reported
+FORGET_S = 300.0  # an engine that no node reports is forgotten when it has not answered for so long
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -27,8 +31,8 @@ class Engine(msgspec.Struct, frozen=True):
     decodes: bool
     named: bool  # on the command line
     node: str = ""
-    running: int = 0  # unfinished requests, whoever sent them, at the node's last report
-    facts: EngineFacts | None = None  # None: nobody has told
+    detached: bool = False  # a node has reported it, and none does now: it shares no KV
+    facts: EngineFacts | None = None  # None: nobody tells
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -53,19 +57,19 @@ class Roster:
         prefill: Iterable[str],
         decode: Iterable[str],
         heartbeat_timeout_s: float,
-        suspect_s: float,
+        health: Health,
         clock: Callable[[], float],
     ) -> None:
         self._prefill = frozenset(map(base_url, prefill))
         self._decode = frozenset(map(base_url, decode))
         self._named = tuple(dict.fromkeys(map(base_url, (*prefill, *decode))))
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._suspect_s = suspect_s
+        self._health = health
         self._clock = clock
-        # A restarted node has a new epoch. Its engines take a moment to attach again and are not lost
+        # A restarted node has a new epoch. Its engines take a moment to attach again and are not detached
         # meanwhile: the old epoch vouches for them until its heartbeat runs out.
         self._nodes: dict[tuple[str, int], _Node] = {}
-        self._suspect_until: dict[str, float] = {}
+        self._last_reports: dict[str, EngineReport] = {}  # by URL
 
     def __repr__(self) -> str:
         return f"Roster({len(self._named)} named engines, {len(self._nodes)} nodes)"
@@ -84,10 +88,12 @@ class Roster:
             text = f"a report of node {report.node!r} is dropped: {MAX_LIVES} other nodes report under that name"
             return None, [Refusal("lives", text)]
         reported = self._reported()
+        known = set(self._last_reports)
         engines, refusals = [], []
         for engine in report.engines:
-            refusal = _unroutable(report.node, engine) or _owned(report.node, engine, reported)
+            refusal = _unroutable(report.node, engine) or _owned(report.node, engine, reported) or _full(engine, known)
             if refusal is None:
+                known.add(base_url(engine.url))
                 engines.append(engine)
             else:
                 refusals.append(refusal)
@@ -103,28 +109,43 @@ class Roster:
         nobody else reports."""
         key = (report.node, report.epoch)
         before = self._nodes[key].engines if key in self._nodes else {}
+        engines = {base_url(engine.url): engine for engine in report.engines}
         self._nodes[key] = _Node(
             seen_at=self._clock(),
-            engines={base_url(engine.url): engine for engine in report.engines},
+            engines=engines,
             peer=PeerEntry(report.node, report.listen, report.public_key),
         )
-        return frozenset(before.keys() - self._reported().keys())
+        self._last_reports.update(engines)
+        for url, engine in engines.items():
+            self._health.running(url, engine.running)
+        return self._detached(before)
 
     def expire(self) -> frozenset[str]:
-        """Forget silent nodes; the URLs of engines that nobody vouches for any more."""
-        oldest = self._clock() - self._heartbeat_timeout_s
-        silent = [key for key, node in self._nodes.items() if node.seen_at < oldest]
-        gone: set[str] = set()
-        for key in silent:
-            gone.update(self._nodes.pop(key).engines)
-        return frozenset(gone - self._reported().keys() - set(self._named))
+        """Forget silent nodes, and engines that nobody reports and that do not answer.
+
+        :returns: the URLs of engines that are not reported any more.
+        """
+        now = self._clock()
+        silent = [key for key, node in self._nodes.items() if node.seen_at < now - self._heartbeat_timeout_s]
+        gone = [url for key in silent for url in self._nodes.pop(key).engines]
+        reported = self._reported()
+        for url in self._last_reports.keys() - reported.keys():
+            if self._health.of(url).well_at < now - FORGET_S:
+                del self._last_reports[url]
+        self._health.keep({*self._named, *self._last_reports})
+        return self._detached(gone)
 
     def engines(self) -> list[Engine]:
-        """All engines that are to be believed in now."""
+        """All engines that may serve."""
         reported = self._reported()
-        listed = [self._engine(url, reported.get(url)) for url in self._named]
-        listed += [self._engine(url, found) for url, found in reported.items() if url not in self._named]
-        return listed
+        urls = dict.fromkeys((*self._named, *self._last_reports))
+        return [self._engine(url, reported.get(url, "")) for url in urls]
+
+    def _detached(self, urls: Iterable[str]) -> frozenset[str]:
+        gone = frozenset(urls) - self._reported().keys()
+        for url in gone:
+            self._health.running(url, 0)
+        return gone
 
     def nodes(self) -> int:
         """How many nodes are to be believed in now."""
@@ -136,38 +157,28 @@ class Roster:
         latest = {name: epoch for name, epoch in self._nodes}
         return {key: node.peer for key in latest.items() if (node := self._nodes[key]).peer.address}
 
-    def suspect(self, url: str) -> None:
-        """The engine refused a connection: avoid it for a moment."""
-        self._suspect_until[url] = self._clock() + self._suspect_s
-
-    def is_suspect(self, url: str) -> bool:
-        """Whether the engine refused a connection a moment ago."""
-        until = self._suspect_until.get(url)
-        if until is not None and until <= self._clock():
-            del self._suspect_until[url]
-            return False
-        return until is not None
-
-    def _reported(self) -> dict[str, tuple[str, EngineReport]]:
+    def _reported(self) -> dict[str, str]:
+        """The node of each engine that is reported, by URL."""
         oldest = self._clock() - self._heartbeat_timeout_s
-        found: dict[str, tuple[str, EngineReport]] = {}
+        found: dict[str, str] = {}
         for (name, _epoch), node in self._nodes.items():  # a later node's word replaces an earlier one's
             if node.seen_at >= oldest:
-                found.update((url, (name, engine)) for url, engine in node.engines.items())
+                found.update(dict.fromkeys(node.engines, name))
         return found
 
-    def _engine(self, url: str, found: tuple[str, EngineReport] | None) -> Engine:
+    def _engine(self, url: str, node: str) -> Engine:
         named = url in self._named
-        node, engine = found or ("", EngineReport(engine="", role="both", url=url, running=0))
+        report = self._last_reports.get(url)
+        role = report.role if report is not None else "both"
         return Engine(
             url=url,
-            name=engine.engine or url,
-            prefills=url in self._prefill if named else engine.role in ("prefill", "both"),
-            decodes=url in self._decode if named else engine.role in ("decode", "both"),
+            name=report.engine if report is not None and report.engine else url,
+            prefills=url in self._prefill if named else role in ("prefill", "both"),
+            decodes=url in self._decode if named else role in ("decode", "both"),
             named=named,
             node=node,
-            running=engine.running,
-            facts=engine.facts,
+            detached=report is not None and not node,
+            facts=report.facts if report is not None and node else None,
         )
 
 
@@ -183,10 +194,16 @@ def _unroutable(node: str, engine: EngineReport) -> Refusal | None:
     return Refusal("unroutable", text)
 
 
-def _owned(node: str, engine: EngineReport, reported: Mapping[str, tuple[str, EngineReport]]) -> Refusal | None:
+def _owned(node: str, engine: EngineReport, reported: Mapping[str, str]) -> Refusal | None:
     url = base_url(engine.url)
-    owner = reported[url][0] if url in reported else node
+    owner = reported.get(url, node)
     if owner == node:
         return None
     text = f"node {node!r} names the engine at {url}, which is not believed: it is one of node {owner!r}"
     return Refusal("owned", text)
+
+
+def _full(engine: EngineReport, known: Collection[str]) -> Refusal | None:
+    if base_url(engine.url) in known or len(known) < MAX_ENGINES:
+        return None
+    return Refusal("engines", f"engine {engine.engine!r} gets no requests: there are {MAX_ENGINES} others")

@@ -13,20 +13,16 @@ import msgspec
 
 from pdx.proxy.roster import Engine
 
-_Rank = tuple[bool, bool, bool, int, int]
+_Rank = tuple[bool, bool, bool, int]
 
 
 class Candidate(msgspec.Struct, frozen=True):
     """An engine and what this proxy knows about its load."""
 
     engine: Engine
-    in_flight: int = 0  # legs of this proxy, those that are planned included
+    load: int = 0  # requests of anybody, those that are planned included; less is better
     last_used: int = 0  # grows with every leg; breaks ties, so that idle engines take turns
-    suspect: bool = False
-
-    def load(self) -> tuple[int, int]:
-        """Less is better."""
-        return (self.in_flight, self.engine.running)
+    suspect: bool = False  # or on trial, with a request already
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -51,15 +47,28 @@ def pair(candidates: Sequence[Candidate]) -> Pair | None:
     able = _prefillers(candidates)
     if not able:
         return None
-    least = min(each.load() for each in able)
+    least = min(each.load for each in able)
     nearest = _Nearest(candidates)
-    chosen = [(first, nearest.to(first)) for first in able if first.load() == least]
+    chosen = [(first, nearest.to(first)) for first in able if first.load == least]
     # An engine that only prefills is not sent the same prompt again as the decoder of last resort.
     pairs = [(first, last) for first, last in chosen if last.engine.url != first.engine.url or first.engine.decodes]
     if not pairs:
         return None
     first, last = min(pairs, key=lambda found: (_pair_rank(*found), found[0].last_used, found[1].last_used))
     return Pair(first.engine, last.engine)
+
+
+def prefiller(candidates: Sequence[Candidate], *, planned: Pair, tried: Collection[str]) -> Engine | None:
+    """The engine to prefill for the planned decoder: the planned one, then others; None: nobody is left."""
+    if planned.prefiller.url not in tried:
+        return planned.prefiller
+    last = planned.decoder
+    able = [each for each in _prefillers(candidates) if each.engine.url not in {*tried, last.url}]
+
+    def rank(each: Candidate) -> tuple[int, bool, int]:
+        return (each.load, not last.node or each.engine.node != last.node, each.last_used)
+
+    return min(able, key=rank).engine if able else None
 
 
 def decoder(
@@ -115,12 +124,12 @@ class _Nearest:
 def _prefillers(candidates: Sequence[Candidate]) -> list[Candidate]:
     decoders = [each for each in candidates if each.engine.decodes and not each.suspect]
     only = decoders[0].engine.url if len(decoders) == 1 else ""
-    able = [each for each in candidates if each.engine.prefills and not each.suspect]
+    able = [each for each in candidates if each.engine.prefills and not each.suspect and not each.engine.detached]
     return [each for each in able if each.engine.url != only] or [each for each in able if each.engine.named]
 
 
 def _decoder_rank(each: Candidate, prefilled_by: str) -> _Rank:
-    return (each.suspect, not each.engine.decodes, each.engine.url == prefilled_by, *each.load())
+    return (each.suspect, not each.engine.decodes, each.engine.url == prefilled_by, each.load)
 
 
 def _pair_rank(first: Candidate, last: Candidate) -> tuple[_Rank, bool]:

@@ -27,7 +27,20 @@ import click
     show_default=True,
     help="Send a completion's first token to the client as soon as the prefill engine has it.",
 )
-@click.option("--read-timeout", default=600.0, show_default=True, metavar="SECONDS", help="Limit of one leg.")
+@click.option(
+    "--first-byte-timeout",
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long an engine may take to begin its answer; one that is not streamed comes as a whole.",
+)
+@click.option(
+    "--idle-timeout",
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long an answer that has begun may pause, and a client may take nothing of it.",
+)
 @click.option("--max-body", default="8M", show_default=True, metavar="SIZE", help="Largest request accepted.")
 @click.option(
     "--log-level",
@@ -44,7 +57,8 @@ def proxy(
     keys: str,
     roster: str,
     forward: bool,
-    read_timeout: float,
+    first_byte_timeout: float,
+    idle_timeout: float,
     max_body: str,
     log_level: str,
 ) -> None:
@@ -67,7 +81,8 @@ def proxy(
                 "keys": keys,
                 "roster": roster,
                 "forward": forward,
-                "read_timeout_s": read_timeout,
+                "first_byte_timeout_s": first_byte_timeout,
+                "idle_timeout_s": idle_timeout,
                 "max_body_bytes": parse_bytes(max_body),
             },
         )

@@ -19,6 +19,7 @@ from pdx.messages import EngineFacts
 EOS, BOS, FIRST_WORD = 256, 257, 300
 WORDS = [" the", " cat", " sat", "é", " on", " mat", "\n", "語", "!", " and"]
 MODEL_LEN = 512
+ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0, "stream": False}  # what the proxy probes with
 
 
 class Server(msgspec.Struct, frozen=True):
@@ -115,8 +116,13 @@ class StandIn:
         self.arrived = asyncio.Event()
         self.closed = asyncio.Event()  # a request was abandoned by whoever sent it
         self.progress = asyncio.Event()  # a stream has sent something
+        self.probed = []  # the answer to each GET /health, and "token" for each probe of one token
         self.fault = None
+        self.health = 200  # the answer to GET /health
+        self.key = ""  # what requests must have in Authorization
         self.released = asyncio.Event()  # what ends the fault "hold"
+        self.models_served = ["hash"]
+        self.listed = 0  # how often GET /v1/models came
         self.raw_prefill = None
         self.runner = None
 
@@ -129,6 +135,7 @@ class StandIn:
         app.router.add_post("/v1/completions", self.serve)
         app.router.add_post("/v1/chat/completions", self.serve)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.tell_health)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
@@ -139,16 +146,26 @@ class StandIn:
             await self.runner.cleanup()
             self.runner = None
 
+    async def tell_health(self, request):
+        self.probed.append(self.health)
+        return web.Response(status=self.health)
+
     async def models(self, request):
+        self.listed += 1
         if self.fault == "hang":
             await asyncio.Event().wait()
-        card = {"id": "hash", "object": "model", "max_model_len": self.server.model_len, "owner": self.name}
-        return web.json_response({"object": "list", "data": [card]})
+        if self.key and request.headers.get("Authorization") != self.key:
+            return refusal(401, "a key is needed")
+        card = {"object": "model", "max_model_len": self.server.model_len, "owner": self.name}
+        return web.json_response({"object": "list", "data": [{"id": name, **card} for name in self.models_served]})
 
     async def serve(self, request):
         body = json.loads(await request.read())
-        self.seen.append((request.path, body, dict(request.headers)))
-        self.arrived.set()
+        if body == ONE_TOKEN:
+            self.probed.append("token")
+        else:
+            self.seen.append((request.path, body, dict(request.headers)))
+            self.arrived.set()
         try:
             return await self.answer(request, body)
         except asyncio.CancelledError:
@@ -156,13 +173,17 @@ class StandIn:
             raise
 
     async def answer(self, request, body):
-        if self.fault == "hang":
+        if self.key and request.headers.get("Authorization") != self.key:
+            return refusal(401, "a key is needed")
+        if self.fault in ("hang", "stuck"):
             await asyncio.Event().wait()
         if self.fault == "hold":
             await self.released.wait()
         if self.fault == "reset":
             request.transport.abort()
             await asyncio.Event().wait()
+        if self.fault == "elsewhere":
+            return web.Response(status=307, headers={"Location": "http://127.0.0.1:1/"})
         if isinstance(self.fault, int):
             return refusal(self.fault, "as the test wishes")
         if self.fault == "nonsense":

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 import aiohttp
 import zmq
@@ -17,6 +18,7 @@ from engine_standin import Server, StandIn
 
 from pdx import messages
 from pdx.messages import EngineReport, NodeReport
+from pdx.proxy import health
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 
@@ -138,10 +140,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(prefills=1, decodes=1, named=True, known=True, server=None, decode_server=None, **settings):
+async def cluster(
+    prefills=1, decodes=1, named=True, known=True, server=None, decode_server=None, probe_s=3600.0, **settings
+):
     """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time.
 
     Named engines are `known`: a node has reported them, too, and its word is good for the whole test.
+    Engines are probed once at the start, then every `probe_s`, and when they are suspect.
     """
     folder = Path(tempfile.mkdtemp(prefix="pdxp"))
     prefill = [StandIn(f"p{index}", server) for index in range(prefills)]
@@ -155,6 +160,8 @@ async def cluster(prefills=1, decodes=1, named=True, known=True, server=None, de
     settings.setdefault("connect_timeout_s", DEADLINE_S)
     address = f"ipc://{folder}/p.sock"
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
+    probing = mock.patch.object(health, "PROBE_S", probe_s)
+    probing.start()
     runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -166,8 +173,11 @@ async def cluster(prefills=1, decodes=1, named=True, known=True, server=None, de
         told = [(each.name, role, each.url) for role, each in pairs] if named and known else []
         await node.report(*told, facts=[each.server.facts for _, each in pairs[: len(told)]])
         await made.metric_reaches(1, "pdx_proxy_reports_total")
+        for engine in (*prefill, *decode) if named else ():
+            await made.metric_reaches(1, "pdx_proxy_engine_ready", url=engine.url)
         yield made
     finally:
+        probing.stop()
         await client.close()
         await runner.cleanup()
         made.close()

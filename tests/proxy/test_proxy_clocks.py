@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from pdx.messages import VERSION, NodeReport
 from pdx.proxy.clocks import WINDOW_NS, Clocks
+from pdx.proxy.health import Health
 from pdx.proxy.roster import MAX_NODES, Roster
 from pdx.waking import WakingClock
 
@@ -70,7 +71,13 @@ def test_nobody_was_silent_while_the_proxy_itself_stood_still():
     """Its machine was stopped for a minute; the reports of that time are still to be read."""
     now = 100.0
     clock = WakingClock(1.0, lambda: now)
-    roster = Roster(prefill=(), decode=(), heartbeat_timeout_s=3.0, suspect_s=2.0, clock=clock)
+    roster = Roster(
+        prefill=(),
+        decode=(),
+        heartbeat_timeout_s=3.0,
+        health=Health(clock=clock, chance=lambda: 0.0, silence_s=60.0),
+        clock=clock,
+    )
     roster.report(report(0, node="n"))
     now += 60.0
     assert not roster.expire()

@@ -1,4 +1,4 @@
-"""Which engines and nodes are believed in, and which timelines are kept."""
+"""Which engines and nodes are known, how engines are, and which timelines are kept."""
 
 import msgspec
 import pytest
@@ -7,9 +7,10 @@ from pdx.address import base_url
 from pdx.errors import ConfigError
 from pdx.messages import VERSION, EngineReport, MarkReport, NodeReport, PeerEntry
 from pdx.proxy import ledger as ledger_module
+from pdx.proxy.health import FIRST_S, LONGEST_S, Health, Reason, State
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.plan import Mode, Route
-from pdx.proxy.roster import MAX_NODES, Roster
+from pdx.proxy.roster import FORGET_S, MAX_ENGINES, MAX_NODES, Roster
 
 
 class Clock:
@@ -19,8 +20,13 @@ class Clock:
         return self.now
 
 
-def roster(clock, prefill=(), decode=()):
-    return Roster(prefill=prefill, decode=decode, heartbeat_timeout_s=3.0, suspect_s=2.0, clock=clock)
+def health_of(clock, chance=1.0):
+    return Health(clock=clock, chance=lambda: chance, silence_s=60.0)
+
+
+def roster(clock, prefill=(), decode=(), health=None):
+    health = health or health_of(clock)
+    return Roster(prefill=prefill, decode=decode, heartbeat_timeout_s=3.0, health=health, clock=clock)
 
 
 def report(*engines, node="n", epoch=1):
@@ -35,23 +41,61 @@ def urls(found):
     return sorted(engine.url for engine in found.engines())
 
 
-def test_engines_come_and_go_with_reports():
+def nodes_of(found):
+    return {engine.url: engine.node for engine in found.engines()}
+
+
+def test_an_engine_that_is_not_reported_any_more_serves_alone():
     clock = Clock()
     found = roster(clock)
     assert found.report(report(A, B)) == frozenset()
-    assert urls(found) == ["http://a:1", "http://b:1"]
-    assert [(each.prefills, each.decodes, each.running) for each in found.engines()] == [
-        (True, False, 2),
-        (True, True, 2),
+    assert nodes_of(found) == {"http://a:1": "n", "http://b:1": "n"}
+    assert [(each.prefills, each.decodes, each.detached) for each in found.engines()] == [
+        (True, False, False),
+        (True, True, False),
     ]
     assert found.report(report(B)) == {"http://a:1"}
+    assert nodes_of(found) == {"http://a:1": "", "http://b:1": "n"}
+    assert [each.detached for each in found.engines()] == [True, False]
+    assert [each.name for each in found.engines()] == ["a", "b"]
     clock.now += 2.9
     assert found.expire() == frozenset()
     assert found.nodes() == 1
     clock.now += 0.2
-    assert urls(found) == []  # also before anybody called expire
+    assert nodes_of(found) == {"http://a:1": "", "http://b:1": ""}  # also before anybody called expire
     assert found.nodes() == 0
     assert found.expire() == {"http://b:1"}
+    assert [each.detached for each in found.engines()] == [True, True]
+    found.report(report(A, B))
+    assert [each.detached for each in found.engines()] == [False, False]
+
+
+def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten():
+    clock = Clock()
+    health = health_of(clock)
+    found = roster(clock, decode=["http://c:1"], health=health)
+    found.report(report(A, B))
+    clock.now += FORGET_S
+    found.expire()
+    health.probed(health.of("http://b:1"), "")
+    health.probed(health.of("http://a:1"), "refused")
+    assert urls(found) == ["http://a:1", "http://b:1", "http://c:1"]
+    clock.now += 1
+    found.expire()
+    assert urls(found) == ["http://b:1", "http://c:1"]
+    found.report(report(A))
+    assert urls(found) == ["http://a:1", "http://b:1", "http://c:1"]
+
+
+def test_engines_are_bounded():
+    found = roster(Clock())
+    several = [("x", "decode", f"http://x{number}:1") for number in range(MAX_ENGINES + 10)]
+    for some in (several[:1000], several[1000:]):
+        believed, refusals = found.screen(report(*some))
+        found.report(believed)
+    assert len(found.engines()) == MAX_ENGINES
+    assert [refusal.reason for refusal in refusals] == ["engines"] * 10
+    assert found.screen(report(several[0]))[1] == []
 
 
 def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again():
@@ -66,27 +110,162 @@ def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again():
     assert urls(found) == ["http://a:1"]
 
 
-def test_named_engines_stay_but_a_node_may_say_they_are_gone():
+def test_named_engines_stay_but_a_node_may_say_they_are_detached():
     clock = Clock()
     found = roster(clock, prefill=["http://a:1/"], decode=["http://a:1", "http://c:1"])
     assert urls(found) == ["http://a:1", "http://c:1"]
+    assert not any(each.detached for each in found.engines())  # no node has ever reported them: that is no news
     found.report(report(A))
     first = found.engines()[0]
     assert (first.name, first.prefills, first.decodes, first.named) == ("a", True, True, True)
     assert found.report(report()) == {"http://a:1"}
     assert urls(found) == ["http://a:1", "http://c:1"]
+    assert [each.detached for each in found.engines()] == [True, False]
     found.report(report(A))
-    clock.now += 10
-    assert found.expire() == frozenset()  # a silent node says nothing about an engine the user vouches for
+    clock.now += FORGET_S + 1
+    found.expire()
+    assert urls(found) == ["http://a:1", "http://c:1"]
 
 
-def test_suspicion_passes():
+URL = "http://a:1"
+
+
+def refused_once(health, url=URL):
+    with health.begin(url) as use:
+        health.failed(use, Reason.REFUSED)
+    return health.of(url)
+
+
+def test_a_failure_makes_an_engine_suspect_until_a_probe_finds_it_well():
     clock = Clock()
-    found = roster(clock)
-    found.suspect("http://a:1")
-    assert found.is_suspect("http://a:1")
-    clock.now += 2.1
-    assert not found.is_suspect("http://a:1")
+    health = health_of(clock)
+    assert health.due(URL)
+    health.probed(health.of(URL), "")
+    record = refused_once(health)
+    assert (record.avoided, record.is_ready) == (True, False)
+    clock.now += FIRST_S * 0.9
+    assert not health.due(URL)
+    clock.now += FIRST_S * 0.1
+    assert record.avoided, "time alone does not make it well"
+    assert health.due(URL)
+    assert not health.due(URL), "one probe at a time"
+    health.probed(record, "")
+    assert (record.avoided, record.is_ready) == (False, True)
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_the_time_until_the_next_probe_doubles_up_to_a_limit(chance):
+    clock = Clock()
+    health = health_of(clock, chance)
+    record = refused_once(health)
+    waits = []
+    for _ in range(8):
+        waits.append(record.probe_at - clock.now)
+        clock.now = record.probe_at
+        health.probed(record, "refused")
+    share = 0.75 + chance / 4
+    assert waits == [pytest.approx(share * each) for each in (1, 2, 4, 8, 16, 30, 30, 30)]
+    assert LONGEST_S == 30
+    health.probed(record, "")
+    refused_once(health)
+    assert record.probe_at - clock.now > 20, "no request has succeeded in between"
+    health.probed(record, "")
+    health.succeeded(health.begin(URL))
+    refused_once(health)
+    assert record.probe_at - clock.now <= FIRST_S
+
+
+def test_many_legs_that_fail_together_are_one_failure():
+    clock = Clock()
+    health = health_of(clock)
+    uses = [health.begin(URL) for _ in range(8)]
+    for use in uses:
+        health.failed(use, Reason.RESET)
+    assert health.of(URL).failures == 1
+    assert health.failures == {"reset": 8}
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_failure_of_an_engine_makes_it_suspect(reason):
+    health = health_of(Clock())
+    health.failed(health.begin(URL), reason)
+    assert health.of(URL).avoided == (reason not in (Reason.STATUS_4XX, Reason.STATUS_429))
+
+
+def test_an_engine_that_may_not_generate_gets_one_request_at_a_time():
+    clock = Clock()
+    health = health_of(clock)
+    with health.begin(URL) as use:
+        health.failed(use, Reason.STATUS_5XX)
+    record = health.of(URL)
+    before = health.begin(URL)  # as the last resort
+    health.probed(record, "")
+    assert (record.state, record.is_ready) == (State.TRIAL, True)
+    before.end()
+    assert not record.avoided
+    with health.plan(URL) as plan:
+        assert record.avoided, "a plan is one"
+        plan.end()
+        with health.begin(URL) as use:
+            assert record.avoided
+            health.failed(use, Reason.STATUS_5XX)
+    assert (record.state, record.failures) == (State.SUSPECT, 2)
+    health.probed(record, "")
+    with health.begin(URL) as use:
+        health.succeeded(use)
+    with health.begin(URL):
+        assert (record.avoided, record.failures) == (False, 0)
+
+
+def test_an_engine_that_generated_for_a_probe_is_well():
+    health = health_of(Clock())
+    with health.begin(URL) as use:
+        health.failed(use, Reason.TIMEOUT)
+    health.probed(health.of(URL), "", generates=True)
+    assert health.of(URL).state is State.WELL
+
+
+def test_what_began_before_the_engine_failed_does_not_make_it_well():
+    health = health_of(Clock())
+    before = health.begin(URL)
+    refused_once(health)
+    health.succeeded(before)
+    assert health.of(URL).avoided
+
+
+def test_an_engine_that_speaks_to_others_does_not_hang():
+    clock = Clock()
+    health = health_of(clock)
+    use = health.begin(URL)
+    health.of(URL).heard_at = clock.now - 59
+    health.failed(use, Reason.TIMEOUT)
+    assert not health.of(URL).avoided
+    clock.now += 2
+    health.failed(use, Reason.TIMEOUT)
+    assert health.of(URL).avoided
+
+
+def test_a_request_that_fails_everywhere_is_to_blame_itself():
+    clock = Clock()
+    health = health_of(clock)
+    names = {"http://a:1", "http://b:1", "http://c:1"}
+    for url in names - {"http://c:1"}:
+        health.succeeded(health.begin(url))
+    for url in names:
+        health.failed(health.begin(url), Reason.STATUS_5XX)
+    health.pardon({"http://a:1"})
+    assert all(health.of(url).avoided for url in names), "one engine's word is no proof"
+    health.pardon(names)
+    assert [health.of(url).avoided for url in sorted(names)] == [False, False, True], "c has served nobody"
+
+
+def test_requests_of_others_are_load():
+    health = health_of(Clock())
+    with health.begin(URL), health.begin(URL):
+        health.running(URL, 5)
+        assert health.of(URL).others == 3
+    health.running(URL, 1)
+    assert (health.of(URL).in_flight, health.of(URL).others) == (0, 1)
 
 
 def test_odd_urls():

@@ -7,8 +7,8 @@ from pdx.proxy.roster import Engine
 from pdx.proxy.router import Candidate, Pair, decoder, pair
 
 
-def engine(url, prefills=False, decodes=False, named=False, running=0, node=""):
-    return Engine(url=url, name=url, prefills=prefills, decodes=decodes, named=named, running=running, node=node)
+def engine(url, prefills=False, decodes=False, named=False, node="", detached=False):
+    return Engine(url=url, name=url, prefills=prefills, decodes=decodes, named=named, node=node, detached=detached)
 
 
 P, Q = engine("p", prefills=True), engine("q", prefills=True)
@@ -31,7 +31,7 @@ def test_least_outstanding():
     assert chosen(Candidate(P, suspect=True), Candidate(D)) is None
     assert chosen() is None
     assert decoder([Candidate(D, 2), Candidate(E, 1), Candidate(P)]) == E
-    assert decoder([Candidate(D), Candidate(engine("f", decodes=True, running=1))]) == D
+    assert decoder([Candidate(D), Candidate(engine("f", decodes=True), 1)]) == D
 
 
 def test_decoders_of_last_resort():
@@ -137,8 +137,8 @@ def test_no_pair_is_better_than_the_chosen_one(found):
     def rank(first, last):
         own = last.engine.url == first.engine.url
         wire = not first.engine.node or first.engine.node != last.engine.node
-        load = (last.suspect, not last.engine.decodes, own, last.load())
-        return (first.load(), load, wire, first.last_used, last.last_used)
+        load = (last.suspect, not last.engine.decodes, own, last.load)
+        return (first.load, load, wire, first.last_used, last.last_used)
 
     every = [(rank(first, last), first.engine, last.engine) for first in able for last in found]
     best = pair(found)

@@ -1,0 +1,229 @@
+"""What the proxy knows of each engine's load and health: one record per URL. No I/O; clock and chance are injected.
+
+An engine is well until it fails. A failure makes it suspect: no request is given to it while another engine can serve.
+When its time is over, a probe decides and not a user's request (`pdx.proxy.probe`). Where probes cannot tell whether it
+generates, it is on trial: it gets one request at a time until one succeeds. ADR 29 has the reasons.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+from enum import StrEnum
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+FIRST_S = 1.0  # an engine is suspect for so long after its first failure; each further one doubles that
+LONGEST_S = 30.0
+PROBE_S = 3.0  # between two probes of an engine that is not suspect
+SERVES_S = 30.0  # an engine that has answered a request within this time is at work
+
+
+class Reason(StrEnum):
+    """Why a leg or a probe failed."""
+
+    REFUSED = "refused"
+    CONNECT_TIMEOUT = "connect_timeout"
+    RESET = "reset"
+    TIMEOUT = "timeout"
+    TRUNCATED = "truncated"  # a stream that ended without saying so
+    MALFORMED = "malformed"
+    REDIRECT = "redirect"  # or another status that is no answer to a request
+    STATUS_4XX = "status_4xx"
+    STATUS_429 = "status_429"
+    STATUS_5XX = "status_5xx"
+
+
+# The request was not worked on: another engine can be asked at no cost.
+UNSENT = frozenset({Reason.REFUSED, Reason.CONNECT_TIMEOUT})
+# The request may be to blame for these, if several engines answer it so.
+ANSWERED = frozenset({Reason.MALFORMED, Reason.REDIRECT, Reason.STATUS_5XX})
+_NO_FAULT = frozenset({Reason.STATUS_4XX, Reason.STATUS_429})
+
+
+class State(StrEnum):
+    """How an engine is."""
+
+    NEW = "new"  # nothing is known: it gets requests, but does not make the proxy ready
+    WELL = "well"
+    SUSPECT = "suspect"
+    TRIAL = "trial"
+
+
+class Record(msgspec.Struct, eq=False):
+    """One engine. Only `Health` and the legs that are under way change it."""
+
+    url: str
+    probe_at: float  # when the next probe is due
+    well_at: float  # when it last answered a probe or a request, or became known
+    state: State = State.NEW
+    in_flight: int = 0  # legs of this proxy
+    planned: int = 0  # legs that start later
+    others: int = 0  # requests of anybody else, by the last report
+    last_used: int = 0  # grows with every leg and every plan; breaks ties
+    trials: int = 0  # legs and plans that began while it was not well
+    failures: int = 0  # in a row
+    unproven: bool = False  # a request failed, so that GET /health proves nothing
+    is_probing: bool = False
+    heard_at: float = float("-inf")  # the last byte of any leg
+    served_at: float = float("-inf")  # the last leg that succeeded
+
+    @property
+    def avoided(self) -> bool:
+        """Whether other engines are asked first."""
+        return self.state is State.SUSPECT or (self.state is State.TRIAL and self.trials > 0)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known to take requests."""
+        return self.state in (State.WELL, State.TRIAL)
+
+
+class Use:
+    """A leg that is under way or, with `is_planned`, will be: it counts as load. Ends with its context."""
+
+    def __init__(self, record: Record, turn: int, *, is_planned: bool) -> None:
+        self.record = record
+        self.is_trial = record.state in (State.SUSPECT, State.TRIAL)
+        self._is_planned = is_planned
+        self._is_open = True
+        record.last_used = turn
+        self._count(1)
+
+    def end(self) -> None:
+        """It is over. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._count(-1)
+
+    def _count(self, step: int) -> None:
+        self.record.trials += step * self.is_trial
+        if self._is_planned:
+            self.record.planned += step
+        else:
+            self.record.in_flight += step
+
+    def __enter__(self) -> Use:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
+class Health:
+    """The records; every method is cheap and belongs to the event loop's thread."""
+
+    def __init__(self, *, clock: Callable[[], float], chance: Callable[[], float], silence_s: float) -> None:
+        """`chance` draws from [0, 1). An engine that sent a byte to anybody within `silence_s` does not hang."""
+        self.clock = clock
+        self._chance = chance
+        self._silence_s = silence_s
+        self._records: dict[str, Record] = {}
+        self._turns = itertools.count(1)
+        self.failures: Counter[str] = Counter()  # of engines, by reason
+
+    def of(self, url: str) -> Record:
+        """The record, a new one if need be; a new engine is probed at once."""
+        found = self._records.get(url)
+        if found is None:
+            now = self.clock()
+            found = self._records[url] = Record(url, probe_at=now, well_at=now)
+        return found
+
+    def keep(self, urls: Collection[str]) -> None:
+        """Forget all others."""
+        self._records = {url: record for url, record in self._records.items() if url in urls}
+
+    def begin(self, url: str) -> Use:
+        """A leg starts."""
+        return Use(self.of(url), next(self._turns), is_planned=False)
+
+    def plan(self, url: str) -> Use:
+        """A leg will start later, or never: end it then."""
+        return Use(self.of(url), next(self._turns), is_planned=True)
+
+    def running(self, url: str, count: int) -> None:
+        """A node has reported that the engine has so many requests, whoever sent them."""
+        record = self.of(url)
+        record.others = max(0, count - record.in_flight)
+
+    def failed(self, use: Use, reason: Reason, text: str = "") -> None:
+        """A leg failed. What makes no engine suspect is ignored here."""
+        record = use.record
+        if reason in _NO_FAULT or (reason is Reason.TIMEOUT and self._speaks(record)):
+            return
+        self.failures[reason] += 1
+        if reason not in UNSENT:
+            record.unproven = True
+        # What began before the engine became suspect says nothing that is not known.
+        if record.state in (State.NEW, State.WELL) or (record.state is State.TRIAL and use.is_trial):
+            self._suspect(record, f"{reason} {text}".rstrip())
+
+    def proved(self, use: Use) -> None:
+        """A leg has an answer: the engine generates."""
+        if use.is_trial or use.record.state is State.NEW:
+            self._well(use.record)
+
+    def succeeded(self, use: Use) -> None:
+        """A leg's answer is whole."""
+        use.record.served_at = self.clock()
+        self.proved(use)
+        if use.record.state is State.WELL:
+            use.record.failures = 0
+
+    def pardon(self, urls: Collection[str]) -> None:
+        """One request failed at all of these engines: that was the request, where they answer others."""
+        now = self.clock()
+        for record in map(self.of, urls):
+            if len(urls) > 1 and record.state is State.SUSPECT and now - record.served_at < SERVES_S:
+                self._well(record)
+
+    def due(self, url: str) -> bool:
+        """Whether a probe is to begin now; then it has begun, and `probed` or `not_probed` must follow."""
+        record = self.of(url)
+        if record.is_probing or record.probe_at > self.clock():
+            return False
+        record.is_probing = True
+        return True
+
+    def probed(self, record: Record, fault: str, *, generates: bool = False) -> None:
+        """A probe has ended; `fault` is empty if all was well. `generates`: a token was seen."""
+        record.is_probing = False
+        record.probe_at = self.clock() + PROBE_S * (0.75 + self._chance() / 2)
+        if fault:
+            self._suspect(record, fault)
+        elif record.state is State.SUSPECT and record.unproven and not generates:
+            record.state = State.TRIAL
+            log.warning("engine %s answers again; it gets one request at a time until one succeeds", record.url)
+        elif record.state is not State.TRIAL or generates:
+            self._well(record)
+        else:
+            record.well_at = self.clock()
+
+    def not_probed(self, record: Record) -> None:
+        """A probe told nothing."""
+        record.is_probing = False
+        record.probe_at = self.clock() + FIRST_S
+
+    def _speaks(self, record: Record) -> bool:
+        return self.clock() - record.heard_at < self._silence_s
+
+    def _suspect(self, record: Record, why: str) -> None:
+        record.failures += 1
+        delay_s = min(LONGEST_S, FIRST_S * 2.0 ** min(record.failures - 1, 10)) * (0.75 + self._chance() / 4)
+        record.probe_at = self.clock() + delay_s
+        if record.state is not State.SUSPECT:
+            log.warning("engine %s is suspect (%s); it is probed in %.1f s", record.url, why, delay_s)
+        record.state = State.SUSPECT
+
+    def _well(self, record: Record) -> None:
+        if record.state in (State.SUSPECT, State.TRIAL):
+            log.warning("engine %s is well again", record.url)
+        record.state = State.WELL
+        record.unproven = False
+        record.well_at = self.clock()
+        # Its failures stay counted until a request has succeeded.
