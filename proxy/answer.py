@@ -187,7 +187,7 @@ class Continued:
         if self._their_head and event.startswith(self._their_head) and not _SPECIAL.search(event):
             return b"data: " + self._head + event[len(self._their_head) :]
         data = sse.data(event)
-        if data is None or data == b"[DONE]":
+        if data is None or sse.is_done(event):
             return event
         try:
             chunk = json.loads(data)

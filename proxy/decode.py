@@ -70,8 +70,7 @@ async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
 
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:
     splitter = sse.EventSplitter()
-    last = b""
-    while chunk := await answer.read_some():
+    while not exchange.answered and (chunk := await answer.read_some()):
         exchange.mark(Event.DECODE_FIRST, answer.engine)
         try:
             events = splitter.feed(chunk)
@@ -79,8 +78,17 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Cont
             raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
         if events:
             exchange.first_token(answer.engine, streams=True)
-            await exchange.reply.write(b"".join(map(shape.event, events)))
-            last = events[-1]
-    if sse.data(last) != b"[DONE]":
-        raise failed(Reason.TRUNCATED, answer.engine)
+            await _pass_on(exchange, events, shape)
+    if not exchange.answered:
+        if not sse.is_done(splitter.rest):
+            raise failed(Reason.TRUNCATED, answer.engine)
+        await _pass_on(exchange, [sse.DONE], shape)
     await exchange.reply.end()
+    await answer.drain()
+
+
+async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs | Continuation) -> None:
+    """Those up to the one that ends the stream, behind which nothing matters."""
+    end = next((index for index, event in enumerate(events, 1) if sse.is_done(event)), None)
+    await exchange.reply.write(b"".join(map(shape.event, events[:end])))
+    exchange.answered = end is not None

@@ -49,6 +49,7 @@ class Exchange:
         self.reply = reply
         self.timeline = timeline
         self.outcome = Outcome.OK
+        self.answered = False  # the client was sent a stream to its end: whatever happens now costs it nothing
         self.told: set[str] = set()  # the nodes of engines that know of the transfer; "": one that is not known
         self.planned: Pair | None = None  # the engines for its two legs
         self.booking: Use | None = None  # of the decode leg, until that starts

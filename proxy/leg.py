@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 
@@ -16,6 +16,7 @@ from pdx.proxy.roster import Engine
 
 # What this process or this host lacks; the engine has not been asked.
 _OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+_DRAIN_S = 1.0
 
 
 def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | None = None) -> LegFailed:
@@ -84,6 +85,13 @@ class Answer:
             if leg.use.is_trial and self.is_stream:
                 self._health.proved(leg.use)
         return found
+
+    async def drain(self) -> None:
+        """Read what nobody waits for, so that the connection can be used again; if that takes long, close it."""
+        with suppress(aiohttp.ClientError, OSError):
+            async with asyncio.timeout(_DRAIN_S):
+                while await self._response.content.readany():
+                    pass
 
 
 class Legs:

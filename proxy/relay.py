@@ -72,9 +72,11 @@ class Relay:
             outcome = await self._outcome(exchange)
             exchange.mark(Event.DONE)
         except (ClientGone, asyncio.CancelledError) as error:
-            outcome = Outcome.CLIENT_GONE
-            self._cancel(exchange, "client_gone")
-            exchange.reply.abort()
+            outcome = Outcome.OK if exchange.answered else Outcome.CLIENT_GONE
+            if not exchange.answered:
+                self._cancel(exchange, "client_gone")
+            if not exchange.answered or isinstance(error, ClientGone):
+                exchange.reply.abort()
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -95,6 +97,8 @@ class Relay:
             await exchange.reply.fail(503, text, retry_after_s=_RETRY_AFTER_S)
             return Outcome.UNAVAILABLE
         except LegFailed as failure:
+            if exchange.answered:
+                return exchange.outcome
             log.warning("transfer %s failed: %s", exchange.transfer, failure)
             if failure.reason in ANSWERED:
                 self._health.pardon(exchange.blamed)

@@ -21,6 +21,11 @@ class EventSplitter:
         self._pending = bytearray()
         self._searched = 0
 
+    @property
+    def rest(self) -> bytes:
+        """What came behind the last whole event."""
+        return bytes(self._pending)
+
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events completed by `chunk`, each with its blank line; joined, they are the bytes that came in.
 
@@ -44,6 +49,11 @@ class EventSplitter:
 def event(payload: bytes) -> bytes:
     """`payload`, which has no line breaks, as an event."""
     return b"data: " + payload + b"\n\n"
+
+
+def is_done(event: bytes) -> bool:
+    """Whether this event ends a stream."""
+    return b"[DONE]" in event and data(event) == b"[DONE]"
 
 
 def data(whole: bytes) -> bytes | None:

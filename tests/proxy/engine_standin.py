@@ -123,7 +123,7 @@ class StandIn:
         self.released = asyncio.Event()  # what ends the fault "hold"
         self.models_served = ["hash"]
         self.listed = 0  # how often GET /v1/models came
-        self.raw_prefill = None
+        self.end = b": keep-alive\n\ndata: [DONE]\n\n"  # of every stream
         self.runner = None
 
     @property
@@ -269,7 +269,11 @@ class StandIn:
                 await asyncio.Event().wait()
         if options.get("include_usage"):
             await send(response, {**head, "choices": [], "usage": self.usage(body, len(prompt), count)})
-        await response.write(b": keep-alive\n\ndata: [DONE]\n\n")
+        await response.write(self.end)
+        if self.fault == "reset_after":
+            request.transport.abort()
+        if self.fault == "hang_after":
+            await asyncio.Event().wait()
         return response
 
 

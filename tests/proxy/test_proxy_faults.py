@@ -12,6 +12,7 @@ from engine_standin import StandIn
 from proxy_harness import FORWARDED, HALF, cluster, events, run, until, within
 
 from pdx.errors import ClientGone, LegFailed
+from pdx.proxy import leg
 from pdx.proxy.health import Health, State
 from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
@@ -173,6 +174,56 @@ def test_decoder_dies_in_the_middle_of_a_stream(prompt, fault):
             assert found[-1]["error"]["code"] == 502
             assert await made.node.cancelled() == headers["x-pdx-transfer-id"]
             assert await made.metric("pdx_proxy_requests_total", outcome="broken") == 1
+
+    run(main)
+
+
+DONE = b"data: [DONE]\n\n"
+ENDS = {
+    "a comment": DONE + b": bye\n\n",
+    "a blank event": DONE + b"\n\n",
+    "an event": DONE + b'data: {"error": {"message": "too late"}}\n\n',
+    "half an event": DONE + b'data: {"half": ',
+    "one newline": b"data: [DONE]\n",
+    "no newline": b": ping\n\ndata: [DONE]",
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [(end, None) for end in ENDS]
+    + [(end, fault) for end in ENDS if ENDS[end].startswith(DONE) for fault in ("reset_after", "hang_after")],
+)
+@pytest.mark.parametrize("prompt", [FORWARDED, HALF])
+def test_what_comes_after_the_end_of_a_stream_is_no_error(prompt, end, fault, monkeypatch):
+    monkeypatch.setattr(leg, "_DRAIN_S", 0.01)
+
+    async def main():
+        async with cluster() as made:
+            body = {**BODY, "prompt": prompt}
+            want = await expected(made, body)
+            made.decode.end, made.decode.fault = ENDS[end], fault
+            status, _, raw = await made.post(COMPLETIONS, {**body, "stream": True})
+            chunks = events(raw)
+            assert (status, chunks[-1], raw.count(b"[DONE]")) == (200, "[DONE]", 1)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == want
+            await made.metric_reaches(1, "pdx_proxy_requests_total", outcome="ok")
+            assert await made.metric("pdx_proxy_requests_total") == 1
+            assert await made.metric("pdx_proxy_cancels_total") == 0
+
+    run(main)
+
+
+def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone():
+    async def main():
+        async with cluster() as made:
+            made.decode.fault = "hang_after"
+            async with made.client.post(made.url + COMPLETIONS, json={**BODY, "stream": True}) as response:
+                await within(response.content.readuntil(DONE))
+                response.close()
+            await within(made.decode.closed.wait())
+            await made.metric_reaches(1, "pdx_proxy_requests_total", outcome="ok")
+            assert await made.metric("pdx_proxy_cancels_total") == 0
 
     run(main)
 
