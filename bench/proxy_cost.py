@@ -41,6 +41,7 @@ MEMORY_MB = 256.0
 UNFINISHED = 20
 BIG = 30_000_000  # bytes of the body that nobody should send
 ALLOWED = (8 << 20) - 4096  # just below the limit
+MILLION = 1_000_000
 LONG = 128_000  # tokens of an ordinary long prompt
 
 
@@ -181,11 +182,13 @@ class Bench:
         ids = [random.Random(1).randrange(100_000, 128_000) for _ in range(LONG)]
         text = (self._text * (2 * LONG // len(self._text) + 1))[: 2 * LONG]
         big = b'{"prompt":[' + b"123456," * (BIG // 7) + b'1],"max_tokens":2}'
+        million = b'{"prompt":[' + b"123456," * (MILLION - 1) + b'1],"max_tokens":2}'
         allowed = b'{"prompt":[' + b"123456," * (ALLOWED // 7) + b'1],"max_tokens":2}'
         cases: list[tuple[str, Callable[[Target], Awaitable[str]]]] = [
             ("nothing", lambda target: asyncio.sleep(1.0, "")),
             ("one body of 30 MB of token ids", lambda target: self._post(target, COMPLETIONS, big, 1)),
-            ("bodies of 8 MiB of token ids", lambda target: self._post(target, COMPLETIONS, allowed, 3)),
+            ("bodies of 1,000,000 token ids", lambda target: self._post(target, COMPLETIONS, million, 4)),
+            ("bodies of 8 MiB of token ids", lambda target: self._post(target, COMPLETIONS, allowed, 4)),
             (
                 "128k tokens as text, forward",
                 lambda target: self._post(target, COMPLETIONS, _json(_asked(COMPLETIONS, text)), 8),

@@ -204,6 +204,7 @@ class Proxy:
                 raise RequestRefused(400, "the request must have Content-Type: application/json")
             async with self._intake.body(request) as raw:
                 body, stripped = strip_control(parse(raw))
+                await asyncio.sleep(0)  # of a large body, every step takes its time: others have their turn between
                 if stripped:
                     self._note_stripped()
                 exchange = self._exchange(request, route, body)
@@ -213,8 +214,26 @@ class Proxy:
             self._metrics.requests.labels(route, "", Outcome.BAD_REQUEST).inc()
             return fault.response(refusal.status, str(refusal), retry_after_s=refusal.retry_after_s)
 
+    def _check_length(self, plan: Plan) -> None:
+        """What no engine takes goes to none: a list of ids is long before it is read.
+
+        :raises RequestRefused: in an engine's words.
+        """
+        facts = [engine.facts for engine in self._roster.engines()]
+        if not facts or None in facts:
+            return
+        limit = max(each.max_model_len for each in facts if each is not None)
+        if plan.least_length > limit:
+            raise RequestRefused(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+                f"{plan.least_length} input tokens, which exceeds this limit even without any output tokens. "
+                "Please reduce the length of the input prompt.",
+            )
+
     def _exchange(self, request: web.Request, route: Route, body: Body) -> Exchange:
         plan = classify(route, body)
+        self._check_length(plan)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")
         transfer = new_transfer()

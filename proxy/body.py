@@ -6,6 +6,7 @@ million tokens is neither made into objects nor written anew.
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -68,6 +69,7 @@ class Spliced:
         for part in self._parts:
             for at in range(0, len(part), _SEND_BYTES):
                 yield part[at : at + _SEND_BYTES]
+                await asyncio.sleep(0)
 
 
 Payload = bytes | Spliced

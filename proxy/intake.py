@@ -48,6 +48,7 @@ class Intake:
                 parts.append(part)
             whole = b"".join(parts)
             parts.clear()
+            await asyncio.sleep(0)
             yield whole
         finally:
             self.held_bytes -= size

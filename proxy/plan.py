@@ -19,8 +19,11 @@ from pdx.messages import EngineFacts
 Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parse`)
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's, for completions
+FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine sends all its token ids back, which takes everybody's time
 XARGS = "vllm_xargs"
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+_BRACKETS = (ord("["), ord("]"))
+_AT_A_TIME = 64 << 10
 _IN_IDS = b"0123456789- \t\r\n"
 _SEVERAL = re.compile(rb'\[\s*[\["]')
 _SOMETHING = re.compile(rb"\[\s*[^\]\s]")
@@ -47,6 +50,14 @@ class Plan(msgspec.Struct, frozen=True):
 
     mode: Mode
     why: str = ""
+    least_length: int = 0  # a model that takes less than so many tokens refuses the prompt
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A completion's only prompt."""
+
+    nbytes: int
+    ids: int = 0  # 0: it is text
 
 
 def strip_control(body: Body) -> tuple[Body, bool]:
@@ -76,12 +87,16 @@ def classify(route: Route, body: Body) -> Plan:
         messages = body.get("messages")
         shaped = isinstance(messages, Raw) and _SOMETHING.match(memoryview(messages)) is not None
         return Plan(Mode.SAMPLED, "chat") if shaped else Plan(Mode.ALONE, "messages")
-    if single_prompt(body.get("prompt")) is None:
+    prompt = single_prompt(body.get("prompt"))
+    if prompt is None:
         return Plan(Mode.ALONE, "prompt")
+    least_length = prompt.ids if body.get("truncate_prompt_tokens") is None else 0
+    if prompt.nbytes > FORWARD_BYTES:
+        return Plan(Mode.SAMPLED, "prompt_size", least_length)
     for name, value in body.items():
         if value is not None and not _forwardable(name, value, body):
-            return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field")
-    return Plan(Mode.FORWARD)
+            return Plan(Mode.SAMPLED, name if name in _KNOWN else "unknown_field", least_length)
+    return Plan(Mode.FORWARD, "", least_length)
 
 
 def obstacle(body: Body, *, prefill: EngineFacts | None, decode: EngineFacts | None) -> str:
@@ -121,7 +136,7 @@ def token_limit(route: Route, body: Body) -> int | None:
     return limit if limit is not None else DEFAULT_MAX_TOKENS
 
 
-def single_prompt(prompt: Any) -> Raw | None:
+def single_prompt(prompt: Any) -> Prompt | None:
     """The one prompt in a completion's `prompt`; None: several, none, or nothing one could tell."""
     if not isinstance(prompt, Raw):
         return None
@@ -130,19 +145,26 @@ def single_prompt(prompt: Any) -> Raw | None:
             (prompt,) = _one_item.decode(prompt)
         except msgspec.MsgspecError:
             return None
+    size = len(memoryview(prompt))
     if bytes(memoryview(prompt)[:1]) == b'"':
-        return prompt if len(memoryview(prompt)) > len('""') else None
-    return prompt if token_count(prompt) else None
+        return Prompt(size) if size > len('""') else None
+    count = token_count(prompt)
+    return Prompt(size, count) if count is not None else None
 
 
 def token_count(ids: Raw) -> int | None:
     """How many numbers a JSON list of whole numbers has; None: it is something else, or empty. Without reading them."""
-    data = bytes(ids)
-    marks = data.translate(None, _IN_IDS)
-    count = len(marks) - 1
-    if count < 1 or marks != b"[" + b"," * (count - 1) + b"]" or not data[1:-1].strip():
+    view = memoryview(ids)
+    if len(view) < len("[0]") or (view[0], view[-1]) != _BRACKETS:
         return None
-    return count
+    commas = 0
+    inner = view[1:-1]
+    for at in range(0, len(inner), _AT_A_TIME):  # a copy of the whole would take longer than counting
+        marks = bytes(inner[at : at + _AT_A_TIME]).translate(None, _IN_IDS)
+        commas += len(marks)
+        if marks.strip(b","):
+            return None
+    return commas + 1 if commas or bytes(inner).strip() else None
 
 
 def _is_int(value: Any) -> bool:

@@ -8,6 +8,7 @@ from pdx.errors import ProtocolError
 
 MAX_EVENT_BYTES = 64 << 20
 DONE = b"data: [DONE]\n\n"
+_BLANK = b"\n\n"
 _END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -31,6 +32,8 @@ class EventSplitter:
 
         :raises ProtocolError: an event never ends.
         """
+        if not self._pending and chunk.endswith(_BLANK) and not chunk.endswith(b"\n\n\n") and b"\r" not in chunk:
+            return [each + _BLANK for each in chunk[: -len(_BLANK)].split(_BLANK)]  # as nearly always
         self._pending += chunk
         events: list[bytes] = []
         start = 0

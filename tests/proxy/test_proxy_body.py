@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from proxy_harness import FORWARDED, cluster, run, until, within
 
 from pdx.errors import RequestRefused
+from pdx.proxy import plan
 from pdx.proxy.body import LENIENT_BYTES, encode, parse
 from pdx.proxy.intake import PIECE, Intake
 from pdx.proxy.plan import Mode, Route, classify, single_prompt, strip_control
@@ -106,7 +107,11 @@ PROMPTS = st.recursive(
 @given(prompt=PROMPTS, indent=st.sampled_from([None, 0, 2]))
 def test_one_prompt_is_told_from_its_bytes(prompt, indent):
     found = single_prompt(parse(json.dumps({"prompt": prompt}, indent=indent).encode())["prompt"])
-    assert (None if found is None else json.loads(bytes(found))) == list_of_one(prompt)
+    wanted = list_of_one(prompt)
+    assert (found is None) == (wanted is None)
+    if found is not None:
+        assert found.nbytes == len(json.dumps(wanted, indent=indent)) or indent is not None
+        assert found.ids == (0 if isinstance(wanted, str) else len(wanted))
 
 
 @given(pairs=st.lists(st.tuples(st.sampled_from(NAMES), VALUES), max_size=5))
@@ -165,6 +170,37 @@ def test_large_bodies_reach_both_engines_whole(path):
                 assert seen | {"max_tokens": 3} == body
 
     run(main)
+
+
+def test_token_ids_that_no_engine_takes_go_to_none():
+    async def main():
+        async with cluster() as made:
+            for prompt in ([7] * 513, [[7] * 600]):
+                status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": prompt})
+                assert status == 400
+                assert "maximum context length is 512 tokens" in json.loads(raw)["error"]["message"]
+            assert made.prefill.seen == made.decode.seen == []
+            for taken in ({"prompt": [7] * 505}, {"prompt": [7] * 600, "truncate_prompt_tokens": 9}):
+                await made.post(COMPLETIONS, {**BODY, **taken})
+            assert len(made.decode.seen) == 2
+
+    run(main)
+
+
+def test_where_an_engine_does_not_tell_its_length_it_is_asked():
+    async def main():
+        async with cluster(known=False) as made:
+            status, _, raw = await made.post(COMPLETIONS, {**BODY, "prompt": [7] * 600})
+            assert status == 400
+            assert "too many" in json.loads(raw)["error"]["message"]
+
+    run(main)
+
+
+def test_prompts_so_long_that_their_ids_are_costly_are_sampled():
+    size = plan.FORWARD_BYTES
+    for prompt, mode in (("x" * (size - 2), Mode.FORWARD), ("x" * size, Mode.SAMPLED), ([7] * size, Mode.SAMPLED)):
+        assert classify(Route.COMPLETIONS, parse(json.dumps({"prompt": prompt}).encode())).mode is mode
 
 
 async def begin(url, length, *, path=COMPLETIONS):
