@@ -21,6 +21,7 @@ from pdx.errors import ConfigError
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^\[\]:/;@\s]+)):(?P<port>[0-9]{1,5})")
 _HOST = re.compile(r"(?=.{1,253}\Z)(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z][A-Za-z0-9-]{0,62}")
 _WILDCARDS = ("*", "0")
+_URL_HOST = re.compile(r"[0-9A-Za-z._-]{1,253}")  # names with underscores are those of containers
 _PLAIN_PORTS = {"http": 80, "https": 443}
 
 
@@ -79,13 +80,15 @@ def base_url(text: str) -> str:
     """
     try:
         parts = urlsplit(text.rstrip("/"))
-        plain = parts.scheme in _PLAIN_PORTS and bool(parts.hostname) and parts.port != 0
+        host = parts.hostname or ""
+        is_host = _ip(host) is not None or _URL_HOST.fullmatch(host) is not None
+        plain = parts.scheme in _PLAIN_PORTS and is_host and parts.port != 0
     except ValueError as error:
         raise ConfigError("an engine's URL does not parse; write http://host:port") from error
     if not plain or parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError("an engine's URL must be plain http://host:port, without user, query or fragment")
     port = "" if parts.port in (None, _PLAIN_PORTS[parts.scheme]) else f":{parts.port}"
-    return f"{parts.scheme}://{_bracketed(spelled(parts.hostname or ''))}{port}{parts.path}"
+    return f"{parts.scheme}://{bracketed(spelled(host))}{port}{parts.path}"
 
 
 def url_host(url: str) -> str:
@@ -117,10 +120,11 @@ def reachable_url(url: str, address: str) -> str:
     except ConfigError:
         return url
     host = url_host(plain)
-    return plain.replace(_bracketed(host), _bracketed(data_host(address)), 1) if is_wildcard(host) else plain
+    return plain.replace(bracketed(host), bracketed(data_host(address)), 1) if is_wildcard(host) else plain
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """A host as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -115,8 +115,7 @@ def test_every_place_that_listens_is_known():
         "pdx/entry.py",  # tests/node/test_desk.py
         "pdx/front.py",  # tests/node/test_front.py
         "pdx/door.py",
-        "pdx/cli/ports.py",  # these two let go again at once: they only look which port is free
-        "pdx/cli/up.py",
+        "pdx/cli/ports.py",  # it does not listen: it only keeps ports that are free
     }
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from pdx.errors import ConfigError
+
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -22,6 +27,68 @@ def free_ports(count: int) -> list[int]:
             if len(found) == count:
                 break
         return found
+
+
+@contextmanager
+def held_port(host: str, port: int) -> Iterator[Callable[[], None]]:
+    """Keep a port for a server of this command's own that starts later: meanwhile nobody else can have it.
+
+    Nobody listens there, so clients are refused at once. Gives what to call before that server starts; it must bind
+    with SO_REUSEADDR, as servers do.
+
+    :raises ConfigError: the port cannot be had at `host`; the message says why.
+    """
+    with ExitStack() as stack:
+        try:
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except OSError as error:
+            raise ConfigError(
+                f"--host {host!r} is no host: {error.strerror}; name an IP address of this one"
+            ) from error
+        held: list[socket.socket] = []
+        failed: OSError | None = None
+        for family, kind, number, _, where in found:
+            try:
+                held.append(stack.enter_context(_bound(family, kind, number, where)))
+            except OSError as error:
+                failed = error
+                if error.errno not in _NOT_HERE:  # of several addresses, one may be of a family that is switched off
+                    raise _unavailable(host, port, error) from error
+        if not held:
+            assert failed is not None
+            raise _unavailable(host, port, failed) from failed
+
+        def share() -> None:
+            for each in held:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        yield share
+
+
+def _bound(family: int, kind: int, number: int, where: tuple[object, ...]) -> socket.socket:
+    """A socket at that address, which nobody else can have from now on, although it was just another one's."""
+    made = socket.socket(family, kind, number)
+    try:
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(where)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _unavailable(host: str, port: int, error: OSError) -> ConfigError:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return ConfigError(f"port {port} on {host} is in use; choose another with --port")
+        case errno.EADDRNOTAVAIL:
+            return ConfigError(f"--host {host} is no address of this host; `ip address` lists them")
+        case errno.EACCES:
+            return ConfigError(f"port {port} is for the system's own servers; choose one above 1023 with --port")
+    return ConfigError(f"port {port} on {host} cannot be had: {error.strerror}")
 
 
 def _candidates() -> list[int]:

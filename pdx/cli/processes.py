@@ -6,27 +6,41 @@ if `pdx up` itself is killed (see `guard`).
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from pdx.cli import guard
+from pdx.errors import ConfigError
 
 TAIL_BYTES = 8 << 10
+MAX_LOG_BYTES = 64 << 20
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last `count` non-empty lines of a file; a carriage return ends a line too, as progress bars mean it."""
-    with log.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
-        text = stream.read().decode(errors="replace")
+    """The last `count` non-empty lines of a file, none where somebody removed it; a carriage return ends a line too, as
+    progress bars mean it."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
     return [line for line in text.replace("\r", "\n").split("\n") if line.strip()][-count:]
+
+
+def earlier(log: Path) -> Path:
+    """What the log said in the last run, or before it grew too long."""
+    return log.with_name(f"{log.name}.1")
 
 
 class State(StrEnum):
@@ -77,6 +91,17 @@ class Process:
         """The last non-empty lines of the log."""
         return last_lines(self.log, lines)
 
+    def bound_log(self) -> None:
+        """Where the log has grown too long, it begins anew, and what it said so far is kept beside it.
+
+        What the process writes between the two steps is lost.
+        """
+        with suppress(OSError):
+            if self.log.stat().st_size > MAX_LOG_BYTES:
+                with suppress(OSError):  # no room: then less is kept
+                    shutil.copyfile(self.log, earlier(self.log))
+                os.truncate(self.log, 0)
+
     def reap(self) -> None:
         """Collect the exit status after the group has been ended."""
         self._child.wait()
@@ -94,7 +119,13 @@ class Processes:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Processes:
-        self._logs.mkdir(parents=True, exist_ok=True)
+        """:raises ConfigError: the logs cannot be written there."""
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._no_logs(error) from error
+        if not os.access(self._logs, os.W_OK | os.X_OK):
+            raise self._no_logs(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
         self._guard = subprocess.Popen(
             [*_guard_program(), "watch", str(self._grace_s)],
             stdin=subprocess.PIPE,
@@ -122,10 +153,13 @@ class Processes:
     def start(
         self, name: str, argv: Sequence[str], *, is_ready: Callable[[], bool], env: Mapping[str, str] | None = None
     ) -> Process:
-        """Run `argv` with its output in `<logs>/<name>.log`; `env` is added to this process's environment."""
+        """Run `argv` with its output in `<logs>/<name>.log`; `env` is added to this process's environment.
+
+        :raises ConfigError: that file cannot be written.
+        """
         pipe = self._pipe().fileno()
         path = self._logs / f"{name}.log"
-        with path.open("wb") as log:
+        with self._fresh(path) as log:
             child = subprocess.Popen(
                 [*_guard_program(), "launch", str(pipe), *argv],
                 env={**os.environ, **(env or {})},
@@ -142,7 +176,9 @@ class Processes:
         return process
 
     def look(self) -> list[Process]:
-        """Those that have died on their own, after asking all."""
+        """Those that have died on their own, after asking all; keeps the logs from growing without end."""
+        for process in self:
+            process.bound_log()
         return [process for process in self if process.look() is State.DIED]
 
     def stop(self) -> None:
@@ -155,6 +191,17 @@ class Processes:
                 process.reap()
                 self._forget(process.pid)
             self._stages.pop()
+
+    def _fresh(self, path: Path) -> IO[bytes]:
+        try:
+            with suppress(FileNotFoundError):
+                path.replace(earlier(path))
+            return path.open("ab")  # to be made shorter while it is written
+        except OSError as error:
+            raise self._no_logs(error) from error
+
+    def _no_logs(self, error: OSError) -> ConfigError:
+        return ConfigError(f"logs cannot be written to {self._logs}: {error.strerror}; name a folder with --logs")
 
     def _forget(self, group: int) -> None:
         # The id may now be given to a stranger, whom the guard must not end.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdx.client import connect
-from pdx.errors import NodeUnavailable
+from pdx.errors import NodeError, NodeUnavailable
 
 ANSWER_S = 1.0
 # An engine listens on this host: a proxy from the environment must not be asked for it.
@@ -58,3 +58,12 @@ def answers_at(address: str) -> Callable[[], bool]:
         return True
 
     return ask
+
+
+def attached_urls(address: str) -> set[str]:
+    """The URLs of the engines that are attached to the node at `address`; none where it does not answer."""
+    try:
+        with connect(address, timeout_s=ANSWER_S) as node:
+            return {one.url for one in node.status().attached if one.kind == "scheduler"}
+    except NodeError:
+        return set()

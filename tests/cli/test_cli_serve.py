@@ -39,20 +39,58 @@ def test_the_connector_is_set_up():
         "kv_load_failure_policy": "recompute",
     }
     assert parse(ConnectorConfig, settings) == ConnectorConfig(
-        node="ipc:///n", arena="1GiB", proxy="", role="prefill", url="http://127.0.0.1:8000"
+        node="ipc:///n", arena="1GiB", proxy="", role="prefill", url="http://0.0.0.0:8000"
     )
 
 
 @pytest.mark.parametrize(
     ("flags", "url"),
     [
-        (["--port", "8100"], "http://127.0.0.1:8100"),
+        (["--port", "8100"], "http://0.0.0.0:8100"),
         (["--port=8100", "--host=10.0.0.7"], "http://10.0.0.7:8100"),
-        (["--host", "0.0.0.0", "--port", "1", "--port", "2"], "http://127.0.0.1:2"),
+        (["--host", "0.0.0.0", "--port", "1", "--port", "2"], "http://0.0.0.0:2"),
+        (["--host", "::1", "--port", "8100"], "http://[::1]:8100"),
+        (["--host", "::", "--port", "8100"], "http://[::]:8100"),
+        (["--host", "beta", "--ssl-certfile", "c.pem", "--ssl-keyfile=k.pem"], "https://beta:8000"),
+        (["--ssl_keyfile=k.pem", "--host=beta"], "https://beta:8000"),
     ],
 )
 def test_the_url_is_where_vllm_will_serve(flags, url):
+    """For all interfaces it says so: the node knows how its host is reached, see `pdx.address.reachable_url`."""
     assert connector(command(*flags))["kv_connector_extra_config"]["url"] == url
+
+
+@pytest.mark.parametrize("flags", [["--uds", "/run/vllm.sock"], ["--uds=/x"], ["--config", "vllm.yaml"]])
+def test_where_vllm_serves_has_to_be_said_if_the_flags_do_not(flags):
+    with pytest.raises(ConfigError, match=r"--url"):
+        command(*flags)
+    assert connector(command(*flags, url="http://10.0.0.7:8100/"))["kv_connector_extra_config"]["url"] == (
+        "http://10.0.0.7:8100"
+    )
+
+
+@pytest.mark.parametrize("changes", [{"url": "10.0.0.7:8100"}, {"url": "http://user:secret@a:1"}])
+def test_a_url_that_is_none_is_refused(changes):
+    with pytest.raises(ConfigError, match=r"http://host:port") as caught:
+        command(**changes)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [["--port", "80a"], ["--host", "a b"], ["--port=0"]])
+def test_a_host_or_a_port_that_is_none_is_refused(flags):
+    with pytest.raises(ConfigError, match=r"--host|--port"):
+        command(*flags)
+
+
+def test_the_url_can_be_said_on_the_command_line(monkeypatch):
+    executed = []
+    monkeypatch.setattr(os, "execvp", lambda file, argv: executed.append(argv))
+    result = CliRunner().invoke(
+        serve, ["decode", "some/model", "--node", "ipc:///n", "--url", "https://a:1", "--x", "y"]
+    )
+    assert result.exit_code == 0, result.output
+    assert connector(executed[0])["kv_connector_extra_config"]["url"] == "https://a:1"
+    assert executed[0][-2:] == ["--x", "y"]
 
 
 def test_flags_reach_vllm_unchanged_and_in_order(monkeypatch):

@@ -18,27 +18,28 @@ from click.testing import CliRunner
 
 from pdx.cli import guard
 from pdx.cli.ports import free_ports
-from pdx.cli.up import nodes_of, up
+from pdx.cli.up import exposure, nodes_of, up
 from pdx.client import connect
 from pdx.errors import ConfigError
 
 STANDIN = Path(__file__).parent / "standin"
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Up:
     """A running `pdx up`, its output and its logs."""
 
-    def __init__(self, place: Path, *flags: str) -> None:
+    def __init__(self, place: Path, *flags: str, port: int = 0) -> None:
         self.place = place
-        (self.port,) = free_ports(1)
-        self.output = place / "output"
+        self.port = port or free_ports(1)[0]
+        self.output = place / f"output{len(list(place.glob('output*')))}"
         options = ["--port", str(self.port), "--arena", "8MiB", "--logs", str(place / "logs")]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pdx.cli.main", "up", "some/model", *options, *flags],
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(STANDIN),
+                    "PYTHONPATH": f"{STANDIN}{os.pathsep}{ROOT}",
                     "XDG_RUNTIME_DIR": str(place),
                     "CUDA_VISIBLE_DEVICES": "",
                 },
@@ -77,8 +78,8 @@ def start_up(place):
     place.chmod(0o700)
     started: list[Up] = []
 
-    def start(*flags: str) -> Up:
-        started.append(Up(place, *flags))
+    def start(*flags: str, port: int = 0) -> Up:
+        started.append(Up(place, *flags, port=port))
         return started[-1]
 
     yield start
@@ -86,6 +87,7 @@ def start_up(place):
         if each.process.poll() is None:
             each.process.terminate()
             each.process.wait()
+    for each in started:
         each.wait_gone()
 
 
@@ -221,6 +223,132 @@ def test_nothing_survives_when_it_is_killed(start_up):
     running.process.kill()
     running.process.wait()
     running.wait_gone()
+
+
+def test_ready_is_said_when_the_nodes_have_their_engines(start_up):
+    """Engines that serve without PDX are not what was asked for."""
+    running = start_up("--", "--late")
+    wait_for(lambda: "waiting for prefill-0 and decode-0 to attach" in running.text())
+    for engine, left in (("prefill-0", "waiting for decode-0 to attach"), ("decode-0", "ready: http")):
+        assert "ready: http" not in running.text()
+        argv = running.facts(engine)["argv"]
+        _get(f"http://127.0.0.1:{argv[argv.index('--port') + 1]}/attach")
+        wait_for(lambda left=left: left in running.text())
+
+
+def test_a_second_one_on_the_port_touches_nothing(start_up):
+    """While the first one loads its model, nobody listens at its port yet."""
+    first = start_up("--", "--late")
+    wait_for(lambda: "node (pid" in first.text())
+    folder = first.place / "pdx" / f"up-{first.port}"
+    wait_for(lambda: (folder / "node.sock").exists())
+    before = sorted(folder.iterdir()), sorted((first.place / "logs").iterdir())
+    second = start_up(port=first.port)
+    assert second.process.wait() == 1
+    assert f"that of another pdx up, process {first.process.pid}" in second.text()
+    assert "--port" in second.text()
+    assert [path for path in before[0] if not path.exists()] == []
+    assert not [path for path in before[1] if path.with_name(f"{path.name}.1").exists()]
+    wait_for(lambda: "waiting for" in first.text())
+    for engine in ("prefill-0", "decode-0"):
+        argv = first.facts(engine)["argv"]
+        _get(f"http://127.0.0.1:{argv[argv.index('--port') + 1]}/attach")
+    first.wait_ready()
+    with connect(f"ipc://{folder}/node.sock") as node:
+        assert node.status().attached
+    third = start_up(port=first.port)
+    assert third.process.wait() == 1
+    assert folder.exists()
+
+
+def test_the_port_is_had_again_at_once(start_up):
+    first = start_up().wait_ready()
+    _get(f"http://127.0.0.1:{first.port}/health")
+    first.process.send_signal(signal.SIGINT)
+    assert first.process.wait() == 0
+    again = start_up(port=first.port).wait_ready()
+    assert again.port == first.port
+
+
+def test_logs_of_the_last_run_are_kept(start_up):
+    for _ in range(2):
+        running = start_up().wait_ready()
+        pid = node_pid(running, "node")
+        running.process.send_signal(signal.SIGINT)
+        running.process.wait()
+        logs = running.place / "logs"
+        names = sorted(path.name for path in logs.iterdir())
+    assert names == sorted(
+        f"{name}.log{end}" for name in ("node", "prefill-0", "decode-0", "proxy") for end in ("", ".1")
+    )
+    assert pid
+    first, last = (
+        json.loads((logs / name).read_text().splitlines()[0])["child"] for name in ("prefill-0.log.1", "prefill-0.log")
+    )
+    assert first != last
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--", "--uds", "/run/x"], "at loopback"),
+        (["--", "--ssl-certfile=c.pem"], "at loopback"),
+        (["--host", "nosuchhost.invalid"], "'nosuchhost.invalid' is no host"),
+        (["--host", "203.0.113.7"], "203.0.113.7 is no address of this host"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_anything_starts(flags, words, place, monkeypatch):
+    place.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    (port,) = free_ports(1)
+    result = CliRunner().invoke(up, ["some/model", "--port", str(port), *flags])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert words in str(result.exception)
+    assert list((place / "pdx").iterdir()) == [] if (place / "pdx").exists() else True
+
+
+def test_logs_that_cannot_be_written_are_said_before_anything_starts(place, monkeypatch):
+    place.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    (place / "file").touch()
+    (port,) = free_ports(1)
+    result = CliRunner().invoke(up, ["some/model", "--port", str(port), "--logs", str(place / "file" / "logs")])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert "--logs" in str(result.exception)
+
+
+@pytest.mark.parametrize("wait", ["nan", "inf", "0", "-1", "1e9"])
+def test_a_wait_is_a_number_of_seconds(wait):
+    result = CliRunner().invoke(up, ["some/model", "--wait", wait])
+    assert result.exit_code == 2
+    assert "seconds" in result.output
+
+
+def test_an_option_of_vllm_says_where_it_goes():
+    result = CliRunner().invoke(up, ["some/model", "--max-model-len", "8192"])
+    assert result.exit_code == 2
+    assert "pdx up MODEL -- --max-model-len" in result.output
+
+
+@pytest.mark.parametrize(
+    ("host", "flags", "environ", "says"),
+    [
+        ("0.0.0.0", [], {}, True),
+        ("10.0.0.1", ["--max-model-len", "9"], {}, True),
+        ("::", ["--api-key", "k"], {}, False),
+        ("0.0.0.0", [], {"VLLM_API_KEY": "k"}, False),
+        ("127.0.0.1", [], {}, False),
+        ("localhost", [], {}, False),
+        ("::1", [], {}, False),
+    ],
+)
+def test_what_is_open_to_others_is_said(host, flags, environ, says, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    warning = exposure(host, 8000, flags)
+    assert bool(warning) == says
+    assert "\n" not in warning
 
 
 def test_ctrl_c_while_starting(start_up):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from pdx.cli import guard
+from pdx.cli import processes as processes_module
 from pdx.cli.processes import Process, Processes, State
+from pdx.errors import ConfigError
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
@@ -146,6 +148,60 @@ def test_a_log_of_many_lines_is_read_from_its_end(tmp_path):
     big = Process("big", done, log, lambda: True)
     assert big.tail(2) == [" 50%", "100% \N{CHECK MARK}"]
     assert big.tail(3)[0] == "line 9999"
+
+
+def test_a_log_that_grows_without_end_begins_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 10_000)
+    talks = f"import sys\nfor i in range(1000): print('line', i, flush=True)\n{SLEEP}"
+    with Processes(tmp_path) as processes:
+        talker = processes.start("talker", python(talks), is_ready=lambda: True)
+        wait_for(lambda: talker.tail(1) == ["line 999"])
+        assert talker.log.stat().st_size < 10_000
+        monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 1_000)
+        assert processes.look() == []
+        assert talker.log.stat().st_size == 0
+        assert (tmp_path / "talker.log.1").read_text().endswith("line 999\n")
+
+
+def test_what_is_written_after_a_new_beginning_is_at_the_beginning(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 10)
+    talks = f"print('more than ten bytes', flush=True)\nsignal.sigwait([10])\nprint('on', flush=True)\n{SLEEP}"
+    with Processes(tmp_path) as processes:
+        block = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [10])\n{talks}"
+        talker = processes.start("talker", python(block), is_ready=lambda: True)
+        wait_for(lambda: says_something(talker.log))
+        processes.look()
+        os.kill(talker.pid, 10)
+        wait_for(lambda: says_something(talker.log))
+        assert talker.log.read_bytes() == b"on\n"
+
+
+def test_the_last_runs_log_is_kept_once(tmp_path):
+    for word in ("one", "two", "three"):
+        with Processes(tmp_path) as processes:
+            talker = processes.start("talker", python(f"print({word!r}, flush=True); {SLEEP}"), is_ready=lambda: True)
+            wait_for(lambda talker=talker: says_something(talker.log))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "talker.log": "three\n",
+        "talker.log.1": "two\n",
+    }
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "taken"])
+def test_logs_that_cannot_be_written_are_named(tmp_path, where):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "one.log").mkdir(parents=True)
+    (tmp_path / "taken" / "one.log.1").touch()
+    with pytest.raises(ConfigError, match="--logs"), Processes(tmp_path / where) as processes:
+        processes.start("one", python(SLEEP), is_ready=lambda: True)
+
+
+def test_a_log_that_somebody_removed_has_no_last_lines(tmp_path):
+    with Processes(tmp_path) as processes:
+        one = processes.start("one", python(SLEEP), is_ready=lambda: True)
+        one.log.unlink()
+        assert one.tail(3) == []
+        assert processes.look() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

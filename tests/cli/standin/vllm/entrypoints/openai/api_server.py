@@ -1,4 +1,7 @@
-"""Answers /health; writes its arguments and its child's id to the log; ends with 3 when asked for /die."""
+"""Answers /health; writes its arguments and its child's id to the log; ends with 3 when asked for /die.
+
+Attaches to its node as an engine does; with --late once it is asked for /attach.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,21 @@ import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+from pdx.connection import Connection
+from pdx.messages import VERSION, Hello
+
+ATTACHED = []
+
+
+def attach() -> None:
+    """As the scheduler of the engine that the connector's settings describe."""
+    settings = json.loads(sys.argv[sys.argv.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    hello = Hello(
+        VERSION, os.getpid(), "scheduler", engine=settings["role"], role=settings["role"], url=settings["url"]
+    )
+    ATTACHED.append(Connection(settings["node"], hello))
+    assert ATTACHED[-1].attach(30.0)
+
 
 class Handler(BaseHTTPRequestHandler):
     """Two paths."""
@@ -16,6 +34,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/die":
             os.write(1, b"out of luck\n")
             os._exit(3)
+        if self.path == "/attach":
+            attach()
         self.send_response(200)
         self.end_headers()
 
@@ -26,4 +46,6 @@ if __name__ == "__main__":
     os.write(1, json.dumps(facts).encode() + b"\n")
     if "--broken" in sys.argv:
         raise SystemExit("cannot load the model")
+    if "--late" not in sys.argv:
+        attach()
     HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
