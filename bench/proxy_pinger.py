@@ -29,7 +29,8 @@ async def ping(url: str) -> list[float]:
     """One stream, from its first event until standard input ends."""
     found: list[float] = []
     over = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "ping"}], "stream": True, "max_tokens": ENDLESS}
+    question = "ping " * 20  # long enough for two legs
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "stream": True, "max_tokens": ENDLESS}
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as http, http.post(url, json=body) as response:
         response.raise_for_status()

@@ -232,7 +232,7 @@ class Proxy:
             )
 
     def _exchange(self, request: web.Request, route: Route, body: Body) -> Exchange:
-        plan = classify(route, body)
+        plan = classify(route, body, min_split_tokens=self._config.min_split_tokens)
         self._check_length(plan)
         if plan.mode is Mode.FORWARD and not self._config.forward:
             plan = Plan(Mode.SAMPLED, "configured")

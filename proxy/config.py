@@ -21,6 +21,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keys: str = ""  # this proxy's secret key file, made by `pdx keygen`; needed for nodes beyond this host
     roster: str = ""  # file that names the nodes and their public keys; goes with `keys`
     forward: bool = True  # send a completion's first token to the client before the decode leg starts
+    # Shorter prompts go to one engine. 16 tokens are one block of most engines' KV cache, the least that two legs could
+    # hand over; a decode engine computes so few beside the tokens of its other requests without a step getting longer.
+    min_split_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 16
     connect_timeout_s: PositiveSeconds = 2.0
     first_byte_timeout_s: PositiveSeconds = 600.0  # of a leg's answer; one that is not streamed comes as a whole
     idle_timeout_s: PositiveSeconds = 120.0  # without a byte of an answer that has begun

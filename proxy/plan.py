@@ -20,7 +20,11 @@ Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked 
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's, for completions
 FORWARD_BYTES = 1 << 20  # of a prompt: the prefill engine sends all its token ids back, which takes everybody's time
+ONE_TOKEN = "one_token"  # why a request goes to one engine, and to one that prefills: that is all it has to do
 XARGS = "vllm_xargs"
+_BYTES_PER_TOKEN = 4  # of text, roughly
+_IN_CHATS = ("messages", "tools", "documents")  # what a chat's prompt is made of
+_CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # text in parts, or pictures: few bytes may be many tokens
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _BRACKETS = (ord("["), ord("]"))
 _AT_A_TIME = 64 << 10
@@ -74,8 +78,11 @@ def strip_control(body: Body) -> tuple[Body, bool]:
     return clean, found
 
 
-def classify(route: Route, body: Body) -> Plan:
-    """The fastest mode in which the answer is certain to be the one a single engine would give."""
+def classify(route: Route, body: Body, *, min_split_tokens: int = 0) -> Plan:
+    """The fastest mode in which the answer is certain to be the one a single engine would give.
+
+    Nothing is gained by two legs for one token (`ONE_TOKEN`), nor for a prompt of less than `min_split_tokens`.
+    """
     for name, acceptable in _SPLITTABLE.items():
         if not acceptable(body.get(name)):
             return Plan(Mode.ALONE, name)
@@ -85,12 +92,19 @@ def classify(route: Route, body: Body) -> Plan:
         return Plan(Mode.ALONE, "min_tokens")
     if route is Route.CHAT:
         messages = body.get("messages")
-        shaped = isinstance(messages, Raw) and _SOMETHING.match(memoryview(messages)) is not None
-        return Plan(Mode.SAMPLED, "chat") if shaped else Plan(Mode.ALONE, "messages")
+        if not isinstance(messages, Raw) or _SOMETHING.match(memoryview(messages)) is None:
+            return Plan(Mode.ALONE, "messages")
+        if token_limit(route, body) == 1:
+            return Plan(Mode.ALONE, ONE_TOKEN)
+        return Plan(Mode.ALONE, "short_prompt") if _is_short(body, min_split_tokens) else Plan(Mode.SAMPLED, "chat")
     prompt = single_prompt(body.get("prompt"))
     if prompt is None:
         return Plan(Mode.ALONE, "prompt")
     least_length = prompt.ids if body.get("truncate_prompt_tokens") is None else 0
+    if token_limit(route, body) == 1:
+        return Plan(Mode.ALONE, ONE_TOKEN, least_length)
+    if (prompt.ids or prompt.nbytes // _BYTES_PER_TOKEN) < min_split_tokens:
+        return Plan(Mode.ALONE, "short_prompt", least_length)
     if prompt.nbytes > FORWARD_BYTES:
         return Plan(Mode.SAMPLED, "prompt_size", least_length)
     for name, value in body.items():
@@ -165,6 +179,14 @@ def token_count(ids: Raw) -> int | None:
         if marks.strip(b","):
             return None
     return commas + 1 if commas or bytes(inner).strip() else None
+
+
+def _is_short(body: Body, tokens: int) -> bool:
+    """Whether a chat is text alone, and makes a prompt of less than so many tokens."""
+    parts = [memoryview(body[name]) for name in _IN_CHATS if isinstance(body.get(name), Raw)]
+    if sum(map(len, parts)) // _BYTES_PER_TOKEN >= tokens:
+        return False
+    return _CONTENT_PARTS.search(memoryview(body["messages"])) is None
 
 
 def _is_int(value: Any) -> bool:

@@ -17,7 +17,7 @@ from pdx.proxy.health import ANSWERED, Health, Reason
 from pdx.proxy.ledger import Ledger
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.metrics import Metrics
-from pdx.proxy.plan import Body, Mode, continues, forward_limit, obstacle
+from pdx.proxy.plan import ONE_TOKEN, Body, Mode, continues, forward_limit, obstacle
 from pdx.proxy.roster import Engine, Roster
 from pdx.proxy.router import Pair
 from pdx.timeline import Event
@@ -269,6 +269,7 @@ class Relay:
         options = exchange.stream_options
         first = answer.first_event(prefill, finish=True, options=options)
         await exchange.reply.write(first + answer.final_events(prefill, options=options))
+        exchange.answered = True
         await exchange.reply.end()
 
     def _stop_forwarding(self, exchange: Exchange, why: str) -> None:
@@ -309,7 +310,8 @@ class Relay:
 
         def choose(tried: set[str]) -> Engine | None:
             able = [each for each in self._candidates() if fits(each.engine)]
-            return router.decoder(able, planned=exchange.planned, tried=tried | set(avoid))
+            alone = exchange.timeline.why == ONE_TOKEN
+            return router.decoder(able, planned=exchange.planned, tried=tried | set(avoid), only_prefill=alone)
 
         async def ask(engine: Engine) -> None:
             exchange.mark(Event.DECODE_SENT, engine)

@@ -72,9 +72,13 @@ def prefiller(candidates: Sequence[Candidate], *, planned: Pair, tried: Collecti
 
 
 def decoder(
-    candidates: Sequence[Candidate], *, planned: Pair | None = None, tried: Collection[str] = ()
+    candidates: Sequence[Candidate],
+    *,
+    planned: Pair | None = None,
+    tried: Collection[str] = (),
+    only_prefill: bool = False,
 ) -> Engine | None:
-    """The engine to decode, not among the `tried` ones; None: nobody is left.
+    """The engine to decode, not among the `tried` ones; None: nobody is left. `only_prefill`: it has one token to make.
 
     The planned one, as long as it is there and well: the KV is on its way to it. Roles are per request, so an engine
     that only prefills is asked when no healthy decoder is left, and before a decoder that just refused a connection.
@@ -89,7 +93,7 @@ def decoder(
         return (
             each.suspect,
             each.engine.url != chosen,
-            _decoder_rank(each, prefilled_by),
+            _decoder_rank(each, prefilled_by, only_prefill=only_prefill),
             each.engine.node not in near,
             each.last_used,
         )
@@ -128,8 +132,9 @@ def _prefillers(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [each for each in able if each.engine.url != only] or [each for each in able if each.engine.named]
 
 
-def _decoder_rank(each: Candidate, prefilled_by: str) -> _Rank:
-    return (each.suspect, not each.engine.decodes, each.engine.url == prefilled_by, each.load)
+def _decoder_rank(each: Candidate, prefilled_by: str, *, only_prefill: bool = False) -> _Rank:
+    is_apt = each.engine.prefills if only_prefill else each.engine.decodes
+    return (each.suspect, not is_apt, each.engine.url == prefilled_by, each.load)
 
 
 def _pair_rank(first: Candidate, last: Candidate) -> tuple[_Rank, bool]:

@@ -28,6 +28,14 @@ import click
     help="Send a completion's first token to the client as soon as the prefill engine has it.",
 )
 @click.option(
+    "--min-split-tokens",
+    default=16,
+    show_default=True,
+    type=click.IntRange(0),
+    metavar="TOKENS",
+    help="A shorter prompt goes to one engine; of text, four bytes count as a token.",
+)
+@click.option(
     "--first-byte-timeout",
     default=600.0,
     show_default=True,
@@ -57,6 +65,7 @@ def proxy(
     keys: str,
     roster: str,
     forward: bool,
+    min_split_tokens: int,
     first_byte_timeout: float,
     idle_timeout: float,
     max_body: str,
@@ -81,6 +90,7 @@ def proxy(
                 "keys": keys,
                 "roster": roster,
                 "forward": forward,
+                "min_split_tokens": min_split_tokens,
                 "first_byte_timeout_s": first_byte_timeout,
                 "idle_timeout_s": idle_timeout,
                 "max_body_bytes": parse_bytes(max_body),

@@ -45,6 +45,7 @@ class Pair:
             self.start_node(role)
         (port,) = free_ports(1)
         command = [sys.executable, "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", self.control]
+        command += ["--min-split-tokens", "0"]  # every case is about two legs
         self.proxy = Server(command, port, workplace / "proxy.log")
         self.prefill = self.serve("prefill", core=0)
         self.decode = self.serve("decode", core=1)

@@ -158,6 +158,7 @@ async def cluster(
         settings["decode"] = tuple(engine.url for engine in decode)
         settings.setdefault("heartbeat_timeout_s", 600.0)
     settings.setdefault("connect_timeout_s", DEADLINE_S)
+    settings.setdefault("min_split_tokens", 0)
     address = f"ipc://{folder}/p.sock"
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
     probing = mock.patch.object(health, "PROBE_S", probe_s)

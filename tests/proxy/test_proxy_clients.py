@@ -260,3 +260,33 @@ def test_prompts_are_not_logged(caplog):
     run(main)
     assert any("prefill failed" in record.message for record in caplog.records)
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_token_comes_from_a_prefill_engine_alone(path, stream):
+    async def main():
+        async with cluster() as made:
+            body = {**(BODY if path == COMPLETIONS else TALK), "max_tokens": 1, "stream": stream}
+            status, headers, _ = await made.post(path, body)
+            assert (status, headers["x-pdx-mode"]) == (200, "alone")
+            assert (len(made.prefill.seen), len(made.decode.seen)) == (1, 0)
+            assert "kv_transfer_params" not in made.prefill.bodies[0]
+            assert await made.metric("pdx_proxy_cancels_total") == 0
+            await made.prefill.stop()
+            assert (await made.post(path, body))[0] == 200  # somebody serves it all the same
+            assert len(made.decode.seen) == 1
+
+    run(main)
+
+
+def test_a_short_prompt_is_served_by_a_decode_engine_alone():
+    async def main():
+        async with cluster(min_split_tokens=16) as made:
+            for path, body in ((COMPLETIONS, BODY), (CHAT, TALK)):
+                assert (await made.post(path, body))[1]["x-pdx-mode"] == "alone"
+            assert (len(made.prefill.seen), len(made.decode.seen)) == (0, 2)
+            for path, body in ((COMPLETIONS, {**BODY, "prompt": "x" * 64}), (CHAT, {**TALK, "tools": ["x" * 64]})):
+                assert (await made.post(path, body))[1]["x-pdx-mode"] != "alone"
+
+    run(main)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.proxy.body import continuation_body, encode, located, parse, prefill_body, sampled_body
-from pdx.proxy.plan import Mode, Route, classify, strip_control, token_limit
+from pdx.proxy.plan import ONE_TOKEN, Mode, Plan, Route, classify, strip_control, token_limit
 
 TRANSFER = "t" * 32
 SIMPLE = {"model": "m", "prompt": "hello"}
@@ -34,7 +34,6 @@ def given_back(body):
     "fields",
     [
         {},
-        {"max_tokens": 1},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
         {"temperature": 0, "seed": 3},
         {"stream": True, "stream_options": {"include_usage": True}},
@@ -121,6 +120,43 @@ def test_sampled(fields):
 )
 def test_alone(fields):
     assert mode(**fields) is Mode.ALONE
+
+
+def test_one_token_is_no_work_for_two_engines():
+    for fields in ({"max_tokens": 1}, {"max_tokens": 1, "stream": True}, {"max_tokens": 1, "logprobs": 5}):
+        assert classify(Route.COMPLETIONS, taken({**SIMPLE, **fields})) == Plan(Mode.ALONE, ONE_TOKEN)
+    for fields in ({"max_tokens": 1}, {"max_completion_tokens": 1, "max_tokens": 9}):
+        assert classify(Route.CHAT, taken({**CHAT, **fields})) == Plan(Mode.ALONE, ONE_TOKEN)
+    assert mode(Route.CHAT, max_completion_tokens=9, max_tokens=1) is Mode.SAMPLED
+    assert classify(Route.COMPLETIONS, taken({**SIMPLE, "max_tokens": 1, "n": 2})).why == "n"
+    assert classify(Route.CHAT, taken({"messages": [], "max_tokens": 1})).why == "messages"
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "tokens"),
+    [
+        (Route.COMPLETIONS, {"prompt": "x" * 38}, 10),  # the quotes count, too
+        (Route.COMPLETIONS, {"prompt": ["x" * 38]}, 10),
+        (Route.COMPLETIONS, {"prompt": [1] * 10}, 10),
+        (Route.COMPLETIONS, {"prompt": [[123456] * 10]}, 10),
+        (Route.CHAT, {"messages": [{"role": "user", "content": "x" * 9}]}, 10),
+        (Route.CHAT, {"messages": [{"role": "user", "content": "x" * 9}], "tools": ["y" * 36]}, 20),
+    ],
+)
+def test_prompts_of_fewer_tokens_than_the_least_are_not_split(route, fields, tokens):
+    body = taken(fields)
+    assert classify(route, body, min_split_tokens=tokens).mode is not Mode.ALONE
+    assert classify(route, body, min_split_tokens=tokens + 1) == Plan(
+        Mode.ALONE, "short_prompt", classify(route, body).least_length
+    )
+
+
+def test_a_picture_is_no_short_prompt():
+    content = [{"type": "image_url", "image_url": {"url": "http://a/b"}}]
+    body = taken({"messages": [{"role": "user", "content": content}]})
+    assert classify(Route.CHAT, body, min_split_tokens=1000).mode is Mode.SAMPLED
+    words = taken({"messages": [{"role": "user", "content": 'what does "content": [ mean?'}]})
+    assert classify(Route.CHAT, words, min_split_tokens=1000).why == "short_prompt"
 
 
 def test_chat():

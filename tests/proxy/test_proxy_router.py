@@ -34,6 +34,13 @@ def test_least_outstanding():
     assert decoder([Candidate(D), Candidate(engine("f", decodes=True), 1)]) == D
 
 
+def test_an_engine_that_prefills_makes_an_only_token():
+    assert decoder([Candidate(D), Candidate(P, 9), Candidate(Q, 8)], only_prefill=True) == Q
+    assert decoder([Candidate(D), Candidate(P, suspect=True)], only_prefill=True) == D
+    assert decoder([Candidate(D, 1), Candidate(E)], only_prefill=True) == E
+    assert decoder([Candidate(D), Candidate(P)], tried=["p"], only_prefill=True) == D
+
+
 def test_decoders_of_last_resort():
     assert decoder([Candidate(D), Candidate(P)], tried=["d"]) == P
     assert decoder([Candidate(D, suspect=True), Candidate(P)]) == P
