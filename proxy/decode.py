@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from pdx.errors import ProtocolError
+import re
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdx.errors import ProtocolError, Refusal
 from pdx.proxy import sse
 from pdx.proxy.answer import Continued, FirstToken, PrefillAnswer, merged_answer
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.health import Reason
 from pdx.proxy.leg import Answer, failed
 from pdx.timeline import Event
+
+_CHOICES = re.compile(rb'"choices"\s*:')
+
+
+class _Error(msgspec.Struct):
+    code: Annotated[int, Meta(ge=100, le=599)]
+
+
+class _Failure(msgspec.Struct):
+    error: _Error
 
 
 class AsItIs:
@@ -63,6 +79,8 @@ async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
     exchange.mark(Event.DECODE_FIRST, answer.engine)
     if answer.status >= 400:
         exchange.outcome = Outcome.CLIENT_ERROR
+    elif _CHOICES.search(raw) is None:
+        raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
     else:
         exchange.first_token(answer.engine, streams=False)
     exchange.reply.whole(answer.status, raw, content_type=answer.content_type)
@@ -70,6 +88,7 @@ async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
 
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:
     splitter = sse.EventSplitter()
+    is_first = True
     while not exchange.answered and (chunk := await answer.read_some()):
         exchange.mark(Event.DECODE_FIRST, answer.engine)
         try:
@@ -77,6 +96,9 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Cont
         except ProtocolError as error:
             raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
         if events:
+            if is_first:
+                _check_first(answer, events[0])
+            is_first = False
             exchange.first_token(answer.engine, streams=True)
             await _pass_on(exchange, events, shape)
     if not exchange.answered:
@@ -85,6 +107,20 @@ async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Cont
         await _pass_on(exchange, [sse.DONE], shape)
     await exchange.reply.end()
     await answer.drain()
+
+
+def _check_first(answer: Answer, event: bytes) -> None:
+    """:raises LegFailed: it says that the engine failed; nothing was sent, and another one may serve."""
+    found = sse.data(event)
+    if found is None or not found.startswith(b'{"error"'):
+        return
+    try:
+        code = msgspec.json.decode(found, type=_Failure).error.code
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return
+    if code >= 500:
+        said = Refusal(code, found, "application/json")
+        raise failed(Reason.STATUS_5XX, answer.engine, f"an error {code} in place of a first event", answer=said)
 
 
 async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs | Continuation) -> None:

@@ -182,6 +182,9 @@ class StandIn:
         if self.fault == "reset":
             request.transport.abort()
             await asyncio.Event().wait()
+        if self.fault == "error_event":
+            text = b'data: {"error": {"message": "the engine is dead", "type": "E", "code": 500}}\n\ndata: [DONE]\n\n'
+            return web.Response(body=text, content_type="text/event-stream")
         if self.fault == "elsewhere":
             return web.Response(status=307, headers={"Location": "http://127.0.0.1:1/"})
         if isinstance(self.fault, int):
