@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import re
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from pdx.errors import RequestRefused
-from pdx.proxy.plan import LOOKED_AT, XARGS, Body, Mode, Route
+from pdx.proxy.plan import LOOKED_AT, XARGS, Body, Mode, Route, token_count
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
 _LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
@@ -31,6 +33,10 @@ _LONG = (
     *("bad_words", "response_format", "structured_outputs", "chat_template", "chat_template_kwargs"),
     "mm_processor_kwargs",
 )
+
+_NAMES_BYTES = 64 << 10
+_BEFORE_IDS = re.compile(rb'"prompt"\s*:\s*(?:\[\s*)?(?=\[)')
+_IN_PLACE = b'"%s"' % secrets.token_hex(16).encode()
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _outline = msgspec.json.Decoder(msgspec.defstruct("_Outline", [(name, Raw, Raw()) for name in _LONG]))
@@ -109,6 +115,8 @@ def _split(raw: bytes) -> dict[str, Raw]:
     """
     if not raw.isascii():
         _check_utf8(raw)
+    if len(raw) > LENIENT_BYTES and (fields := _split_around_ids(raw)) is not None:
+        return fields
     if raw.count(b'"') > _MANY_QUOTES:
         _check_names(raw)
     try:
@@ -120,6 +128,30 @@ def _split(raw: bytes) -> dict[str, Raw]:
     if not isinstance(body, dict):
         raise RequestRefused(400, "the request is not a JSON object")
     return {name: Raw(json.dumps(value).encode("ascii")) for name, value in body.items()}
+
+
+def _split_around_ids(raw: bytes) -> dict[str, Raw] | None:
+    """The same where the prompt is a list of so many ids that even a pass over them takes long; None: it is not.
+
+    Something else is put in their place meanwhile. They are looked for by their first and last byte, so what is between
+    may still be no JSON. That an engine will say.
+    """
+    found = _BEFORE_IDS.search(raw, 0, _NAMES_BYTES) or _BEFORE_IDS.search(raw, max(0, len(raw) - _NAMES_BYTES))
+    if found is None:
+        return None
+    start, end = found.end(), raw.find(b"]", found.end()) + 1
+    if end - start < LENIENT_BYTES or token_count(memoryview(raw)[start:end]) is None:
+        return None
+    try:
+        fields = _fields.decode(raw[:start] + _IN_PLACE + raw[end:])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    prompt = bytes(fields.get("prompt", b""))
+    before = prompt.find(_IN_PLACE)
+    if before < 0:
+        return None  # of another object
+    fields["prompt"] = Raw(memoryview(raw)[start - before : end + len(prompt) - before - len(_IN_PLACE)])
+    return fields
 
 
 def _check_utf8(raw: bytes) -> None:

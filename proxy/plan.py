@@ -60,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A completion's only prompt."""
 
-    nbytes: int
+    nbytes: int  # as it was written
     ids: int = 0  # 0: it is text
 
 
@@ -154,19 +154,22 @@ def single_prompt(prompt: Any) -> Prompt | None:
     """The one prompt in a completion's `prompt`; None: several, none, or nothing one could tell."""
     if not isinstance(prompt, Raw):
         return None
-    if _SEVERAL.match(memoryview(prompt)):
-        try:
-            (prompt,) = _one_item.decode(prompt)
-        except msgspec.MsgspecError:
-            return None
     size = len(memoryview(prompt))
+    if (opening := _SEVERAL.match(memoryview(prompt))) is not None:
+        if opening[0].endswith(b"["):
+            prompt = Raw(bytes(prompt)[1:-1].strip())
+        else:
+            try:
+                (prompt,) = _one_item.decode(prompt)
+            except msgspec.MsgspecError:
+                return None
     if bytes(memoryview(prompt)[:1]) == b'"':
-        return Prompt(size) if size > len('""') else None
+        return Prompt(size) if bytes(memoryview(prompt)[:2]) != b'""' else None
     count = token_count(prompt)
     return Prompt(size, count) if count is not None else None
 
 
-def token_count(ids: Raw) -> int | None:
+def token_count(ids: Raw | memoryview) -> int | None:
     """How many numbers a JSON list of whole numbers has; None: it is something else, or empty. Without reading them."""
     view = memoryview(ids)
     if len(view) < len("[0]") or (view[0], view[-1]) != _BRACKETS:

@@ -106,11 +106,12 @@ PROMPTS = st.recursive(
 
 @given(prompt=PROMPTS, indent=st.sampled_from([None, 0, 2]))
 def test_one_prompt_is_told_from_its_bytes(prompt, indent):
-    found = single_prompt(parse(json.dumps({"prompt": prompt}, indent=indent).encode())["prompt"])
+    raw = parse(json.dumps({"prompt": prompt}, indent=indent).encode())["prompt"]
+    found = single_prompt(raw)
     wanted = list_of_one(prompt)
     assert (found is None) == (wanted is None)
     if found is not None:
-        assert found.nbytes == len(json.dumps(wanted, indent=indent)) or indent is not None
+        assert found.nbytes == len(bytes(raw))
         assert found.ids == (0 if isinstance(wanted, str) else len(wanted))
 
 
@@ -146,6 +147,45 @@ def test_a_body_may_be_long_but_not_of_names():
             parse(json.dumps({**long, **many}).encode())
     with pytest.raises(RequestRefused):
         parse(json.dumps({"prompt": "a", "vllm_xargs": {f"name{number}": 1 for number in range(10_000)}}).encode())
+
+
+IDS = json.dumps(list(range(100_000)))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"prompt":%s}',
+        '{"prompt": [ %s\n] , "model":"m"}',
+        '{"model":"m","prompt":%s,"stop":["]","[",",\\"prompt\\":[1,2]"]}',
+        '{"prompt":%s,"prompt":"the last one counts"}',
+        '{"prompt":[1],"prompt":%s}',
+        '{"other":{"prompt":%s},"prompt":"a"}',
+        '{"prompt":"a","other":{"prompt":%s}}',
+        '{"other":{"prompt":%s}}',
+        '{"prompt":[%s,[1]]}',
+        '{"prompt":[%s,"a"]}',
+        '{"prompt":[1.5,%s]}',
+        '{"user":"\\"prompt\\":","x":%s}',
+        '{"prompt":%s',
+        '{"prompt":%s]}',
+        '[{"prompt":%s}]',
+        '{"prompt":"a","x":NaN,"prompt":%s}',
+    ],
+)
+@pytest.mark.parametrize("ids", [IDS, IDS.replace("7,", "7,,"), IDS.replace(" 7,", " 7 "), IDS.replace("7,", "7.5,")])
+def test_many_ids_are_passed_on_wherever_they_are(raw, ids):
+    raw = (raw % ids).encode()
+    wanted = read(raw)
+    try:
+        body = parse(raw)
+    except RequestRefused:
+        assert not isinstance(wanted, dict) or b"NaN" in raw
+        return
+    assert read(bytes(encode(body))) == wanted
+    if wanted is not None:
+        found = single_prompt(body.get("prompt"))
+        assert (found is None) == (list_of_one(wanted.get("prompt")) is None)
 
 
 def test_values_too_long_to_be_looked_at_are_not_neutral():
