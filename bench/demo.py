@@ -77,10 +77,13 @@ def check_pair(pair: str) -> dict[str, float]:
     return {} if trial.rate is None else {pair: trial.rate.median_gb_s}
 
 
-def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str], pair: str | None) -> None:
+def start_pdx(
+    processes: Processes, model: Path, port: int, admin_port: int, flags: Sequence[str], pair: str | None
+) -> None:
     """Run `pdx up` and wait until it is ready."""
     logs = FOLDER / "logs"
     command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port), "--arena", "2GiB"]
+    command += ["--admin", f"127.0.0.1:{admin_port}", "--debug-headers"]
     if pair is not None:
         command += ["--channel", pair]
     num_nodes = 1 if pair is None else 2
@@ -95,8 +98,9 @@ def start_pdx(processes: Processes, model: Path, port: int, flags: Sequence[str]
 class Pair:
     """The running prefill and decode engine behind their proxy. `tried`: GB/s of the channel before they ran."""
 
-    def __init__(self, port: int, pair: str | None, tried: Mapping[str, float]) -> None:
+    def __init__(self, port: int, admin_port: int, pair: str | None, tried: Mapping[str, float]) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        self._admin_url = f"http://127.0.0.1:{admin_port}"
         self._folder = runtime_folder() / f"up-{port}"
         self._pair = pair
         self._tried = tried
@@ -146,7 +150,7 @@ class Pair:
         timeline: dict[str, Any] = {}
 
         def is_complete() -> bool:
-            timeline.update(json.loads(server.get(f"{self.url}/pdx/requests/{transfer}")))
+            timeline.update(json.loads(server.get(f"{self._admin_url}/pdx/requests/{transfer}")))
             parts = timeline["breakdown"]
             has_moved = parts["moved_bytes"] > 0 and (self._pair is None or parts["pushed_bytes"] > 0)
             return parts["handoff_ms"] is not None and has_moved
@@ -187,10 +191,10 @@ def main() -> int:
     nodes = "a node" if pair is None else f"two nodes joined by {pair}"
     say(f"starting PDX: {nodes}, a prefill engine, a decode engine and the proxy (up to a minute)")
     with Processes(FOLDER / "logs") as processes:
-        (port,) = free_ports(1)
-        start_pdx(processes, model, port, flags, pair)
+        port, admin_port = free_ports(2)
+        start_pdx(processes, model, port, admin_port, flags, pair)
         say("PDX is ready and answers")
-        engines = Pair(port, pair, tried)
+        engines = Pair(port, admin_port, pair, tried)
         rows = run_all(engines, reference)
         wire = engines.wire()
         say("stopping")

@@ -49,12 +49,12 @@ SPANS = (
 )
 
 
-def timeline(url: str, transfer: str) -> dict[str, Any]:
+def timeline(admin_url: str, transfer: str) -> dict[str, Any]:
     """The request's timeline, with the moments that nodes report once a second."""
     found: dict[str, Any] = {}
 
     def is_complete() -> bool:
-        found.update(get(f"{url}/pdx/requests/{transfer}"))
+        found.update(get(f"{admin_url}/pdx/requests/{transfer}"))
         return {Event.PREFILL_END, Event.SEALED, *SPANS} <= {moment["event"] for moment in found["moments"]}
 
     if not wait_until(is_complete, 10.0):
@@ -87,15 +87,17 @@ def row(found: dict[str, Any], idle_copy_ms: float, copies_ms: list[float]) -> d
 def measure() -> list[dict[str, float]]:
     """All requests through one pair of engines."""
     rows = []
-    (port,) = free_ports(1)
+    port, admin_port = free_ports(2)
     url = f"http://127.0.0.1:{port}"
+    admin_url = f"http://127.0.0.1:{admin_port}"
     memcpy = Memcpy(TOKENS * KV_BYTES, core=max(os.sched_getaffinity(0)), targets=TARGETS)
     with bench_folder() as (model, processes):
         command = [sys.executable, "-P", "-m", "pdx.cli.main", "up", str(model), "--port", str(port)]
+        command += ["--admin", f"127.0.0.1:{admin_port}", "--debug-headers"]
         options = ["--arena", ARENA, "--logs", str(model.parent / "logs"), "--", *FLAGS, "--max-model-len", "6000"]
         start(processes, "up", [*command, *options], url, {"VLLM_CPU_KVCACHE_SPACE": KV_GIB})
         for number in range(-WARMUPS, REQUESTS):
-            found = timeline(url, complete(url, prompt(TOKENS, number), max_tokens=4))
+            found = timeline(admin_url, complete(url, prompt(TOKENS, number), max_tokens=4))
             copies = memcpy.times_ms()
             if number >= 0:
                 rows.append(row(found, *copies))

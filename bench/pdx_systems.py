@@ -79,25 +79,27 @@ class PdxSystem(System):
 
     def commands(self, bed: Bed) -> list[str]:
         """See `System.commands`."""
-        command = self._command(bed, PORT)
+        command = self._command(bed, PORT, PORT + 1)
         return [command.line()]
 
     def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
         """See `System.start`."""
-        (port,) = free_ports(1)
+        port, admin_port = free_ports(2)
         logs = bed.logs / self.name
-        command = self._command(bed, port, logs, trace)
+        command = self._command(bed, port, admin_port, logs, trace)
         with ExitStack() as undo:
             servers = Servers(logs, STOP_S)
             undo.callback(servers.close)
             servers.start([command])
-            running = PdxRunning(servers, port, is_one_node=self.channel is None)
+            running = PdxRunning(servers, port, admin_port, is_one_node=self.channel is None)
             running.find_engines()
             undo.pop_all()
         return running
 
-    def _command(self, bed: Bed, port: int, logs: Path | None = None, trace: Path | None = None) -> Command:
-        options = ["--port", str(port), "--arena", bed.arena]
+    def _command(
+        self, bed: Bed, port: int, admin_port: int, logs: Path | None = None, trace: Path | None = None
+    ) -> Command:
+        options = ["--port", str(port), "--admin", f"127.0.0.1:{admin_port}", "--debug-headers", "--arena", bed.arena]
         if self.channel is not None:
             options += ["--channel", self.channel]
         if self.gpu:
@@ -172,8 +174,9 @@ def _socket(ports: Ports) -> Path:
 class PdxRunning(Running):
     """A `pdx up` of its own."""
 
-    def __init__(self, servers: Servers, port: int, *, is_one_node: bool) -> None:
+    def __init__(self, servers: Servers, port: int, admin_port: int, *, is_one_node: bool) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        self._admin_url = f"http://127.0.0.1:{admin_port}"
         self.prefill_url = ""
         self.decode_url = ""
         self._servers = servers
@@ -209,7 +212,7 @@ class PdxRunning(Running):
     def timeline(self, transfer: str) -> list[Moment] | None:
         """See `Running.timeline`."""
         try:
-            found = server.get(f"{self.url}/pdx/requests/{transfer}")
+            found = server.get(f"{self._admin_url}/pdx/requests/{transfer}")
         except urllib.error.HTTPError as error:
             error.close()
             if error.code == 404:

@@ -171,7 +171,7 @@ class _Load:
             raise RuntimeError("an answer through the proxy is not the engine's")
         transfer = self._answers[PROXY][-1].transfer
         try:
-            async with http.get(f"{self._stage.proxy_url}/pdx/requests/{transfer}", raise_for_status=True) as response:
+            async with http.get(f"{self._stage.admin_url}/pdx/requests/{transfer}", raise_for_status=True) as response:
                 found = (await response.json())["mode"]
         except aiohttp.ClientError as error:
             raise AskFailed(f"the proxy does not tell what it did with transfer {transfer!r}: {error}") from error

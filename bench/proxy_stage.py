@@ -34,6 +34,7 @@ class Stage:
     prefill_url: str
     decode_url: str
     proxy_url: str
+    admin_url: str  # the proxy's
     engine_pids: tuple[int, int]
     proxy_pid: int
     before: Other | None = None
@@ -54,7 +55,7 @@ def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
     :raises RuntimeError: one of them did not start; the message has the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, Processes(Path(folder)) as processes:
-        ports = free_ports(4)
+        ports = free_ports(5)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [
@@ -65,10 +66,14 @@ def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
         for engine in engines:
             _wait(engine)
         proxies = []
-        for name, port, control, checkout in zip(("proxy", "before"), ports[2:], controls, (None, before), strict=True):
+        for name, port, control, checkout in zip(
+            ("proxy", "before"), ports[2:4], controls, (None, before), strict=True
+        ):
             if name == "before" and checkout is None:
                 continue
             options = ["--prefill", urls[0], "--decode", urls[1], "--control", control]
+            if checkout is None:  # the other checkout may be older than these options
+                options += ["--admin", f"127.0.0.1:{ports[4]}", "--debug-headers"]
             command = ["-m", "pdx.cli.main", "proxy", "--port", str(port), *options, "--log-level", "warning"]
             proxies.append(_started(processes, name, command, f"http://127.0.0.1:{port}", checkout))
             _wait(proxies[-1])
@@ -76,7 +81,7 @@ def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
         other = Other(urls[3], proxies[1].pid) if before is not None else None
         with _reported(controls[: len(proxies)], urls[0], urls[1]):
             _wait_for_nodes(urls[2])
-            yield Stage(pace, urls[0], urls[1], urls[2], (first.pid, second.pid), proxies[0].pid, other)
+            yield Stage(pace, urls[0], urls[1], urls[2], urls[4], (first.pid, second.pid), proxies[0].pid, other)
 
 
 @contextlib.contextmanager

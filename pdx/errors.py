@@ -35,6 +35,7 @@ PdxError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -157,6 +158,7 @@ class Refusal(NamedTuple):
     status: int
     body: bytes
     content_type: str
+    headers: Mapping[str, str]
 
 
 class LegFailed(ProxyError):

@@ -15,8 +15,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from pdx import descriptors
 from pdx.config import default_proxy
-from pdx.errors import Exhausted, RequestRefused
+from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.faults import Faults, printable
 from pdx.host import host_id
 from pdx.messages import NodeReport, PeerEntry
@@ -25,6 +26,8 @@ from pdx.proxy.body import parse
 from pdx.proxy.clocks import Clocks
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
+from pdx.proxy.cors import Origins
+from pdx.proxy.drain import Drain
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.health import Health
 from pdx.proxy.intake import Intake
@@ -37,7 +40,7 @@ from pdx.proxy.probe import Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Roster
-from pdx.proxy.server import serve_until_stopped
+from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.waking import WakingClock
 
 log = logging.getLogger(__name__)
@@ -46,8 +49,11 @@ log = logging.getLogger(__name__)
 _PASSED_HEADERS = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
 _REQUEST_ID = re.compile(r"[0-9A-Za-z._:-]{1,128}")
 _KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request
-_SHUTDOWN_S = 5.0
+_FILES_PER_ENGINE = 4
 _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
@@ -71,14 +77,17 @@ class Proxy:
         self._ledger = Ledger(keep=config.kept_timelines)
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
-        self._metrics = Metrics(engines=self._roster.engines, health=self._health)
-        self._faults = Faults(Counter())
+        self.counters: Counter[str] = Counter()
+        self.drain = Drain()
+        self._faults = Faults(self.counters)
+        self._metrics = Metrics(engines=self._roster.engines, health=self._health, events=self.counters)
         self._control = Control(
             config.control or default_proxy(),
             on_report=self._take_report,
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
             roster=config.roster,
+            counters=self.counters,
             faults=self._faults,
         )
         self._intake = Intake(
@@ -95,17 +104,30 @@ class Proxy:
 
     def app(self) -> web.Application:
         """The web application; it starts and closes this proxy with itself."""
-        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_faults])
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._refuse_when_stopping])
+        Origins(self._config.allowed_origins).install(app)
+        app.middlewares.append(_contain)
+        app.on_response_prepare.append(_echo_request_id)
         for route in Route:
             app.router.add_post(route, self._generate)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/health", self._tell_health)
-        app.router.add_get("/metrics", self._expose)
-        app.router.add_get("/pdx/requests", self._requests)
-        app.router.add_get("/pdx/requests/{transfer}", self._request)
         app.on_startup.append(self._on_startup)
         app.on_cleanup.append(self._on_cleanup)
         return app
+
+    def admin_app(self) -> web.Application:
+        """What only those may ask who run this proxy: it tells of all clients' requests."""
+        app = web.Application(middlewares=[_contain])
+        app.router.add_get("/metrics", self._expose)
+        app.router.add_get("/pdx/requests", self._requests)
+        app.router.add_get("/pdx/requests/{transfer}", self._request)
+        return app
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines it knows now."""
+        return len(self._roster.engines())
 
     async def start(self) -> None:
         """Open the client session and the control socket on the running loop.
@@ -134,6 +156,7 @@ class Proxy:
             legs=self._legs,
             control=self._control,
             metrics=self._metrics,
+            drain=self.drain,
             clock=self._clock,
         )
         self._models = Models(self._health, self._legs, engines=self._roster.engines)
@@ -160,19 +183,20 @@ class Proxy:
     async def _watch(self) -> None:
         """Look at the clock: for silent nodes and legs, and for probes that are due."""
         while True:
-            try:
-                self._look()
-            except Exception:  # noqa: BLE001 - the root of a task that must not end
-                log.exception("an internal error while the proxy looked at the clock")
+            self._look()
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
         assert self._legs is not None
         assert self._probes is not None
-        self._legs.end_silent()
-        self._note_detached(self._roster.expire(), "its node is silent")
-        self._tell_peers()
-        self._probes.look()
+        with self._faults.contain("the look at silent legs"):
+            self._legs.end_silent()
+        with self._faults.contain("the look at silent nodes"):
+            self._note_detached(self._roster.expire(), "its node is silent")
+        with self._faults.contain("telling nodes of each other"):
+            self._tell_peers()
+        with self._faults.contain("the look at probes"):
+            self._probes.look()
 
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
@@ -189,16 +213,40 @@ class Proxy:
         """Nodes find each other by this: they hear of every change, and a node's new life is one."""
         peers = self._roster.peers()
         if peers != self._told_peers:
-            self._told_peers = peers
             self._control.send_peers(list(peers.values()))
+            self._told_peers = peers
 
     def _note_detached(self, urls: frozenset[str], why: str) -> None:
         for url in urls:
             log.warning("engine %s is attached to no node (%s): it serves alone", url, why)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        reply = Reply(request, debug_headers=self._config.debug_headers)
+        try:
+            async with self.drain.under_way():
+                return await self._answered(request, reply)
+        except TimeoutError:
+            if not self.drain.is_over:
+                raise
+            if not reply.is_whole:
+                with suppress(ClientGone):
+                    await reply.fail(503, "the proxy is being stopped")
+            return reply.response
+
+    @web.middleware
+    async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Another proxy is to be asked: this one answers what it has begun, and ends."""
+        if not self.drain.has_begun:
+            return await handler(request)
+        self.counters["refused_while_stopping"] += 1
+        response = fault.response(503, "the proxy is being stopped", retry_after_s=1)
+        response.force_close()
+        return response
+
+    async def _answered(self, request: web.Request, reply: Reply) -> web.StreamResponse:
         assert self._relay is not None
         route = Route(request.path)
+        exchange = None
         try:
             if request.content_type != "application/json":
                 raise RequestRefused(400, "the request must have Content-Type: application/json")
@@ -207,12 +255,16 @@ class Proxy:
                 await asyncio.sleep(0)  # of a large body, every step takes its time: others have their turn between
                 if stripped:
                     self._note_stripped()
-                exchange = self._exchange(request, route, body)
+                exchange = self._exchange(request, route, body, reply)
                 await self._relay.serve(exchange)
-                return exchange.reply.response
+                return reply.response
         except RequestRefused as refusal:
             self._metrics.requests.labels(route, "", Outcome.BAD_REQUEST).inc()
             return fault.response(refusal.status, str(refusal), retry_after_s=refusal.retry_after_s)
+        except asyncio.CancelledError:
+            if exchange is None and self.drain.is_over:
+                self._metrics.requests.labels(route, "", Outcome.STOPPED).inc()
+            raise
 
     def _check_length(self, plan: Plan) -> None:
         """What no engine takes goes to none: a list of ids is long before it is read.
@@ -231,7 +283,7 @@ class Proxy:
                 "Please reduce the length of the input prompt.",
             )
 
-    def _exchange(self, request: web.Request, route: Route, body: Body) -> Exchange:
+    def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
         plan = classify(route, body, min_split_tokens=self._config.min_split_tokens)
         self._check_length(plan)
         if plan.mode is Mode.FORWARD and not self._config.forward:
@@ -246,7 +298,7 @@ class Proxy:
             route=route,
             body=body,
             headers=headers,
-            reply=Reply(request),
+            reply=reply,
             timeline=timeline,
             metrics=self._metrics,
         )
@@ -294,12 +346,37 @@ class Proxy:
 
 
 async def serve(config: ProxyConfig) -> None:
-    """Serve until SIGINT or SIGTERM; then requests under way are cancelled, and their legs with them.
+    """Serve until SIGINT or SIGTERM; then requests under way have `drain_s`, and a second signal ends them at once.
 
-    :raises ConfigError: an engine's URL is not one, or the control socket cannot be had.
-    :raises OSError: the HTTP address cannot be had.
+    :raises ConfigError: an engine's URL is not one, or the control or the admin socket cannot be had.
+    :raises OSError: an address cannot be had.
     """
-    await serve_until_stopped(Proxy(config).app(), config.host, config.port, shutdown_s=_SHUTDOWN_S)
+    descriptors.raise_limit()
+    proxy = Proxy(config)
+    signalled = asyncio.Event()
+
+    def stop() -> None:
+        if signalled.is_set():
+            proxy.drain.end()
+        signalled.set()
+
+    when_signalled(stop)
+    server = Server(proxy.app(), spared=lambda: _FILES_PER_ENGINE * proxy.num_engines, counters=proxy.counters)
+    admin = Server(proxy.admin_app(), counters=proxy.counters)
+    try:
+        if config.admin:
+            await admin.start(config.admin)
+            log.info("metrics and timelines at %s, for everybody who reaches it", admin.url)
+        await server.start(endpoint(config.host, config.port))
+        log.info("listening on %s", server.url)
+        await signalled.wait()
+        proxy.drain.begin()
+        log.info("stopping: %d requests under way have %g s", len(proxy.drain), config.drain_s)
+        await proxy.drain.wait(config.drain_s)
+        proxy.drain.end()
+    finally:
+        await server.close()
+        await admin.close()
 
 
 def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -311,9 +388,7 @@ def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 @web.middleware
-async def _faults(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _contain(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -321,6 +396,13 @@ async def _faults(
     except Exception:  # noqa: BLE001 - the root of a request's task
         log.exception("request to %s failed", request.path)
         return fault.response(500, "internal error of the proxy")
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """The client's id of its request, also where no engine was asked."""
+    request_id = request.headers.get("X-Request-Id", "")
+    if _REQUEST_ID.fullmatch(request_id):
+        response.headers.setdefault("X-Request-Id", request_id)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

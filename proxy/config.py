@@ -33,4 +33,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 32)] = 8 << 20
     max_bodies_bytes: Annotated[int, Meta(ge=1 << 10)] = 512 << 20  # of all requests under way together
     body_timeout_s: PositiveSeconds = 60.0  # without progress
+    admin: str = ""  # where metrics and timelines are told, `HOST:PORT` or a Unix socket's path; empty: nowhere
+    debug_headers: bool = False  # answers say by which transfer and in which mode they came about
+    allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may read answers; `*`: all
+    drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0  # requests under way at a SIGTERM have so long
     kept_timelines: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000

@@ -67,6 +67,7 @@ class Continuation:
             except ProtocolError as error:
                 raise failed(Reason.MALFORMED, answer.engine, str(error)) from error
             exchange.first_token(answer.engine, streams=False)
+            exchange.reply.pass_on(answer.headers)
             exchange.reply.whole(200, merged)
 
     def event(self, event: bytes) -> bytes:
@@ -83,10 +84,12 @@ async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
         raise failed(Reason.MALFORMED, answer.engine, f"{len(raw)} bytes are no answer")
     else:
         exchange.first_token(answer.engine, streams=False)
+    exchange.reply.pass_on(answer.headers)
     exchange.reply.whole(answer.status, raw, content_type=answer.content_type)
 
 
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:
+    exchange.reply.pass_on(answer.headers)
     splitter = sse.EventSplitter()
     is_first = True
     while not exchange.answered and (chunk := await answer.read_some()):
@@ -119,7 +122,7 @@ def _check_first(answer: Answer, event: bytes) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return
     if code >= 500:
-        said = Refusal(code, found, "application/json")
+        said = Refusal(code, found, "application/json", answer.headers)
         raise failed(Reason.STATUS_5XX, answer.engine, f"an error {code} in place of a first event", answer=said)
 
 

@@ -27,6 +27,7 @@ class Outcome(StrEnum):
     BROKEN = "broken"  # an engine died or did not end its answer
     UNAVAILABLE = "unavailable"  # no engine could be reached
     CLIENT_GONE = "client_gone"
+    STOPPED = "stopped"  # this proxy was told to end, and did not wait any longer
     INTERNAL = "internal"  # a fault of this proxy
 
 
@@ -85,7 +86,7 @@ class Exchange:
         """Serve it so from now on; nothing may have been sent to the client yet."""
         self.timeline.mode = mode
         self.timeline.why = why
-        self.reply.headers = {"x-pdx-transfer-id": self.transfer, "x-pdx-mode": mode}
+        self.reply.describe(self.transfer, mode)
 
     def mark(self, event: Event, engine: Engine | None = None) -> None:
         """This moment is one of the request's; of each kind, the first counts."""

@@ -43,6 +43,7 @@ class Answer:
         self.engine = engine
         self.status = response.status
         self.content_type = response.content_type
+        self.headers = response.headers
         self._response = response
         self._leg = leg
         self._health = health
@@ -169,7 +170,7 @@ class Legs:
     async def _check(self, answer: Answer) -> None:
         """:raises LegFailed: it is none, or another engine may give a better one."""
         if answer.failure is not None:
-            refusal = Refusal(answer.status, await answer.read(), answer.content_type)
+            refusal = Refusal(answer.status, await answer.read(), answer.content_type, answer.headers)
             raise failed(answer.failure, answer.engine, f"status {answer.status}", answer=refusal)
 
     @asynccontextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,9 +17,11 @@ _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 class Metrics:
     """Counters and histograms; gauges are read off the roster when somebody asks."""
 
-    def __init__(self, *, engines: Callable[[], list[Engine]], health: Health) -> None:
+    def __init__(self, *, engines: Callable[[], list[Engine]], health: Health, events: Mapping[str, int]) -> None:
+        """`events`: what the parts count that know nothing of metrics, by name."""
         self.registry = CollectorRegistry()
         self.registry.register(_Engines(engines, health))
+        self.registry.register(_Events(events))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
@@ -54,6 +56,21 @@ class Metrics:
     def expose(self) -> bytes:
         """In the Prometheus text format."""
         return generate_latest(self.registry)
+
+
+class _Events(Collector):
+    """Names appear when they are first counted."""
+
+    def __init__(self, events: Mapping[str, int]) -> None:
+        self._events = events
+
+    def collect(self) -> Iterator[Metric]:
+        counted = CounterMetricFamily(
+            "pdx_proxy_events", "Connections that were not served, messages dropped, internal errors.", labels=["event"]
+        )
+        for name, count in sorted(self._events.items()):
+            counted.add_metric([name], count)
+        yield counted
 
 
 class _Engines(Collector):

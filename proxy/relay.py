@@ -12,6 +12,7 @@ from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
+from pdx.proxy.drain import Drain
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.health import ANSWERED, Health, Reason
 from pdx.proxy.ledger import Ledger
@@ -50,6 +51,7 @@ class Relay:
         legs: Legs,
         control: Control,
         metrics: Metrics,
+        drain: Drain,
         clock: Callable[[], float],
     ) -> None:
         self._roster = roster
@@ -58,6 +60,7 @@ class Relay:
         self._legs = legs
         self._control = control
         self._metrics = metrics
+        self._drain = drain
         self._clock = clock
         self._warned_no_pair = False
         self._warned_unplaced = False
@@ -65,17 +68,18 @@ class Relay:
     async def serve(self, exchange: Exchange) -> None:
         """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
 
-        :raises asyncio.CancelledError: the client went away, or the proxy is closing.
+        :raises asyncio.CancelledError: the client went away, or the proxy is to end.
         """
         outcome = Outcome.INTERNAL
         try:
             outcome = await self._outcome(exchange)
             exchange.mark(Event.DONE)
         except (ClientGone, asyncio.CancelledError) as error:
-            outcome = Outcome.OK if exchange.answered else Outcome.CLIENT_GONE
+            gone = Outcome.STOPPED if self._drain.is_over else Outcome.CLIENT_GONE
+            outcome = Outcome.OK if exchange.answered else gone
             if not exchange.answered:
-                self._cancel(exchange, "client_gone")
-            if not exchange.answered or isinstance(error, ClientGone):
+                self._cancel(exchange, outcome)
+            if outcome is Outcome.CLIENT_GONE or isinstance(error, ClientGone):
                 exchange.reply.abort()
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -111,6 +115,7 @@ class Relay:
     async def _report(self, exchange: Exchange, failure: LegFailed) -> Outcome:
         said = failure.answer
         if said is not None and failure.reason is not Reason.REDIRECT and not exchange.reply.started:
+            exchange.reply.pass_on(said.headers)
             exchange.reply.whole(said.status, said.body, content_type=said.content_type)
             return Outcome.ENGINE_ERROR if said.status >= 500 else Outcome.CLIENT_ERROR
         status = 503 if failure.unsent else 502

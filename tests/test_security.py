@@ -115,6 +115,7 @@ def test_every_place_that_listens_is_known():
         "pdx/entry.py",  # tests/node/test_desk.py
         "pdx/front.py",  # tests/node/test_front.py
         "pdx/door.py",
+        "proxy/server.py",  # the admin socket: tests/proxy/test_proxy_clients.py
         "pdx/cli/ports.py",  # it does not listen: it only keeps ports that are free
     }
 

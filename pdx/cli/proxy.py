@@ -51,6 +51,30 @@ import click
 )
 @click.option("--max-body", default="8M", show_default=True, metavar="SIZE", help="Largest request accepted.")
 @click.option(
+    "--admin",
+    default="",
+    metavar="ADDRESS",
+    help="Serve /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path. [default: nowhere]",
+)
+@click.option(
+    "--debug-headers",
+    is_flag=True,
+    help="Say in headers x-pdx-transfer-id and x-pdx-mode how an answer came about.",
+)
+@click.option(
+    "--allowed-origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let in scripts of web pages from there, as https://example.org; *: all; may be repeated. [default: none]",
+)
+@click.option(
+    "--drain",
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="After SIGTERM, requests under way have so long; a second signal ends them at once.",
+)
+@click.option(
     "--log-level",
     default="info",
     show_default=True,
@@ -69,6 +93,10 @@ def proxy(
     first_byte_timeout: float,
     idle_timeout: float,
     max_body: str,
+    admin: str,
+    debug_headers: bool,
+    allowed_origins: tuple[str, ...],
+    drain: float,
     log_level: str,
 ) -> None:
     """Serve the OpenAI API, splitting each request into a prefill and a decode leg."""
@@ -94,6 +122,10 @@ def proxy(
                 "first_byte_timeout_s": first_byte_timeout,
                 "idle_timeout_s": idle_timeout,
                 "max_body_bytes": parse_bytes(max_body),
+                "admin": admin,
+                "debug_headers": debug_headers,
+                "allowed_origins": allowed_origins,
+                "drain_s": drain,
             },
         )
         asyncio.run(serve(config))

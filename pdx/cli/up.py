@@ -29,6 +29,7 @@ from pdx.errors import ConfigError
 from pdx.ownership import owned
 
 LOOK_S = 0.25
+DRAIN_S = 5.0  # requests under way when all of it is to end; the guard gives each process GRACE_S
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
 
 
@@ -66,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     is_on_gpu: bool  # the arenas are
     nodes: list[Node]
     control: str  # where nodes and the proxy meet
+    proxy_options: Sequence[str]
     flags: Sequence[str]
     share_port: Callable[[], None]  # to be called before the proxy starts
 
@@ -118,6 +120,8 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     metavar="SCHEME",
     help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
 )
+@click.option("--admin", default="", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]")
+@click.option("--debug-headers", is_flag=True, help="See `pdx proxy`.")
 @click.option("--logs", type=click.Path(path_type=Path), default="pdx-logs", show_default=True, help="Folder for logs.")
 @click.option(
     "--wait",
@@ -138,6 +142,8 @@ def up(
     gpu: str,
     node: str | None,
     channel: str | None,
+    admin: str,
+    debug_headers: bool,
     logs: Path,
     wait: float,
     flags: tuple[str, ...],
@@ -173,6 +179,7 @@ def up(
             is_on_gpu=bool(gpus),
             nodes=[Node("node", node, is_own=False)] if node else nodes_of(folder, channel, gpus),
             control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
+            proxy_options=[*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])],
             flags=flags,
             share_port=share_port,
         )
@@ -267,7 +274,8 @@ def _start_engines(plan: Plan, processes: Processes) -> None:
 
 
 def _start_proxy(plan: Plan, processes: Processes) -> None:
-    options = ["--host", plan.host, "--port", str(plan.port), "--control", plan.control]
+    options = ["--host", plan.host, "--port", str(plan.port), "--control", plan.control, *plan.proxy_options]
+    options += ["--drain", str(DRAIN_S)]
     for engine in plan.engines:
         options += [f"--{engine.role}", engine.url]
     reporting = sum(node.is_own for node in plan.nodes)

@@ -197,7 +197,7 @@ def test_another_answer_and_another_mode_are_noticed(place: Path) -> None:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        stage = Stage(PACE, url, url, url, (os.getpid(), os.getpid()), os.getpid())
+        stage = Stage(PACE, url, url, url, url, (os.getpid(), os.getpid()), os.getpid())
         try:
             wrong = replace(stage, proxy_url=f"http://127.0.0.1:{runner.addresses[0][1]}")
             with pytest.raises(RuntimeError, match="through the proxy is not the engine's"):

@@ -155,7 +155,8 @@ def test_all_engines_get_the_same_flags_memory_and_cores(name, bed, two_cores):
 
 
 def test_pdx_is_started_with_its_channel(bed, two_cores):
-    assert "pdx up MODEL --port 8000 --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
+    told = "--admin 127.0.0.1:8001 --debug-headers"
+    assert f"pdx up MODEL --port 8000 {told} --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
     assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
     assert "--arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
     assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
@@ -217,7 +218,7 @@ def test_servers_start_serve_and_end(tmp_path):
         assert running.moments("gone") is None
         assert (running.timeline("t"), running.died()) == (None, "")
         assert baselines.EngineRunning(servers, both[:1]).moments("r") is None
-        pdx = pdx_systems.PdxRunning(servers, ports.prefill, is_one_node=True)
+        pdx = pdx_systems.PdxRunning(servers, ports.prefill, ports.prefill, is_one_node=True)
         assert [moment.at_ns for moment in pdx.timeline("t")] == [7]
         assert (pdx.timeline("gone"), pdx.moments("r")) == (None, None)
         os.kill(servers.pids("decode")[0], 9)

@@ -120,6 +120,7 @@ class StandIn:
         self.fault = None
         self.health = 200  # the answer to GET /health
         self.key = ""  # what requests must have in Authorization
+        self.headers = {}  # of every answer
         self.released = asyncio.Event()  # what ends the fault "hold"
         self.models_served = ["hash"]
         self.listed = 0  # how often GET /v1/models came
@@ -167,7 +168,10 @@ class StandIn:
             self.seen.append((request.path, body, dict(request.headers)))
             self.arrived.set()
         try:
-            return await self.answer(request, body)
+            answer = await self.answer(request, body)
+            if not answer.prepared:
+                answer.headers.update(self.headers)
+            return answer
         except asyncio.CancelledError:
             self.closed.set()
             raise
@@ -245,7 +249,7 @@ class StandIn:
         return {**head, "choices": choices, "usage": usage, "kv_transfer_params": kv, "metrics": None}
 
     async def stream(self, request, body, head, chat, prompt, limit):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **self.headers})
         await response.prepare(request)
         options = body.get("stream_options") or {}
         if chat:

@@ -13,7 +13,6 @@ from unittest import mock
 import aiohttp
 import zmq
 import zmq.asyncio
-from aiohttp import web
 from engine_standin import Server, StandIn
 
 from pdx import messages
@@ -21,6 +20,7 @@ from pdx.messages import EngineReport, NodeReport
 from pdx.proxy import health
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
+from pdx.proxy.server import Server as HttpServer
 
 DEADLINE_S = 10.0
 PLAIN = Server().facts
@@ -89,9 +89,9 @@ class Node:
 class Cluster:
     """What a test talks to."""
 
-    def __init__(self, proxy, url, client, node, prefills, decodes):
+    def __init__(self, proxy, url, admin, client, node, prefills, decodes):
         self.proxy = proxy
-        self.url, self.client, self.node, self._others = url, client, node, []
+        self.url, self.admin, self.client, self.node, self._others = url, admin, client, node, []
         self.prefills, self.decodes = prefills, decodes
 
     def other_node(self, name=""):
@@ -116,16 +116,20 @@ class Cluster:
         async with self.client.post((base or self.url) + path, json=body, **kwargs) as response:
             return response.status, response.headers, await within(response.read())
 
-    async def get(self, path):
-        async with self.client.get(self.url + path) as response:
+    async def get(self, path, base=None):
+        async with self.client.get((base or self.url) + path) as response:
             return response.status, await within(response.read())
 
+    async def tell(self, path):
+        """What the administrator is told."""
+        return await self.get(path, self.admin)
+
     async def timeline(self, transfer):
-        return json.loads((await self.get(f"/pdx/requests/{transfer}"))[1])
+        return json.loads((await self.tell(f"/pdx/requests/{transfer}"))[1])
 
     async def metric(self, name, **labels):
         """The value of one series, 0 if it is not there."""
-        text = (await self.get("/metrics"))[1].decode()
+        text = (await self.tell("/metrics"))[1].decode()
         for line in text.splitlines():
             series, _, value = line.rpartition(" ")
             if series.split("{")[0] == name and all(f'{key}="{each}"' in series for key, each in labels.items()):
@@ -141,7 +145,15 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    prefills=1, decodes=1, named=True, known=True, server=None, decode_server=None, probe_s=3600.0, **settings
+    prefills=1,
+    decodes=1,
+    named=True,
+    known=True,
+    server=None,
+    decode_server=None,
+    probe_s=3600.0,
+    served=(),
+    **settings,
 ):
     """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time.
 
@@ -159,16 +171,18 @@ async def cluster(
         settings.setdefault("heartbeat_timeout_s", 600.0)
     settings.setdefault("connect_timeout_s", DEADLINE_S)
     settings.setdefault("min_split_tokens", 0)
+    settings.setdefault("debug_headers", True)
     address = f"ipc://{folder}/p.sock"
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
     probing = mock.patch.object(health, "PROBE_S", probe_s)
     probing.start()
-    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    http = HttpServer(proxy.app(), counters=proxy.counters, **dict(served))
+    admin = HttpServer(proxy.admin_app(), counters=proxy.counters)
+    for each in (http, admin):
+        await each.start("127.0.0.1:0")
     node = Node(address)
     client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
-    made = Cluster(proxy, f"http://127.0.0.1:{runner.addresses[0][1]}", client, node, prefill, decode)
+    made = Cluster(proxy, http.url, admin.url, client, node, prefill, decode)
     try:
         pairs = [("prefill", each) for each in prefill] + [("decode", each) for each in decode]
         told = [(each.name, role, each.url) for role, each in pairs] if named and known else []
@@ -180,7 +194,8 @@ async def cluster(
     finally:
         probing.stop()
         await client.close()
-        await runner.cleanup()
+        await http.close()
+        await admin.close()
         made.close()
         for engine in (*prefill, *decode):
             await engine.stop()

@@ -54,14 +54,14 @@ async def proxy_process(folder, *options, limit=0, control=None):
     """A proxy with one engine for both roles."""
     engine = StandIn("e")
     await engine.start()
-    (port, control_port) = free_ports(2)
-    control = control or f"tcp://127.0.0.1:{control_port}"
+    (port,) = free_ports(1)
+    control = control or f"ipc://{folder}/control/p.sock"
     command = [sys.executable, "-P", "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", control]
     command += ["--prefill", engine.url, "--decode", engine.url, *options]
 
     def limited():
         if limit:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit if isinstance(limit, tuple) else (limit, limit))
 
     folder = Path(folder)
     with (folder / "log").open("wb") as log:

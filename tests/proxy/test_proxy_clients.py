@@ -3,9 +3,16 @@
 import asyncio
 import json
 import logging
+import stat
+from collections import Counter
 
+import aiohttp
 import pytest
+from aiohttp import web
 from proxy_harness import FORWARDED, HALF, cluster, events, run, until, within
+
+from pdx.errors import ConfigError
+from pdx.proxy.server import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
@@ -221,7 +228,7 @@ def test_surface():
             assert (status, json.loads(raw)) == (200, {"status": "ok", "decoders": 1, "prefillers": 1, "nodes": 1})
             _, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
             assert events(raw)[-1] == "[DONE]"
-            listed = json.loads((await made.get("/pdx/requests"))[1])["requests"]
+            listed = json.loads((await made.tell("/pdx/requests"))[1])["requests"]
             assert [each["transfer_id"] for each in listed] == [headers["x-pdx-transfer-id"]]
             one = await made.timeline(headers["x-pdx-transfer-id"])
             assert one == listed[0]
@@ -236,11 +243,90 @@ def test_surface():
             ]
             assert (one["mode"], one["prompt_tokens"]) == ("forward", len(FORWARDED) + 1)
             assert FORWARDED not in json.dumps(one)
-            assert (await made.get("/pdx/requests/unheard"))[0] == 404
+            assert (await made.tell("/pdx/requests/unheard"))[0] == 404
             assert json.loads((await made.get("/nowhere"))[1])["error"]["code"] == 404
             labels = {"route": COMPLETIONS, "mode": "forward"}
             assert await made.metric("pdx_proxy_ttft_seconds_count", **labels) == 1
             assert await made.metric("pdx_proxy_requests_total", **labels, outcome="ok") == 1
+
+    run(main)
+
+
+def test_clients_are_told_nothing_of_others():
+    """Timelines say how much of a prompt was in a cache: whose key is refused by the engines could ask for them."""
+
+    async def main():
+        async with cluster(debug_headers=False) as made:
+            for body in (BODY, {**BODY, "stream": True}):
+                status, headers, _ = await made.post(COMPLETIONS, body)
+                assert status == 200
+                assert not [name for name in headers if name.lower().startswith("x-pdx")]
+            for path in ("/metrics", "/pdx/requests", "/pdx/requests/x"):
+                assert (await made.get(path))[0] == 404
+                assert (await made.tell(path))[0] == (404 if path.endswith("x") else 200)
+            assert (await made.tell("/v1/models"))[0] == 404
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [BODY, {**BODY, "prompt": HALF}, {**BODY, "n": 2}])
+def test_what_an_engine_tells_its_client_in_headers(body, stream):
+    async def main():
+        async with cluster() as made:
+            made.decode.headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "Set-Cookie": "a=b", "Server": "s"}
+            _, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream}, headers={"X-Request-Id": "mine"})
+            is_early = stream and headers["x-pdx-mode"] == "forward"  # the decode leg has not answered yet
+            assert headers.get("Retry-After") == (None if is_early else "7")
+            assert headers.get("WWW-Authenticate") == (None if is_early else "Bearer")
+            assert headers["X-Request-Id"] == "mine"
+            assert "Set-Cookie" not in headers
+            assert headers["Server"] != "s"
+            made.prefill.headers = {"Retry-After": "7"}  # it is asked last
+            made.decode.fault = made.prefill.fault = 429
+            status, headers, _ = await made.post(COMPLETIONS, {**body, "stream": stream})
+            assert (status, headers["Retry-After"]) == (429, "7")
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/health", "/nowhere"])
+def test_a_request_id_comes_back(path):
+    async def main():
+        async with cluster() as made:
+            for sent, told in (("trace-1", "trace-1"), ("evil id", None)):
+                async with made.client.post(made.url + path, data=b"{", headers={"X-Request-Id": sent}) as response:
+                    assert response.headers.get("X-Request-Id") == told
+
+    run(main)
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type,authorization"}
+PAGE = "https://page.example"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "told"),
+    [((), PAGE, None), ((PAGE,), PAGE, PAGE), ((PAGE,), "https://other.example", None), (("*",), PAGE, "*")],
+)
+def test_web_pages(allowed, origin, told):
+    """Browsers ask before they send JSON to another origin than the page's."""
+
+    async def main():
+        async with cluster(allowed_origins=allowed) as made:
+            url, sent = made.url + COMPLETIONS, {"Origin": origin}
+            async with made.client.options(url, headers={**sent, **PREFLIGHT}) as response:
+                assert response.status == (204 if told else 403 if allowed else 405)
+                assert response.headers.get("Access-Control-Allow-Origin") == told
+                if told:
+                    assert response.headers["Access-Control-Allow-Headers"] == "content-type,authorization"
+                    assert "POST" in response.headers["Access-Control-Allow-Methods"]
+            for body in (BODY, {**BODY, "stream": True}, {}):
+                _, headers, _ = await made.post(COMPLETIONS, body, headers=sent)
+                assert headers.get("Access-Control-Allow-Origin") == told
+                assert ("Vary" in headers) == (allowed not in ((), ("*",)))
+            async with made.client.options(url) as response:
+                assert response.status == 405
 
     run(main)
 
@@ -254,8 +340,8 @@ def test_prompts_are_not_logged(caplog):
             made.prefills[1].fault = "nonsense"
             for _ in range(2):
                 await made.post(COMPLETIONS, {**BODY, "prompt": "a-very-secret-prompt"})
-            assert "secret" not in (await made.get("/pdx/requests"))[1].decode()
-            assert "secret" not in (await made.get("/metrics"))[1].decode()
+            assert "secret" not in (await made.tell("/pdx/requests"))[1].decode()
+            assert "secret" not in (await made.tell("/metrics"))[1].decode()
 
     run(main)
     assert any("prefill failed" in record.message for record in caplog.records)
@@ -280,6 +366,32 @@ def test_one_token_comes_from_a_prefill_engine_alone(path, stream):
     run(main)
 
 
+def test_the_administrators_socket_is_this_users_alone(tmp_path):
+    async def main():
+        path = tmp_path / "private" / "admin.sock"
+        counters = Counter()
+        async with cluster() as made:
+            server = Server(made.proxy.admin_app(), counters=counters)
+            await server.start(str(path))
+            try:
+                assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+                async with (
+                    aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as client,
+                    client.get("http://admin/metrics") as response,
+                ):
+                    assert response.status == 200
+                second = Server(made.proxy.admin_app(), counters=counters)
+                with pytest.raises(ConfigError, match="another process listens"):
+                    await second.start(str(path))
+            finally:
+                await server.close()
+                await server.close()
+            assert not path.exists()
+
+    run(main)
+
+
 def test_a_short_prompt_is_served_by_a_decode_engine_alone():
     async def main():
         async with cluster(min_split_tokens=16) as made:
@@ -288,5 +400,14 @@ def test_a_short_prompt_is_served_by_a_decode_engine_alone():
             assert (len(made.prefill.seen), len(made.decode.seen)) == (0, 2)
             for path, body in ((COMPLETIONS, {**BODY, "prompt": "x" * 64}), (CHAT, {**TALK, "tools": ["x" * 64]})):
                 assert (await made.post(path, body))[1]["x-pdx-mode"] != "alone"
+
+    run(main)
+
+
+@pytest.mark.parametrize("address", ["", "8001", ":8001", "::1:8001", "127.0.0.1:", "127.0.0.1:70000", "[::1]"])
+def test_what_is_no_address(address):
+    async def main():
+        with pytest.raises(ConfigError, match="is not an address"):
+            await Server(web.Application(), counters=Counter()).start(address)
 
     run(main)

@@ -1,8 +1,12 @@
 """The control socket: reports in, cancels out, nonsense counted."""
 
+import asyncio
+import json
+import logging
 import os
 import stat
 import time
+from collections import Counter
 
 import msgpack
 import pytest
@@ -10,6 +14,7 @@ import zmq
 from proxy_harness import Node, cluster, run, until
 
 from pdx import messages
+from pdx.door import Door
 from pdx.errors import ConfigError
 from pdx.messages import MarkReport
 from pdx.proxy.app import Proxy
@@ -230,6 +235,84 @@ def test_marks_of_nodes_join_the_timeline():
             assert timeline["outcome"] == "ok"
 
     run(main)
+
+
+def test_what_goes_wrong_in_the_control_socket_ends_nothing(tmp_path, monkeypatch, caplog):
+    """Once an error of ZMQ in a message to one node kept the next node from being told."""
+
+    async def main():
+        reports, counters = [], Counter()
+
+        def take(report):
+            if report.node == "bad":
+                raise RuntimeError("of the report's taker")
+            reports.append(report)
+
+        control = Control(f"ipc://{tmp_path}/c/p.sock", on_report=take, on_drop=print, counters=counters)
+        control.start()
+        nodes = [Node(control.address, name) for name in ("bad", "one", "two")]
+        try:
+            await nodes[0].report()
+            await until(lambda: counters["internal_errors"])
+            for node in nodes[1:]:
+                await node.report()
+            await until(lambda: len(reports) == 2)
+            assert counters["internal_errors"] == 1
+            post, bad = Door.post, next(iter(control._peers))
+
+            def failing(self, route, frame):
+                if route == bad:
+                    raise zmq.ZMQError(zmq.EFSM)
+                return post(self, route, frame)
+
+            monkeypatch.setattr(Door, "post", failing)
+            control.cancel(TRANSFER, {""})
+            assert counters["internal_errors"] == 2
+            assert await nodes[1].cancelled() == await nodes[2].cancelled() == TRANSFER
+            await nodes[1].report()
+            await until(lambda: len(reports) == 3)
+        finally:
+            for node in nodes:
+                node.close()
+            control.close()
+
+    run(main)
+    assert [record.message for record in caplog.records if "internal error" in record.message]
+
+
+def test_silent_nodes_are_noticed_although_telling_others_failed(monkeypatch):
+    async def main():
+        async with cluster(heartbeat_timeout_s=1.0) as made:
+            failures = [zmq.ZMQError(zmq.EFSM)]
+            send = Control.send_peers
+
+            def failing(self, entries):
+                if failures:
+                    raise failures.pop()
+                send(self, entries)
+
+            monkeypatch.setattr(Control, "send_peers", failing)
+            assert json.loads((await made.get("/health"))[1])["nodes"] == 1
+            made.proxy._told_peers = {("nobody", 1): None}  # so that there is news
+            async with asyncio.timeout(60):
+                while failures or json.loads((await made.get("/health"))[1])["nodes"]:
+                    await asyncio.sleep(0.02)
+            assert made.proxy.counters["internal_errors"] == 1
+
+    run(main)
+
+
+def test_bad_messages_are_logged_once_in_a_while(caplog):
+    async def main():
+        async with cluster() as made:
+            for _ in range(200):
+                await made.node.socket.send(b"nonsense")
+            await made.metric_reaches(200, "pdx_proxy_control_dropped_total", reason="malformed")
+            assert made.proxy.counters["dropped_messages"] == 200
+
+    with caplog.at_level(logging.DEBUG):
+        run(main)
+    assert len([record for record in caplog.records if "dropped a message" in record.message]) == 1
 
 
 def test_a_raw_frame_larger_than_any_report_ends_that_connection_only():

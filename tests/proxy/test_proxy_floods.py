@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import resource
 
 import aiohttp
-import pytest
 from proxy_harness import Node, run
 from proxy_process import proxy_process
 
+from pdx.cli.ports import free_ports
 from pdx.keyring import KeyPair, secure_client
 
 LIMIT = 256
@@ -33,14 +34,13 @@ def node_of(made, secure):
     return node
 
 
-@pytest.mark.parametrize("kind", ["plain", "curve"])
-def test_strangers_at_the_control_port_keep_nobody_out(tmp_path, kind):
+def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
     """Once 400 connections took all descriptors: no client could connect, and the process used a core up."""
-    options, secure = curve(tmp_path) if kind == "curve" else ([], lambda _: None)
+    options, secure = curve(tmp_path)
+    (port,) = free_ports(1)
 
     async def main():
-        async with proxy_process(tmp_path, *options, limit=LIMIT) as made:
-            port = int(made.control.rpartition(":")[2])
+        async with proxy_process(tmp_path, *options, limit=LIMIT, control=f"tcp://127.0.0.1:{port}") as made:
             with contextlib.ExitStack() as flood:
                 for _ in range(400):
                     flood.enter_context(made.dial(port))
@@ -58,6 +58,38 @@ def test_strangers_at_the_control_port_keep_nobody_out(tmp_path, kind):
                     await known(made, 1)
             assert made.process.returncode is None
             assert len(made.log) < 10_000
+
+    run(main)
+
+
+def test_idle_connections_keep_nobody_out(tmp_path):
+    """Once they took all descriptors: honest clients got 503, and a node that connected made ZMQ end the process."""
+
+    async def main():
+        async with proxy_process(tmp_path, limit=LIMIT) as made:
+            with contextlib.ExitStack() as flood:
+                for _ in range(600):
+                    flood.enter_context(made.dial())
+                most = 0
+                for _ in range(50):
+                    assert await made.ask() == 200
+                    most = max(most, made.num_files())
+                assert most < LIMIT - 32
+                async with aiohttp.ClientSession() as newcomer:
+                    assert await made.ask(newcomer) == 200
+                with contextlib.closing(node_of(made, lambda _: None)) as node:
+                    await node.report()
+                    await known(made, 1)
+            assert made.process.returncode is None
+            assert len(made.log) < 10_000
+
+    run(main)
+
+
+def test_the_soft_limit_of_files_is_raised(tmp_path):
+    async def main():
+        async with proxy_process(tmp_path, limit=(LIMIT, 2 * LIMIT)) as made:
+            assert resource.prlimit(made.pid, resource.RLIMIT_NOFILE) == (2 * LIMIT, 2 * LIMIT)
 
     run(main)
 

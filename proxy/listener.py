@@ -1,0 +1,250 @@
+"""Which connections an HTTP server takes, which one makes room for another, and how long a request's head may take.
+
+asyncio's acceptor takes all that come. Where no descriptor is left, it logs a traceback for each one that it cannot
+take, and the descriptors that the server's own work needs are gone as well. So connections are taken here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from aiohttp import web
+
+from pdx import descriptors
+from pdx.proxy import fault
+
+log = logging.getLogger(__name__)
+
+MOST = 16_384  # connections of one listener, however many descriptors there are
+_BACKLOG = 128
+_BATCH = 16  # taken before what is connected gets its turn
+_REST_S = 0.25  # after the system had no descriptor, or no memory, for one
+_LOOK_S = 0.5  # between two looks for heads that take too long
+_QUIET_S = 60.0  # after a warning, the next ones are only counted
+_REFUSAL = fault.raw(503, "the proxy has no room for another connection", retry_after_s=1)
+
+
+class Connection(web.RequestHandler):
+    """A connection of aiohttp's that says when a request on it begins and when its answer is written."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self, listener: Listener, server: web.Server, keepalive_s: float) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=keepalive_s,
+            access_log=None,  # type: ignore[arg-type]
+        )
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._listener.came(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._listener.left(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._listener.spoke(self)
+        super().data_received(data)
+
+    def begin(self) -> None:
+        """The head of a request has arrived."""
+        self._listener.begun(self)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write the rest of the answer."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._listener.ended(self)
+
+
+class Listener:
+    """Listening sockets, and the connections that came by them; from `start` to `close`, on the running loop."""
+
+    def __init__(
+        self,
+        server: web.Server,
+        *,
+        keepalive_s: float,
+        head_s: float,
+        spared: Callable[[], int],
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`spared`: descriptors that are left to others, beside those that every process keeps in reserve.
+
+        A connection on which no request is under way is closed after `keepalive_s`, and where a request is due or has
+        begun, but its head is not whole, after `head_s`.
+        """
+        self._server = server
+        self._keepalive_s = keepalive_s
+        self._head_s = head_s
+        self._spared = spared
+        self._counters = counters
+        self._clock = clock
+        self._sockets: list[socket.socket] = []
+        self._taking: set[asyncio.Task[object]] = set()
+        self._all: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # no request is under way; the one that is idle for longest is first
+        self._heads: dict[Connection, float] = {}  # since when a head is due or incomplete, in this order
+        self._quiet_until: dict[str, float] = {}
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def start(self, sockets: list[socket.socket]) -> None:
+        """Take connections of these bound sockets, which are this listener's from now on."""
+        self._sockets = sockets
+        for each in sockets:
+            each.setblocking(False)
+            each.listen(_BACKLOG)
+        self._listen()
+        self._look()
+
+    def close(self) -> None:
+        """Take no more connections; those that are here stay. Idempotent."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        for each in self._sockets:
+            asyncio.get_running_loop().remove_reader(each)
+            each.close()
+        self._sockets = []
+
+    # ---- what connections say ---------------------------------------------------------------
+
+    def came(self, connection: Connection) -> None:
+        """It is connected."""
+        self._all.add(connection)
+        self._idle[connection] = None
+        self._heads[connection] = self._clock()
+
+    def spoke(self, connection: Connection) -> None:
+        """Bytes came on it."""
+        if connection in self._idle:
+            self._heads.setdefault(connection, self._clock())
+
+    def begun(self, connection: Connection) -> None:
+        """A request is under way on it."""
+        self._idle.pop(connection, None)
+        self._heads.pop(connection, None)
+
+    def ended(self, connection: Connection) -> None:
+        """No request is under way on it any more."""
+        self._heads.pop(connection, None)
+        if connection in self._all:
+            self._idle[connection] = None
+
+    def left(self, connection: Connection) -> None:
+        """It is closed."""
+        self._all.discard(connection)
+        self._idle.pop(connection, None)
+        self._heads.pop(connection, None)
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        for each in self._sockets:
+            asyncio.get_running_loop().add_reader(each, self._accept, each)
+
+    def _accept(self, listening: socket.socket) -> None:
+        room = self._room()
+        for _ in range(_BATCH):
+            try:
+                stream, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._rest(error)
+                return
+            if room <= 0 and not self._make_room():
+                self._refuse(stream)
+                continue
+            room -= 1
+            self._take(stream)
+
+    def _room(self) -> int:
+        """How many more connections can be taken, by the descriptors that are left."""
+        reserve = descriptors.reserve()
+        kept = reserve + reserve // 2 + self._spared()  # from `reserve` on nodes of this host are kept out, too
+        return min(MOST - len(self._all) - len(self._taking), descriptors.left() - kept)
+
+    def _make_room(self) -> bool:
+        """Close the connection on which a head is due for longest, else the one idle for longest; False: there is none.
+
+        In this order, because who was served already may well ask again.
+        """
+        oldest = next(iter(self._heads), None) or next(iter(self._idle), None)
+        if oldest is None:
+            return False
+        self._drop(oldest, "connections_displaced", "idle connections are closed for new ones")
+        return True
+
+    def _take(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        loop = asyncio.get_running_loop()
+        taking: asyncio.Task[object] = loop.create_task(
+            loop.connect_accepted_socket(lambda: Connection(self, self._server, self._keepalive_s), stream)
+        )
+        self._taking.add(taking)
+        taking.add_done_callback(self._taken)
+
+    def _taken(self, taking: asyncio.Task[object]) -> None:
+        self._taking.discard(taking)
+        if not taking.cancelled() and taking.exception() is not None:
+            self._note("connections_refused", f"a connection was lost while it was taken: {taking.exception()}")
+
+    def _refuse(self, stream: socket.socket) -> None:
+        self._note("connections_refused", "new connections are refused, because a request is under way on every other")
+        with stream:
+            try:
+                stream.setblocking(False)
+                stream.send(_REFUSAL)
+                stream.shutdown(socket.SHUT_WR)
+            except OSError:
+                return
+
+    def _rest(self, error: OSError) -> None:
+        self._note("accepts_failed", f"no connection can be taken now: {error}")
+        loop = asyncio.get_running_loop()
+        for each in self._sockets:
+            loop.remove_reader(each)
+        self._later(_REST_S, self._listen)
+
+    def _look(self) -> None:
+        """Close what takes too long with a request's head."""
+        now = self._clock()
+        for connection, since in list(self._heads.items()):
+            if now - since <= self._head_s:
+                break
+            self._drop(connection, "heads_overdue", f"a request's head did not arrive within {self._head_s:g} s")
+        self._later(_LOOK_S, self._look)
+
+    def _drop(self, connection: Connection, event: str, text: str) -> None:
+        self._note(event, text)
+        self.left(connection)
+        connection.force_close()
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers = [timer for timer in self._timers if timer.when() > loop.time() and not timer.cancelled()]
+        self._timers.append(loop.call_later(seconds, call))
+
+    def _note(self, event: str, text: str) -> None:
+        self._counters[event] += 1
+        now = self._clock()
+        if now >= self._quiet_until.get(event, now):
+            self._quiet_until[event] = now + _QUIET_S
+            log.warning("%s (counted as %s; %d so far)", text, event, self._counters[event])

@@ -1,0 +1,173 @@
+"""Which connections are taken, which one makes room, and how long a request's head may take."""
+
+import asyncio
+import json
+import logging
+from unittest import mock
+
+import aiohttp
+import pytest
+from proxy_harness import FORWARDED, cluster, run, within
+
+from pdx.proxy import listener
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+NO_MORE = 1 << 40  # descriptors that are left to others: more than there are
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+class Room:
+    """Whether there is room for another connection."""
+
+    def __init__(self):
+        self.spared = 0
+
+    def settings(self, **more):
+        return {"served": {"spared": lambda: self.spared, **more}}
+
+
+async def dial(made):
+    host, port = made.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def event(made, name):
+    return await made.metric("pdx_proxy_events_total", event=name)
+
+
+def test_without_room_an_idle_connection_makes_room(caplog):
+    async def main():
+        room = Room()
+        async with cluster(**room.settings()) as made, aiohttp.ClientSession() as newcomer:
+            assert (await made.get("/health"))[0] == 200  # its connection is older, but was served
+            oldest, writer = await dial(made)
+            _, younger = await dial(made)
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+            room.spared = NO_MORE
+            async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
+                assert response.status == 200
+            assert await within(oldest.read()) == b"", "the one that has been silent for longest"
+            assert await event(made, "connections_displaced") == 1
+            room.spared = 0
+            writer.close()
+            younger.close()
+            assert (await made.get("/health"))[0] == 200
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    assert [record.message for record in caplog.records if "idle connections are closed" in record.message]
+
+
+def test_where_all_are_busy_a_newcomer_is_told_to_come_again():
+    async def main():
+        room = Room()
+        async with cluster(**room.settings()) as made:
+            made.prefill.fault = made.decode.fault = "hold"
+            busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
+            await within(made.prefill.arrived.wait())
+            room.spared = NO_MORE
+            for _ in range(3):
+                reader, writer = await dial(made)
+                head, _, body = (await within(reader.read())).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"Retry-After: 1\r\n" in head
+                assert b"Connection: close" in head
+                assert json.loads(body)["error"]["code"] == 503
+                writer.close()
+            room.spared = 0
+            made.prefill.released.set()
+            made.decode.released.set()
+            assert (await within(busy))[0] == 200
+            assert await event(made, "connections_refused") == 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("begins", [b"", b"GET /health HT", HEAD])
+def test_a_head_that_does_not_come_ends_its_connection(begins):
+    """aiohttp waits 3,630 s for it."""
+
+    async def main():
+        async with cluster(served={"head_s": 0.2}) as made:
+            reader, writer = await dial(made)
+            writer.write(begins)
+            assert await within(reader.read()) == b""
+            writer.close()
+            assert await event(made, "heads_overdue") == 1
+
+    run(main)
+
+
+def test_a_connection_that_was_served_may_rest_but_not_dawdle():
+    async def main():
+        async with cluster(served={"head_s": 0.2}) as made:
+            reader, writer = await dial(made)
+            for _ in range(2):
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert b" 200 OK" in await within(reader.readuntil(b"\r\n"))
+                length = 0
+                while (line := await within(reader.readline())) != b"\r\n":
+                    if line.lower().startswith(b"content-length"):
+                        length = int(line.split(b":")[1])
+                await within(reader.readexactly(length))
+                silent, other = await dial(made)  # it is closed for its head, and the one that rests is not
+                assert await within(silent.read()) == b""
+                other.close()
+            writer.write(b"GET /hea")
+            assert await within(reader.read()) == b""
+            writer.close()
+
+    run(main)
+
+
+def test_a_request_under_way_outlasts_the_time_for_a_head():
+    async def main():
+        async with cluster(served={"head_s": 0.2}) as made:
+            made.prefill.fault = made.decode.fault = "hold"
+            busy = asyncio.create_task(made.post(COMPLETIONS, BODY))
+            await within(made.prefill.arrived.wait())
+            silent, writer = await dial(made)
+            assert await within(silent.read()) == b""
+            writer.close()
+            made.prefill.released.set()
+            made.decode.released.set()
+            assert (await within(busy))[0] == 200
+
+    run(main)
+
+
+class Failing:
+    """A listening socket whose accept fails, as where the system has no descriptor left."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.failures = 3
+
+    def accept(self):
+        if self.failures:
+            self.failures -= 1
+            raise OSError(24, "Too many open files")
+        return self.inner.accept()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_an_accept_that_fails_is_tried_again_later(caplog):
+    """asyncio logs a traceback for each, a hundred at a time."""
+    real = listener.Listener.start
+
+    def start(self, sockets):
+        real(self, [Failing(each) for each in sockets])
+
+    async def main():
+        with mock.patch.object(listener.Listener, "start", start), mock.patch.object(listener, "_REST_S", 0.01):
+            async with cluster() as made:
+                assert (await made.post(COMPLETIONS, BODY))[0] == 200
+                assert await event(made, "accepts_failed") == 6  # of two listeners
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    assert len([record for record in caplog.records if "no connection can be taken now" in record.message]) == 2
+    assert len(caplog.text) < 4000
