@@ -73,6 +73,8 @@ class Door:
                 secure_server(self._router, own)
             self._entry: Entry | None = None
             if listen.startswith("ipc://"):
+                for user in (os.getuid(), 0):  # by the kernel's word, whatever the folder's mode has become
+                    self._router.setsockopt(zmq.IPC_FILTER_UID, user)
                 self._entry = undo.enter_context(contextlib.closing(Entry(socket_path(listen), self._router, counters)))
             else:
                 self._bind(listen)

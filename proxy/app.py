@@ -192,7 +192,8 @@ class Proxy:
         with self._faults.contain("the look at silent legs"):
             self._legs.end_silent()
         with self._faults.contain("the look at silent nodes"):
-            self._note_detached(self._roster.expire(), "its node is silent")
+            members = self._control.members()
+            self._note_detached(self._roster.expire(members), "its node is silent or has left the roster")
         with self._faults.contain("telling nodes of each other"):
             self._tell_peers()
         with self._faults.contain("the look at probes"):

@@ -29,6 +29,7 @@ from pdx.faults import Faults, printable
 from pdx.host import host_id
 from pdx.keyring import KeyPair
 from pdx.messages import Cancel, EngineReport, NodeReport, PeerEntry, PeerList
+from pdx.proxy.roster import MAX_ENGINES_OF_NODE
 from pdx.roster import Roster
 
 MAX_PEERS = 1024
@@ -114,6 +115,13 @@ class Control:
         """
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
         self._send(messages.encode(Cancel(transfer=transfer)), told)
+
+    def members(self) -> set[str] | None:
+        """The nodes that the roster file has now, None: without keys, everybody who reports is one."""
+        if self._own_keys is None:
+            return None
+        self._roster.refresh()
+        return set(self._roster.names)
 
     def send_peers(self, entries: list[PeerEntry]) -> None:
         """Tell all nodes which nodes there are: now, and each that comes later when it first reports.
@@ -212,7 +220,11 @@ class Control:
             del self._peers[next(iter(self._peers))]
         if is_new and self._list:
             self._send(self._list, [arrival.route])
-        engines = [engine for engine in report.engines if self._is_believed(report, engine)]
+        if len(report.engines) > MAX_ENGINES_OF_NODE:
+            text = f"node {report.node!r} names {len(report.engines)} engines; {MAX_ENGINES_OF_NODE} are looked at"
+            self._faults.warn(f"engines {report.node}", printable(text))
+            self._on_drop("engines")
+        engines = [each for each in report.engines[:MAX_ENGINES_OF_NODE] if self._is_believed(report, each)]
         self._on_report(msgspec.structs.replace(report, engines=engines))
 
     def _is_believed(self, report: NodeReport, engine: EngineReport) -> bool:

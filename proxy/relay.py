@@ -320,7 +320,7 @@ class Relay:
 
         async def ask(engine: Engine) -> None:
             exchange.mark(Event.DECODE_SENT, engine)
-            if exchange.told:
+            if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
             payload = body.encode(self._located(exchange, leg, engine))
             async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:

@@ -7,7 +7,7 @@ alone. Named engines are listed for ever, others as long as they answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from pdx.proxy.health import Health
 MAX_NODES = 1024
 MAX_LIVES = 2  # of one name at a time: that of a node which was started again, and the one before
 MAX_ENGINES = 1024  # that nodes have reported
+MAX_ENGINES_OF_NODE = 64
 FORGET_S = 300.0  # an engine that no node reports is forgotten when it has not answered for so long
 
 
@@ -48,6 +49,13 @@ class _Node(msgspec.Struct):
     peer: PeerEntry  # without an address: it takes no peers
 
 
+class _Last(msgspec.Struct, frozen=True):
+    """What was last said of an engine, and by whom."""
+
+    node: str
+    engine: EngineReport
+
+
 class Roster:
     """The engines; every method is cheap and must be called from one thread."""
 
@@ -69,7 +77,7 @@ class Roster:
         # A restarted node has a new epoch. Its engines take a moment to attach again and are not detached
         # meanwhile: the old epoch vouches for them until its heartbeat runs out.
         self._nodes: dict[tuple[str, int], _Node] = {}
-        self._last_reports: dict[str, EngineReport] = {}  # by URL
+        self._last_reports: dict[str, _Last] = {}  # by URL
 
     def __repr__(self) -> str:
         return f"Roster({len(self._named)} named engines, {len(self._nodes)} nodes)"
@@ -88,16 +96,24 @@ class Roster:
             text = f"a report of node {report.node!r} is dropped: {MAX_LIVES} other nodes report under that name"
             return None, [Refusal("lives", text)]
         reported = self._reported()
-        known = set(self._last_reports)
-        engines, refusals = [], []
+        places = MAX_ENGINES - len(self._last_reports)
+        own = MAX_ENGINES_OF_NODE - sum(last.node == report.node for last in self._last_reports.values())
+        engines: dict[str, EngineReport] = {}
+        refusals: list[Refusal] = []
         for engine in report.engines:
-            refusal = _unroutable(report.node, engine) or _owned(report.node, engine, reported) or _full(engine, known)
+            refusal = _unroutable(report.node, engine)
+            url = base_url(engine.url) if refusal is None else ""
+            refusal = refusal or _owned(report.node, url, reported)
+            is_new = url not in self._last_reports and url not in engines
+            if refusal is None and is_new and min(places, own) <= 0:
+                text = f"engine {engine.engine!r} of node {report.node!r} gets no requests: there are too many"
+                refusal = Refusal("engines", text)
             if refusal is None:
-                known.add(base_url(engine.url))
-                engines.append(engine)
+                engines[url] = engine
+                places, own = places - is_new, own - is_new
             else:
                 refusals.append(refusal)
-        return msgspec.structs.replace(report, engines=engines), refusals
+        return msgspec.structs.replace(report, engines=list(engines.values())), refusals
 
     def _may_begin(self, lives: Sequence[tuple[str, int]]) -> bool:
         """Whether a name with these lives may have another one: of those that are silent, none counts."""
@@ -115,22 +131,28 @@ class Roster:
             engines=engines,
             peer=PeerEntry(report.node, report.listen, report.public_key),
         )
-        self._last_reports.update(engines)
+        self._last_reports.update((url, _Last(report.node, engine)) for url, engine in engines.items())
         for url, engine in engines.items():
             self._health.running(url, engine.running)
         return self._detached(before)
 
-    def expire(self) -> frozenset[str]:
+    def expire(self, members: Container[str] | None = None) -> frozenset[str]:
         """Forget silent nodes, and engines that nobody reports and that do not answer.
+
+        Of nodes that are no `members` (None: all are) everything is forgotten.
 
         :returns: the URLs of engines that are not reported any more.
         """
         now = self._clock()
-        silent = [key for key, node in self._nodes.items() if node.seen_at < now - self._heartbeat_timeout_s]
+        silent = [
+            key
+            for key, node in self._nodes.items()
+            if node.seen_at < now - self._heartbeat_timeout_s or not (members is None or key[0] in members)
+        ]
         gone = [url for key in silent for url in self._nodes.pop(key).engines]
-        reported = self._reported()
-        for url in self._last_reports.keys() - reported.keys():
-            if self._health.of(url).well_at < now - FORGET_S:
+        for url in self._last_reports.keys() - self._reported().keys():
+            is_member = members is None or self._last_reports[url].node in members
+            if not is_member or self._health.of(url).well_at < now - FORGET_S:
                 del self._last_reports[url]
         self._health.keep({*self._named, *self._last_reports})
         return self._detached(gone)
@@ -168,7 +190,8 @@ class Roster:
 
     def _engine(self, url: str, node: str) -> Engine:
         named = url in self._named
-        report = self._last_reports.get(url)
+        last = self._last_reports.get(url)
+        report = last.engine if last is not None else None
         role = report.role if report is not None else "both"
         return Engine(
             url=url,
@@ -194,16 +217,9 @@ def _unroutable(node: str, engine: EngineReport) -> Refusal | None:
     return Refusal("unroutable", text)
 
 
-def _owned(node: str, engine: EngineReport, reported: Mapping[str, str]) -> Refusal | None:
-    url = base_url(engine.url)
+def _owned(node: str, url: str, reported: Mapping[str, str]) -> Refusal | None:
     owner = reported.get(url, node)
     if owner == node:
         return None
     text = f"node {node!r} names the engine at {url}, which is not believed: it is one of node {owner!r}"
     return Refusal("owned", text)
-
-
-def _full(engine: EngineReport, known: Collection[str]) -> Refusal | None:
-    if base_url(engine.url) in known or len(known) < MAX_ENGINES:
-        return None
-    return Refusal("engines", f"engine {engine.engine!r} gets no requests: there are {MAX_ENGINES} others")

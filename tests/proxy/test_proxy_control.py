@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import stat
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from collections import Counter
 import msgpack
 import pytest
 import zmq
-from proxy_harness import Node, cluster, run, until
+from proxy_harness import Node, cluster, run, until, within
 
 from pdx import messages
 from pdx.door import Door
@@ -82,6 +83,9 @@ def test_what_cannot_be_asked_is_counted_and_said_once(caplog):
                     ("x", "decode", ""), ("y", "decode", "http://0.0.0.0:1"), ("z", "decode", "http://u:secret@a:1")
                 )
             await made.metric_reaches(9, "pdx_proxy_control_dropped_total", reason="unroutable")
+            await made.node.report(*[("e", "prefill", f"http://e:{port}") for port in range(1, 1025)])
+            await made.metric_reaches(1, "pdx_proxy_control_dropped_total", reason="engines")
+            assert await made.metric("pdx_proxy_engines", role="prefill") == 1 + 62, "it named two before"
             assert await made.metric("pdx_proxy_engines", role="decode") == 1
 
     run(main)
@@ -175,6 +179,36 @@ def test_no_message_is_left_lying(tmp_path):
             node.close(linger=0)
             context.term()
             control.close()
+
+    run(main)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else for a moment")
+def test_another_user_is_not_heard_where_the_folder_was_opened(place):
+    """The folder keeps others out; where somebody widens its mode, the kernel still says who connects."""
+
+    async def main():
+        reports = []
+        control = Control(f"ipc://{place}/c/p.sock", on_report=reports.append, on_drop=print)
+        control.start()
+        try:
+            for path, mode in ((place, 0o711), (place / "c", 0o711), (place / "c" / "p.sock", 0o777)):
+                path.chmod(mode)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                os.seteuid(65534)
+                try:
+                    stranger.connect(f"{place}/c/p.sock")
+                finally:
+                    os.seteuid(0)
+                stranger.setblocking(False)
+                assert await within(asyncio.get_running_loop().sock_recv(stranger, 10)) == b""
+            own = Node(control.address, "own")
+            await own.report()
+            await until(lambda: reports)
+            own.close()
+        finally:
+            control.close()
+            place.chmod(0o700)
 
     run(main)
 

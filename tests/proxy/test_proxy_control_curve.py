@@ -155,6 +155,7 @@ def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
             await until(lambda: len(made.reports) == 3)
             await fresh.report()  # over the connection that it still has
             await until(lambda: made.drops)
+            assert made.control.members() == {"one"}
             assert [report.node for report in made.reports] == ["two", "stranger", "one"]
             assert made.drops == ["not_its_name"]
 
@@ -229,6 +230,10 @@ def test_addresses_that_are_refused(members, address, with_files, why):
     """CVE-2026-103765, CVE-2026-107205: all interfaces, and no authentication."""
     with pytest.raises(ConfigError, match=why):
         Control(address, on_report=print, on_drop=print, **(members[1] if with_files else {}))
+
+
+def test_without_keys_everybody_is_a_member(tmp_path):
+    assert Control(f"ipc://{tmp_path}/p.sock", on_report=print, on_drop=print).members() is None
 
 
 def test_an_address_that_is_taken_leaves_nothing_open(members):

@@ -125,8 +125,15 @@ def test_another_decoder_is_told_where_the_kv_is(request_kind, planned, other, t
     run(main)
 
 
-@pytest.mark.parametrize(("gone", "told"), [(False, {"one", "two"}), (True, {"one", "two", "three"})])
-def test_a_transfer_is_cancelled_where_it_is_known(gone, told):
+@pytest.mark.parametrize(
+    ("gone", "detached", "told"),
+    [
+        (False, False, {"one", "two"}),
+        (True, False, {"one", "two", "three"}),
+        (True, True, {"one", "two"}),
+    ],
+)
+def test_a_transfer_is_cancelled_where_it_is_known(gone, detached, told):
     """A Cancel costs each node time, and whoever can send requests can give them up."""
 
     async def main():
@@ -137,6 +144,9 @@ def test_a_transfer_is_cancelled_where_it_is_known(gone, told):
                 await node.report((node.name, role, engine.url, running))
             await nodes[3].report()
             await made.metric_reaches(5, "pdx_proxy_reports_total")
+            if detached:
+                await nodes[2].report()
+                await made.metric_reaches(6, "pdx_proxy_reports_total")
             if gone:  # so the other one is asked in its place
                 await made.decodes[0].stop()
             serving = made.decodes[1 if gone else 0]

@@ -10,7 +10,7 @@ from pdx.proxy import ledger as ledger_module
 from pdx.proxy.health import FIRST_S, LONGEST_S, Health, Reason, State
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.plan import Mode, Route
-from pdx.proxy.roster import FORGET_S, MAX_ENGINES, MAX_NODES, Roster
+from pdx.proxy.roster import FORGET_S, MAX_ENGINES, MAX_ENGINES_OF_NODE, MAX_NODES, Roster
 
 
 class Clock:
@@ -90,12 +90,39 @@ def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten():
 def test_engines_are_bounded():
     found = roster(Clock())
     several = [("x", "decode", f"http://x{number}:1") for number in range(MAX_ENGINES + 10)]
-    for some in (several[:1000], several[1000:]):
-        believed, refusals = found.screen(report(*some))
+    for first in range(0, len(several), 50):
+        believed, refusals = found.screen(report(*several[first : first + 50], node=f"n{first}"))
         found.report(believed)
     assert len(found.engines()) == MAX_ENGINES
     assert [refusal.reason for refusal in refusals] == ["engines"] * 10
-    assert found.screen(report(several[0]))[1] == []
+    assert found.screen(report(several[0], node="n0"))[1] == []
+
+
+def test_one_node_does_not_take_all_places():
+    """Nor does it by naming others each time: those it named before are still asked whether they are well."""
+    found = roster(Clock())
+    refused = []
+    for turn in range(3):
+        own = [("x", "decode", f"http://x:{port}") for port in range(1000 * turn + 1, 1000 * turn + 41)]
+        believed, refusals = found.screen(report(*own))
+        found.report(believed)
+        refused += [refusal.reason for refusal in refusals]
+    assert len(found.engines()) == MAX_ENGINES_OF_NODE == 64
+    assert refused == ["engines"] * (3 * 40 - 64)
+    assert found.screen(report(A, node="other"))[1] == []
+
+
+def test_who_leaves_the_roster_file_gets_nothing_more():
+    """Not even as engines that serve alone: the key may have been taken away because somebody else has it."""
+    found = roster(Clock(), decode=["http://c:1"])
+    found.report(report(A, ("c", "decode", "http://c:1")))
+    found.report(report(B, node="stays"))
+    found.report(report(node="gone"))
+    assert found.expire({"n", "stays"}) == frozenset()
+    assert nodes_of(found) == {"http://a:1": "n", "http://b:1": "stays", "http://c:1": "n"}
+    assert found.expire({"stays"}) == {"http://a:1", "http://c:1"}
+    assert nodes_of(found) == {"http://b:1": "stays", "http://c:1": ""}
+    assert found.nodes() == 1
 
 
 def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again():
