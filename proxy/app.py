@@ -157,6 +157,7 @@ class Proxy:
             control=self._control,
             metrics=self._metrics,
             drain=self.drain,
+            faults=self._faults,
             clock=self._clock,
         )
         self._models = Models(self._health, self._legs, engines=self._roster.engines)
@@ -164,6 +165,7 @@ class Proxy:
             self._health,
             self._legs,
             engines=self._roster.engines,
+            faults=self._faults,
             first_byte_timeout_s=self._config.first_byte_timeout_s,
         )
         self._stack.push_async_callback(self._probes.close)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 import msgspec
 
 from pdx.errors import Exhausted, LegFailed
+from pdx.faults import Faults
 from pdx.proxy.health import Health, Reason
 from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
-
-log = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # GET /health under way
 _ANSWER_S = 5.0
@@ -28,8 +26,15 @@ class Probes:
     """The probes under way; `look` begins those that are due, `close` ends all."""
 
     def __init__(
-        self, health: Health, legs: Legs, *, engines: Callable[[], list[Engine]], first_byte_timeout_s: float
+        self,
+        health: Health,
+        legs: Legs,
+        *,
+        engines: Callable[[], list[Engine]],
+        faults: Faults,
+        first_byte_timeout_s: float,
     ) -> None:
+        self._faults = faults
         self._health = health
         self._legs = legs
         self._engines = engines
@@ -72,8 +77,8 @@ class Probes:
                 self._health.probed(record, f"GET /health: {failure.reason}")
         except Exhausted:
             self._health.not_probed(record)
-        except Exception:  # noqa: BLE001 - the root of a probe's task
-            log.exception("an internal error in the probe of engine %s", engine.url)
+        except Exception as error:  # noqa: BLE001 - the root of a probe's task
+            self._faults.unexpected("a probe", error)
             self._health.not_probed(record)
 
     async def _generates(self, engine: Engine) -> tuple[str, bool]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
+from pdx.faults import Faults, printable
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
@@ -22,8 +22,6 @@ from pdx.proxy.plan import ONE_TOKEN, Body, Mode, continues, forward_limit, obst
 from pdx.proxy.roster import Engine, Roster
 from pdx.proxy.router import Pair
 from pdx.timeline import Event
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ def new_transfer() -> str:
 
 
 class Relay:
-    """Serves exchanges. What it changes are the parts it is made of; itself it only remembers one warning."""
+    """Serves exchanges. What it changes are the parts it is made of."""
 
     def __init__(
         self,
@@ -52,6 +50,7 @@ class Relay:
         control: Control,
         metrics: Metrics,
         drain: Drain,
+        faults: Faults,
         clock: Callable[[], float],
     ) -> None:
         self._roster = roster
@@ -62,8 +61,7 @@ class Relay:
         self._metrics = metrics
         self._drain = drain
         self._clock = clock
-        self._warned_no_pair = False
-        self._warned_unplaced = False
+        self._faults = faults
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
@@ -94,7 +92,7 @@ class Relay:
             await exchange.reply.fail(503, "no engine is available to serve this request")
             return Outcome.UNAVAILABLE
         except Exhausted as error:
-            log.warning("transfer %s failed: %s", exchange.transfer, error)
+            self._warn(error.lack, f"transfer {exchange.transfer} failed: {error}")
             self._metrics.exhausted.labels(error.lack).inc()
             self._cancel(exchange, "exhausted")
             text = "the proxy has too many connections; come back later"
@@ -103,7 +101,7 @@ class Relay:
         except LegFailed as failure:
             if exchange.answered:
                 return exchange.outcome
-            log.warning("transfer %s failed: %s", exchange.transfer, failure)
+            self._warn(f"failed {failure.url} {failure.reason}", f"transfer {exchange.transfer} failed: {failure}")
             if failure.reason in ANSWERED:
                 self._health.pardon(exchange.blamed)
             self._cancel(exchange, "decode_failed")
@@ -140,10 +138,12 @@ class Relay:
         except LegFailed as failure:
             refused = failure.reason is Reason.STATUS_4XX
             if not refused:
-                log.warning("transfer %s: prefill failed, one engine serves alone: %s", exchange.transfer, failure)
+                text = f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}"
+                self._warn(f"prefill {failure.url} {failure.reason}", text)
             await self._fall_back(exchange, f"prefill_{failure.reason}")
             if refused and exchange.outcome is Outcome.OK:  # refused by both, it is the client's fault and no news
-                log.warning("transfer %s: refused by %s only", exchange.transfer, failure.engine)
+                text = f"transfer {exchange.transfer}: refused by {failure.engine} only"
+                self._warn(f"refused {failure.url}", text)
             return None
         if exchange.mode is Mode.FORWARD:
             return await self._forward(exchange, planned, prefill, raw)
@@ -208,7 +208,8 @@ class Relay:
             if engine is None:
                 break
             if failure is not None:
-                log.warning("transfer %s: %s, trying %s", exchange.transfer, failure, engine.name)
+                text = f"transfer {exchange.transfer}: {failure}, trying {engine.name}"
+                self._warn(f"trying {failure.url} {failure.reason}", text)
                 self._metrics.failovers.labels(leg, failure.reason).inc()
             try:
                 return await ask(engine)
@@ -254,7 +255,7 @@ class Relay:
         except (LegFailed, NoEngine) as failure:
             if exchange.reply.started:
                 raise
-            log.warning("transfer %s: no continuation: %s", exchange.transfer, failure)
+            self._warn("no continuation", f"transfer {exchange.transfer}: no continuation: {failure}")
             if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX:
                 return await self._fall_back(exchange, "decode_status_4xx")
             self._stop_forwarding(exchange, "no_continuation")
@@ -338,9 +339,8 @@ class Relay:
     def _pair(self) -> Pair | None:
         """The engines of the two legs; None: a second leg would gain nothing."""
         pair = router.pair(self._candidates())
-        if pair is None and not self._warned_no_pair:
-            log.warning("no engine can prefill beside a decoder; every request is served by one engine alone")
-        self._warned_no_pair = pair is None
+        if pair is None:
+            self._warn("no pair", "no engine can prefill beside a decoder: a request is served by one engine alone")
         if pair is not None and not pair.decoder.detached:
             self._note_unplaced(pair)
         return pair
@@ -350,9 +350,12 @@ class Relay:
         unplaced = [engine.name for engine in (pair.prefiller, pair.decoder) if not engine.node]
         if unplaced:
             self._metrics.unplaced.inc()
-        if unplaced and not self._warned_unplaced:
-            log.warning("no node has reported %s (yet): its transfers stay on one node", " and ".join(unplaced))
-        self._warned_unplaced = bool(unplaced)
+            text = f"no node has reported {' and '.join(unplaced)} (yet): its transfers stay on one node"
+            self._warn("unplaced", text)
+
+    def _warn(self, about: str, text: str) -> None:
+        """Once in a minute for each `about`."""
+        self._faults.warn(about, printable(text))
 
     def _candidates(self) -> list[router.Candidate]:
         listed = [(engine, self._health.of(engine.url)) for engine in self._roster.engines()]

@@ -246,7 +246,16 @@ def test_a_client_that_leaves_after_the_end_of_a_stream_is_not_gone():
     run(main)
 
 
-DEAD = [("reset", 502), ("hang", 502), (500, 500), (503, 503), (429, 429), ("nonsense", 502), ("elsewhere", 502)]
+DEAD = [
+    ("reset", 502),
+    ("hang", 502),
+    (500, 500),
+    (503, 503),
+    (429, 429),
+    ("nonsense", 502),
+    ("elsewhere", 502),
+    (999, 502),
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -180,6 +180,26 @@ def test_a_plan_is_kept_although_load_has_changed():
     run(main)
 
 
+def test_requests_that_others_send_are_load():
+    """A second proxy, say: an engine of which it uses 250 places is not idle because this proxy uses none."""
+
+    async def main():
+        async with cluster(decodes=2, **PATIENT) as made:
+            mine, theirs = made.decodes
+            await place(made, "one", "two", ("three", 250))
+            mine.fault = "hold"
+            alone = {**BODY, "n": 2}
+            requests = []
+            for number in range(1, 6):
+                requests.append(asyncio.create_task(made.post(COMPLETIONS, alone)))
+                await until(lambda number=number: len(mine.seen) + len(theirs.seen) == number)
+            assert (len(mine.seen), len(theirs.seen)) == (5, 0)
+            mine.released.set()
+            await within(asyncio.gather(*requests))
+
+    run(main)
+
+
 def test_a_plan_is_load():
     """Requests that are all still in prefill are spread over the decoders; whoever leaves takes the plan along."""
 
