@@ -24,7 +24,7 @@ from pdx.node.start import start
 
 ENGINE_FLAGS = [
     "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "4096", "--dtype", "float32",
-    "--max-num-batched-tokens", "384", "--disable-uvicorn-access-log",
+    "--max-num-batched-tokens", "384", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details",
 ]  # fmt: skip
 ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 ARENA_BYTES = 256 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cases import CASES, completion, text
 from engine_process import Server
-from http_client import stream
+from http_client import post, stream
 from node_harness import wait_until
 from pair import Pair
 
@@ -70,6 +70,26 @@ def test_the_decoder_samples_the_first_token_of_a_chat_from_loaded_kv(pair: Pair
     answer = pair.post(path, body)
     assert answer["pdx"]["x-pdx-mode"] == "sampled"
     assert computed_prompt_tokens(pair.decode) - before <= 2
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("chat", 1010), ("sampled", 1011), ("forward", 1012)])
+def test_cached_tokens_are_those_that_the_prefill_engine_had(kind: str, seed: int, pair: Pair) -> None:
+    prompt = text(seed, 900)
+    path, body = completion(prompt, max_tokens=4, **({"logprobs": 1} if kind == "sampled" else {}))
+    if kind == "chat":
+        path, body = CASES["chat"]
+        body = {**body, "messages": [{"role": "user", "content": prompt}]}
+
+    def cached(answer: dict[str, Any]) -> int:
+        assert answer["http_status"] == 200, answer
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    first = pair.post(path, body)
+    assert first["pdx"]["x-pdx-mode"] == ("forward" if kind == "forward" else "sampled")
+    assert cached(first) == 0, "nobody had seen this prompt, although all of it was loaded where it is decoded"
+    pair.wait_at_rest()
+    again = pair.post(path, body)
+    assert cached(again) == cached(post(pair.prefill.url, path, body)) >= 768
 
 
 def test_second_turn_reuses_what_either_engine_has(pair: Pair) -> None:

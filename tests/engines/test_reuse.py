@@ -151,11 +151,15 @@ def test_after_a_reset_nothing_that_was_saved_before_is_found(
 ) -> None:
     """As vLLM does around a change of weights; here they stay, so that the answers do, too."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    engine = host.serve("reset", model)
+    configured = json.dumps({"presence_penalty": 1.0, "max_new_tokens": 7})
+    engine = host.serve("reset", model, "--override-generation-config", configured)
     host.wait_saving(engine)
+    told = [process.facts for process in host.status().attached if process.kind == "scheduler"]
+    assert told == [{"max_model_len": 4096, "max_new_tokens": 7, "looks_back": True}]
     body = completion(text(3100, 600))
     before = host.sealed()
     first = essence(post(engine.url, *body))
+    assert first[1]["completion_tokens"] == 7, "what the engine has told is what it does"
     for reset, hits, sealed in ((False, 512, 2), (True, 512, 4), (False, 1024, 4)):
         wait_until(lambda: host.status().chunks.get("filling", 0) == 0, 5, "what was computed is saved")
         if reset:

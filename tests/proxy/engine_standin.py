@@ -26,6 +26,7 @@ class Server(msgspec.Struct, frozen=True):
     """What the command line of a server adds to every request."""
 
     presence_penalty: float = 0.0  # --override-generation-config
+    repetition_penalty: float = 1.0  # likewise; it counts the prompt's tokens like generated ones
     max_new_tokens: int = 0  # likewise; 0: no cap
     logits_processor: bool = False  # --logits-processors, one that counts the generated tokens
     details: bool = False  # --enable-prompt-tokens-details
@@ -85,6 +86,8 @@ def generate(body, prompt, limit, server):
         penalty = body.get("presence_penalty")
         if server.presence_penalty if penalty is None else penalty:
             salt += f"penalty{sorted(set(output))}"
+        if server.repetition_penalty != 1.0:
+            salt += f"repetition{sorted({*prompt, *output})}"
         if body.get("seed") is not None and body.get("temperature") != 0:
             salt += f"seed{body['seed']},{len(output)}"
         may_end = not body.get("ignore_eos") and len(output) >= (body.get("min_tokens") or 0)

@@ -183,6 +183,7 @@ def test_without_forward_every_completion_is_sampled():
 
 SERVERS = {
     "penalty": Server(presence_penalty=1.5),
+    "repetition": Server(repetition_penalty=1.2),
     "processor": Server(logits_processor=True),
     "cap": Server(max_new_tokens=5),
     "cap of one": Server(max_new_tokens=1),
