@@ -20,6 +20,7 @@ BENCHES = ("pages", "node", "scaling", "pushes", "handoff", "overhead", "channel
 SHOWN = (
     "idle",
     "flood",
+    "flood-proxy",
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield"),
     *("reuse-lmcache", "reuse-plain"),

@@ -3,6 +3,7 @@
 First strangers without a key: 2,000 connections that say nothing and 1,000 hellos, from the address that the honest
 peer has, too. Meanwhile an engine asks the node all the time, and the peer pushes chunks. Then one process has 400
 lookups of 16,384 hits queued while another one asks for signs of life. The reference is the same without the flood.
+`--only proxy`: the same of a proxy, see `pdx.bench.proxy_flood`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from pdx.bench import proxy_flood
 from pdx.bench.pair import end, wait_until
 from pdx.bench.report import Figure, at_least, at_most, plain, publish
 from pdx.client import Node, connect
@@ -204,6 +207,24 @@ def measure_lookups() -> list[Figure]:
     ]
 
 
+def measure_proxy(seconds: float, limit: int) -> list[Figure]:
+    """The proxy without and with strangers."""
+    with proxy_flood.stage(limit) as made:
+        calm = proxy_flood.asked(made, seconds / 3)
+        floods = [
+            Child("connects", "127.0.0.1", made.port, proxy_flood.CONNECTS),
+            Child("connects", "127.0.0.1", made.control_port, proxy_flood.CONTROL_CONNECTS),
+        ]
+        before, started_at = made.log_bytes(), time.monotonic()
+        flooded = proxy_flood.asked(made, seconds)
+        log_rate = (made.log_bytes() - before) / (time.monotonic() - started_at)
+        for child in floods:
+            print(child.end())
+        print(Counter(flooded.failures).most_common(5))
+        lives = made.process.exit_status is None
+        return proxy_flood.figures(calm, flooded, lives=lives, log_rate=log_rate, flood_s=seconds)
+
+
 def _fill(client: Node) -> list[bytes]:
     keys = [os.urandom(16) for _ in range(HITS)]
     for first in range(0, HITS, 1024):
@@ -239,9 +260,13 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=int, default=1024, help="files that the flooded node may have open; 0: as it is"
     )
-    parser.add_argument("--only", choices=("flood", "lookups"))
+    parser.add_argument("--only", choices=("flood", "lookups", "proxy"))
     options = parser.parse_args()
     figures: list[Figure] = []
+    if options.only == "proxy":
+        found = measure_proxy(options.seconds, options.limit)
+        publish("flood-proxy", f"a proxy with {options.limit or 'all'} files under a flood", found)
+        return
     if options.only != "lookups":
         for keys in (False, True):
             figures += measure_flood(options.seconds, options.limit, keys=keys)
