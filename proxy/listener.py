@@ -21,8 +21,8 @@ from pdx.proxy import fault
 log = logging.getLogger(__name__)
 
 MOST = 16_384  # connections of one listener, however many descriptors there are
-_BACKLOG = 128
-_BATCH = 16  # taken before what is connected gets its turn
+_BACKLOG = 1024
+_BATCH = 4  # taken before what is connected gets its turn
 _REST_S = 0.25  # after the system had no descriptor, or no memory, for one
 _LOOK_S = 0.5  # between two looks for heads that take too long
 _QUIET_S = 60.0  # after a warning, the next ones are only counted
