@@ -203,25 +203,29 @@ class Proxy:
 
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
-        self._ledger.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
         believed, refusals = self._roster.screen(report)
         for refusal in refusals:
             self._faults.warn(f"{refusal.reason} {report.node}", printable(refusal.text))
             self._metrics.control_dropped.labels(refusal.reason).inc()
         if believed is not None:
-            self._note_detached(self._roster.report(believed), f"node {report.node} says so")
-        self._tell_peers()
+            self._ledger.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
+            self._note_detached(self._roster.report(believed), f"node {report.node!r} says so")
 
     def _tell_peers(self) -> None:
-        """Nodes find each other by this: they hear of every change, and a node's new life is one."""
+        """Nodes find each other by this: they hear of every change, and a node's new life is one.
+
+        Called by the clock: all hear of it, so nobody may make them all hear of something at any rate.
+        """
         peers = self._roster.peers()
         if peers != self._told_peers:
             self._control.send_peers(list(peers.values()))
             self._told_peers = peers
 
     def _note_detached(self, urls: frozenset[str], why: str) -> None:
+        listed = {engine.url for engine in self._roster.engines()} if urls else set()
         for url in urls:
-            log.warning("engine %s is attached to no node (%s): it serves alone", url, why)
+            now = "it serves alone" if url in listed else "it gets no requests any more"
+            self._faults.warn(f"detached {url}", printable(f"engine {url} is attached to no node ({why}): {now}"))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         reply = Reply(request, debug_headers=self._config.debug_headers)

@@ -236,7 +236,7 @@ class Control:
             if not self._lies_on_host(report, url_host(base_url(engine.url))):
                 text = (
                     f"node {report.node!r} names an engine at {engine.url!r}, which is not believed: by the roster the "
-                    "node is on another host; let `pdx serve --url` name that one, or add it to the node's engine_hosts"
+                    "node is on another host; name that one by `pdx serve --url`, or add this one to its engine_hosts"
                 )
                 self._faults.warn(f"not_its_host {report.node}", printable(text))
                 self._on_drop("not_its_host")

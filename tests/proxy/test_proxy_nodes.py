@@ -277,6 +277,23 @@ def test_nodes_hear_of_each_other():
     run(main)
 
 
+def test_a_node_that_says_something_else_each_time_is_not_echoed():
+    """All nodes hear of a change, so one that makes many must not have them all told of each."""
+
+    async def main():
+        async with cluster(**PATIENT) as made:
+            one, two = made.other_node("one"), made.other_node("two")
+            await two.report()
+            for number in range(100):
+                await one.report(listen=f"ipc:///{number}")
+            heard = 0
+            while (await two.peers()).get("one") != "ipc:///99":
+                heard += 1
+            assert heard < 50
+
+    run(main)
+
+
 def test_moments_of_another_host_are_told_by_this_hosts_clock():
     async def main():
         async with cluster() as made:
