@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable, Collection
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.faults import Faults, printable
@@ -14,6 +13,7 @@ from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
 from pdx.proxy.drain import Drain
 from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.failover import Failover
 from pdx.proxy.health import ANSWERED, Health, Reason
 from pdx.proxy.ledger import Ledger
 from pdx.proxy.leg import Legs, failed
@@ -23,12 +23,6 @@ from pdx.proxy.roster import Engine, Roster
 from pdx.proxy.router import Pair
 from pdx.timeline import Event
 
-T = TypeVar("T")
-
-# No further engine is tried so long after the first one failed. Where none could be reached that counts from the
-# beginning: with the connect timeout, a client hears within 5 s in which the proxy ran.
-_FAILOVER_S = 2.5
-_MOST_FAILED = 3  # engines that fail on one leg: a request that ends engines does not get them all
 _RETRY_AFTER_S = 1
 
 
@@ -60,7 +54,7 @@ class Relay:
         self._control = control
         self._metrics = metrics
         self._drain = drain
-        self._clock = clock
+        self._failover = Failover(metrics=metrics, faults=faults, clock=clock)
         self._faults = faults
 
     async def serve(self, exchange: Exchange) -> None:
@@ -157,7 +151,7 @@ class Relay:
             exchange.planned = Pair(engine, pair.decoder)
             return exchange.planned, *await self._ask_prefill(exchange, exchange.planned)
 
-        return await self._attempt(exchange, "prefill", choose, ask)
+        return await self._failover.attempt(exchange, "prefill", choose, ask)
 
     async def _ask_prefill(self, exchange: Exchange, pair: Pair) -> tuple[answer.PrefillAnswer, bytes]:
         engine = pair.prefiller
@@ -186,44 +180,6 @@ class Relay:
         exchange.timeline.prompt_tokens = prefill.usage.prompt_tokens
         exchange.mark(Event.PREFILL_ANSWERED, engine)
         return prefill, raw
-
-    async def _attempt(
-        self,
-        exchange: Exchange,
-        leg: str,
-        choose: Callable[[set[str]], Engine | None],
-        ask: Callable[[Engine], Awaitable[T]],
-    ) -> T:
-        """One leg: as long as the client was sent nothing of it, another engine is asked where one fails.
-
-        :raises LegFailed: the last one's failure. :raises NoEngine: there is none.
-        """
-        tried: set[str] = set()
-        failure: LegFailed | None = None
-        failures = 0
-        writes = exchange.reply.writes
-        give_up_at = self._clock() + _FAILOVER_S
-        while failure is None or (failures < _MOST_FAILED and self._clock() < give_up_at):
-            engine = choose(tried)
-            if engine is None:
-                break
-            if failure is not None:
-                text = f"transfer {exchange.transfer}: {failure}, trying {engine.name}"
-                self._warn(f"trying {failure.url} {failure.reason}", text)
-                self._metrics.failovers.labels(leg, failure.reason).inc()
-            try:
-                return await ask(engine)
-            except LegFailed as error:
-                if error.reason is Reason.STATUS_4XX or exchange.reply.writes != writes:
-                    raise
-                failure = error
-                tried.add(engine.url)
-                if not error.unsent and error.reason is not Reason.STATUS_429:
-                    exchange.blamed.add(engine.url)
-                    failures += 1
-                    # The first engine had all its time; that is not counted.
-                    give_up_at = self._clock() + _FAILOVER_S if failures == 1 else give_up_at
-        raise failure or NoEngine("no engine is known")
 
     async def _forward(self, exchange: Exchange, pair: Pair, prefill: answer.PrefillAnswer, raw: bytes) -> None:
         engine = pair.prefiller
@@ -327,7 +283,7 @@ class Relay:
             async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:
                 await shape.take(exchange, found)
 
-        await self._attempt(exchange, "decode", choose, ask)
+        await self._failover.attempt(exchange, "decode", choose, ask)
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
         """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""
@@ -358,16 +314,7 @@ class Relay:
         self._faults.warn(about, printable(text))
 
     def _candidates(self) -> list[router.Candidate]:
-        listed = [(engine, self._health.of(engine.url)) for engine in self._roster.engines()]
-        return [
-            router.Candidate(
-                engine=engine,
-                load=record.in_flight + record.planned + record.others,
-                last_used=record.last_used,
-                suspect=record.avoided,
-            )
-            for engine, record in listed
-        ]
+        return router.candidates(self._roster.engines(), self._health)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:

@@ -7,10 +7,11 @@ is equal even then takes turns. An engine whose node is not known counts as beyo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
+from pdx.proxy.health import Health
 from pdx.proxy.roster import Engine
 
 _Rank = tuple[bool, bool, bool, int]
@@ -36,6 +37,20 @@ class Pair(msgspec.Struct, frozen=True):
         """The decoder's node, where the KV has to travel from one known node to another; else empty."""
         here, there = self.prefiller.node, self.decoder.node
         return there if here and there and here != there else ""
+
+
+def candidates(engines: Iterable[Engine], health: Health) -> list[Candidate]:
+    """All of these, as they are now."""
+    return [
+        Candidate(
+            engine=engine,
+            load=record.in_flight + record.planned + record.others,
+            last_used=record.last_used,
+            suspect=record.avoided,
+        )
+        for engine in engines
+        for record in (health.of(engine.url),)
+    ]
 
 
 def pair(candidates: Sequence[Candidate]) -> Pair | None:

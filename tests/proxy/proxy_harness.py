@@ -230,3 +230,8 @@ def events(raw):
     assert raw.endswith(b"\n\n")
     data = [event[6:] for event in raw.decode().split("\n\n") if event.startswith("data: ")]
     return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def patience(fault):
+    """Settings of a proxy: a leg's limit strikes healthy engines, too, so it is short only where nothing else ends."""
+    return {"first_byte_timeout_s": 3.0, "idle_timeout_s": 3.0} if fault in ("hang", "stuck", "hang_mid") else {}

@@ -1,21 +1,15 @@
 """Engines that refuse, die, hang, lie or vanish, at every point of a request."""
 
 import asyncio
-import errno
 import json
 import time
-from unittest.mock import Mock, patch
 
-import aiohttp
 import pytest
 from engine_standin import StandIn
-from proxy_harness import FORWARDED, HALF, cluster, events, run, until, within
+from proxy_harness import FORWARDED, HALF, cluster, events, patience, run, until, within
 
-from pdx.errors import ClientGone, LegFailed
 from pdx.proxy import leg
-from pdx.proxy.health import Health, State
-from pdx.proxy.leg import Legs
-from pdx.proxy.roster import Engine
+from pdx.proxy.health import Health
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
@@ -23,11 +17,6 @@ BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 def text_of(raw):
     return json.loads(raw)["choices"][0]["text"]
-
-
-def patience(fault):
-    """Settings of a proxy: a leg's limit strikes healthy engines, too, so it is short only where nothing else ends."""
-    return {"first_byte_timeout_s": 3.0, "idle_timeout_s": 3.0} if fault in ("hang", "stuck", "hang_mid") else {}
 
 
 def test_an_error_in_place_of_a_first_event_goes_to_no_client():
@@ -357,91 +346,6 @@ def test_another_prefill_engine_takes_over(fault):
     run(main)
 
 
-@pytest.mark.parametrize("fault", ["reset", 500, "nonsense", "stuck", "elsewhere"])
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_one_bad_engine_of_four_is_no_black_hole(leg, fault):
-    """Its first requests are served by others, and once it is suspect it gets none."""
-
-    async def main():
-        async with cluster(prefills=4, decodes=4, **patience(fault)) as made:
-            bad = getattr(made, leg)
-            bad.fault = fault
-
-            async def burst():
-                asked = (made.post(COMPLETIONS, {**BODY, "seed": number}) for number in range(24))
-                return {answer[0] for answer in await within(asyncio.gather(*asked))}
-
-            assert await burst() == {200}
-            assert bad.seen
-            seen = len(bad.seen)
-            probed = len(bad.probed)
-            await until(lambda: len(bad.probed) > probed)
-            for _ in range(2):
-                assert await burst() == {200}
-            assert len(bad.seen) == seen
-
-    run(main)
-
-
-def test_an_engine_behind_a_key_gets_one_request_at_a_time_until_one_succeeds():
-    """The probe has no key, so it cannot tell whether the engine generates."""
-
-    async def main():
-        async with cluster(prefills=0, decodes=2) as made:
-            bad, good = made.decodes
-            key = {"Authorization": "Bearer k"}
-            bad.key = good.key = key["Authorization"]
-
-            def ask(**more):
-                return made.post(COMPLETIONS, {**BODY, "n": 2, **more}, headers=key)
-
-            bad.fault = 500
-            assert (await ask())[0] == 200
-            assert (await ask())[0] == 200
-            bad.fault = "hold"
-            bad.seen.clear()
-            await until(lambda: "token" in bad.probed)
-            await made.metric_reaches(1, "pdx_proxy_engine_ready", url=bad.url)
-            good.fault = "hold"
-            asked = [asyncio.create_task(ask()) for _ in range(8)]
-            await until(lambda: len(bad.seen) + len(good.seen) >= 10)
-            assert len(bad.seen) == 1
-            for each in (bad, good):
-                each.released.set()
-            assert {answer[0] for answer in await within(asyncio.gather(*asked))} == {200}
-            bad.seen.clear()
-            assert {(await ask())[0] for _ in range(4)} == {200}
-            assert len(bad.seen) == 2
-
-    run(main)
-
-
-@pytest.mark.parametrize("lack", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL])
-def test_what_the_proxy_lacks_is_no_engines_fault(lack):
-    connect = aiohttp.TCPConnector.connect
-
-    async def main():
-        async with cluster() as made:
-
-            async def lacking(connector, request, *rest, **more):
-                if str(request.url.origin()) in (made.prefill.url, made.decode.url):
-                    raise aiohttp.ClientConnectorError(request.connection_key, OSError(lack, "lacking"))
-                return await connect(connector, request, *rest, **more)
-
-            with patch.object(aiohttp.TCPConnector, "connect", lacking):
-                for body in (BODY, {**BODY, "n": 2}):
-                    status, headers, raw = await made.post(COMPLETIONS, body)
-                    assert (status, headers["Retry-After"]) == (503, "1")
-                    assert json.loads(raw)["error"]["code"] == 503
-                assert (await made.get("/v1/models"))[0] == 503
-            assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
-            assert json.loads((await made.get("/health"))[1])["decoders"] == 1
-            status, headers, _ = await made.post(COMPLETIONS, BODY)
-            assert (status, headers["x-pdx-mode"]) == (200, "forward")
-
-    run(main)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_continuation_is_refused(stream):
     async def main():
@@ -512,75 +416,6 @@ def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
     run(main)
 
 
-def test_health_is_readiness():
-    """It says whether somebody can decode now, by probes of the engines themselves."""
-
-    async def main():
-        async with cluster(probe_s=0.2) as made:
-            made.decode.health = 503
-
-            async def health():
-                status, raw = await made.get("/health")
-                return status, json.loads(raw)["decoders"], json.loads(raw)["prefillers"]
-
-            async with asyncio.timeout(10):
-                while await health() != (503, 0, 1):
-                    await asyncio.sleep(0.01)
-            assert (await made.post(COMPLETIONS, BODY))[0] == 200  # the prefill engine serves alone meanwhile
-            assert made.decode.seen == []
-            made.decode.health = 200
-            async with asyncio.timeout(10):
-                while await health() != (200, 1, 1):
-                    await asyncio.sleep(0.01)
-            await made.prefill.stop()
-            await made.decode.stop()
-            async with asyncio.timeout(10):
-                while await health() != (503, 0, 0):
-                    await asyncio.sleep(0.01)
-
-    run(main)
-
-
-def test_models_are_those_of_all_engines_that_are_well():
-    async def main():
-        async with cluster(prefills=2, decodes=2) as made:
-            await made.decodes[0].stop()
-            await made.prefills[0].stop()
-            made.decodes[1].models_served = ["hash", "adapter"]
-            made.prefills[1].models_served = ["hash", "other"]
-            for _ in range(5):
-                status, raw = await made.get("/v1/models")
-                assert status == 200
-                cards = json.loads(raw)["data"]
-                assert [card["id"] for card in cards] == ["hash", "adapter", "other"]
-                assert cards[0]["owner"] == "d1"
-            assert (made.decodes[1].listed, made.prefills[1].listed) == (1, 1)  # the answer is kept
-
-    run(main)
-
-
-def test_models_are_told_to_each_client_by_its_own_key_and_are_no_load():
-    async def main():
-        async with cluster(prefills=0, decodes=2) as made:
-            first = made.decode
-            first.key = "Bearer a"
-            first.fault = "hang"
-
-            async def ask(key):
-                async with made.client.get(made.url + "/v1/models", headers={"Authorization": key}) as response:
-                    return response.status
-
-            asked = asyncio.create_task(ask("Bearer a"))
-            await until(lambda: first.listed)
-            assert await made.metric("pdx_proxy_engine_in_flight", url=first.url) == 0
-            asked.cancel()
-            first.fault = None
-            assert await ask("Bearer b") == 401
-            assert await ask("Bearer a") == 200
-
-    run(main)
-
-
 def test_connect_timeout():
     """An address that swallows packets: the listener's backlog is full."""
     import socket
@@ -605,135 +440,5 @@ def test_connect_timeout():
             assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_connect_timeout") == 1
         for each in (trap, *fillers):
             each.close()
-
-    run(main)
-
-
-ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)
-
-
-def legs_of(session, clock):
-    health = Health(clock=clock, chance=lambda: 0.0, silence_s=120.0)
-    limits = {"connect_timeout_s": 2.0, "first_byte_timeout_s": 600.0, "idle_timeout_s": 120.0}
-    return Legs(session, health=health, **limits)
-
-
-class StoppedWhileConnecting:
-    """A client session whose process stands still for longer than a connection may take, `times` in a row."""
-
-    def __init__(self, times, passes):
-        self.times = times
-        self.passes = passes
-        self.asked = 0
-
-    async def request(self, *asked, **how):
-        self.asked += 1
-        self.passes()
-        if self.asked <= self.times:
-            raise aiohttp.ConnectionTimeoutError
-        return Mock(status=200, content_type="application/json")
-
-
-@pytest.mark.parametrize(("ran_s", "times", "asked"), [(0.5, 1, 2), (0.5, 3, 4), (0.5, 4, 4), (2.0, 1, 1)])
-def test_a_connection_may_take_its_time_of_this_process(ran_s, times, asked):
-    """Here each attempt ends by a timer, of whose time the process ran for `ran_s`; 2 s of that are too long."""
-    now = 0.0
-
-    def passes():
-        nonlocal now
-        now += ran_s
-
-    session = StoppedWhileConnecting(times, passes)
-    legs = legs_of(session, lambda: now)
-
-    async def main():
-        async with legs.post(ENGINE, "/v1/completions", payload=b"", headers={}) as answer:
-            return answer.status
-
-    if times * ran_s < 2.0:
-        assert asyncio.run(main()) == 200
-    else:
-        with pytest.raises(LegFailed, match="connect_timeout"):
-            asyncio.run(main())
-    assert session.asked == asked
-
-
-class Silence:
-    """A client session with one answer, a stream, whose bytes come when the test says so."""
-
-    def __init__(self):
-        self.bytes = asyncio.Queue()
-
-    async def request(self, *asked, **how):
-        content = Mock(readany=self.bytes.get)
-        return Mock(status=200, content_type="text/event-stream", content=content)
-
-
-class Alone:
-    """A leg of its own task, and a clock that only the test moves."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.session = Silence()
-        self.legs = legs_of(self.session, lambda: self.now)
-        self.read = 0
-        self.may_read = asyncio.Event()
-        self.may_read.set()
-        self.task = asyncio.create_task(self._take())
-
-    async def _take(self):
-        async with self.legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}) as answer:
-            while await answer.read_some():
-                self.read += 1
-                await self.may_read.wait()
-
-    async def after(self, seconds, data=None):
-        if data is not None:
-            self.session.bytes.put_nowait(data)
-            read = self.read
-            await until(lambda: self.read > read)
-        self.now += seconds
-        self.legs.end_silent()
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-
-def test_a_stream_may_last_as_long_as_bytes_come():
-    async def main():
-        alone = Alone()
-        await alone.after(599)
-        for _ in range(50):
-            await alone.after(119, b"x")
-        assert not alone.task.done()
-        alone.session.bytes.put_nowait(b"")
-        await alone.task
-        assert alone.legs._health.of(ENGINE.url).failures == 0
-
-    run(main)
-
-
-@pytest.mark.parametrize(("data", "limit"), [(None, 600), (b"x", 120)])
-def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit):
-    async def main():
-        alone = Alone()
-        await alone.after(0)
-        await alone.after(limit - 1, data)
-        assert not alone.task.done()
-        await alone.after(1)
-        with pytest.raises(LegFailed, match=f"timeout: nothing for {limit} s"):
-            await within(alone.task)
-        assert alone.legs._health.of(ENGINE.url).state is State.SUSPECT
-
-    run(main)
-
-
-def test_a_client_that_takes_nothing_is_not_the_engines_fault():
-    async def main():
-        alone = Alone()
-        alone.may_read.clear()
-        await alone.after(121, b"x")
-        with pytest.raises(ClientGone, match="120 s"):
-            await within(alone.task)
-        assert not alone.legs._health.of(ENGINE.url).avoided
 
     run(main)

@@ -1,0 +1,167 @@
+"""Engines that fail are left in peace, and what the proxy tells of them."""
+
+import asyncio
+import errno
+import json
+from unittest.mock import patch
+
+import aiohttp
+import pytest
+from proxy_harness import FORWARDED, cluster, patience, run, until, within
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
+
+
+@pytest.mark.parametrize("fault", ["reset", 500, "nonsense", "stuck", "elsewhere"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_one_bad_engine_of_four_is_no_black_hole(leg, fault):
+    """Its first requests are served by others, and once it is suspect it gets none."""
+
+    async def main():
+        async with cluster(prefills=4, decodes=4, **patience(fault)) as made:
+            bad = getattr(made, leg)
+            bad.fault = fault
+
+            async def burst():
+                asked = (made.post(COMPLETIONS, {**BODY, "seed": number}) for number in range(24))
+                return {answer[0] for answer in await within(asyncio.gather(*asked))}
+
+            assert await burst() == {200}
+            assert bad.seen
+            seen = len(bad.seen)
+            probed = len(bad.probed)
+            await until(lambda: len(bad.probed) > probed)
+            for _ in range(2):
+                assert await burst() == {200}
+            assert len(bad.seen) == seen
+
+    run(main)
+
+
+def test_an_engine_behind_a_key_gets_one_request_at_a_time_until_one_succeeds():
+    """The probe has no key, so it cannot tell whether the engine generates."""
+
+    async def main():
+        async with cluster(prefills=0, decodes=2) as made:
+            bad, good = made.decodes
+            key = {"Authorization": "Bearer k"}
+            bad.key = good.key = key["Authorization"]
+
+            def ask(**more):
+                return made.post(COMPLETIONS, {**BODY, "n": 2, **more}, headers=key)
+
+            bad.fault = 500
+            assert (await ask())[0] == 200
+            assert (await ask())[0] == 200
+            bad.fault = "hold"
+            bad.seen.clear()
+            await until(lambda: "token" in bad.probed)
+            await made.metric_reaches(1, "pdx_proxy_engine_ready", url=bad.url)
+            good.fault = "hold"
+            asked = [asyncio.create_task(ask()) for _ in range(8)]
+            await until(lambda: len(bad.seen) + len(good.seen) >= 10)
+            assert len(bad.seen) == 1
+            for each in (bad, good):
+                each.released.set()
+            assert {answer[0] for answer in await within(asyncio.gather(*asked))} == {200}
+            bad.seen.clear()
+            assert {(await ask())[0] for _ in range(4)} == {200}
+            assert len(bad.seen) == 2
+
+    run(main)
+
+
+@pytest.mark.parametrize("lack", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL])
+def test_what_the_proxy_lacks_is_no_engines_fault(lack):
+    connect = aiohttp.TCPConnector.connect
+
+    async def main():
+        async with cluster() as made:
+
+            async def lacking(connector, request, *rest, **more):
+                if str(request.url.origin()) in (made.prefill.url, made.decode.url):
+                    raise aiohttp.ClientConnectorError(request.connection_key, OSError(lack, "lacking"))
+                return await connect(connector, request, *rest, **more)
+
+            with patch.object(aiohttp.TCPConnector, "connect", lacking):
+                for body in (BODY, {**BODY, "n": 2}):
+                    status, headers, raw = await made.post(COMPLETIONS, body)
+                    assert (status, headers["Retry-After"]) == (503, "1")
+                    assert json.loads(raw)["error"]["code"] == 503
+                assert (await made.get("/v1/models"))[0] == 503
+            assert await made.metric("pdx_proxy_exhausted_total", lack=errno.errorcode[lack]) == 3
+            assert json.loads((await made.get("/health"))[1])["decoders"] == 1
+            status, headers, _ = await made.post(COMPLETIONS, BODY)
+            assert (status, headers["x-pdx-mode"]) == (200, "forward")
+
+    run(main)
+
+
+def test_health_is_readiness():
+    """It says whether somebody can decode now, by probes of the engines themselves."""
+
+    async def main():
+        async with cluster(probe_s=0.2) as made:
+            made.decode.health = 503
+
+            async def health():
+                status, raw = await made.get("/health")
+                return status, json.loads(raw)["decoders"], json.loads(raw)["prefillers"]
+
+            async with asyncio.timeout(10):
+                while await health() != (503, 0, 1):
+                    await asyncio.sleep(0.01)
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200  # the prefill engine serves alone meanwhile
+            assert made.decode.seen == []
+            made.decode.health = 200
+            async with asyncio.timeout(10):
+                while await health() != (200, 1, 1):
+                    await asyncio.sleep(0.01)
+            await made.prefill.stop()
+            await made.decode.stop()
+            async with asyncio.timeout(10):
+                while await health() != (503, 0, 0):
+                    await asyncio.sleep(0.01)
+
+    run(main)
+
+
+def test_models_are_those_of_all_engines_that_are_well():
+    async def main():
+        async with cluster(prefills=2, decodes=2) as made:
+            await made.decodes[0].stop()
+            await made.prefills[0].stop()
+            made.decodes[1].models_served = ["hash", "adapter"]
+            made.prefills[1].models_served = ["hash", "other"]
+            for _ in range(5):
+                status, raw = await made.get("/v1/models")
+                assert status == 200
+                cards = json.loads(raw)["data"]
+                assert [card["id"] for card in cards] == ["hash", "adapter", "other"]
+                assert cards[0]["owner"] == "d1"
+            assert (made.decodes[1].listed, made.prefills[1].listed) == (1, 1)  # the answer is kept
+
+    run(main)
+
+
+def test_models_are_told_to_each_client_by_its_own_key_and_are_no_load():
+    async def main():
+        async with cluster(prefills=0, decodes=2) as made:
+            first = made.decode
+            first.key = "Bearer a"
+            first.fault = "hang"
+
+            async def ask(key):
+                async with made.client.get(made.url + "/v1/models", headers={"Authorization": key}) as response:
+                    return response.status
+
+            asked = asyncio.create_task(ask("Bearer a"))
+            await until(lambda: first.listed)
+            assert await made.metric("pdx_proxy_engine_in_flight", url=first.url) == 0
+            asked.cancel()
+            first.fault = None
+            assert await ask("Bearer b") == 401
+            assert await ask("Bearer a") == 200
+
+    run(main)

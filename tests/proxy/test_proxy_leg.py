@@ -1,0 +1,144 @@
+"""The limits of one leg: of connecting, and of silence."""
+
+import asyncio
+from unittest.mock import Mock
+
+import aiohttp
+import pytest
+from proxy_harness import run, until, within
+
+from pdx.errors import ClientGone, LegFailed
+from pdx.proxy.health import Health, State
+from pdx.proxy.leg import Legs
+from pdx.proxy.roster import Engine
+
+COMPLETIONS = "/v1/completions"
+
+ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)
+
+
+def legs_of(session, clock):
+    health = Health(clock=clock, chance=lambda: 0.0, silence_s=120.0)
+    limits = {"connect_timeout_s": 2.0, "first_byte_timeout_s": 600.0, "idle_timeout_s": 120.0}
+    return Legs(session, health=health, **limits)
+
+
+class StoppedWhileConnecting:
+    """A client session whose process stands still for longer than a connection may take, `times` in a row."""
+
+    def __init__(self, times, passes):
+        self.times = times
+        self.passes = passes
+        self.asked = 0
+
+    async def request(self, *asked, **how):
+        self.asked += 1
+        self.passes()
+        if self.asked <= self.times:
+            raise aiohttp.ConnectionTimeoutError
+        return Mock(status=200, content_type="application/json")
+
+
+@pytest.mark.parametrize(("ran_s", "times", "asked"), [(0.5, 1, 2), (0.5, 3, 4), (0.5, 4, 4), (2.0, 1, 1)])
+def test_a_connection_may_take_its_time_of_this_process(ran_s, times, asked):
+    """Here each attempt ends by a timer, of whose time the process ran for `ran_s`; 2 s of that are too long."""
+    now = 0.0
+
+    def passes():
+        nonlocal now
+        now += ran_s
+
+    session = StoppedWhileConnecting(times, passes)
+    legs = legs_of(session, lambda: now)
+
+    async def main():
+        async with legs.post(ENGINE, "/v1/completions", payload=b"", headers={}) as answer:
+            return answer.status
+
+    if times * ran_s < 2.0:
+        assert asyncio.run(main()) == 200
+    else:
+        with pytest.raises(LegFailed, match="connect_timeout"):
+            asyncio.run(main())
+    assert session.asked == asked
+
+
+class Silence:
+    """A client session with one answer, a stream, whose bytes come when the test says so."""
+
+    def __init__(self):
+        self.bytes = asyncio.Queue()
+
+    async def request(self, *asked, **how):
+        content = Mock(readany=self.bytes.get)
+        return Mock(status=200, content_type="text/event-stream", content=content)
+
+
+class Alone:
+    """A leg of its own task, and a clock that only the test moves."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.session = Silence()
+        self.legs = legs_of(self.session, lambda: self.now)
+        self.read = 0
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self.task = asyncio.create_task(self._take())
+
+    async def _take(self):
+        async with self.legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}) as answer:
+            while await answer.read_some():
+                self.read += 1
+                await self.may_read.wait()
+
+    async def after(self, seconds, data=None):
+        if data is not None:
+            self.session.bytes.put_nowait(data)
+            read = self.read
+            await until(lambda: self.read > read)
+        self.now += seconds
+        self.legs.end_silent()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def test_a_stream_may_last_as_long_as_bytes_come():
+    async def main():
+        alone = Alone()
+        await alone.after(599)
+        for _ in range(50):
+            await alone.after(119, b"x")
+        assert not alone.task.done()
+        alone.session.bytes.put_nowait(b"")
+        await alone.task
+        assert alone.legs._health.of(ENGINE.url).failures == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize(("data", "limit"), [(None, 600), (b"x", 120)])
+def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit):
+    async def main():
+        alone = Alone()
+        await alone.after(0)
+        await alone.after(limit - 1, data)
+        assert not alone.task.done()
+        await alone.after(1)
+        with pytest.raises(LegFailed, match=f"timeout: nothing for {limit} s"):
+            await within(alone.task)
+        assert alone.legs._health.of(ENGINE.url).state is State.SUSPECT
+
+    run(main)
+
+
+def test_a_client_that_takes_nothing_is_not_the_engines_fault():
+    async def main():
+        alone = Alone()
+        alone.may_read.clear()
+        await alone.after(121, b"x")
+        with pytest.raises(ClientGone, match="120 s"):
+            await within(alone.task)
+        assert not alone.legs._health.of(ENGINE.url).avoided
+
+    run(main)
