@@ -16,6 +16,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pdx import descriptors
+from pdx.faults import Faults
 from pdx.proxy import fault
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ _BACKLOG = 1024
 _BATCH = 4  # taken before what is connected gets its turn
 _REST_S = 0.25  # after the system had no descriptor, or no memory, for one
 _LOOK_S = 0.5  # between two looks for heads that take too long
+_CROWD = 0.25  # from this share of all connections on, those on which a head is due make room first
+_UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
 _QUIET_S = 60.0  # after a warning, the next ones are only counted
 _REFUSAL = fault.raw(503, "the proxy has no room for another connection", retry_after_s=1)
 
@@ -96,6 +99,7 @@ class Listener:
         self._spared = spared
         self._counters = counters
         self._clock = clock
+        self._faults = Faults(counters)
         self._sockets: list[socket.socket] = []
         self._taking: set[asyncio.Task[object]] = set()
         self._all: set[Connection] = set()
@@ -160,6 +164,12 @@ class Listener:
             asyncio.get_running_loop().add_reader(each, self._accept, each)
 
     def _accept(self, listening: socket.socket) -> None:
+        with self._faults.contain("taking connections") as part:
+            self._take_waiting(listening)
+        if part.has_failed:
+            self._rest("an internal error")
+
+    def _take_waiting(self, listening: socket.socket) -> None:
         room = self._room()
         for _ in range(_BATCH):
             try:
@@ -167,7 +177,7 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._rest(error)
+                self._rest(str(error))
                 return
             if room <= 0 and not self._make_room():
                 self._refuse(stream)
@@ -182,11 +192,13 @@ class Listener:
         return min(MOST - len(self._all) - len(self._taking), descriptors.left() - kept)
 
     def _make_room(self) -> bool:
-        """Close the connection on which a head is due for longest, else the one idle for longest; False: there is none.
+        """Close an idle connection; False: there is none.
 
-        In this order, because who was served already may well ask again.
+        Who was served may well ask again, so the one goes on which a head is due for longest. Where few heads are due,
+        the one goes that is idle for longest: else those who have just come would make room for each other.
         """
-        oldest = next(iter(self._heads), None) or next(iter(self._idle), None)
+        crowd = self._heads if len(self._heads) >= _CROWD * len(self._all) else self._idle
+        oldest = next(iter(crowd), None)
         if oldest is None:
             return False
         self._drop(oldest, "connections_displaced", "idle connections are closed for new ones")
@@ -194,6 +206,8 @@ class Listener:
 
     def _take(self, stream: socket.socket) -> None:
         stream.setblocking(False)
+        if stream.family != socket.AF_UNIX:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         loop = asyncio.get_running_loop()
         taking: asyncio.Task[object] = loop.create_task(
             loop.connect_accepted_socket(lambda: Connection(self, self._server, self._keepalive_s), stream)
@@ -216,8 +230,8 @@ class Listener:
             except OSError:
                 return
 
-    def _rest(self, error: OSError) -> None:
-        self._note("accepts_failed", f"no connection can be taken now: {error}")
+    def _rest(self, why: str) -> None:
+        self._note("accepts_failed", f"no connection can be taken now: {why}")
         loop = asyncio.get_running_loop()
         for each in self._sockets:
             loop.remove_reader(each)
@@ -225,12 +239,13 @@ class Listener:
 
     def _look(self) -> None:
         """Close what takes too long with a request's head."""
+        self._later(_LOOK_S, self._look)
         now = self._clock()
         for connection, since in list(self._heads.items()):
             if now - since <= self._head_s:
                 break
-            self._drop(connection, "heads_overdue", f"a request's head did not arrive within {self._head_s:g} s")
-        self._later(_LOOK_S, self._look)
+            with self._faults.contain("ending a connection"):
+                self._drop(connection, "heads_overdue", f"a request's head did not arrive within {self._head_s:g} s")
 
     def _drop(self, connection: Connection, event: str, text: str) -> None:
         self._note(event, text)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 from unittest import mock
 
 import aiohttp
@@ -57,6 +58,31 @@ def test_without_room_an_idle_connection_makes_room(caplog):
     with caplog.at_level(logging.WARNING):
         run(main)
     assert [record.message for record in caplog.records if "idle connections are closed" in record.message]
+
+
+def test_those_who_have_just_come_do_not_make_room_for_each_other():
+    """Strangers who ask once and keep their connection would leave newcomers no time to send a head."""
+
+    async def main():
+        room = Room()
+        async with cluster(**room.settings()) as made:
+            served = []
+            for _ in range(5):
+                reader, writer = await dial(made)
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert b"}" in await within(reader.readuntil(b"}"))
+                served.append((reader, writer))
+            young, writer = await dial(made)
+            room.spared = NO_MORE
+            _, other = await dial(made)
+            assert await within(served[0][0].read()) == b""
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b" 200 OK" in await within(young.read())
+            room.spared = 0
+            for each in (other, writer, *(pair[1] for pair in served)):
+                each.close()
+
+    run(main)
 
 
 def test_where_all_are_busy_a_newcomer_is_told_to_come_again():
@@ -171,3 +197,45 @@ def test_an_accept_that_fails_is_tried_again_later(caplog):
         run(main)
     assert len([record for record in caplog.records if "no connection can be taken now" in record.message]) == 2
     assert len(caplog.text) < 4000
+
+
+def test_an_error_of_the_listener_is_contained(caplog):
+    """The selector would call it again at once, and asyncio would log each time."""
+    real, failures = listener.Listener._room, [RuntimeError("of the room")]
+
+    def room(self):
+        if failures:
+            raise failures.pop()
+        return real(self)
+
+    async def main():
+        with mock.patch.object(listener.Listener, "_room", room), mock.patch.object(listener, "_REST_S", 0.01):
+            async with cluster() as made:
+                assert (await made.post(COMPLETIONS, BODY))[0] == 200
+                assert made.proxy.counters["internal_errors"] == 1
+
+    run(main)
+    assert [record.message for record in caplog.records if "an internal error in taking connections" in record.message]
+
+
+async def keep_asking(stream):
+    while True:
+        ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
+        await within(asyncio.get_running_loop().sock_sendall(stream, ask), 60)
+
+
+def test_a_client_that_reads_nothing_loses_its_connection():
+    """Its request counts as under way, so it would keep its place for ever."""
+
+    async def main():
+        with mock.patch.object(listener, "_UNREAD_MS", 300):
+            async with cluster() as made:
+                host, port = made.url.removeprefix("http://").split(":")
+                with socket.socket() as deaf:
+                    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    deaf.setblocking(False)
+                    await asyncio.get_running_loop().sock_connect(deaf, (host, int(port)))
+                    with pytest.raises(ConnectionError):
+                        await keep_asking(deaf)
+
+    run(main)
