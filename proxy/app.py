@@ -30,7 +30,7 @@ from pdx.proxy.cors import Origins
 from pdx.proxy.drain import Drain
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.health import Health
-from pdx.proxy.intake import Intake
+from pdx.proxy.intake import LARGE_BYTES, Intake
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.leg import Legs
 from pdx.proxy.metrics import Metrics
@@ -259,7 +259,8 @@ class Proxy:
                 raise RequestRefused(400, "the request must have Content-Type: application/json")
             async with self._intake.body(request) as raw:
                 body, stripped = strip_control(parse(raw))
-                await asyncio.sleep(0)  # of a large body, every step takes its time: others have their turn between
+                if len(raw) > LARGE_BYTES:
+                    await asyncio.sleep(0)  # each of these steps takes its time: others have their turn between
                 if stripped:
                     self._note_stripped()
                 exchange = self._exchange(request, route, body, reply)

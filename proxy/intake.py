@@ -11,6 +11,7 @@ from aiohttp import StreamReader, web
 from pdx.errors import RequestRefused
 
 PIECE = 64 << 10  # this much, or the rest, has to come within the time that is given
+LARGE_BYTES = 256 << 10
 _RETRY_AFTER_S = 1
 
 
@@ -48,7 +49,8 @@ class Intake:
                 parts.append(part)
             whole = b"".join(parts)
             parts.clear()
-            await asyncio.sleep(0)
+            if size > LARGE_BYTES:
+                await asyncio.sleep(0)
             yield whole
         finally:
             self.held_bytes -= size
