@@ -21,6 +21,7 @@ SHOWN = (
     "idle",
     "flood",
     "flood-proxy",
+    "proxy_cost",
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield"),
     *("reuse-lmcache", "reuse-plain"),

@@ -214,8 +214,10 @@ class Bench:
 
     async def _beside(self, target: Target, name: str, attack: Callable[[Target], Awaitable[str]]) -> list[Figure]:
         runs = [await self._run(target, attack) for _ in range(REPEATS)]
-        direct, through, peak_mb, cpu_ms = (statistics.median(run[at] for run in runs) for at in range(4))
-        of, note = f"{name}, {target.name}", runs[-1][4]
+        direct, through, peak_mb, cpu_ms = (
+            statistics.median(each) for each in zip(*(run for run, _ in runs), strict=True)
+        )
+        of, note = f"{name}, {target.name}", runs[-1][1]
         note = f"{note}; " if note else ""
         if target.name != NOW:
             return [
@@ -229,7 +231,7 @@ class Bench:
 
     async def _run(
         self, target: Target, attack: Callable[[Target], Awaitable[str]]
-    ) -> tuple[float, float, float, float, str]:
+    ) -> tuple[tuple[float, float, float, float], str]:
         """The longest delays of a direct stream and of the proxy's, its memory and CPU time, and what happened."""
         pingers = [_pinger(url) for url in (self._made.decode_url, target.url)]
         try:
@@ -248,7 +250,7 @@ class Bench:
             for pinger in pingers:
                 end_child(pinger)
         direct, through = (max(each) for each in found)
-        return direct, through, peak_mb, cpu_ms, note
+        return (direct, through, peak_mb, cpu_ms), note
 
     async def _post(self, target: Target, path: str, payload: bytes, count: int) -> str:
         """So many, one after the other; the answers' statuses."""
