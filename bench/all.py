@@ -22,6 +22,7 @@ SHOWN = (
     "flood",
     "flood-proxy",
     "proxy_cost",
+    "proxy_faults",
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield"),
     *("reuse-lmcache", "reuse-plain"),
