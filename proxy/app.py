@@ -267,7 +267,11 @@ class Proxy:
                 await self._relay.serve(exchange)
                 return reply.response
         except RequestRefused as refusal:
-            self._metrics.requests.labels(route, "", Outcome.BAD_REQUEST).inc()
+            outcome = Outcome.BAD_REQUEST if refusal.status < 500 else Outcome.UNAVAILABLE
+            self._metrics.requests.labels(route, "", outcome).inc()
+            if outcome is Outcome.UNAVAILABLE:
+                self._metrics.exhausted.labels("bodies").inc()
+                self._faults.warn("bodies", printable(str(refusal)))
             return fault.response(refusal.status, str(refusal), retry_after_s=refusal.retry_after_s)
         except asyncio.CancelledError:
             if exchange is None and self.drain.is_over:

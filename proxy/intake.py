@@ -44,7 +44,7 @@ class Intake:
                 if size > self._each_bytes:
                     raise self._too_large()
                 if self.held_bytes > self._all_bytes:
-                    text = "this proxy has no room for the request now"
+                    text = f"there is no room for its body now: requests under way have {self._all_bytes} bytes"
                     raise RequestRefused(503, text, retry_after_s=_RETRY_AFTER_S)
                 parts.append(part)
             whole = b"".join(parts)

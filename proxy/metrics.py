@@ -32,7 +32,9 @@ class Metrics:
         )
         self.failovers = counter("failovers", "Legs given to another engine.", "leg", "reason")
         self.exhausted = counter(
-            "exhausted", "Requests refused because this process lacked descriptors, ports or buffers.", "lack"
+            "exhausted",
+            "Requests refused because this process lacked descriptors, ports, buffers or room for bodies.",
+            "lack",
         )
         self.cancels = counter("cancels", "Transfers given up, told to the nodes concerned.", "reason")
         self.stripped = counter("stripped", "Requests whose own transfer parameters were removed.")
