@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import resource
+import socket
 
 import aiohttp
 from proxy_harness import Node, run
@@ -81,6 +82,34 @@ def test_idle_connections_keep_nobody_out(tmp_path):
                     await node.report()
                     await known(made, 1)
             assert made.process.returncode is None
+            assert len(made.log) < 10_000
+
+    run(main)
+
+
+def test_without_a_descriptor_left_nobody_ends_the_proxy(tmp_path):
+    """ZMQ ends the process where its accept at a Unix socket finds none."""
+
+    async def main():
+        async with proxy_process(tmp_path, limit=LIMIT) as made:
+            path = made.control.removeprefix("ipc://")
+            async with made.client.get(made.url + "/health") as response:
+                assert response.status == 200
+            resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (made.num_files(), LIMIT))
+            with contextlib.ExitStack() as flood, contextlib.closing(node_of(made, lambda _: None)) as node:
+                for _ in range(64):
+                    stream = flood.enter_context(socket.socket(socket.AF_UNIX))
+                    stream.setblocking(False)
+                    stream.connect_ex(path)
+                    flood.enter_context(made.dial())
+                await node.report()
+                for _ in range(20):
+                    async with made.client.get(made.url + "/health") as response:
+                        assert response.status == 200
+                assert made.process.returncode is None
+                resource.prlimit(made.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+                await known(made, 1)
+            assert await made.ask() == 200
             assert len(made.log) < 10_000
 
     run(main)
