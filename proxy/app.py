@@ -147,6 +147,7 @@ class Proxy:
             health=self._health,
             connect_timeout_s=self._config.connect_timeout_s,
             first_byte_timeout_s=self._config.first_byte_timeout_s,
+            answer_timeout_s=self._config.answer_timeout_s,
             idle_timeout_s=self._config.idle_timeout_s,
         )
         self._relay = Relay(

@@ -25,7 +25,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # hand over; a decode engine computes so few beside the tokens of its other requests without a step getting longer.
     min_split_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 16
     connect_timeout_s: PositiveSeconds = 2.0
-    first_byte_timeout_s: PositiveSeconds = 600.0  # of a leg's answer; one that is not streamed comes as a whole
+    first_byte_timeout_s: PositiveSeconds = 600.0  # of a stream, and of a prefill leg's answer, which is one token
+    answer_timeout_s: PositiveSeconds = 3600.0  # of an answer that is not streamed: it has no byte before its end
     idle_timeout_s: PositiveSeconds = 120.0  # without a byte of an answer that has begun
     # No KV goes through a node that is silent for longer. Nodes report once a second, but one whose processor is taken
     # from it may miss some while the proxy runs on.

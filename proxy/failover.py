@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 from pdx.errors import LegFailed, NoEngine
@@ -35,8 +35,12 @@ class Failover:
         leg: str,
         choose: Callable[[set[str]], Engine | None],
         ask: Callable[[Engine], Awaitable[T]],
+        *,
+        final: Collection[Reason] = (Reason.STATUS_4XX,),
     ) -> T:
         """What `ask` returns for the first engine that `choose` names and that does not fail.
+
+        After a failure for a `final` reason no further engine is tried.
 
         :raises LegFailed: the last one's failure. :raises NoEngine: there is none.
         """
@@ -56,7 +60,7 @@ class Failover:
             try:
                 return await ask(engine)
             except LegFailed as error:
-                if error.reason is Reason.STATUS_4XX or exchange.reply.writes != writes:
+                if error.reason in final or exchange.reply.writes != writes:
                     raise
                 failure = error
                 tried.add(engine.url)

@@ -105,6 +105,7 @@ class Legs:
         health: Health,
         connect_timeout_s: float,
         first_byte_timeout_s: float,
+        answer_timeout_s: float,
         idle_timeout_s: float,
     ) -> None:
         """The clock of `health` tells the seconds in which this process ran: all limits are of those."""
@@ -113,6 +114,7 @@ class Legs:
         self._clock: Callable[[], float] = health.clock
         self._connect_timeout_s = connect_timeout_s
         self._first_byte_timeout_s = first_byte_timeout_s
+        self._answer_timeout_s = answer_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_connect=connect_timeout_s)
         self._under_way: set[_Leg] = set()
@@ -126,10 +128,11 @@ class Legs:
 
     @asynccontextmanager
     async def post(
-        self, engine: Engine, path: str, *, payload: Payload, headers: Mapping[str, str]
+        self, engine: Engine, path: str, *, payload: Payload, headers: Mapping[str, str], is_whole: bool = False
     ) -> AsyncIterator[Answer]:
         """Send a request and hold its answer; leaving early closes the connection, which makes vLLM abort.
 
+        `is_whole`: many tokens are to come in one piece, the first byte with the last one of them.
         How it ends is told to `Health`, unless the client or this proxy ends it.
 
         :raises LegFailed: also from within, when the time is up.
@@ -137,7 +140,8 @@ class Legs:
         :raises Exhausted: this proxy has no descriptor or port left.
         """
         with self._health.begin(engine.url) as use:
-            new = _Leg(use, self._first_byte_timeout_s, self._idle_timeout_s, self._clock())
+            limit_s = self._answer_timeout_s if is_whole else self._first_byte_timeout_s
+            new = _Leg(use, limit_s, self._idle_timeout_s, self._clock())
             sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
             try:
                 async with (

@@ -209,10 +209,11 @@ class Relay:
         try:
             await self._decode(exchange, leg, Continuation(prefill, first), fits=fits)
         except (LegFailed, NoEngine) as failure:
-            if exchange.reply.started:
+            reason = failure.reason if isinstance(failure, LegFailed) else None
+            if exchange.reply.started or reason is Reason.TIMEOUT:
                 raise
             self._warn("no continuation", f"transfer {exchange.transfer}: no continuation: {failure}")
-            if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX:
+            if reason is Reason.STATUS_4XX:
                 return await self._fall_back(exchange, "decode_status_4xx")
             self._stop_forwarding(exchange, "no_continuation")
             try:  # there may be engines fit for the whole answer
@@ -280,10 +281,14 @@ class Relay:
             if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
             payload = body.encode(self._located(exchange, leg, engine))
-            async with self._legs.post(engine, exchange.route, payload=payload, headers=exchange.headers) as found:
+            async with self._legs.post(
+                engine, exchange.route, payload=payload, headers=exchange.headers, is_whole=not exchange.streams
+            ) as found:
                 await shape.take(exchange, found)
 
-        await self._failover.attempt(exchange, "decode", choose, ask)
+        # The engine may have computed a whole answer all that time: that is not asked for twice.
+        final = (Reason.STATUS_4XX,) if exchange.streams else (Reason.STATUS_4XX, Reason.TIMEOUT)
+        await self._failover.attempt(exchange, "decode", choose, ask, final=final)
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
         """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""

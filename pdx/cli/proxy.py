@@ -40,7 +40,14 @@ import click
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long an engine may take to begin its answer; one that is not streamed comes as a whole.",
+    help="How long an engine may take to prefill, and to begin a stream.",
+)
+@click.option(
+    "--answer-timeout",
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long an engine may take for an answer that is not streamed: it comes as a whole.",
 )
 @click.option(
     "--idle-timeout",
@@ -91,6 +98,7 @@ def proxy(
     forward: bool,
     min_split_tokens: int,
     first_byte_timeout: float,
+    answer_timeout: float,
     idle_timeout: float,
     max_body: str,
     admin: str,
@@ -120,6 +128,7 @@ def proxy(
                 "forward": forward,
                 "min_split_tokens": min_split_tokens,
                 "first_byte_timeout_s": first_byte_timeout,
+                "answer_timeout_s": answer_timeout,
                 "idle_timeout_s": idle_timeout,
                 "max_body_bytes": parse_bytes(max_body),
                 "admin": admin,

@@ -234,4 +234,5 @@ def events(raw):
 
 def patience(fault):
     """Settings of a proxy: a leg's limit strikes healthy engines, too, so it is short only where nothing else ends."""
-    return {"first_byte_timeout_s": 3.0, "idle_timeout_s": 3.0} if fault in ("hang", "stuck", "hang_mid") else {}
+    limits = {"first_byte_timeout_s": 3.0, "answer_timeout_s": 3.0, "idle_timeout_s": 3.0}
+    return limits if fault in ("hang", "stuck", "hang_mid") else {}

@@ -247,8 +247,10 @@ DEAD = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("fault", [fault for fault, _ in DEAD])
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [(fault, stream) for fault, _ in DEAD for stream in (False, True) if stream or fault != "hang"],
+)
 @pytest.mark.parametrize("prompt", [FORWARDED, HALF])
 def test_decoder_dies_before_it_answers_and_another_takes_over(prompt, fault, stream):
     """Also behind a first token that the client has: the continuation can go to any engine."""
@@ -282,10 +284,31 @@ def test_no_engine_answers(fault, code, decodes):
         async with cluster(prefills=0, decodes=decodes, **patience(fault)) as made:
             for engine in made.decodes:
                 engine.fault = fault
-            status, _, raw = await made.post(COMPLETIONS, {**BODY, "n": 2})
+            status, _, raw = await made.post(COMPLETIONS, {**BODY, "n": 2, "stream": fault == "hang"})
             assert status == code
             assert json.loads(raw)["error"]["code"] == code
             assert [len(engine.seen) for engine in made.decodes] == [1] * decodes
+
+    run(main)
+
+
+@pytest.mark.parametrize("more", [{"prompt": FORWARDED}, {"prompt": HALF}, {"n": 2}])
+def test_a_whole_answer_that_takes_too_long_is_not_asked_for_again(more):
+    """An engine may have computed it all the time, and its first byte comes with its end."""
+
+    async def main():
+        async with cluster(decodes=2, answer_timeout_s=1.0) as made:
+            for engine in made.decodes:
+                engine.fault = "hold"
+            asked = asyncio.create_task(made.post(COMPLETIONS, {**BODY, **more}))
+            await until(lambda: any(engine.seen for engine in made.decodes))
+            (slow,) = [engine for engine in made.decodes if engine.seen]
+            status, _, raw = await within(asked)
+            assert (status, json.loads(raw)["error"]["message"]) == (502, "the decode engine failed (timeout)")
+            assert sum(len(engine.seen) for engine in made.decodes) == 1
+            assert sum("kv_transfer_params" not in body for body in made.prefill.bodies) == 0
+            assert await made.metric("pdx_proxy_engine_ready", url=slow.url) == 0
+            assert await made.metric("pdx_proxy_failovers_total", leg="decode") == 0
 
     run(main)
 

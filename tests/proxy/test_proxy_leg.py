@@ -19,8 +19,8 @@ ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=Tru
 
 def legs_of(session, clock):
     health = Health(clock=clock, chance=lambda: 0.0, silence_s=120.0)
-    limits = {"connect_timeout_s": 2.0, "first_byte_timeout_s": 600.0, "idle_timeout_s": 120.0}
-    return Legs(session, health=health, **limits)
+    limits = {"first_byte_timeout_s": 600.0, "answer_timeout_s": 3600.0, "idle_timeout_s": 120.0}
+    return Legs(session, health=health, connect_timeout_s=2.0, **limits)
 
 
 class StoppedWhileConnecting:
@@ -77,8 +77,9 @@ class Silence:
 class Alone:
     """A leg of its own task, and a clock that only the test moves."""
 
-    def __init__(self):
+    def __init__(self, *, is_whole=False):
         self.now = 0.0
+        self.is_whole = is_whole
         self.session = Silence()
         self.legs = legs_of(self.session, lambda: self.now)
         self.read = 0
@@ -87,7 +88,7 @@ class Alone:
         self.task = asyncio.create_task(self._take())
 
     async def _take(self):
-        async with self.legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}) as answer:
+        async with self.legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}, is_whole=self.is_whole) as answer:
             while await answer.read_some():
                 self.read += 1
                 await self.may_read.wait()
@@ -117,10 +118,12 @@ def test_a_stream_may_last_as_long_as_bytes_come():
     run(main)
 
 
-@pytest.mark.parametrize(("data", "limit"), [(None, 600), (b"x", 120)])
-def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit):
+@pytest.mark.parametrize(
+    ("data", "limit", "is_whole"), [(None, 600, False), (b"x", 120, False), (None, 3600, True), (b"x", 120, True)]
+)
+def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_whole):
     async def main():
-        alone = Alone()
+        alone = Alone(is_whole=is_whole)
         await alone.after(0)
         await alone.after(limit - 1, data)
         assert not alone.task.done()
