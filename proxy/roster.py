@@ -7,6 +7,7 @@ alone. Named engines are listed for ever, others as long as they answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import msgspec
@@ -56,6 +57,15 @@ class _Last(msgspec.Struct, frozen=True):
     engine: EngineReport
 
 
+class _View(msgspec.Struct, frozen=True):
+    """What follows from all nodes' words: good until one says something else, or the oldest word is too old."""
+
+    oldest: float  # when the node was seen that was seen longest ago
+    reported: dict[str, str]  # the node of each engine that is reported, by URL
+    engines: list[Engine]
+    places: Counter[str]  # that each node's engines take
+
+
 class Roster:
     """The engines; every method is cheap and must be called from one thread."""
 
@@ -77,7 +87,9 @@ class Roster:
         # A restarted node has a new epoch. Its engines take a moment to attach again and are not detached
         # meanwhile: the old epoch vouches for them until its heartbeat runs out.
         self._nodes: dict[tuple[str, int], _Node] = {}
+        self._lives: dict[str, list[tuple[str, int]]] = {}  # the keys of `_nodes` by name
         self._last_reports: dict[str, _Last] = {}  # by URL
+        self._view: _View | None = None
 
     def __repr__(self) -> str:
         return f"Roster({len(self._named)} named engines, {len(self._nodes)} nodes)"
@@ -87,23 +99,22 @@ class Roster:
 
         A URL has one owner, the node that reported it first, as long as that one is heard of and says so.
         """
-        names = {name for name, _ in self._nodes}
-        lives = [key for key in self._nodes if key[0] == report.node]
-        if report.node not in names and len(names) >= MAX_NODES:
+        lives = self._lives.get(report.node, [])
+        if not lives and len(self._lives) >= MAX_NODES:
             text = f"a report of node {report.node!r} is dropped: there are {MAX_NODES} others"
             return None, [Refusal("nodes", text)]
         if (report.node, report.epoch) not in lives and not self._may_begin(lives):
             text = f"a report of node {report.node!r} is dropped: {MAX_LIVES} other nodes report under that name"
             return None, [Refusal("lives", text)]
-        reported = self._reported()
+        view = self._viewed()
         places = MAX_ENGINES - len(self._last_reports)
-        own = MAX_ENGINES_OF_NODE - sum(last.node == report.node for last in self._last_reports.values())
+        own = MAX_ENGINES_OF_NODE - view.places[report.node]
         engines: dict[str, EngineReport] = {}
         refusals: list[Refusal] = []
         for engine in report.engines:
             refusal = _unroutable(report.node, engine)
             url = base_url(engine.url) if refusal is None else ""
-            refusal = refusal or _owned(report.node, url, reported)
+            refusal = refusal or _owned(report.node, url, view.reported)
             is_new = url not in self._last_reports and url not in engines
             if refusal is None and is_new and min(places, own) <= 0:
                 text = f"engine {engine.engine!r} of node {report.node!r} gets no requests: there are too many"
@@ -117,15 +128,21 @@ class Roster:
 
     def _may_begin(self, lives: Sequence[tuple[str, int]]) -> bool:
         """Whether a name with these lives may have another one: of those that are silent, none counts."""
-        oldest = self._clock() - self._heartbeat_timeout_s
+        oldest = self._oldest()
         return sum(self._nodes[key].seen_at >= oldest for key in lives) < MAX_LIVES
 
     def report(self, report: NodeReport) -> frozenset[str]:
         """Take in a node's word, of which `screen` left what is believed; the URLs of engines it no longer has and
         nobody else reports."""
         key = (report.node, report.epoch)
-        before = self._nodes[key].engines if key in self._nodes else {}
+        known = self._nodes.get(key)
+        before = known.engines if known is not None else {}
         engines = {base_url(engine.url): engine for engine in report.engines}
+        if known is None:
+            self._lives.setdefault(report.node, []).append(key)
+        is_news = known is None or known.seen_at < self._oldest() or before.keys() != engines.keys()
+        if is_news or not all(self._is_said(report.node, url, engine) for url, engine in engines.items()):
+            self._view = None
         self._nodes[key] = _Node(
             seen_at=self._clock(),
             engines=engines,
@@ -143,35 +160,43 @@ class Roster:
 
         :returns: the URLs of engines that are not reported any more.
         """
-        now = self._clock()
+        now, oldest = self._clock(), self._oldest()
         silent = [
             key
             for key, node in self._nodes.items()
-            if node.seen_at < now - self._heartbeat_timeout_s or not (members is None or key[0] in members)
+            if node.seen_at < oldest or not (members is None or key[0] in members)
         ]
-        gone = [url for key in silent for url in self._nodes.pop(key).engines]
-        for url in self._last_reports.keys() - self._reported().keys():
+        gone = [url for key in silent for url in self._pop(key).engines]
+        for url in self._last_reports.keys() - self._viewed().reported.keys():
             is_member = members is None or self._last_reports[url].node in members
             if not is_member or self._health.of(url).well_at < now - FORGET_S:
                 del self._last_reports[url]
+                self._view = None
         self._health.keep({*self._named, *self._last_reports})
         return self._detached(gone)
 
     def engines(self) -> list[Engine]:
         """All engines that may serve."""
-        reported = self._reported()
-        urls = dict.fromkeys((*self._named, *self._last_reports))
-        return [self._engine(url, reported.get(url, "")) for url in urls]
+        return self._viewed().engines.copy()
+
+    def _pop(self, key: tuple[str, int]) -> _Node:
+        self._view = None
+        lives = self._lives[key[0]]
+        lives.remove(key)
+        if not lives:
+            del self._lives[key[0]]
+        return self._nodes.pop(key)
 
     def _detached(self, urls: Iterable[str]) -> frozenset[str]:
-        gone = frozenset(urls) - self._reported().keys()
+        reported = self._viewed().reported
+        gone = frozenset(url for url in urls if url not in reported)
         for url in gone:
             self._health.running(url, 0)
         return gone
 
     def nodes(self) -> int:
         """How many nodes are to be believed in now."""
-        oldest = self._clock() - self._heartbeat_timeout_s
+        oldest = self._oldest()
         return sum(node.seen_at >= oldest for node in self._nodes.values())
 
     def peers(self) -> dict[tuple[str, int], PeerEntry]:
@@ -179,14 +204,31 @@ class Roster:
         latest = {name: epoch for name, epoch in self._nodes}
         return {key: node.peer for key in latest.items() if (node := self._nodes[key]).peer.address}
 
-    def _reported(self) -> dict[str, str]:
-        """The node of each engine that is reported, by URL."""
-        oldest = self._clock() - self._heartbeat_timeout_s
-        found: dict[str, str] = {}
-        for (name, _epoch), node in self._nodes.items():  # a later node's word replaces an earlier one's
-            if node.seen_at >= oldest:
-                found.update(dict.fromkeys(node.engines, name))
-        return found
+    def _oldest(self) -> float:
+        """Who was seen before that is silent."""
+        return self._clock() - self._heartbeat_timeout_s
+
+    def _is_said(self, node: str, url: str, engine: EngineReport) -> bool:
+        """Whether that is what was last said of the engine, as far as it is in the view."""
+        last = self._last_reports.get(url)
+        return last is not None and last.node == node and _lasting(last.engine) == _lasting(engine)
+
+    def _viewed(self) -> _View:
+        """Kept from one report to the next: requests are more frequent than news."""
+        view, oldest = self._view, self._oldest()
+        if view is None or view.oldest < oldest:
+            heard = [(name, node) for (name, _), node in self._nodes.items() if node.seen_at >= oldest]
+            reported: dict[str, str] = {}
+            for name, node in heard:  # a later node's word replaces an earlier one's
+                reported.update(dict.fromkeys(node.engines, name))
+            urls = dict.fromkeys((*self._named, *self._last_reports))
+            view = self._view = _View(
+                oldest=min((node.seen_at for _, node in heard), default=float("inf")),
+                reported=reported,
+                engines=[self._engine(url, reported.get(url, "")) for url in urls],
+                places=Counter(last.node for last in self._last_reports.values()),
+            )
+        return view
 
     def _engine(self, url: str, node: str) -> Engine:
         named = url in self._named
@@ -203,6 +245,10 @@ class Roster:
             detached=report is not None and not node,
             facts=report.facts if report is not None and node else None,
         )
+
+
+def _lasting(engine: EngineReport) -> tuple[object, ...]:
+    return (engine.engine, engine.role, engine.facts)
 
 
 def _unroutable(node: str, engine: EngineReport) -> Refusal | None:

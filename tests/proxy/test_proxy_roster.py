@@ -5,7 +5,7 @@ import pytest
 
 from pdx.address import base_url
 from pdx.errors import ConfigError
-from pdx.messages import VERSION, EngineReport, MarkReport, NodeReport, PeerEntry
+from pdx.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
 from pdx.proxy import ledger as ledger_module
 from pdx.proxy.health import FIRST_S, LONGEST_S, Health, Reason, State
 from pdx.proxy.ledger import Ledger, Timeline
@@ -68,6 +68,84 @@ def test_an_engine_that_is_not_reported_any_more_serves_alone():
     assert [each.detached for each in found.engines()] == [True, True]
     found.report(report(A, B))
     assert [each.detached for each in found.engines()] == [False, False]
+
+
+class Walked(dict):
+    """Counts the items that are walked through."""
+
+    steps = 0
+
+    def __iter__(self):
+        for each in super().__iter__():
+            Walked.steps += 1
+            yield each
+
+    def keys(self):
+        Walked.steps += len(self)
+        return super().keys()
+
+    def items(self):
+        Walked.steps += len(self)
+        return super().items()
+
+    def values(self):
+        Walked.steps += len(self)
+        return super().values()
+
+
+def test_neither_a_request_nor_a_report_costs_more_where_there_are_more_nodes():
+    def cost(num_nodes):
+        clock = Clock()
+        found = roster(clock)
+        for number in range(num_nodes):
+            found.report(report(("x", "both", f"http://x{number}:1"), node=f"n{number}"))
+        for name, value in vars(found).items():
+            if type(value) is dict:
+                setattr(found, name, Walked(value))
+        found.engines()
+        Walked.steps = 0
+        for number in range(20):
+            clock.now += 0.01
+            again = report(("x", "both", f"http://x{number}:1"), node=f"n{number}")
+            believed, refusals = found.screen(again)
+            assert (believed, refusals) == (again, [])
+            assert found.report(believed) == frozenset()
+            assert len(found.engines()) == num_nodes
+        return Walked.steps
+
+    assert cost(20) == cost(400)
+
+
+@pytest.mark.parametrize("change", ["name", "role", "facts", "url", "node"])
+def test_news_of_an_engine_is_known_at_once(change):
+    clock = Clock()
+    found = roster(clock)
+    found.report(report(A))
+    assert [each.name for each in found.engines()] == ["a"]
+    facts = EngineFacts(512, 0, False)
+    told = {
+        "name": report(("c", *A[1:])),
+        "role": report((A[0], "both", A[2])),
+        "facts": msgspec.structs.replace(report(A), engines=[EngineReport(*A, running=2, facts=facts)]),
+        "url": report(B),
+        "node": report(A, node="other"),
+    }[change]
+    found.report(told)
+    seen = {each.url: (each.name, each.decodes, each.facts, each.node) for each in found.engines()}
+    assert (
+        seen
+        == {
+            "name": {"http://a:1": ("c", False, None, "n")},
+            "role": {"http://a:1": ("a", True, None, "n")},
+            "facts": {"http://a:1": ("a", False, facts, "n")},
+            "url": {"http://a:1": ("a", False, None, ""), "http://b:1": ("b", True, None, "n")},
+            "node": {"http://a:1": ("a", False, None, "other")},
+        }[change]
+    )
+    clock.now += 3.1
+    assert {each.node for each in found.engines()} == {""}
+    found.report(told)
+    assert {each.node for each in found.engines()} >= {"other" if change == "node" else "n"}
 
 
 def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten():
