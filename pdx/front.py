@@ -30,8 +30,10 @@ SILENT_S = 2.0  # one that has not begun to speak ZMQ by then is closed
 FAREWELL_S = 0.5  # what ZMQ sends while it ends has so long to leave
 _GREETING_BYTES = 10
 _PIECE_BYTES = 1 << 16
-_BACKLOG = 128
+_BACKLOG = 1024  # a flood waits here, and honest peers among it: who finds no place waits for seconds
 _ROUND_S = 0.1
+_BATCH = 16  # connections taken at once
+_PACE_S = 0.01  # before the next ones
 _QUIET_S = 60.0
 
 
@@ -114,7 +116,7 @@ class Front:
         self._quiet_until = 0.0
         self._num_young = 0
         self._next_look = 0.0
-        self._is_resting = False  # no connection is taken until the next look: there was no descriptor for one
+        self._rests_until: float | None = None  # no connection is taken before
         self._target = -1
         self._is_closing = False
         self._deaf = threading.Event()  # nobody listens any more
@@ -187,7 +189,8 @@ class Front:
         self._wake = self._target = -1
 
     def _round(self) -> None:
-        for fd, _ in self._epoll.poll(_ROUND_S if not self._is_closing else 0.02):
+        wait_s = 0.02 if self._is_closing else _ROUND_S if self._rests_until is None else _PACE_S
+        for fd, _ in self._epoll.poll(wait_s):
             connection = self._connections.get(fd)
             with self._faults.contain("a connection to the TCP port for peers") as part:
                 if fd == self._listener.fileno():
@@ -197,6 +200,9 @@ class Front:
             if part.has_failed and connection is not None and self._connections.get(fd) is connection:
                 self._end(connection)
         now = self._clock()
+        if self._rests_until is not None and now >= self._rests_until and not self._is_closing:
+            self._rests_until = None
+            self._epoll.modify(self._listener, select.EPOLLIN)
         if now >= self._next_look:
             self._next_look = now + _ROUND_S
             with self._faults.contain("the look at young connections"):
@@ -204,14 +210,13 @@ class Front:
 
     def _accept(self) -> None:
         now = self._clock()
-        for _ in range(16):  # then those that are here get their turn
+        for _ in range(_BATCH):
             try:
                 outer, where = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError:  # it left meanwhile, or no descriptor is left
-                self._is_resting = True
-                self._epoll.modify(self._listener, 0)
+                self._rest(_ROUND_S)
                 return
             try:
                 self._take(outer, str(where[0]), now)
@@ -221,6 +226,12 @@ class Front:
                     self._end(taken)
                 outer.close()
                 raise
+        self._rest(_PACE_S)
+
+    def _rest(self, seconds: float) -> None:
+        """Take no connection for so long: there was no descriptor for one, or so many that other work would wait."""
+        self._rests_until = self._clock() + seconds
+        self._epoll.modify(self._listener, 0)
 
     def _take(self, outer: socket.socket, address: str, now: float) -> None:
         if self._count >= self._max_connections:
@@ -304,9 +315,6 @@ class Front:
 
     def _grow_up(self, now: float) -> None:
         """What said nothing in time is closed; what ZMQ has not closed by now is a peer's."""
-        if self._is_resting and not self._is_closing:
-            self._is_resting = False
-            self._epoll.modify(self._listener, select.EPOLLIN)
         for connection in [one for young in self._young.values() for one in young]:
             if connection.inner is None and now - connection.born > SILENT_S:
                 self._refuse(connection.address, f"it did not begin to speak ZMQ for {SILENT_S:g} s")

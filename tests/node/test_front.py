@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import threading
 import types
 from collections import Counter
 
@@ -61,7 +62,9 @@ class Bed:
 
 
 @pytest.fixture
-def bed():
+def bed(monkeypatch):
+    """Its clock stands still, so its front does not pause between connections."""
+    monkeypatch.setattr(module, "_PACE_S", 0.0)
     made = Bed()
     yield made
     made.undo.close()
@@ -176,6 +179,34 @@ def test_a_flood_from_many_addresses_keeps_nobody_out(bed):
     wait_until(lambda: bed.counters["strangers_dropped"] == 9)
     wait_until(lambda: sum(is_closed(one) for one in flood + crowd) == 9)
     assert bed.front._num_young == 32
+
+
+def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(bed, monkeypatch):
+    """Else a thread that takes thousands of connections in a second keeps the interpreter's lock from all others."""
+    outer, inner = bed.passed()
+    monkeypatch.setattr(module, "_PACE_S", 0.01)
+    real, all_here = socket.socket.accept, threading.Event()
+
+    def accept(listener):
+        assert listener is not bed.front._listener or all_here.wait(20)
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    flood = [bed.dial() for _ in range(40)]
+    all_here.set()
+    wait_until(lambda: bed.front._count == 1 + 16)
+    for _ in range(3):  # rounds in which nobody is taken
+        outer.sendall(b"a")
+        assert read(inner, 1) == b"a"
+    assert bed.front._count == 1 + 16
+
+    def are_taken():
+        bed.now += 0.01
+        return bed.front._count == 1 + len(flood)
+
+    wait_until(are_taken)
+    flood[-1].sendall(GREETING)
+    assert read(bed.accept(), 10) == GREETING
 
 
 def test_beyond_the_most_connections_new_ones_are_refused(bed):
