@@ -194,7 +194,6 @@ def prefill_body(route: Route, body: Body, *, mode: Mode, transfer: str, decode_
         leg["min_tokens"] = 1  # the first token may still not end the text
     if mode is Mode.FORWARD:
         leg.pop("stream_options", None)
-        leg.pop("stream_interval", None)
         leg["return_token_ids"] = True
     else:
         for name in _ANSWER_ONLY:

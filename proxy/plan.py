@@ -26,6 +26,7 @@ _BYTES_PER_TOKEN = 4  # of text, roughly
 _IN_CHATS = ("messages", "tools", "documents")  # what a chat's prompt is made of
 _CONTENT_PARTS = re.compile(rb'"content"\s*:\s*\[')  # text in parts, or pictures: few bytes may be many tokens
 _CONTROL_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 _BRACKETS = (ord("["), ord("]"))
 _AT_A_TIME = 64 << 10
 _IN_IDS = b"0123456789- \t\r\n"
@@ -253,8 +254,12 @@ _FORWARD: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("model", "prompt", "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "user")
         + ("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
-        + ("request_id", "session_id", "cache_salt", "stream", "stream_options", "stream_interval"),
+        + ("request_id", "session_id", "cache_salt", "stream", "stream_interval"),
         _anything,
+    ),
+    # The prefill leg does not have these, and the first event is sent before the decode leg's engine has read them.
+    "stream_options": lambda value: all(
+        each is None or (name in _STREAM_OPTIONS and isinstance(each, bool)) for name, each in value.items()
     ),
     "add_special_tokens": _anything,  # the decode leg gets token ids
     "max_tokens": _anything,  # one less on the decode leg

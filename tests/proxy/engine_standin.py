@@ -206,6 +206,11 @@ class StandIn:
             return refusal(400, f"{limit} tokens after {[len(each) for each in prompts]} are too many")
         if body.get("stream_options") and not body.get("stream"):
             return refusal(400, "stream options without a stream")
+        wanted = body.get("stream_options") or {}
+        options = {name: switch(wanted.get(name)) for name in ("include_usage", "continuous_usage_stats")}
+        interval = body.get("stream_interval")
+        if any(value not in (True, False) for value in options.values()) or (interval is not None and interval < 1):
+            return refusal(400, "odd stream options")
         limit = min(limit, self.server.max_new_tokens or limit)
         if (body.get("min_tokens") or 0) > limit:
             return refusal(400, "min_tokens above max_tokens")
@@ -217,7 +222,7 @@ class StandIn:
         }
         limits = [min(limit, model_len - len(each)) for each in prompts]
         if body.get("stream"):
-            return await self.stream(request, body, head, chat, prompts[0], limits[0])
+            return await self.stream(request, body | {"stream_options": options}, head, chat, prompts[0], limits[0])
         return web.json_response(self.whole(body, head, chat, prompts, limits))
 
     def usage(self, body, prompt, completion, details=True):
@@ -254,7 +259,7 @@ class StandIn:
     async def stream(self, request, body, head, chat, prompt, limit):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **self.headers})
         await response.prepare(request)
-        options = body.get("stream_options") or {}
+        options = body["stream_options"]
         if chat:
             head = {**head, "object": "chat.completion.chunk"}
             await send(response, {**head, "choices": [{"index": 0, "delta": {"role": "assistant"}}]})
@@ -289,6 +294,11 @@ class StandIn:
 
 async def send(response, chunk):
     await response.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
+
+
+def switch(value):
+    """What vLLM takes for true or false."""
+    return {"no": False, "false": False, "yes": True, "true": True, None: False}.get(value, value)
 
 
 def refusal(status, message):

@@ -221,8 +221,8 @@ def run(main):
     assert after <= before, f"{after - before} file descriptors left behind"
 
 
-# A prompt after which the stand-in's first token can be forwarded, and one after which it is half a character.
-FORWARDED, HALF = "beta", "p1"
+# Prompts after which the stand-in's first token can be forwarded, is half a character, and ends the text.
+FORWARDED, HALF, ENDED = "beta", "p1", "prompt 17"
 
 
 def events(raw):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from engine_standin import Server
-from proxy_harness import FORWARDED, HALF, cluster, events, run
+from proxy_harness import ENDED, FORWARDED, HALF, cluster, events, run
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -103,7 +103,8 @@ FIELDS = {
     "logprobs": [None, 2],
     "echo": [None, False, True],
     "n": [None, 1, 2],
-    "stream_options": [None, {"include_usage": True}],
+    "stream_options": [None, {"include_usage": True}, {"include_usage": "no"}, {"include_usage": "perhaps"}],
+    "stream_interval": [None, 1, 0],
     "something_new": [None, "x"],
     "prompt": [
         "hello",
@@ -142,6 +143,26 @@ def test_any_mix_of_fields(seed):
                     continue  # the stand-in itself does not do these
                 modes.append(await assert_equal(made, COMPLETIONS, body))
         assert {"alone", "forward", "sampled"} == set(modes), modes
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream_options": {"include_usage": "no"}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": "no"}},
+        {"stream_options": {"include_usage": "perhaps"}},
+        {"stream_options": {"never_heard_of": 7}},
+        {"stream_interval": 0},
+    ],
+)
+def test_no_token_is_sent_before_an_engine_has_read_odd_stream_options(fields):
+    async def main():
+        async with cluster() as made:
+            for prompt in (FORWARDED, ENDED):
+                body = {"prompt": prompt, "temperature": 0, "stream": True, **fields}
+                assert await assert_equal(made, COMPLETIONS, body) != "forward"
 
     run(main)
 
