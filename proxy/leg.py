@@ -17,6 +17,7 @@ from pdx.proxy.roster import Engine
 # What this process or this host lacks; the engine has not been asked.
 _OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _DRAIN_S = 1.0
+_SMALL_BYTES = 4 << 20  # of what is no user's answer: whether an engine is well, its models, why it refuses
 
 
 def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | None = None) -> LegFailed:
@@ -28,7 +29,7 @@ class _Leg:
     """A leg under way: it may be silent for `limit_s`, and once it has begun to answer for `idle_s`."""
 
     def __init__(self, use: Use | None, limit_s: float, idle_s: float, now: float) -> None:
-        self.use = use  # None: it counts as no load
+        self.use = use  # None: it counts as no load, and `limit_s` is for the whole of it
         self.limit_s = limit_s
         self.idle_s = idle_s
         self.since = now
@@ -64,24 +65,38 @@ class Answer:
 
     async def read(self) -> bytes:
         """The whole body. :raises LegFailed: it did not arrive whole."""
-        parts = []
+        return await self._read(None)
+
+    async def read_small(self) -> bytes:
+        """Likewise, of what is no user's answer. :raises LegFailed: also if it is not small."""
+        return await self._read(_SMALL_BYTES)
+
+    async def _read(self, most: int | None) -> bytes:
+        parts: list[bytes] = []
+        size = 0
         while part := await self.read_some():
             parts.append(part)
+            size += len(part)
+            if most is not None and size > most:
+                raise failed(Reason.MALFORMED, self.engine, f"status {self.status} with more than {most} bytes")
         return b"".join(parts)
 
     async def read_some(self) -> bytes:
         """The next bytes, b"" at the end. :raises LegFailed: the engine went away."""
         leg = self._leg
-        leg.since = self._health.clock()
+        if leg.use is not None:
+            leg.since = self._health.clock()
         leg.waits_for_engine = True
         try:
             found = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise failed(Reason.RESET, self.engine, type(error).__name__) from error
+        if leg.use is None:
+            return found
         leg.since = self._health.clock()
         leg.waits_for_engine = False
         leg.limit_s = leg.idle_s
-        if leg.use is not None and found:
+        if found:
             leg.use.record.heard_at = leg.since
             if leg.use.is_trial and self.is_stream:
                 self._health.proved(leg.use)
@@ -159,7 +174,7 @@ class Legs:
     async def ask(
         self, engine: Engine, path: str, *, headers: Mapping[str, str], timeout_s: float, payload: bytes | None = None
     ) -> tuple[Answer, bytes]:
-        """A small answer, whole: GET, or POST of a payload. It is no load, and `Health` is told nothing.
+        """A small answer, whole in `timeout_s`: GET, or POST of a payload. It is no load, and `Health` is told nothing.
 
         :raises LegFailed: or it did not come in time. :raises Exhausted: as `post`.
         """
@@ -169,12 +184,12 @@ class Legs:
             self._leg(engine, _Leg(None, timeout_s, timeout_s, self._clock())) as leg,
             self._answer(engine, leg, method, path, payload=payload, headers=sent) as answer,
         ):
-            return answer, await answer.read()
+            return answer, await answer.read_small()
 
     async def _check(self, answer: Answer) -> None:
         """:raises LegFailed: it is none, or another engine may give a better one."""
         if answer.failure is not None:
-            refusal = Refusal(answer.status, await answer.read(), answer.content_type, answer.headers)
+            refusal = Refusal(answer.status, await answer.read_small(), answer.content_type, answer.headers)
             raise failed(answer.failure, answer.engine, f"status {answer.status}", answer=refusal)
 
     @asynccontextmanager

@@ -66,12 +66,13 @@ def test_a_connection_may_take_its_time_of_this_process(ran_s, times, asked):
 class Silence:
     """A client session with one answer, a stream, whose bytes come when the test says so."""
 
-    def __init__(self):
+    def __init__(self, status=200):
+        self.status = status
         self.bytes = asyncio.Queue()
 
     async def request(self, *asked, **how):
         content = Mock(readany=self.bytes.get)
-        return Mock(status=200, content_type="text/event-stream", content=content)
+        return Mock(status=self.status, content_type="text/event-stream", content=content)
 
 
 class Alone:
@@ -143,5 +144,45 @@ def test_a_client_that_takes_nothing_is_not_the_engines_fault():
         with pytest.raises(ClientGone, match="120 s"):
             await within(alone.task)
         assert not alone.legs._health.of(ENGINE.url).avoided
+
+    run(main)
+
+
+def test_a_small_answer_has_one_limit_for_all_of_it():
+    """An engine whose `GET /health` sends a byte now and then would be probed for ever."""
+
+    async def main():
+        now = 0.0
+        session = Silence()
+        legs = legs_of(session, lambda: now)
+        asked = asyncio.create_task(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0))
+        for _ in range(5):
+            assert not asked.done()
+            session.bytes.put_nowait(b"x")
+            await until(session.bytes.empty)
+            now += 1.0
+            legs.end_silent()
+        with pytest.raises(LegFailed, match="timeout"):
+            await within(asked)
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["asked", "refused"])
+def test_what_has_to_be_small_is_not_read_without_end(how):
+    async def main():
+        session = Silence(status=200 if how == "asked" else 500)
+        legs = legs_of(session, lambda: 0.0)
+        for _ in range(64):
+            session.bytes.put_nowait(b"x" * (1 << 20))
+
+        async def refused():
+            async with legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}):
+                pass
+
+        with pytest.raises(LegFailed, match="malformed"):
+            await within(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0) if how == "asked" else refused())
+        assert session.bytes.qsize() > 50
+        assert not legs._under_way
 
     run(main)
