@@ -16,7 +16,11 @@ _RETRY_AFTER_S = 1
 
 
 class Intake:
-    """Reads bodies. What it holds counts from its arrival to the end of the request."""
+    """Reads bodies. What it holds counts from its arrival to the end of the request.
+
+    One of up to PIECE bytes is always taken: else a few clients with large bodies could keep everybody out. How many of
+    these there are is bounded by the number of connections.
+    """
 
     def __init__(self, *, each_bytes: int, all_bytes: int, progress_s: float) -> None:
         self._each_bytes = each_bytes
@@ -43,7 +47,7 @@ class Intake:
                 self.held_bytes += len(part)
                 if size > self._each_bytes:
                     raise self._too_large()
-                if self.held_bytes > self._all_bytes:
+                if size > PIECE and self.held_bytes > self._all_bytes:
                     text = f"there is no room for its body now: requests under way have {self._all_bytes} bytes"
                     raise RequestRefused(503, text, retry_after_s=_RETRY_AFTER_S)
                 parts.append(part)

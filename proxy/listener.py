@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pdx import descriptors
-from pdx.faults import Faults
+from pdx.faults import Faults, printable
 from pdx.proxy import fault
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ class Connection(web.RequestHandler):
         """See `asyncio.Protocol`."""
         self._listener.spoke(self)
         super().data_received(data)
+
+    def log_exception(self, *args: object, exc_info: BaseException | None = None, **_: object) -> None:
+        """What aiohttp would log with its trace, each time."""
+        self._listener.failed(exc_info if isinstance(exc_info, Exception) else RuntimeError(*args))
 
     def begin(self) -> None:
         """The head of a request has arrived."""
@@ -156,6 +161,13 @@ class Listener:
         self._all.discard(connection)
         self._idle.pop(connection, None)
         self._heads.pop(connection, None)
+
+    def failed(self, error: Exception) -> None:
+        """There was an error. What comes may be no HTTP, or no body: anybody can send any number of such requests."""
+        if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
+            self._note("requests_malformed", f"a request was not understood: {printable(str(error))}")
+        else:
+            self._faults.unexpected("a connection", error)
 
     # ---- the loop ---------------------------------------------------------------------------
 

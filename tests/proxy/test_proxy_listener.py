@@ -218,6 +218,32 @@ def test_an_error_of_the_listener_is_contained(caplog):
     assert [record.message for record in caplog.records if "an internal error in taking connections" in record.message]
 
 
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        b"GET /health HTTP/1.1\r\nNo Header\r\n\r\n",
+        HEAD + b"Content-Length: many\r\n\r\n",
+        HEAD + b"Content-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: 10\r\n\r\n0123456789",
+    ],
+)
+def test_what_is_no_request_is_logged_once_in_a_while(malformed, caplog):
+    """aiohttp logs a traceback for each: anybody could fill the disk."""
+
+    async def main():
+        async with cluster() as made:
+            for _ in range(20):
+                reader, writer = await dial(made)
+                writer.write(malformed)
+                assert b" 400 Bad Request" in await within(reader.read())  # to the end of the connection
+                writer.close()
+            assert await event(made, "requests_malformed") == 20
+            assert await event(made, "internal_errors") == 0
+
+    run(main)
+    assert [record.message for record in caplog.records if "a request was not understood" in record.message]
+    assert len(caplog.text) < 2000
+
+
 async def keep_asking(stream):
     while True:
         ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
