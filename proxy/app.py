@@ -62,10 +62,13 @@ class Proxy:
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self._clock = WakingClock(2 * _LOOK_S, time.monotonic)
+        self.counters: Counter[str] = Counter()
+        self._faults = Faults(self.counters)
         self._health = Health(
             clock=self._clock,
             chance=random.random,
             silence_s=min(config.first_byte_timeout_s, config.idle_timeout_s),
+            faults=self._faults,
         )
         self._roster = Roster(
             prefill=config.prefill,
@@ -77,9 +80,7 @@ class Proxy:
         self._ledger = Ledger(keep=config.kept_timelines)
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
-        self.counters: Counter[str] = Counter()
         self.drain = Drain()
-        self._faults = Faults(self.counters)
         self._metrics = Metrics(engines=self._roster.engines, health=self._health, events=self.counters)
         self._control = Control(
             config.control or default_proxy(),

@@ -17,7 +17,9 @@ T = TypeVar("T")
 # No further engine is tried so long after the first one failed. Where none could be reached that counts from the
 # beginning: with the connect timeout, a client hears within 5 s in which the proxy ran.
 _FAILOVER_S = 2.5
-_MOST_FAILED = 3  # engines that fail on one leg: a request that ends engines does not get them all
+# Engines that fail on one leg, or are full: a request that ends engines does not get them all, and where all are full
+# each request is not many.
+_MOST_FAILED = 3
 
 
 class Failover:
@@ -64,8 +66,9 @@ class Failover:
                     raise
                 failure = error
                 tried.add(engine.url)
-                if not error.unsent and error.reason is not Reason.STATUS_429:
-                    exchange.blamed.add(engine.url)
+                if not error.unsent:
+                    if error.reason is not Reason.STATUS_429:
+                        exchange.blamed.add(engine.url)
                     failures += 1
                     # The first engine had all its time; that is not counted.
                     give_up_at = self._clock() + _FAILOVER_S if failures == 1 else give_up_at

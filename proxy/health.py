@@ -8,14 +8,13 @@ generates, it is on trial: it gets one request at a time until one succeeds. ADR
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from enum import StrEnum
 
 import msgspec
 
-log = logging.getLogger(__name__)
+from pdx.faults import Faults, printable
 
 FIRST_S = 1.0  # an engine is suspect for so long after its first failure; each further one doubles that
 LONGEST_S = 30.0
@@ -117,11 +116,14 @@ class Use:
 class Health:
     """The records; every method is cheap and belongs to the event loop's thread."""
 
-    def __init__(self, *, clock: Callable[[], float], chance: Callable[[], float], silence_s: float) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float], chance: Callable[[], float], silence_s: float, faults: Faults
+    ) -> None:
         """`chance` draws from [0, 1). An engine that sent a byte to anybody within `silence_s` does not hang."""
         self.clock = clock
         self._chance = chance
         self._silence_s = silence_s
+        self._faults = faults
         self._records: dict[str, Record] = {}
         self._turns = itertools.count(1)
         self.failures: Counter[str] = Counter()  # of engines, by reason
@@ -198,7 +200,7 @@ class Health:
             self._suspect(record, fault)
         elif record.state is State.SUSPECT and record.unproven and not generates:
             record.state = State.TRIAL
-            log.warning("engine %s answers again; it gets one request at a time until one succeeds", record.url)
+            self._warn(record, "answers again; it gets one request at a time until one succeeds")
         elif record.state is not State.TRIAL or generates:
             self._well(record)
         else:
@@ -209,6 +211,10 @@ class Health:
         record.is_probing = False
         record.probe_at = self.clock() + FIRST_S
 
+    def _warn(self, record: Record, text: str) -> None:
+        """Once in a minute for each engine and state: a client can make engines fail as often as it likes."""
+        self._faults.warn(f"{text.partition(' (')[0]} {record.url}", printable(f"engine {record.url} {text}"))
+
     def _speaks(self, record: Record) -> bool:
         return self.clock() - record.heard_at < self._silence_s
 
@@ -217,12 +223,12 @@ class Health:
         delay_s = min(LONGEST_S, FIRST_S * 2.0 ** min(record.failures - 1, 10)) * (0.75 + self._chance() / 4)
         record.probe_at = self.clock() + delay_s
         if record.state is not State.SUSPECT:
-            log.warning("engine %s is suspect (%s); it is probed in %.1f s", record.url, why, delay_s)
+            self._warn(record, f"is suspect ({why}); it is probed in {delay_s:.1f} s")
         record.state = State.SUSPECT
 
     def _well(self, record: Record) -> None:
         if record.state in (State.SUSPECT, State.TRIAL):
-            log.warning("engine %s is well again", record.url)
+            self._warn(record, "is well again")
         record.state = State.WELL
         record.unproven = False
         record.well_at = self.clock()

@@ -18,6 +18,7 @@ from pdx.proxy.roster import Engine
 
 _GOOD_S = 3.0
 _ANSWER_S = 2.0
+_ALL_S = 4.0  # no further engine is asked later than that
 _MOST_KEPT = 64  # answers, one for each Authorization: engines may show different clients different models
 _AT_ONCE = 16
 
@@ -66,7 +67,8 @@ class Models:
         """The first engine's answer, and what the other well ones add if that was a list."""
         states = {engine.url: self._health.of(engine.url).state for engine in self._engines()}
         left = sorted(self._engines(), key=lambda each: (states[each.url] is State.SUSPECT, not each.decodes))
-        while left:
+        give_up_at = self._health.clock() + _ALL_S
+        while left and self._health.clock() < give_up_at:
             first = left.pop(0)
             try:
                 answer, raw = await self._legs.ask(first, "/v1/models", headers=headers, timeout_s=_ANSWER_S)
@@ -79,7 +81,7 @@ class Models:
                 return answer.status, raw
             slots = asyncio.Semaphore(_AT_ONCE)
             well = [each for each in left if states[each.url] is not State.SUSPECT]
-            more = await asyncio.gather(*(self._cards_of(each, headers, slots) for each in well))
+            more = await asyncio.gather(*(self._cards_of(each, headers, slots, give_up_at) for each in well))
             by_id = {card["id"]: card for cards in (*reversed(more), found) for card in cards}
             order = dict.fromkeys(card["id"] for cards in (found, *more) for card in cards)
             merged = {"object": "list", "data": [by_id[name] for name in order]}
@@ -87,10 +89,12 @@ class Models:
         return 503, fault.body(503, "no engine is available")
 
     async def _cards_of(
-        self, engine: Engine, headers: Mapping[str, str], slots: asyncio.Semaphore
+        self, engine: Engine, headers: Mapping[str, str], slots: asyncio.Semaphore, give_up_at: float
     ) -> list[dict[str, Any]]:
         try:
             async with slots:
+                if self._health.clock() >= give_up_at:
+                    return []
                 answer, raw = await self._legs.ask(engine, "/v1/models", headers=headers, timeout_s=_ANSWER_S)
         except LegFailed:
             return []

@@ -1,8 +1,11 @@
 """Moments of other hosts, by this host's clock."""
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.faults import Faults
 from pdx.messages import VERSION, NodeReport
 from pdx.proxy.clocks import WINDOW_NS, Clocks
 from pdx.proxy.health import Health
@@ -75,7 +78,7 @@ def test_nobody_was_silent_while_the_proxy_itself_stood_still():
         prefill=(),
         decode=(),
         heartbeat_timeout_s=3.0,
-        health=Health(clock=clock, chance=lambda: 0.0, silence_s=60.0),
+        health=Health(clock=clock, chance=lambda: 0.0, silence_s=60.0, faults=Faults(Counter())),
         clock=clock,
     )
     roster.report(report(0, node="n"))

@@ -334,12 +334,15 @@ def test_the_transfer_of_a_request_that_nobody_answers_is_cancelled(fault, code)
     run(main)
 
 
-def test_a_request_that_ends_engines_does_not_get_them_all():
+@pytest.mark.parametrize(("fault", "code"), [("reset", 502), (429, 429)])
+def test_a_request_that_ends_engines_or_finds_all_full_does_not_get_them_all(fault, code):
+    """Where all are full, asking each of them for each request would be what keeps them busy."""
+
     async def main():
         async with cluster(prefills=0, decodes=5) as made:
             for engine in made.decodes:
-                engine.fault = "reset"
-            assert (await made.post(COMPLETIONS, {**BODY, "n": 2}))[0] == 502
+                engine.fault = fault
+            assert (await made.post(COMPLETIONS, {**BODY, "n": 2}))[0] == code
             assert sum(len(engine.seen) for engine in made.decodes) == 3
 
     run(main)

@@ -3,11 +3,18 @@
 import asyncio
 import errno
 import json
-from unittest.mock import patch
+from collections import Counter
+from unittest.mock import Mock, patch
 
 import aiohttp
 import pytest
 from proxy_harness import FORWARDED, cluster, patience, run, until, within
+
+from pdx.faults import Faults
+from pdx.proxy.health import Health, Reason
+from pdx.proxy.leg import failed
+from pdx.proxy.models import Models
+from pdx.proxy.roster import Engine
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
@@ -146,6 +153,25 @@ def test_models_are_those_of_all_engines_that_are_well():
             assert (made.decodes[1].listed, made.prefills[1].listed) == (1, 1)  # the answer is kept
 
     run(main)
+
+
+@pytest.mark.parametrize("well", [0, 1])
+def test_engines_that_hang_do_not_make_a_list_of_models_wait_for_each_of_them(well):
+    now, asked = 0.0, []
+    health = Health(clock=lambda: now, chance=lambda: 0.0, silence_s=60.0, faults=Faults(Counter()))
+    known = [Engine(url=f"http://e{number}", name="e", prefills=True, decodes=True, named=True) for number in range(50)]
+
+    async def ask(engine, path, *, headers, timeout_s):
+        nonlocal now
+        asked.append(engine.url)
+        if len(asked) <= well:
+            return Mock(status=200, failure=None), b'{"data": [{"id": "m"}]}'
+        now += timeout_s
+        raise failed(Reason.TIMEOUT, engine)
+
+    models = Models(health, Mock(ask=ask), engines=lambda: known)
+    assert asyncio.run(models.answer({})).status == (200 if well else 503)
+    assert len(asked) < 10
 
 
 def test_models_are_told_to_each_client_by_its_own_key_and_are_no_load():

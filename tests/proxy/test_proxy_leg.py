@@ -1,6 +1,7 @@
 """The limits of one leg: of connecting, and of silence."""
 
 import asyncio
+from collections import Counter
 from unittest.mock import Mock
 
 import aiohttp
@@ -8,6 +9,7 @@ import pytest
 from proxy_harness import run, until, within
 
 from pdx.errors import ClientGone, LegFailed
+from pdx.faults import Faults
 from pdx.proxy.health import Health, State
 from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
@@ -18,7 +20,7 @@ ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=Tru
 
 
 def legs_of(session, clock):
-    health = Health(clock=clock, chance=lambda: 0.0, silence_s=120.0)
+    health = Health(clock=clock, chance=lambda: 0.0, silence_s=120.0, faults=Faults(Counter()))
     limits = {"first_byte_timeout_s": 600.0, "answer_timeout_s": 3600.0, "idle_timeout_s": 120.0}
     return Legs(session, health=health, connect_timeout_s=2.0, **limits)
 

@@ -1,10 +1,13 @@
 """Which engines and nodes are known, how engines are, and which timelines are kept."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 
 from pdx.address import base_url
 from pdx.errors import ConfigError
+from pdx.faults import Faults
 from pdx.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
 from pdx.proxy import ledger as ledger_module
 from pdx.proxy.health import FIRST_S, LONGEST_S, Health, Reason, State
@@ -21,7 +24,7 @@ class Clock:
 
 
 def health_of(clock, chance=1.0):
-    return Health(clock=clock, chance=lambda: chance, silence_s=60.0)
+    return Health(clock=clock, chance=lambda: chance, silence_s=60.0, faults=Faults(Counter()))
 
 
 def roster(clock, prefill=(), decode=(), health=None):
@@ -362,6 +365,19 @@ def test_a_request_that_fails_everywhere_is_to_blame_itself():
     assert all(health.of(url).avoided for url in names), "one engine's word is no proof"
     health.pardon(names)
     assert [health.of(url).avoided for url in sorted(names)] == [False, False, True], "c has served nobody"
+
+
+def test_a_client_whose_requests_fail_does_not_fill_the_log(caplog):
+    health = health_of(Clock())
+    names = {"http://a:1", "http://b:1"}
+    for _ in range(100):
+        for url in names:
+            health.succeeded(health.begin(url))
+            health.failed(health.begin(url), Reason.STATUS_5XX)
+        health.pardon(names)
+    assert all(health.of(url).state is State.WELL for url in names)
+    assert health.failures == {"status_5xx": 200}
+    assert len(caplog.records) == 4  # of each engine, that it is suspect, and that it is well
 
 
 def test_requests_of_others_are_load():
