@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.faults import Faults, printable
+from pdx.messages import EngineFacts
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
@@ -182,19 +183,26 @@ class Relay:
         return prefill, raw
 
     async def _forward(self, exchange: Exchange, pair: Pair, prefill: answer.PrefillAnswer, raw: bytes) -> None:
-        engine = pair.prefiller
-        limit = forward_limit(exchange.body, pair.decoder.facts)
+        engine, planned = pair.prefiller, pair.decoder.url
+        # As the engines are now: since the plan was made, nodes may have said something else of them, or nothing.
+        facts = next((each.facts for each in self._roster.engines() if each.url == planned), None)
+        limit = forward_limit(exchange.body, facts)
 
-        def fits(decoder: Engine) -> bool:
-            return continues(decoder.facts, prompt_tokens=prefill.usage.prompt_tokens, limit=limit)
+        def goes_on(facts: EngineFacts | None) -> bool:
+            return continues(facts, prompt_tokens=prefill.usage.prompt_tokens, limit=limit)
 
         if answer.is_final(prefill, limit):
             return await self._finish_early(exchange, engine, prefill, raw)
         first = answer.first_token(prefill)
-        if first is None or not fits(pair.decoder):
+        if first is None or not goes_on(facts):
             # Nothing is with the client yet, and the KV is on its way all the same.
-            self._stop_forwarding(exchange, "first_token" if first is None else "near_ceiling")
+            why = obstacle(exchange.body, prefill=engine.facts, decode=facts) or "near_ceiling"
+            self._stop_forwarding(exchange, "first_token" if first is None else why)
             return await self._sample(exchange, prefill)
+
+        def fits(decoder: Engine) -> bool:
+            return decoder.url == planned or goes_on(decoder.facts)
+
         if exchange.streams:
             exchange.first_token(engine, streams=True)
             await exchange.reply.write(answer.first_event(prefill, finish=False, options=exchange.stream_options))

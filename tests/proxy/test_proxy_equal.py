@@ -1,11 +1,12 @@
 """Whatever the mode, the client gets what a single engine would have answered: text, usage, finish reason, shape."""
 
+import asyncio
 import json
 import random
 
 import pytest
 from engine_standin import Server
-from proxy_harness import ENDED, FORWARDED, HALF, cluster, events, run
+from proxy_harness import ENDED, FORWARDED, HALF, cluster, events, run, within
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -282,5 +283,33 @@ def test_an_engine_that_would_continue_otherwise_is_not_asked_to(other, stream):
             else:
                 assert (got_status, headers["x-pdx-mode"]) == (status, "sampled")
                 assert status != 200 or normal_whole(got) == normal_whole(alone)
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("news", ["detached", "unknown", "another"])
+def test_what_is_known_of_the_decoder_when_the_first_token_comes_decides(news, stream):
+    """While the prompt is computed the engines' node says something else of them: no answer ends with that."""
+
+    async def main():
+        async with cluster() as made:
+            made.prefill.fault = "hold"
+            body = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12, "stream": stream}
+            request = asyncio.create_task(made.post(COMPLETIONS, body))
+            await within(made.prefill.arrived.wait())
+            engines = (
+                [] if news == "detached" else [("p0", "prefill", made.prefill.url), ("d0", "decode", made.decode.url)]
+            )
+            made.decode.server = Server(logits_processor=news == "another")
+            facts = None if news == "unknown" else made.decode.server.facts
+            await made.node.report(*engines, facts=facts)
+            await made.metric_reaches(2, "pdx_proxy_reports_total")
+            made.prefill.released.set()
+            status, headers, got = await within(request)
+            assert (status, headers["x-pdx-mode"]) == (200, "sampled")
+            _, _, alone = await made.post(COMPLETIONS, body, base=made.decode.url, headers={"X-Request-Id": "x"})
+            normal = normal_stream if stream else normal_whole
+            assert normal(got) == normal(alone)
 
     run(main)
