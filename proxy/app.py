@@ -32,7 +32,7 @@ from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.health import Health
 from pdx.proxy.intake import LARGE_BYTES, Intake
 from pdx.proxy.ledger import Ledger, Timeline
-from pdx.proxy.leg import Legs
+from pdx.proxy.leg import Legs, engine_socket
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.models import Models
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
@@ -138,7 +138,7 @@ class Proxy:
         self._control.start()
         self._stack.callback(self._control.close)
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
         )

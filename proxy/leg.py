@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
@@ -18,6 +19,20 @@ from pdx.proxy.roster import Engine
 _OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _DRAIN_S = 1.0
 _SMALL_BYTES = 4 << 20  # of what is no user's answer: whether an engine is well, its models, why it refuses
+
+
+# The host of a silent engine is asked after 30 s whether it is there, and lost after 30 s more without an answer.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+
+
+def engine_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket for a connection to an engine: a host that went without a word would be waited for to the limit."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def failed(reason: Reason, engine: Engine, text: str = "", *, answer: Refusal | None = None) -> LegFailed:

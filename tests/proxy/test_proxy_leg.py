@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from proxy_harness import run, until, within
+from proxy_harness import cluster, run, until, within
 
 from pdx.errors import ClientGone, LegFailed
 from pdx.faults import Faults
@@ -15,6 +16,7 @@ from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
 
 COMPLETIONS = "/v1/completions"
+ESTABLISHED, KEEPALIVE = "01", "02"  # a connection's state, and its timer, in /proc/net/tcp
 
 ENGINE = Engine(url="http://e", name="e", prefills=True, decodes=True, named=True)
 
@@ -134,6 +136,27 @@ def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_whole)
         with pytest.raises(LegFailed, match=f"timeout: nothing for {limit} s"):
             await within(alone.task)
         assert alone.legs._health.of(ENGINE.url).state is State.SUSPECT
+
+    run(main)
+
+
+def test_the_kernel_asks_whether_a_silent_engines_host_is_there():
+    """A host that lost its power says nothing, and an answer that is not streamed may be silent for an hour."""
+
+    async def main():
+        async with cluster(prefills=0) as made:
+            made.decode.fault = "hold"
+            asked = asyncio.create_task(made.post(COMPLETIONS, {"prompt": "beta", "max_tokens": 4}))
+            await within(made.decode.arrived.wait())
+            port = f":{int(made.decode.url.rpartition(':')[2]):04X}"
+
+            def timers():
+                rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+                return {row[5].partition(":")[0] for row in rows if row[2].endswith(port) and row[3] == ESTABLISHED}
+
+            await until(lambda: timers() == {KEEPALIVE})
+            made.decode.released.set()
+            assert (await within(asked))[0] == 200
 
     run(main)
 
