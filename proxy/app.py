@@ -375,7 +375,7 @@ async def serve(config: ProxyConfig) -> None:
         signalled.set()
 
     when_signalled(stop)
-    server = Server(proxy.app(), spared=lambda: _FILES_PER_ENGINE * proxy.num_engines, counters=proxy.counters)
+    server = Server(proxy.app(), spared=lambda: _spared_files(proxy.num_engines), counters=proxy.counters)
     admin = Server(proxy.admin_app(), counters=proxy.counters)
     try:
         if config.admin:
@@ -391,6 +391,11 @@ async def serve(config: ProxyConfig) -> None:
     finally:
         await server.close()
         await admin.close()
+
+
+def _spared_files(num_engines: int) -> int:
+    """Descriptors that are left for connections to so many engines: not all, where few files may be open."""
+    return min(_FILES_PER_ENGINE * num_engines, descriptors.limit() // 4)
 
 
 def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:

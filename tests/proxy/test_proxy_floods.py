@@ -115,6 +115,22 @@ def test_without_a_descriptor_left_nobody_ends_the_proxy(tmp_path):
     run(main)
 
 
+def test_with_many_engines_and_few_files_clients_are_still_let_in(tmp_path):
+    """Descriptors are left for engines; once so many that none was for clients."""
+    engines = [f"--prefill=http://127.0.0.1:{port}" for port in range(1, 80)]
+
+    async def main():
+        async with proxy_process(tmp_path, *engines, limit=LIMIT) as made:
+            with contextlib.ExitStack() as others:
+                for _ in range(8):
+                    others.enter_context(made.dial())
+                async with aiohttp.ClientSession() as newcomer:
+                    assert await made.ask(newcomer) == 200
+                assert await made.ask() == 200
+
+    run(main)
+
+
 def test_the_soft_limit_of_files_is_raised(tmp_path):
     async def main():
         async with proxy_process(tmp_path, limit=(LIMIT, 2 * LIMIT)) as made:
