@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pdx import descriptors
@@ -66,9 +66,9 @@ class Connection(web.RequestHandler):
         """What aiohttp would log with its trace, each time."""
         self._listener.failed(exc_info if isinstance(exc_info, Exception) else RuntimeError(*args))
 
-    def begin(self) -> None:
+    def begin(self, body: StreamReader) -> None:
         """The head of a request has arrived."""
-        self._listener.begun(self)
+        self._listener.begun(self, body)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -110,6 +110,7 @@ class Listener:
         self._all: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # no request is under way; the one that is idle for longest is first
         self._heads: dict[Connection, float] = {}  # since when a head is due or incomplete, in this order
+        self._bodies: dict[Connection, StreamReader] = {}  # of requests under way, the oldest first
         self._quiet_until: dict[str, float] = {}
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -145,14 +146,16 @@ class Listener:
         if connection in self._idle:
             self._heads.setdefault(connection, self._clock())
 
-    def begun(self, connection: Connection) -> None:
+    def begun(self, connection: Connection, body: StreamReader) -> None:
         """A request is under way on it."""
         self._idle.pop(connection, None)
         self._heads.pop(connection, None)
+        self._bodies[connection] = body
 
     def ended(self, connection: Connection) -> None:
         """No request is under way on it any more."""
         self._heads.pop(connection, None)
+        self._bodies.pop(connection, None)
         if connection in self._all:
             self._idle[connection] = None
 
@@ -161,6 +164,7 @@ class Listener:
         self._all.discard(connection)
         self._idle.pop(connection, None)
         self._heads.pop(connection, None)
+        self._bodies.pop(connection, None)
 
     def failed(self, error: Exception) -> None:
         """There was an error. What comes may be no HTTP, or no body: anybody can send any number of such requests."""
@@ -204,17 +208,28 @@ class Listener:
         return min(MOST - len(self._all) - len(self._taking), descriptors.left() - kept)
 
     def _make_room(self) -> bool:
-        """Close an idle connection; False: there is none.
+        """Close an idle connection, or else one whose request's body has not come; False: there is none.
 
         Who was served may well ask again, so the one goes on which a head is due for longest. Where few heads are due,
         the one goes that is idle for longest: else those who have just come would make room for each other.
         """
         crowd = self._heads if len(self._heads) >= _CROWD * len(self._all) else self._idle
-        oldest = next(iter(crowd), None)
+        oldest, what = next(iter(crowd), None), "idle connections are"
+        if oldest is None:
+            oldest, what = self._slowest(), "connections on which a body is due are"
         if oldest is None:
             return False
-        self._drop(oldest, "connections_displaced", "idle connections are closed for new ones")
+        self._drop(oldest, "connections_displaced", f"{what} closed for new ones")
         return True
+
+    def _slowest(self) -> Connection | None:
+        """On which a body is due for longest. Of those that have come, nobody asks again."""
+        while self._bodies:
+            connection, body = next(iter(self._bodies.items()))
+            if not body.is_eof():
+                return connection
+            del self._bodies[connection]
+        return None
 
     def _take(self, stream: socket.socket) -> None:
         stream.setblocking(False)

@@ -84,7 +84,7 @@ async def _begin(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     if isinstance(request.protocol, Connection):
-        request.protocol.begin()
+        request.protocol.begin(request.content)
     return await handler(request)
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import aiohttp
 import pytest
-from proxy_harness import FORWARDED, cluster, run, within
+from proxy_harness import FORWARDED, cluster, run, until, within
 
 from pdx.proxy import listener
 
@@ -81,6 +81,28 @@ def test_those_who_have_just_come_do_not_make_room_for_each_other():
             room.spared = 0
             for each in (other, writer, *(pair[1] for pair in served)):
                 each.close()
+
+    run(main)
+
+
+def test_a_connection_whose_body_does_not_come_makes_room():
+    """It costs a stranger nothing to begin a request on each connection that there may be."""
+
+    async def main():
+        room = Room()
+        async with cluster(**room.settings()) as made, aiohttp.ClientSession() as newcomer:
+            slow, writer = await dial(made)
+            writer.write(HEAD + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
+            await until(lambda: len(made.proxy.drain) == 1)
+            room.spared = NO_MORE
+            async with newcomer.post(made.url + COMPLETIONS, json=BODY) as response:
+                assert response.status == 200
+            assert await within(slow.read()) == b""
+            writer.close()
+            await until(lambda: len(made.proxy.drain) == 0)
+            room.spared = 0
+            assert await event(made, "connections_displaced") == 1
+            assert await event(made, "connections_refused") == 0
 
     run(main)
 
