@@ -70,6 +70,23 @@ def test_an_engine_reads_what_the_client_wrote(pairs, encoding):
         assert same(sent, wanted)
 
 
+@given(
+    pairs=st.lists(
+        st.tuples(st.sampled_from([*NAMES, '"n"', '"temperature"', '"min_tok\\u0065ns"']), VALUES), max_size=4
+    ),
+    prompt=st.sampled_from(['"a"', "[1, 2]", "[ [1,2]]", '["\\ud800"]', "[1.0]", '"\\u0000"']),
+    route=st.sampled_from(Route),
+)
+@example(pairs=[('"stre\\u0061m"', "true"), ('"stream"', "1")], prompt='"a"', route=Route.COMPLETIONS)
+@example(pairs=[('"vllm_xargs"', '{"a":1,"a":2}'), ('"x"', "NaN")], prompt="[1, 2]", route=Route.COMPLETIONS)
+def test_a_body_is_served_alike_however_it_is_written(pairs, prompt, route):
+    raw = as_object([*pairs, ('"pr\\u006fmpt"', prompt)]).encode("utf-8", "surrogatepass")
+    wanted = read(raw)
+    if wanted is not None:
+        plans = [classify(route, strip_control(parse(each))[0]) for each in (raw, json.dumps(wanted).encode())]
+        assert plans[0] == plans[1]
+
+
 @given(raw=st.binary(max_size=60) | st.binary(max_size=20).map(lambda inner: b'{"prompt":"' + inner + b'"}'))
 def test_nonsense_is_not_taken_for_a_body(raw):
     wanted = read(raw)
