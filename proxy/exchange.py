@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from pdx.proxy.health import Use
+from pdx.proxy.health import Reason, Use
 from pdx.proxy.ledger import Timeline
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Route
@@ -54,7 +54,7 @@ class Exchange:
         self.told: set[str] = set()  # the nodes of engines that know of the transfer; "": one that is not known
         self.planned: Pair | None = None  # the engines for its two legs
         self.booking: Use | None = None  # of the decode leg, until that starts
-        self.blamed: set[str] = set()  # URLs of engines that gave no usable answer
+        self.blamed: dict[str, Reason] = {}  # by URL, why engines gave no usable answer
         self._metrics = metrics
         self._seen: set[Event] = set()
         self._received_ns = time.monotonic_ns()

@@ -68,7 +68,7 @@ class Failover:
                 tried.add(engine.url)
                 if not error.unsent:
                     if error.reason is not Reason.STATUS_429:
-                        exchange.blamed.add(engine.url)
+                        exchange.blamed[engine.url] = Reason(error.reason)
                     failures += 1
                     # The first engine had all its time; that is not counted.
                     give_up_at = self._clock() + _FAILOVER_S if failures == 1 else give_up_at

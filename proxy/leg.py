@@ -19,6 +19,7 @@ from pdx.proxy.roster import Engine
 _OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _DRAIN_S = 1.0
 _SMALL_BYTES = 4 << 20  # of what is no user's answer: whether an engine is well, its models, why it refuses
+_WHOLE_BYTES = 256 << 20  # of an answer that is not streamed: far more than any has
 
 
 # The host of a silent engine is asked after 30 s whether it is there, and lost after 30 s more without an answer.
@@ -79,20 +80,20 @@ class Answer:
         return None if 200 <= self.status <= 299 or 400 <= self.status <= 499 else Reason.REDIRECT
 
     async def read(self) -> bytes:
-        """The whole body. :raises LegFailed: it did not arrive whole."""
-        return await self._read(None)
+        """The whole body. :raises LegFailed: it did not arrive whole, or does not end."""
+        return await self._read(_WHOLE_BYTES)
 
     async def read_small(self) -> bytes:
         """Likewise, of what is no user's answer. :raises LegFailed: also if it is not small."""
         return await self._read(_SMALL_BYTES)
 
-    async def _read(self, most: int | None) -> bytes:
+    async def _read(self, most: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while part := await self.read_some():
             parts.append(part)
             size += len(part)
-            if most is not None and size > most:
+            if size > most:
                 raise failed(Reason.MALFORMED, self.engine, f"status {self.status} with more than {most} bytes")
         return b"".join(parts)
 

@@ -97,8 +97,7 @@ class Relay:
             if exchange.answered:
                 return exchange.outcome
             self._warn(f"failed {failure.url} {failure.reason}", f"transfer {exchange.transfer} failed: {failure}")
-            if failure.reason in ANSWERED:
-                self._health.pardon(exchange.blamed)
+            self._health.pardon([url for url, reason in exchange.blamed.items() if reason in ANSWERED])
             self._cancel(exchange, "decode_failed")
             return await self._report(exchange, failure)
         if exchange.outcome is not Outcome.OK:

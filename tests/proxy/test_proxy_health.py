@@ -82,6 +82,22 @@ def test_an_engine_behind_a_key_gets_one_request_at_a_time_until_one_succeeds():
     run(main)
 
 
+def test_a_request_that_fails_everywhere_says_nothing_for_an_engine_that_broke_the_connection():
+    async def main():
+        async with cluster(prefills=0, decodes=3) as made:
+            for turn in range(3):
+                assert (await made.post(COMPLETIONS, {**BODY, "n": 2, "seed": turn}))[0] == 200
+            dead, *others = sorted(made.decodes, key=lambda each: each.seen[-1][1]["seed"])
+            dead.fault = "reset"
+            for each in others:
+                each.fault = 500
+            assert (await made.post(COMPLETIONS, {**BODY, "n": 2}))[0] == 500
+            ready = [await made.metric("pdx_proxy_engine_ready", url=each.url) for each in (dead, *others)]
+            assert ready == [0, 1, 1]
+
+    run(main)
+
+
 @pytest.mark.parametrize("lack", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL])
 def test_what_the_proxy_lacks_is_no_engines_fault(lack):
     connect = aiohttp.TCPConnector.connect

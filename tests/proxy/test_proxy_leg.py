@@ -193,21 +193,22 @@ def test_a_small_answer_has_one_limit_for_all_of_it():
     run(main)
 
 
-@pytest.mark.parametrize("how", ["asked", "refused"])
-def test_what_has_to_be_small_is_not_read_without_end(how):
+@pytest.mark.parametrize("how", ["asked", "refused", "read"])
+def test_what_comes_in_one_piece_is_not_read_without_end(how):
     async def main():
-        session = Silence(status=200 if how == "asked" else 500)
+        session = Silence(status=500 if how == "refused" else 200)
         legs = legs_of(session, lambda: 0.0)
+        piece = b"x" * (1 << 20 if how != "read" else 1 << 24)
         for _ in range(64):
-            session.bytes.put_nowait(b"x" * (1 << 20))
+            session.bytes.put_nowait(piece)
 
-        async def refused():
-            async with legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}):
-                pass
+        async def posted():
+            async with legs.post(ENGINE, COMPLETIONS, payload=b"", headers={}) as answer:
+                await answer.read()
 
         with pytest.raises(LegFailed, match="malformed"):
-            await within(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0) if how == "asked" else refused())
-        assert session.bytes.qsize() > 50
+            await within(legs.ask(ENGINE, "/health", headers={}, timeout_s=5.0) if how == "asked" else posted())
+        assert session.bytes.qsize() > 40
         assert not legs._under_way
 
     run(main)
