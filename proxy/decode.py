@@ -52,7 +52,7 @@ class Continuation:
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine refused, or went away before the end."""
-        if answer.status != 200:
+        if answer.status >= 400:
             # A refusal may be about what this proxy made of the request: the client is not to be told that.
             raise failed(Reason.STATUS_4XX, answer.engine, str(answer.status))
         if answer.is_stream != exchange.streams:

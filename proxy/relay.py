@@ -171,7 +171,7 @@ class Relay:
         exchange.told = {pair.prefiller.node, pair.decoder.node}
         async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
-            if found.status != 200:
+            if found.status >= 400:
                 raise failed(Reason.STATUS_4XX, engine, str(found.status))
             try:
                 prefill = answer.decode_prefill(raw)

@@ -49,7 +49,13 @@ async def expected(made, body=BODY):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("refuse", "refused"), ("reset", "reset"), ("hang", "timeout"), (500, "status_5xx"), (503, "status_5xx")]
-    + [(400, "status_4xx"), (429, "status_429"), ("nonsense", "malformed"), ("elsewhere", "redirect")],
+    + [
+        (202, "malformed"),
+        (400, "status_4xx"),
+        (429, "status_429"),
+        ("nonsense", "malformed"),
+        ("elsewhere", "redirect"),
+    ],
 )
 def test_prefill_fails(fault, reason):
     async def main():
