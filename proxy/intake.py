@@ -69,7 +69,7 @@ class Intake:
         except TimeoutError as error:
             text = f"the request's body did not go on: {PIECE} bytes, or its rest, must come in {self._progress_s:g} s"
             raise RequestRefused(408, text) from error
-        except (web.RequestPayloadError, ConnectionError) as error:
+        except (web.RequestPayloadError, ConnectionError, RuntimeError) as error:  # the last: it was closed before
             raise RequestRefused(400, "the request did not arrive whole") from error
 
     def _too_large(self) -> RequestRefused:

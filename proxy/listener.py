@@ -27,7 +27,7 @@ _BACKLOG = 1024
 _BATCH = 4  # taken before what is connected gets its turn
 _REST_S = 0.25  # after the system had no descriptor, or no memory, for one
 _LOOK_S = 0.5  # between two looks for heads that take too long
-_CROWD = 0.25  # from this share of all connections on, those on which a head is due make room first
+_CROWD = 0.25  # from this share of all connections on, those on which a head or a body is due make room first
 _UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
 _QUIET_S = 60.0  # after a warning, the next ones are only counted
 _REFUSAL = fault.raw(503, "the proxy has no room for another connection", retry_after_s=1)
@@ -110,7 +110,7 @@ class Listener:
         self._all: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # no request is under way; the one that is idle for longest is first
         self._heads: dict[Connection, float] = {}  # since when a head is due or incomplete, in this order
-        self._bodies: dict[Connection, StreamReader] = {}  # of requests under way, the oldest first
+        self._bodies: dict[Connection, None] = {}  # the body of a request is due; the oldest is first
         self._quiet_until: dict[str, float] = {}
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -150,7 +150,8 @@ class Listener:
         """A request is under way on it."""
         self._idle.pop(connection, None)
         self._heads.pop(connection, None)
-        self._bodies[connection] = body
+        self._bodies[connection] = None
+        body.on_eof(lambda: self._bodies.pop(connection, None))
 
     def ended(self, connection: Connection) -> None:
         """No request is under way on it any more."""
@@ -208,28 +209,20 @@ class Listener:
         return min(MOST - len(self._all) - len(self._taking), descriptors.left() - kept)
 
     def _make_room(self) -> bool:
-        """Close an idle connection, or else one whose request's body has not come; False: there is none.
+        """Close a connection on which nothing is done for anybody; False: there is none.
 
-        Who was served may well ask again, so the one goes on which a head is due for longest. Where few heads are due,
-        the one goes that is idle for longest: else those who have just come would make room for each other.
+        Who was served may well ask again, so where on many a head or a body is due, the one goes where it is due for
+        longest. Where on few, the one goes that is idle for longest: else those who have just come would make room for
+        each other.
         """
-        crowd = self._heads if len(self._heads) >= _CROWD * len(self._all) else self._idle
-        oldest, what = next(iter(crowd), None), "idle connections are"
-        if oldest is None:
-            oldest, what = self._slowest(), "connections on which a body is due are"
+        many = _CROWD * len(self._all)
+        crowd = next((due for due in (self._heads, self._bodies) if len(due) >= many), self._idle) or self._bodies
+        oldest = next(iter(crowd), None)
         if oldest is None:
             return False
+        what = "connections on which a body is due are" if crowd is self._bodies else "idle connections are"
         self._drop(oldest, "connections_displaced", f"{what} closed for new ones")
         return True
-
-    def _slowest(self) -> Connection | None:
-        """On which a body is due for longest. Of those that have come, nobody asks again."""
-        while self._bodies:
-            connection, body = next(iter(self._bodies.items()))
-            if not body.is_eof():
-                return connection
-            del self._bodies[connection]
-        return None
 
     def _take(self, stream: socket.socket) -> None:
         stream.setblocking(False)

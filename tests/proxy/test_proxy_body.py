@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
+from aiohttp import StreamReader
+from aiohttp.base_protocol import BaseProtocol
 from engine_standin import Server
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -297,6 +300,19 @@ def test_a_body_that_becomes_too_large_is_refused():
             assert (await answered(reader))[0] == 413
             writer.close()
             assert made.proxy._intake.held_bytes == 0
+
+    run(main)
+
+
+def test_a_connection_that_is_closed_before_its_body_is_read_is_no_internal_error():
+    """It makes room for others, or its client goes: aiohttp says so with a RuntimeError."""
+
+    async def main():
+        intake = Intake(each_bytes=PIECE, all_bytes=PIECE, progress_s=60.0)
+        content = StreamReader(BaseProtocol(asyncio.get_running_loop()), PIECE)
+        with pytest.raises(RequestRefused, match="did not arrive whole"):
+            async with intake.body(SimpleNamespace(content=content, content_length=10)):
+                pass
 
     run(main)
 

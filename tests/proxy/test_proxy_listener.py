@@ -91,6 +91,7 @@ def test_a_connection_whose_body_does_not_come_makes_room():
     async def main():
         room = Room()
         async with cluster(**room.settings()) as made, aiohttp.ClientSession() as newcomer:
+            assert (await made.get("/health"))[0] == 200  # its connection is older and idle, but was served
             slow, writer = await dial(made)
             writer.write(HEAD + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{")
             await until(lambda: len(made.proxy.drain) == 1)
@@ -103,6 +104,7 @@ def test_a_connection_whose_body_does_not_come_makes_room():
             room.spared = 0
             assert await event(made, "connections_displaced") == 1
             assert await event(made, "connections_refused") == 0
+            assert (await made.get("/health"))[0] == 200
 
     run(main)
 
