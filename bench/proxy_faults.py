@@ -1,8 +1,9 @@
 """Requests that fail where one engine of four does: `python -m pdx.bench.proxy_faults [--before CHECKOUT]`.
 
 Four prefill and four decode engines, stand-ins in this process, and a `pdx proxy` in its own. 32 clients ask one
-request after the other, every second one streamed. Then one engine fails in one way, whoever asks it for tokens; its
-GET /health goes on to answer 200. What failed is counted by when a request was sent: within 2 s, or later.
+request after the other, every second one streamed (all where one hangs). Then one engine fails in one way, whoever asks
+it for tokens; its GET /health goes on to answer 200. What failed is counted by when a request was
+sent: within 2 s, or later.
 """
 
 from __future__ import annotations

@@ -165,6 +165,10 @@ class Health:
         if record.state in (State.NEW, State.WELL) or (record.state is State.TRIAL and use.is_trial):
             self._suspect(record, f"{reason} {text}".rstrip())
 
+    def doubt(self, use: Use) -> None:
+        """A leg was silent for long, which may be right: the next probe is to see whether the engine generates."""
+        use.record.unproven |= not self._speaks(use.record)
+
     def proved(self, use: Use) -> None:
         """A leg has an answer: the engine generates."""
         if use.is_trial or use.record.state is State.NEW:

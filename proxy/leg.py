@@ -49,6 +49,7 @@ class _Leg:
         self.limit_s = limit_s
         self.idle_s = idle_s
         self.since = now
+        self.doubt_s = float("inf")  # after which silence the engine is asked whether it generates
         self.waits_for_engine = True
         self.scope = asyncio.timeout(None)
 
@@ -154,6 +155,9 @@ class Legs:
         """Give up the legs that were silent for too long."""
         now = self._clock()
         for leg in self._under_way:
+            if leg.use is not None and leg.waits_for_engine and now - leg.since >= leg.doubt_s:
+                leg.doubt_s = float("inf")
+                self._health.doubt(leg.use)
             if now - leg.since >= leg.limit_s and not leg.scope.expired():
                 leg.scope.reschedule(asyncio.get_running_loop().time())
 
@@ -173,6 +177,7 @@ class Legs:
         with self._health.begin(engine.url) as use:
             limit_s = self._answer_timeout_s if is_whole else self._first_byte_timeout_s
             new = _Leg(use, limit_s, self._idle_timeout_s, self._clock())
+            new.doubt_s = self._first_byte_timeout_s if is_whole else new.doubt_s
             sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
             try:
                 async with (

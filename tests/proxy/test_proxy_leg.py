@@ -140,6 +140,31 @@ def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_whole)
     run(main)
 
 
+@pytest.mark.parametrize(("is_whole", "others"), [(True, False), (True, True), (False, False)])
+def test_an_engine_that_is_silent_over_a_whole_answer_is_asked_whether_it_generates(is_whole, others):
+    """Not one from which others hear, nor where the limit of a first byte finds out."""
+
+    async def main():
+        alone = Alone(is_whole=is_whole)
+        record = alone.legs._health.of(ENGINE.url)
+        await alone.after(0)
+        await alone.after(599)
+        assert not record.unproven
+        record.heard_at = alone.now if others else record.heard_at
+        if is_whole:
+            await alone.after(1)
+            assert record.unproven == (not others)
+            assert record.state is State.NEW
+        record.unproven = False  # the probe saw a token
+        await alone.after(0 if is_whole else 0.5)
+        assert not record.unproven, "once for each leg"
+        assert not alone.task.done()
+        alone.session.bytes.put_nowait(b"")
+        await alone.task
+
+    run(main)
+
+
 def test_the_kernel_asks_whether_a_silent_engines_host_is_there():
     """A host that lost its power says nothing, and an answer that is not streamed may be silent for an hour."""
 
