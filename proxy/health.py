@@ -187,6 +187,7 @@ class Health:
         for record in map(self.of, urls):
             if len(urls) > 1 and record.state is State.SUSPECT and now - record.served_at < SERVES_S:
                 self._well(record)
+                record.probe_at = min(record.probe_at, now + PROBE_S)
 
     def due(self, url: str) -> bool:
         """Whether a probe is to begin now; then it has begun, and `probed` or `not_probed` must follow."""

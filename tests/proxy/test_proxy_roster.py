@@ -10,7 +10,7 @@ from pdx.errors import ConfigError
 from pdx.faults import Faults
 from pdx.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
 from pdx.proxy import ledger as ledger_module
-from pdx.proxy.health import FIRST_S, LONGEST_S, Health, Reason, State
+from pdx.proxy.health import FIRST_S, LONGEST_S, PROBE_S, Health, Reason, State
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.plan import Mode, Route
 from pdx.proxy.roster import FORGET_S, MAX_ENGINES, MAX_ENGINES_OF_NODE, MAX_NODES, Roster
@@ -368,15 +368,22 @@ def test_a_request_that_fails_everywhere_is_to_blame_itself():
 
 
 def test_a_client_whose_requests_fail_does_not_fill_the_log(caplog):
-    health = health_of(Clock())
+    clock = Clock()
+    health = health_of(clock)
     names = {"http://a:1", "http://b:1"}
     for _ in range(100):
         for url in names:
             health.succeeded(health.begin(url))
             health.failed(health.begin(url), Reason.STATUS_5XX)
         health.pardon(names)
+        for _ in range(2):  # and as many that no engine serves in between
+            for url in names:
+                health.failed(health.begin(url), Reason.STATUS_5XX)
+            health.pardon(names)
     assert all(health.of(url).state is State.WELL for url in names)
-    assert health.failures == {"status_5xx": 200}
+    assert health.failures == {"status_5xx": 600}
+    clock.now += PROBE_S
+    assert all(map(health.due, names)), "nor does it keep the proxy from asking them for their health"
     assert len(caplog.records) == 4  # of each engine, that it is suspect, and that it is well
 
 
