@@ -186,8 +186,8 @@ def load() -> Client:
     return Client(functions, arithmetic, tokenizers)
 
 
-async def find_server(url: str, label: str, model: str | None) -> Server:
-    """Look at what the server has.
+async def find_server(url: str, label: str, model: str | None, admin: str = "") -> Server:
+    """Look at what the server has; `admin` is where PDX's proxy tells of its engines, if it is one.
 
     :raises ConfigError: none answers, or it does not have that model.
     """
@@ -208,7 +208,7 @@ async def find_server(url: str, label: str, model: str | None) -> Server:
     if name not in known:
         raise ConfigError(f"{url} has no model {name!r} (it has: {', '.join(known) or 'none'})")
     limit = known[name].get("max_model_len")
-    engines = await serve_engines.find(url)
+    engines = await serve_engines.find(admin.rstrip("/") or url)
     return Server(label, url, name, str(known[name].get("root") or name), int(limit) if limit else None, engines)
 
 

@@ -1,6 +1,6 @@
 """The vLLM engines behind a service that is measured: where they found the tokens of prompts, and their own caches.
 
-An engine tells all that by itself. Behind PDX's proxy there are several, and the proxy's metrics name them.
+An engine tells all that by itself. Behind PDX's proxy there are several, and its metrics (`--admin`) name them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Counts = dict[str, Sums]  # by engine's URL
 
 
 async def find(url: str) -> tuple[str, ...]:
-    """URLs of the engines that serve at `url`: itself, those of PDX's proxy there, or none that are known."""
+    """URLs of the engines that the metrics at `url` name: its own, those of PDX's proxy, or none that are known."""
     try:
         page = await asyncio.to_thread(engine_metrics.page, url)
     except (OSError, urllib.error.HTTPError, ValueError):
@@ -68,8 +68,8 @@ async def empty_caches(engines: Sequence[str]) -> None:
     """
     if not engines:
         raise engine_cache.CacheNotReset(
-            "--reset-cache empties the prefix caches of vLLM's engines, and none is known: the service's /metrics are "
-            "neither an engine's nor those of PDX's proxy"
+            "--reset-cache empties the prefix caches of vLLM's engines, and none is known: the service is no engine; "
+            "of PDX's proxy, say by --admin where it has its metrics"
         )
     for url in engines:
         await asyncio.to_thread(engine_cache.reset, url)

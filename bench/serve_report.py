@@ -194,7 +194,7 @@ class Report:
         elif client["is_bottleneck"]:
             found.append("the client often had to wait for a processor, and its figures contain that: leave it a core")
         if not tally.found:
-            found.append("where the tokens of prompts were found is not known: no vLLM engine's /metrics there")
+            found.append("where the tokens of prompts were found is not known: no vLLM engine is named (--admin)")
         missed = goodput(outputs, self._slo, tally.duration_s).missed
         if any(missed.values()):
             found.append("missed " + ", ".join(f"{name}: {count} requests" for name, count in missed.items() if count))

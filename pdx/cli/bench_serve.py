@@ -25,6 +25,13 @@ WORKLOADS = ("random", "long-document", "chat", "shared-prompt")
 @click.option(
     "--label", "labels", multiple=True, help="What to call the service, and the second one. [default: its URL]"
 )
+@click.option(
+    "--admin",
+    "admins",
+    multiple=True,
+    metavar="URL",
+    help="Where PDX's proxy names its engines (its own --admin), of the service and of the second one.",
+)
 @click.option("--model", help="The model's name at the service. [default: its first one]")
 @click.option("--tokenizer", metavar="NAME", help="Counts tokens here. [default: where the service has the model from]")
 @click.option("--workload", default="random", show_default=True, type=click.Choice(WORKLOADS))
@@ -99,6 +106,7 @@ def serve(
     url: str,
     compare: str | None,
     labels: tuple[str, ...],
+    admins: tuple[str, ...],
     model: str | None,
     tokenizer: str | None,
     slo: str,
@@ -149,7 +157,7 @@ def serve(
         salt=salt or secrets.token_hex(4),
     )
     addresses = [url] if compare is None else [url, compare]
-    places = list(zip(addresses, _labels(addresses, labels), strict=True))
+    places = list(zip(addresses, _labels(addresses, labels), _admins(addresses, admins), strict=True))
     sys.exit(_measure(settings, Slo.parse(slo), places, model, tokenizer, out, is_detailed=detailed))
 
 
@@ -166,10 +174,21 @@ def _labels(addresses: list[str], labels: tuple[str, ...]) -> list[str]:
     return found
 
 
+def _admins(addresses: list[str], admins: tuple[str, ...]) -> list[str]:
+    """:raises ConfigError: there are more of them than services."""
+    from pdx.errors import ConfigError
+
+    if len(admins) > len(addresses):
+        raise ConfigError(
+            f"--admin is given {len(admins)} times for {len(addresses)} services ({', '.join(addresses)})"
+        )
+    return [*admins, *[""] * (len(addresses) - len(admins))]
+
+
 def _measure(
     settings: Settings,
     slo: Slo,
-    places: list[tuple[str, str]],
+    places: list[tuple[str, str, str]],
     model: str | None,
     tokenizer: str | None,
     out: Path,
@@ -184,7 +203,7 @@ def _measure(
     from pdx.bench.serve_text import Writer
 
     async def look() -> list[Server]:
-        return [await find_server(url, label, model) for url, label in places]
+        return [await find_server(url, label, model, admin) for url, label, admin in places]
 
     servers = asyncio.run(look())
     check_limits(settings.shape, servers)

@@ -279,7 +279,7 @@ def test_two_services_have_their_caches_emptied_in_turns(bench, tokenizer):
     ("server", "named"),
     [
         ({"resets": "no"}, "start that engine with VLLM_SERVER_DEV_MODE=1"),
-        ({"metrics": ""}, "neither an engine's nor those of PDX's proxy"),
+        ({"metrics": ""}, "the service is no engine"),
     ],
 )
 def test_a_cache_that_cannot_be_emptied_ends_the_run_before_it_begins(bench, tokenizer, server, named):
@@ -305,8 +305,9 @@ def test_the_engines_behind_a_proxy_are_asked(bench, tokenizer):
             for number, url in enumerate((prefill.url, decode.url))
         )
         decode.found["external_kv_transfer"] = 7  # of an earlier day
-        with StandIn(tokenizer, metrics=page) as proxy:
-            done = bench("--url", proxy.url, "--label", "a", *LONG, "--reset-cache", "--blocks", 1)
+        with StandIn(tokenizer) as proxy, StandIn(tokenizer, metrics=page) as admin:
+            asked = ["--url", proxy.url, "--admin", admin.url]
+            done = bench(*asked, "--label", "a", *LONG, "--reset-cache", "--blocks", 1)
     assert done.status == 0, done.text
     assert (prefill.events, decode.events, "reset" in proxy.events) == (["reset"], ["reset"], False)
     told = done.files["serve-a.json"]["pdx"]["found_tokens"]["engines"]

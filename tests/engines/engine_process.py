@@ -19,8 +19,18 @@ READY_S = 240.0
 class Server:
     """A process that serves HTTP, in a process group of its own, with its log in a file."""
 
-    def __init__(self, command: list[str], port: int, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        port: int,
+        log: Path,
+        env: dict[str, str] | None = None,
+        *,
+        admin_port: int | None = None,
+    ) -> None:
+        """`admin_port`: where it tells of itself, if not where it serves."""
         self.url = f"http://127.0.0.1:{port}"
+        self.admin_url = f"http://127.0.0.1:{admin_port or port}"
         self.log = log
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
@@ -49,7 +59,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a Prometheus metric's samples with these labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.admin_url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         total = 0.0
         for match in re.finditer(rf"^{re.escape(name)}(?:\{{(.*?)\}})? (\S+)$", text, re.MULTILINE):

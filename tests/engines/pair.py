@@ -44,11 +44,10 @@ class Pair:
         for role in self.configs:
             self.start_node(role)
         port, admin_port = free_ports(2)
-        self.admin_url = f"http://127.0.0.1:{admin_port}"
         command = [sys.executable, "-m", "pdx.cli.main", "proxy", "--port", str(port), "--control", self.control]
         command += ["--min-split-tokens", "0"]  # every case is about two legs
         command += ["--admin", f"127.0.0.1:{admin_port}", "--debug-headers"]
-        self.proxy = Server(command, port, workplace / "proxy.log")
+        self.proxy = Server(command, port, workplace / "proxy.log", admin_port=admin_port)
         self.prefill = self.serve("prefill", core=0)
         self.decode = self.serve("decode", core=1)
 

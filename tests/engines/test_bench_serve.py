@@ -23,9 +23,10 @@ PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
 def service(workplace: Path) -> Iterator[Server]:
     """`pdx up` with a model of two layers."""
     model = make_model(workplace / "small", layers=2, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128)
-    (port,) = free_ports(1)
-    command = [*PDX, "up", str(model), "--port", str(port), "--arena", "128MiB", "--logs", str(workplace / "up-logs")]
-    server = Server([*command, "--", *ENGINE_FLAGS], port, workplace / "up.log", ENGINE_ENV)
+    port, admin_port = free_ports(2)
+    command = [*PDX, "up", str(model), "--port", str(port), "--admin", f"127.0.0.1:{admin_port}"]
+    command += ["--arena", "128MiB", "--logs", str(workplace / "up-logs"), "--", *ENGINE_FLAGS]
+    server = Server(command, port, workplace / "up.log", ENGINE_ENV, admin_port=admin_port)
     try:
         server.wait_ready()
         yield server
@@ -35,7 +36,8 @@ def service(workplace: Path) -> Iterator[Server]:
 
 def test_two_conversations_of_two_rounds(service: Server, workplace: Path) -> None:
     out = workplace / "bench"
-    argv = ["--url", service.url, "--workload", "chat", "--requests", "4", "--rounds", "2", "--input-len", "400"]
+    argv = ["--url", service.url, "--admin", service.admin_url]
+    argv += ["--workload", "chat", "--requests", "4", "--rounds", "2", "--input-len", "400"]
     argv += ["--message-len", "50", "--output-len", "20", "--think", "0", "--rate", "4", "--slo", "ttft=60s,itl=60s"]
     done = subprocess.run(
         [*PDX, "bench", "serve", *argv, "--label", "pdx", "--out", str(out), "--detailed"],
@@ -54,4 +56,7 @@ def test_two_conversations_of_two_rounds(service: Server, workplace: Path) -> No
     # chat template puts a token before each of the messages and one behind them.
     assert sorted(result["input_lens"]) == [402, 402, 400 + 20 + 50 + 4, 400 + 20 + 50 + 4]
     assert ours["client"]["cpu_s"] > 0
+    found = ours["found_tokens"]["engines"].values()
+    assert len(found) == 2
+    assert any(each["external"] > 0 for each in found)
     assert service.metric("pdx_proxy_requests_total", mode="sampled") >= 4

@@ -122,7 +122,7 @@ def test_timeline_shows_that_nothing_moved_after_prefill(pair: Pair) -> None:
     timeline: dict[str, Any] = {}
 
     def is_complete() -> bool:
-        with urllib.request.urlopen(f"{pair.admin_url}/pdx/requests/{transfer}", timeout=5) as response:
+        with urllib.request.urlopen(f"{pair.proxy.admin_url}/pdx/requests/{transfer}", timeout=5) as response:
             timeline.update(json.load(response))
         return {"prefill_end", "sealed", "runnable"} <= {moment["event"] for moment in timeline["moments"]}
 
