@@ -107,7 +107,7 @@ class Proxy:
         """The web application; it starts and closes this proxy with itself."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._refuse_when_stopping])
         Origins(self._config.allowed_origins).install(app)
-        app.middlewares.append(_contain)
+        app.middlewares.append(self._contain)
         app.on_response_prepare.append(_echo_request_id)
         for route in Route:
             app.router.add_post(route, self._generate)
@@ -119,7 +119,7 @@ class Proxy:
 
     def admin_app(self) -> web.Application:
         """What only those may ask who run this proxy: it tells of all clients' requests."""
-        app = web.Application(middlewares=[_contain])
+        app = web.Application(middlewares=[self._contain])
         app.router.add_get("/metrics", self._expose)
         app.router.add_get("/pdx/requests", self._requests)
         app.router.add_get("/pdx/requests/{transfer}", self._request)
@@ -243,6 +243,16 @@ class Proxy:
             return reply.response
 
     @web.middleware
+    async def _contain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return fault.response(error.status, error.reason)
+        except Exception as error:  # noqa: BLE001 - the root of a request's task
+            self._faults.unexpected("a request", error)
+            return fault.response(500, "internal error of the proxy")
+
+    @web.middleware
     async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Another proxy is to be asked: this one answers what it has begun, and ends."""
         if not self.drain.has_begun:
@@ -362,8 +372,7 @@ class Proxy:
 async def serve(config: ProxyConfig) -> None:
     """Serve until SIGINT or SIGTERM; then requests under way have `drain_s`, and a second signal ends them at once.
 
-    :raises ConfigError: an engine's URL is not one, or the control or the admin socket cannot be had.
-    :raises OSError: an address cannot be had.
+    :raises ConfigError: an engine's URL is not one, or an address cannot be had.
     """
     descriptors.raise_limit()
     proxy = Proxy(config)
@@ -404,17 +413,6 @@ def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
     if _REQUEST_ID.fullmatch(request_id):
         passed["X-Request-Id"] = request_id
     return passed
-
-
-@web.middleware
-async def _contain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        return fault.response(error.status, error.reason)
-    except Exception:  # noqa: BLE001 - the root of a request's task
-        log.exception("request to %s failed", request.path)
-        return fault.response(500, "internal error of the proxy")
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

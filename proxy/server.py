@@ -47,9 +47,16 @@ class Server:
     async def start(self, address: str) -> None:
         """Listen at `HOST:PORT` (port 0: any free one), or at the path of a Unix socket, which is this user's alone.
 
-        :raises ConfigError: the address is not one, or another process owns the path.
-        :raises OSError: the address cannot be had.
+        :raises ConfigError: the address is not one, or cannot be had.
         """
+        try:
+            await self._start(address)
+        except socket.gaierror as error:
+            raise ConfigError(f"{address!r} names no host: {error.strerror}; name an IP address of this one") from error
+        except OSError as error:
+            raise ConfigError(f"{address!r} cannot be had: {error.strerror or error}") from error
+
+    async def _start(self, address: str) -> None:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self._runner.cleanup)
             await self._runner.setup()
@@ -91,7 +98,7 @@ async def _begin(
 async def serve_until_stopped(app: web.Application, host: str, port: int, *, shutdown_s: float) -> None:
     """Until SIGINT or SIGTERM; then requests under way have `shutdown_s`.
 
-    :raises OSError: the address cannot be had.
+    :raises ConfigError: the address cannot be had.
     """
     server = Server(app, shutdown_s=shutdown_s, counters=Counter())
     stop = asyncio.Event()

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import re
 import stat
 from collections import Counter
+from unittest import mock
 
 import aiohttp
 import pytest
@@ -411,3 +413,33 @@ def test_what_is_no_address(address):
             await Server(web.Application(), counters=Counter()).start(address)
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("nosuchhost.invalid:0", "'nosuchhost.invalid:0' names no host"),
+        ("203.0.113.7:0", "'203.0.113.7:0' cannot be had"),
+        (f"/tmp/{'long' * 30}/admin.sock", "long/admin.sock' cannot be had: AF_UNIX path too long"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_named(address, said):
+    async def main():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            await Server(web.Application(), counters=Counter()).start(address)
+
+    run(main)
+
+
+def test_an_error_of_the_proxy_is_logged_once_and_counted(caplog):
+    """A client that has found one could fill the disk with traces."""
+
+    async def main():
+        async with cluster() as made:
+            with mock.patch.object(made.proxy, "_models", mock.Mock(answer=mock.Mock(side_effect=ZeroDivisionError))):
+                for _ in range(20):
+                    assert (await made.get("/v1/models"))[0] == 500
+            assert made.proxy.counters["internal_errors"] == 20
+
+    run(main)
+    assert len([record for record in caplog.records if record.exc_info]) == 1
