@@ -24,6 +24,7 @@ LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting
 _LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
 _XARGS_BYTES = 64 << 10
 _MANY_QUOTES = 20_000
+_MOST_FIELDS = 1024
 _REST_BYTES = 256 << 10
 _WHOLE_BYTES = 256 << 10
 _SEND_BYTES = 64 << 10
@@ -89,7 +90,10 @@ def parse(raw: bytes) -> Body:
     :raises RequestRefused: it is not a JSON object, or out of bounds.
     """
     try:
-        return {name: _value(name, value) for name, value in _split(raw).items()}
+        fields = _split(raw)
+        if len(fields) > _MOST_FIELDS:
+            raise RequestRefused(400, f"the request has {len(fields)} fields, of which it may have {_MOST_FIELDS}")
+        return {name: _value(name, value) for name, value in fields.items()}
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, "the request is not valid JSON") from error
 
@@ -117,8 +121,7 @@ def _split(raw: bytes) -> dict[str, Raw]:
         _check_utf8(raw)
     if len(raw) > LENIENT_BYTES and (fields := _split_around_ids(raw)) is not None:
         return fields
-    if raw.count(b'"') > _MANY_QUOTES:
-        _check_names(raw)
+    _check_names(raw)
     try:
         return _fields.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -142,8 +145,10 @@ def _split_around_ids(raw: bytes) -> dict[str, Raw] | None:
     start, end = found.end(), raw.find(b"]", found.end()) + 1
     if end - start < LENIENT_BYTES or token_count(memoryview(raw)[start:end]) is None:
         return None
+    rest = raw[:start] + _IN_PLACE + raw[end:]
+    _check_names(rest)
     try:
-        fields = _fields.decode(raw[:start] + _IN_PLACE + raw[end:])
+        fields = _fields.decode(rest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     prompt = bytes(fields.get("prompt", b""))
@@ -166,6 +171,8 @@ def _check_utf8(raw: bytes) -> None:
 
 def _check_names(raw: bytes) -> None:
     """A body of hundreds of thousands of fields would keep everybody waiting: they are not even listed."""
+    if raw.count(b'"') <= _MANY_QUOTES:
+        return
     try:
         known = _outline.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -168,6 +168,10 @@ def test_a_body_may_be_long_but_not_of_names():
     for many in ({f"name{number}": 1 for number in range(40_000)}, {"x": ["a"] * 100_000}):
         with pytest.raises(RequestRefused):
             parse(json.dumps({**long, **many}).encode())
+        with pytest.raises(RequestRefused):
+            parse(json.dumps({"prompt": list(range(100_000)), **many}).encode())
+    with pytest.raises(RequestRefused, match="2000 fields"):
+        parse(json.dumps({f"name{number}": 1 for number in range(2000)}).encode())
     with pytest.raises(RequestRefused):
         parse(json.dumps({"prompt": "a", "vllm_xargs": {f"name{number}": 1 for number in range(10_000)}}).encode())
 
