@@ -269,6 +269,9 @@ class Proxy:
         try:
             if request.content_type != "application/json":
                 raise RequestRefused(400, "the request must have Content-Type: application/json")
+            packed = request.headers.get("Content-Encoding", "identity")
+            if packed != "identity":
+                raise RequestRefused(415, f"the request has Content-Encoding: {packed}; engines take what is not packed")
             async with self._intake.body(request) as raw:
                 body, stripped = strip_control(parse(raw))
                 if len(raw) > LARGE_BYTES:

@@ -43,6 +43,7 @@ class Connection(web.RequestHandler):
             server,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=keepalive_s,
+            auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]
         )
         self._listener = listener

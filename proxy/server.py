@@ -51,8 +51,9 @@ class Server:
         """
         try:
             await self._start(address)
-        except socket.gaierror as error:
-            raise ConfigError(f"{address!r} names no host: {error.strerror}; name an IP address of this one") from error
+        except (socket.gaierror, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{address!r} names no host: {why}; name an IP address of this one") from error
         except OSError as error:
             raise ConfigError(f"{address!r} cannot be had: {error.strerror or error}") from error
 

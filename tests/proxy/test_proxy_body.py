@@ -1,6 +1,7 @@
 """Clients' bodies: what comes in of them, and that the legs' bodies say what the client's said."""
 
 import asyncio
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -270,12 +271,12 @@ def test_prompts_so_long_that_their_ids_are_costly_are_sampled():
         assert classify(Route.COMPLETIONS, parse(json.dumps({"prompt": prompt}).encode())).mode is mode
 
 
-async def begin(url, length, *, path=COMPLETIONS):
+async def begin(url, length, *, path=COMPLETIONS, more=""):
     """A connection that has announced a body of so many bytes (None: chunked), and sent nothing of it."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     framing = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{framing}\r\n\r\n".encode())
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}{framing}\r\n\r\n".encode())
     return reader, writer
 
 
@@ -290,6 +291,24 @@ def test_a_body_announced_too_large_is_refused_before_it_is_sent():
             reader, writer = await begin(made.url, (8 << 20) + 1)
             status, _ = await answered(reader)
             assert status == 413
+            writer.close()
+            assert made.prefill.seen == made.decode.seen == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("packed", [gzip.compress(b"{}"), b"not packed"], ids=["gzip", "nonsense"])
+def test_a_packed_body_is_refused_and_not_unpacked(packed):
+    """Engines take none, and a megabyte may be a gigabyte."""
+
+    async def main():
+        async with cluster() as made:
+            reader, writer = await begin(made.url, len(packed), more="Content-Encoding: gzip\r\n")
+            writer.write(packed)
+            assert (await answered(reader))[0] == 415
+            assert b"gzip" in await within(reader.readuntil(b"}}"))
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await answered(reader))[0] == 200, "what nobody unpacks breaks no connection"
             writer.close()
             assert made.prefill.seen == made.decode.seen == []
 

@@ -419,6 +419,8 @@ def test_what_is_no_address(address):
     ("address", "said"),
     [
         ("nosuchhost.invalid:0", "'nosuchhost.invalid:0' names no host"),
+        (f"{'long' * 20}:0", "long:0' names no host"),
+        ("no\udcffhost:0", "host:0' names no host"),
         ("203.0.113.7:0", "'203.0.113.7:0' cannot be had"),
         (f"/tmp/{'long' * 30}/admin.sock", "long/admin.sock' cannot be had: AF_UNIX path too long"),
     ],

@@ -247,7 +247,7 @@ def test_an_error_of_the_listener_is_contained(caplog):
     [
         b"GET /health HTTP/1.1\r\nNo Header\r\n\r\n",
         HEAD + b"Content-Length: many\r\n\r\n",
-        HEAD + b"Content-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: 10\r\n\r\n0123456789",
+        HEAD + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
     ],
 )
 def test_what_is_no_request_is_logged_once_in_a_while(malformed, caplog):
