@@ -15,6 +15,7 @@ from pdx.proxy.health import Health
 from pdx.proxy.roster import Engine
 
 _Rank = tuple[bool, bool, bool, int]
+_TRIED = 8  # where all engines are suspect, a request has tried enough of them, though no connection stood
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -93,7 +94,9 @@ def decoder(
     tried: Collection[str] = (),
     only_prefill: bool = False,
 ) -> Engine | None:
-    """The engine to decode, not among the `tried` ones; None: nobody is left. `only_prefill`: it has one token to make.
+    """The engine to decode, not among the `tried` ones; None: nobody is left who may serve.
+
+    `only_prefill`: it has one token to make.
 
     The planned one, as long as it is there and well: the KV is on its way to it. Roles are per request, so an engine
     that only prefills is asked when no healthy decoder is left, and before a decoder that just refused a connection.
@@ -113,7 +116,8 @@ def decoder(
             each.last_used,
         )
 
-    return min(able, key=rank).engine if able else None
+    best = min(able, key=rank, default=None)
+    return None if best is None or (best.suspect and len(tried) >= _TRIED) else best.engine
 
 
 class _Nearest:

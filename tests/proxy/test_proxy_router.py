@@ -52,6 +52,16 @@ def test_decoders_of_last_resort():
     assert chosen(Candidate(P), Candidate(Q, 1)) == ("p", "q")
 
 
+def test_where_all_are_suspect_a_request_does_not_try_them_all():
+    """Each choice looks at all engines: with hundreds that are gone, one request would take a second."""
+    dead = [Candidate(engine(str(at), decodes=True), suspect=True) for at in range(100)]
+    tried = []
+    while (found := decoder(dead, tried=tried)) is not None:
+        tried.append(found.url)
+    assert len(tried) == 8
+    assert decoder([*dead, Candidate(D)], tried=tried) == D, "those that are well are all tried"
+
+
 def test_engines_with_both_roles():
     assert chosen(Candidate(BOTH)) is None  # twice the same work
     named = engine("both", prefills=True, decodes=True, named=True)
