@@ -271,7 +271,9 @@ class Proxy:
                 raise RequestRefused(400, "the request must have Content-Type: application/json")
             packed = request.headers.get("Content-Encoding", "identity")
             if packed != "identity":
-                raise RequestRefused(415, f"the request has Content-Encoding: {packed}; engines take what is not packed")
+                raise RequestRefused(
+                    415, f"the request has Content-Encoding: {packed}; send it unpacked, as engines want it"
+                )
             async with self._intake.body(request) as raw:
                 body, stripped = strip_control(parse(raw))
                 if len(raw) > LARGE_BYTES:

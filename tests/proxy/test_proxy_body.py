@@ -276,7 +276,8 @@ async def begin(url, length, *, path=COMPLETIONS, more=""):
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     framing = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}{framing}\r\n\r\n".encode())
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}{framing}\r\n\r\n"
+    writer.write(head.encode())
     return reader, writer
 
 
