@@ -23,10 +23,11 @@ def members(groups: Collection[int]) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            # As bytes: a name may be cut inside a character.
+            state, _, group = path.read_bytes().rpartition(b")")[2].split()[:3]
         except OSError:
             continue  # it ended between listing and reading
-        if int(group) in groups and state not in "ZX":
+        if int(group) in groups and state not in b"ZX":
             found.append(int(path.parent.name))
     return found
 

@@ -27,13 +27,13 @@ MAX_LOG_BYTES = 64 << 20
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last `count` non-empty lines of a file, none where somebody removed it; a carriage return ends a line too, as
-    progress bars mean it."""
+    """The last `count` non-empty lines of a file, none where it cannot be read, as when somebody removed it; a carriage
+    return ends a line too, as progress bars mean it."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
             text = stream.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return []
     return [line for line in text.replace("\r", "\n").split("\n") if line.strip()][-count:]
 
@@ -128,6 +128,7 @@ class Processes:
             raise self._no_logs(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
         self._guard = subprocess.Popen(
             [*_guard_program(), "watch", str(self._grace_s)],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # or whoever reads our output would wait for the guard
             stderr=subprocess.DEVNULL,
@@ -205,8 +206,8 @@ class Processes:
 
     def _forget(self, group: int) -> None:
         # The id may now be given to a stranger, whom the guard must not end.
-        self._pipe().write(b"-%d\n" % group)
-        self._pipe().flush()
+        with suppress(BrokenPipeError):  # the guard was killed; the other processes have to end nevertheless
+            self._pipe().write(b"-%d\n" % group)
 
     def _pipe(self) -> IO[bytes]:
         assert self._guard is not None, "not inside the context"

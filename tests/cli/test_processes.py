@@ -52,7 +52,7 @@ def says_something(log: Path) -> bool:
 
 def runs(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in b"ZX"
     except OSError:
         return False
 
@@ -204,6 +204,39 @@ def test_a_log_that_somebody_removed_has_no_last_lines(tmp_path):
         assert processes.look() == []
 
 
+def test_a_folder_of_logs_that_is_none_any_more_has_no_last_lines(tmp_path):
+    logs = tmp_path / "logs"
+    with Processes(logs) as processes:
+        one = processes.start("one", python(SLEEP), is_ready=lambda: True)
+        logs.rename(tmp_path / "away")
+        logs.touch()
+        assert one.tail(3) == []
+        assert processes.look() == []
+
+
+def test_all_of_them_end_although_the_guard_was_killed(tmp_path):
+    with Processes(tmp_path) as processes:
+        first = processes.start("first", python(f"print('hello', flush=True); {SLEEP}"), is_ready=lambda: True)
+        processes.stage()
+        second = processes.start("second", python(f"print('hello', flush=True); {SLEEP}"), is_ready=lambda: True)
+        wait_for(lambda: says_something(first.log) and says_something(second.log))
+        (watching,) = (pid for pid in _descendants(os.getpid()) if b"watch" in _argv(pid))
+        os.kill(watching, signal.SIGKILL)
+        wait_for(lambda: not runs(watching))
+    assert not runs(first.pid)
+    assert not runs(second.pid)
+
+
+def test_a_process_whose_name_is_no_text_keeps_nobody_from_ending(tmp_path):
+    """The kernel cuts names after 15 bytes, which may be inside a character."""
+    names = f"open('/proc/self/comm', 'wb').write(b'\\xc3'); print('named', flush=True); {SLEEP}"
+    with Processes(tmp_path) as processes:
+        odd = processes.start("odd", python(names), is_ready=lambda: True)
+        wait_for(lambda: says_something(odd.log))
+        assert guard.members({odd.pid}) == [odd.pid]
+    assert not runs(odd.pid)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_orphans_when_the_parent_is_killed(tmp_path, number):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
@@ -222,9 +255,13 @@ def _descendants(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            parent = int(path.read_bytes().rpartition(b")")[2].split()[1])
         except OSError:
             continue
         if parent == pid:
             found.append(int(path.parent.name))
     return found
+
+
+def _argv(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
