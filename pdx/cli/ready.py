@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import urllib.error
+import http.client
 import urllib.request
 from collections.abc import Callable
 
@@ -30,7 +30,10 @@ def knows_nodes(url: str, count: int) -> Callable[[], bool]:
 
     def ask() -> bool:
         body = _health(url)
-        return body is not None and msgspec.json.decode(body, type=_ProxyHealth).nodes >= count
+        try:
+            return body is not None and msgspec.json.decode(body, type=_ProxyHealth).nodes >= count
+        except msgspec.DecodeError:
+            return False  # another server has the port; ours ends, and says so
 
     return ask
 
@@ -43,7 +46,7 @@ def _health(url: str) -> bytes | None:
     try:
         with _direct.open(f"{url}/health", timeout=ANSWER_S) as answer:
             return bytes(answer.read()) if answer.status == 200 else None
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):
         return None
 
 
