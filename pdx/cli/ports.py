@@ -40,14 +40,13 @@ def held_port(host: str, port: int) -> Iterator[Callable[[], None]]:
     """
     with ExitStack() as stack:
         try:
-            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except OSError as error:
-            raise ConfigError(
-                f"--host {host!r} is no host: {error.strerror}; name an IP address of this one"
-            ) from error
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except (OSError, UnicodeError) as error:  # a name may be too long to be looked up
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"--host {host!r} is no host: {why}; name an IP address of this one") from error
         held: list[socket.socket] = []
         failed: OSError | None = None
-        for family, kind, number, _, where in found:
+        for family, kind, number, _, where in dict.fromkeys(found):  # a host may name an address twice
             try:
                 held.append(stack.enter_context(_bound(family, kind, number, where)))
             except OSError as error:

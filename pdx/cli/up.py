@@ -24,7 +24,8 @@ from pdx.cli.processes import Processes, State
 from pdx.cli.progress import Progress
 from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
 from pdx.cli.serve import TLS, engine_command, flag
-from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder
+from pdx.client import connect
+from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder, socket_path
 from pdx.errors import ConfigError
 from pdx.ownership import owned
 
@@ -168,6 +169,9 @@ def up(
             raise ConfigError(
                 f"{name}: engines of pdx up serve its proxy alone, at loopback; use pdx serve, or drop it"
             )
+    if node:
+        socket_path(node)
+        connect(node).close()  # or engines would load a model and then wait for it in vain
     with _owned_folder(port) as folder, held_port(host, port) as share_port:
         private_folder(folder)
         plan = Plan(
@@ -229,7 +233,7 @@ def _unattached(plan: Plan) -> list[str]:
 
 def exposure(host: str, port: int, flags: Sequence[str]) -> str:
     """What to know before the proxy is open to others; empty where it is not, or engines ask for a key."""
-    has_key = flag(flags, "--api-key") is not None or "VLLM_API_KEY" in os.environ
+    has_key = bool(flag(flags, "--api-key") or os.environ.get("VLLM_API_KEY"))  # to vLLM an empty one is none
     if has_key or is_loopback(spelled(host)):
         return ""
     return (
@@ -346,7 +350,9 @@ def _signals() -> Iterator[list[int]]:
     def remember(number: int, frame: FrameType | None) -> None:
         seen.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        numbers.append(signal.SIGHUP)
     before = [signal.signal(number, remember) for number in numbers]
     try:
         yield seen

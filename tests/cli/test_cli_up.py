@@ -20,7 +20,7 @@ from pdx.cli import guard
 from pdx.cli.ports import free_ports
 from pdx.cli.up import exposure, nodes_of, up
 from pdx.client import connect
-from pdx.errors import ConfigError
+from pdx.errors import ConfigError, PdxError
 
 STANDIN = Path(__file__).parent / "standin"
 ROOT = Path(__file__).parent.parent.parent
@@ -295,6 +295,10 @@ def test_logs_of_the_last_run_are_kept(start_up):
         (["--", "--ssl-certfile=c.pem"], "at loopback"),
         (["--host", "nosuchhost.invalid"], "'nosuchhost.invalid' is no host"),
         (["--host", "203.0.113.7"], "203.0.113.7 is no address of this host"),
+        (["--host", ""], "'' is no host"),
+        (["--node", "foo"], "'foo' is not an ipc:///absolute/path address"),
+        (["--node", "tcp://127.0.0.1:1"], "is not an ipc:///absolute/path address"),
+        (["--node", "ipc:///nonexistent/node.sock"], "no node answers at ipc:///nonexistent/node.sock"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_starts(flags, words, place, monkeypatch):
@@ -302,7 +306,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(flags, words, plac
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     (port,) = free_ports(1)
     result = CliRunner().invoke(up, ["some/model", "--port", str(port), *flags])
-    assert isinstance(result.exception, ConfigError), result.output
+    assert isinstance(result.exception, PdxError), result.output
     assert words in str(result.exception)
     assert list((place / "pdx").iterdir()) == [] if (place / "pdx").exists() else True
 
@@ -337,6 +341,8 @@ def test_an_option_of_vllm_says_where_it_goes():
         ("10.0.0.1", ["--max-model-len", "9"], {}, True),
         ("::", ["--api-key", "k"], {}, False),
         ("0.0.0.0", [], {"VLLM_API_KEY": "k"}, False),
+        ("0.0.0.0", [], {"VLLM_API_KEY": ""}, True),
+        ("0.0.0.0", ["--api-key="], {}, True),
         ("127.0.0.1", [], {}, False),
         ("localhost", [], {}, False),
         ("::1", [], {}, False),
@@ -357,6 +363,21 @@ def test_ctrl_c_while_starting(start_up):
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(20) == 0
     running.wait_gone()
+
+
+def test_a_hangup_that_nohup_has_it_ignore_is_ignored(start_up):
+    """Whoever starts it by nohup goes away."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running = start_up().wait_ready()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    ignored = next(
+        int(line.split()[1], 16)
+        for line in Path(f"/proc/{running.process.pid}/status").read_text().splitlines()
+        if line.startswith("SigIgn:")
+    )
+    assert ignored & 1 << signal.SIGHUP - 1
 
 
 def test_a_port_in_use_is_said_before_anything_starts(place):

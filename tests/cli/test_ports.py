@@ -52,11 +52,22 @@ def test_a_port_whose_last_connections_linger_can_be_held() -> None:
     ("host", "port", "why"),
     [
         ("nosuchhost.invalid", 8000, "'nosuchhost.invalid' is no host"),
+        ("", 8000, "'' is no host"),
+        ("x" * 70, 8000, f"'{'x' * 70}' is no host"),
         ("203.0.113.7", 8000, "203.0.113.7 is no address of this host"),
     ],
 )
 def test_why_a_port_cannot_be_held(host: str, port: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why), ports.held_port(host, port):
+        pass
+
+
+def test_a_host_that_names_one_address_twice_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/etc/hosts may do so, on several lines."""
+    found = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found(*args, **kwargs) * 2)
+    (port,) = ports.free_ports(1)
+    with ports.held_port("127.0.0.1", port):
         pass
 
 
