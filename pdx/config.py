@@ -41,9 +41,12 @@ def runtime_folder() -> Path:
 def private_folder(folder: Path) -> None:
     """Create `folder` for this user alone, or check that it already is so.
 
-    :raises ConfigError: it belongs to somebody else or others may enter it.
+    :raises ConfigError: it belongs to somebody else or others may enter it, or it cannot be made.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}; name another folder") from error
     info = folder.lstat()  # a link that another user put there is not followed
     if info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise ConfigError(

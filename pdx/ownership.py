@@ -31,6 +31,7 @@ def owned(path: Path, taken: Callable[[str], PdxError]) -> Iterator[Lock]:
     Who listens there although the lock was removed is its owner, too.
 
     :raises PdxError: it has an owner; `taken` makes the error from that process's id.
+    :raises ConfigError: there is no room for the lock, or it is no file.
     """
     fd = _locked(path, taken)
     try:
@@ -62,7 +63,10 @@ def _locked(path: Path, taken: Callable[[str], PdxError]) -> int:
     """The descriptor of the lock file that lies at the path and nowhere else."""
     name = f"{path}.lock"
     while True:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"the lock {name} cannot be had: {error.strerror}; see what is there") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -172,7 +172,7 @@ def up(
     if node:
         socket_path(node)
         connect(node).close()  # or engines would load a model and then wait for it in vain
-    with _owned_folder(port) as folder, held_port(host, port) as share_port:
+    with _signals() as signals, _owned_folder(port) as folder, held_port(host, port) as share_port:
         private_folder(folder)
         plan = Plan(
             model=model,
@@ -187,12 +187,12 @@ def up(
             flags=flags,
             share_port=share_port,
         )
-        sys.exit(_run(plan, logs, wait))
+        sys.exit(_run(plan, logs, wait, signals))
 
 
-def _run(plan: Plan, logs: Path, wait_s: float) -> int:
+def _run(plan: Plan, logs: Path, wait_s: float, signals: Sequence[int]) -> int:
     """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1)."""
-    with _signals() as signals, Processes(logs) as processes, Progress(processes) as progress:
+    with Processes(logs) as processes, Progress(processes) as progress:
         deadline = time.monotonic() + wait_s
         waiting = [_start_nodes, _start_engines, _start_proxy]
         is_up = False

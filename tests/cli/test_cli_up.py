@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from pdx.cli import guard
+from pdx.cli import up as up_module
 from pdx.cli.ports import free_ports
 from pdx.cli.up import exposure, nodes_of, up
 from pdx.client import connect
@@ -319,6 +320,44 @@ def test_logs_that_cannot_be_written_are_said_before_anything_starts(place, monk
     result = CliRunner().invoke(up, ["some/model", "--port", str(port), "--logs", str(place / "file" / "logs")])
     assert isinstance(result.exception, ConfigError), result.output
     assert "--logs" in str(result.exception)
+
+
+def test_a_lock_that_cannot_be_had_is_said(place, monkeypatch):
+    place.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    (port,) = free_ports(1)
+    lock = place / "pdx" / f"up-{port}.lock"
+    lock.mkdir(parents=True)
+    lock.parent.chmod(0o700)
+    result = CliRunner().invoke(up, ["some/model", "--port", str(port)])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert str(lock) in str(result.exception)
+
+
+def test_a_runtime_folder_that_cannot_be_made_is_said(place, monkeypatch):
+    (place / "file").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place / "file"))
+    result = CliRunner().invoke(up, ["some/model"])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert str(place / "file" / "pdx") in str(result.exception)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_anything_starts_leaves_nothing(place, monkeypatch, number):
+    place.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setattr(up_module, "held_port", lambda host, port: _signalled(number))
+    (port,) = free_ports(1)
+    result = CliRunner().invoke(up, ["some/model", "--port", str(port), "--logs", str(place / "logs")])
+    assert (result.exit_code, "stopped" in result.output) == (0, True), result.output
+    assert list((place / "pdx").iterdir()) == []
+    assert list((place / "logs").iterdir()) == []
+
+
+@contextlib.contextmanager
+def _signalled(number):
+    os.kill(os.getpid(), number)
+    yield lambda: None
 
 
 @pytest.mark.parametrize("wait", ["nan", "inf", "0", "-1", "1e9"])
