@@ -52,6 +52,8 @@ _KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle con
 _FILES_PER_ENGINE = 4
 _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
+_STOPPED = (503, "the proxy is being stopped")
+_INTERNAL = (500, "internal error of the proxy")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -234,12 +236,15 @@ class Proxy:
         try:
             async with self.drain.under_way():
                 return await self._answered(request, reply)
-        except TimeoutError:
-            if not self.drain.is_over:
+        except Exception as error:
+            is_stopped = isinstance(error, TimeoutError) and self.drain.is_over
+            if not is_stopped and not reply.started:
                 raise
+            if not is_stopped:  # what the client was sent cannot be taken back, and has to have an end
+                self._faults.unexpected("a request", error)
             if not reply.is_whole:
                 with suppress(ClientGone):
-                    await reply.fail(503, "the proxy is being stopped")
+                    await reply.fail(*(_STOPPED if is_stopped else _INTERNAL))
             return reply.response
 
     @web.middleware
@@ -250,7 +255,7 @@ class Proxy:
             return fault.response(error.status, error.reason)
         except Exception as error:  # noqa: BLE001 - the root of a request's task
             self._faults.unexpected("a request", error)
-            return fault.response(500, "internal error of the proxy")
+            return fault.response(*_INTERNAL)
 
     @web.middleware
     async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -258,7 +263,7 @@ class Proxy:
         if not self.drain.has_begun:
             return await handler(request)
         self.counters["refused_while_stopping"] += 1
-        response = fault.response(503, "the proxy is being stopped", retry_after_s=1)
+        response = fault.response(*_STOPPED, retry_after_s=1)
         response.force_close()
         return response
 

@@ -47,6 +47,7 @@ class Models:
         self._legs = legs
         self._engines = engines
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._slots = asyncio.Semaphore(_AT_ONCE)  # of all clients together, beside one engine for each of them
 
     async def answer(self, headers: Mapping[str, str]) -> web.Response:
         """For a client that sent these headers.
@@ -79,20 +80,17 @@ class Models:
             found = _cards(raw) if answer.status == 200 else None
             if found is None:
                 return answer.status, raw
-            slots = asyncio.Semaphore(_AT_ONCE)
             well = [each for each in left if states[each.url] is not State.SUSPECT]
-            more = await asyncio.gather(*(self._cards_of(each, headers, slots, give_up_at) for each in well))
+            more = await asyncio.gather(*(self._cards_of(each, headers, give_up_at) for each in well))
             by_id = {card["id"]: card for cards in (*reversed(more), found) for card in cards}
             order = dict.fromkeys(card["id"] for cards in (found, *more) for card in cards)
             merged = {"object": "list", "data": [by_id[name] for name in order]}
             return 200, json.dumps(merged, separators=(",", ":")).encode()
         return 503, fault.body(503, "no engine is available")
 
-    async def _cards_of(
-        self, engine: Engine, headers: Mapping[str, str], slots: asyncio.Semaphore, give_up_at: float
-    ) -> list[dict[str, Any]]:
+    async def _cards_of(self, engine: Engine, headers: Mapping[str, str], give_up_at: float) -> list[dict[str, Any]]:
         try:
-            async with slots:
+            async with self._slots:
                 if self._health.clock() >= give_up_at:
                     return []
                 answer, raw = await self._legs.ask(engine, "/v1/models", headers=headers, timeout_s=_ANSWER_S)
@@ -105,7 +103,7 @@ def _cards(raw: bytes) -> list[dict[str, Any]] | None:
     """The models of an engine's list; None: it is not one."""
     try:
         cards = json.loads(raw)["data"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     is_list = isinstance(cards, list) and all(isinstance(card, dict) and "id" in card for card in cards)
     return cards if is_list and all(isinstance(card["id"], str) for card in cards) else None

@@ -445,3 +445,21 @@ def test_an_error_of_the_proxy_is_logged_once_and_counted(caplog):
 
     run(main)
     assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+def test_an_error_of_the_proxy_in_the_middle_of_a_stream_ends_it(caplog):
+    """Its client has a status already, and would wait for ever."""
+
+    async def main():
+        async with cluster() as made:
+            with mock.patch("pdx.proxy.decode.Continued.event", side_effect=ZeroDivisionError):
+                status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
+            assert (status, headers["x-pdx-mode"]) == (200, "forward")
+            assert events(raw)[0]["choices"]
+            assert events(raw)[-1]["error"]["code"] == 500
+            assert made.proxy.counters["internal_errors"] == 1
+            assert await made.metric("pdx_proxy_requests_total", outcome="internal") == 1
+            assert (await made.post(COMPLETIONS, BODY))[0] == 200
+
+    run(main)
+    assert len([record for record in caplog.records if record.exc_info]) == 1

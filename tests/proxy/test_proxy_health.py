@@ -190,6 +190,29 @@ def test_engines_that_hang_do_not_make_a_list_of_models_wait_for_each_of_them(we
     assert len(asked) < 10
 
 
+def test_clients_who_name_many_keys_do_not_take_all_descriptors():
+    """For each key, all engines are asked."""
+    health = Health(clock=lambda: 0.0, chance=lambda: 0.0, silence_s=60.0, faults=Faults(Counter()))
+    known = [Engine(url=f"http://e{number}", name="e", prefills=True, decodes=True, named=True) for number in range(50)]
+    under_way, most = 0, 0
+
+    async def ask(engine, path, *, headers, timeout_s):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        under_way -= 1
+        return Mock(status=200, failure=None), b'{"data": [{"id": "m"}]}'
+
+    async def main():
+        models = Models(health, Mock(ask=ask), engines=lambda: known)
+        await asyncio.gather(*(models.answer({"Authorization": str(key)}) for key in range(10)))
+
+    asyncio.run(main())
+    assert most <= 16 + 10
+
+
 def test_models_are_told_to_each_client_by_its_own_key_and_are_no_load():
     async def main():
         async with cluster(prefills=0, decodes=2) as made:
