@@ -123,7 +123,13 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 )
 @click.option("--admin", default="", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]")
 @click.option("--debug-headers", is_flag=True, help="See `pdx proxy`.")
-@click.option("--logs", type=click.Path(path_type=Path), default="pdx-logs", show_default=True, help="Folder for logs.")
+@click.option(
+    "--logs",
+    type=click.Path(path_type=Path),
+    default="pdx-logs",
+    show_default=True,
+    help="Folder for logs; another pdx up needs another.",
+)
 @click.option(
     "--wait",
     default=900.0,

@@ -53,6 +53,7 @@ def test_the_connector_is_set_up():
         (["--host", "::", "--port", "8100"], "http://[::]:8100"),
         (["--host", "beta", "--ssl-certfile", "c.pem", "--ssl-keyfile=k.pem"], "https://beta:8000"),
         (["--ssl_keyfile=k.pem", "--host=beta"], "https://beta:8000"),
+        (["--por", "8100", "--hos=10.0.0.7", "--ssl-certf", "c.pem"], "https://10.0.0.7:8100"),
     ],
 )
 def test_the_url_is_where_vllm_will_serve(flags, url):
@@ -60,7 +61,9 @@ def test_the_url_is_where_vllm_will_serve(flags, url):
     assert connector(command(*flags))["kv_connector_extra_config"]["url"] == url
 
 
-@pytest.mark.parametrize("flags", [["--uds", "/run/vllm.sock"], ["--uds=/x"], ["--config", "vllm.yaml"]])
+@pytest.mark.parametrize(
+    "flags", [["--uds", "/run/vllm.sock"], ["--uds=/x"], ["--ud", "/x"], ["--config", "vllm.yaml"]]
+)
 def test_where_vllm_serves_has_to_be_said_if_the_flags_do_not(flags):
     with pytest.raises(ConfigError, match=r"--url"):
         command(*flags)
@@ -115,7 +118,7 @@ def test_who_starts_the_node(monkeypatch, flags, starts):
     assert connector(executed[0])["kv_connector_extra_config"]["start_node"] is starts
 
 
-@pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config"])
+@pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config", "--kv-tr"])
 def test_a_connector_of_the_users_own_is_refused(flag):
     with pytest.raises(ConfigError, match="itself"):
         command(flag, "{}")
