@@ -11,9 +11,10 @@ import pytest
 from proxy_harness import FORWARDED, cluster, patience, run, until, within
 
 from pdx.faults import Faults
-from pdx.proxy.health import Health, Reason
+from pdx.proxy.health import Health, Reason, State
 from pdx.proxy.leg import failed
 from pdx.proxy.models import Models
+from pdx.proxy.probe import Probes
 from pdx.proxy.roster import Engine
 
 COMPLETIONS = "/v1/completions"
@@ -188,6 +189,44 @@ def test_engines_that_hang_do_not_make_a_list_of_models_wait_for_each_of_them(we
     models = Models(health, Mock(ask=ask), engines=lambda: known)
     assert asyncio.run(models.answer({})).status == (200 if well else 503)
     assert len(asked) < 10
+
+
+class _Ahead(asyncio.SelectorEventLoop):
+    """Its clock goes to the next timer at once."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+    def _run_once(self):
+        if not self._ready and self._scheduled:
+            self.now = max(self.now, self._scheduled[0].when())
+        super()._run_once()
+
+
+def test_many_engines_that_hang_keep_no_other_from_being_probed():
+    async def main():
+        health = Health(clock=asyncio.get_running_loop().time, chance=lambda: 0.0, silence_s=60.0, faults=Mock())
+        known = [Engine(url=f"http://e{n}", name="e", prefills=True, decodes=True, named=True) for n in range(401)]
+
+        async def ask(engine, path, *, headers, timeout_s):
+            if engine is not known[-1]:
+                await asyncio.sleep(timeout_s)
+                raise failed(Reason.TIMEOUT, engine)
+            return Mock(status=200), b""
+
+        probes = Probes(
+            health, Mock(ask=ask), engines=lambda: known, faults=Faults(Counter()), first_byte_timeout_s=600.0
+        )
+        probes.look()
+        while health.of(known[-1].url).state is not State.WELL:
+            await asyncio.sleep(0.25)
+        await probes.close()
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=_Ahead) as runner:
+        assert runner.run(main()) < 40
 
 
 def test_clients_who_name_many_keys_do_not_take_all_descriptors():
