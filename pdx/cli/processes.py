@@ -7,7 +7,6 @@ if `pdx up` itself is killed (see `guard`).
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
@@ -120,17 +119,15 @@ class Processes:
         self._grace_s = grace_s
         self._stages: list[list[Process]] = []
         self._guard: subprocess.Popen[bytes] | None = None
-        self._lock = -1  # the folder of logs, locked
 
     def __enter__(self) -> Processes:
-        """:raises ConfigError: the logs cannot be written there, or another command writes its own there."""
+        """:raises ConfigError: the logs cannot be written there."""
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._no_logs(error) from error
         if not os.access(self._logs, os.W_OK | os.X_OK):
             raise self._no_logs(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-        self._own_logs()
         self._guard = subprocess.Popen(
             [*_guard_program(), "watch", str(self._grace_s)],
             bufsize=0,
@@ -148,7 +145,6 @@ class Processes:
         self._pipe().close()
         assert self._guard is not None
         self._guard.wait()
-        os.close(self._lock)
 
     def __iter__(self) -> Iterator[Process]:
         return (process for stage in self._stages for process in stage)
@@ -198,17 +194,6 @@ class Processes:
                 process.reap()
                 self._forget(process.pid)
             self._stages.pop()
-
-    def _own_logs(self) -> None:
-        """Others with logs there would move these away, and cut off what is not theirs."""
-        self._lock = os.open(self._logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ConfigError(f"another pdx up writes its logs to {self._logs}; name a folder with --logs") from error
-        except OSError:
-            return  # a file system without locks
 
     def _fresh(self, path: Path) -> IO[bytes]:
         try:

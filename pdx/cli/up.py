@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -28,6 +30,8 @@ from pdx.client import connect
 from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder, socket_path
 from pdx.errors import ConfigError
 from pdx.ownership import owned
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 DRAIN_S = 5.0  # requests under way when all of it is to end; the guard gives each process GRACE_S
@@ -198,7 +202,7 @@ def up(
 
 def _run(plan: Plan, logs: Path, wait_s: float, signals: Sequence[int]) -> int:
     """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1)."""
-    with Processes(logs) as processes, Progress(processes) as progress:
+    with Processes(logs) as processes, _sole(logs), Progress(processes) as progress:
         deadline = time.monotonic() + wait_s
         waiting = [_start_nodes, _start_engines, _start_proxy]
         is_up = False
@@ -346,6 +350,25 @@ def _owned_folder(port: int) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             Path(f"{folder}.lock").unlink(missing_ok=True)
+
+
+@contextmanager
+def _sole(logs: Path) -> Iterator[None]:
+    """Be the only `pdx up` with logs there: another one would move these away, and cut off what is not its own.
+
+    :raises ConfigError: there is another one.
+    """
+    folder = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another pdx up writes its logs to {logs}; name a folder with --logs") from error
+        except OSError as error:  # a file system without locks
+            log.debug("%s cannot be locked: %s", logs, error)
+        yield
+    finally:
+        os.close(folder)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 from pdx.cli import guard
 from pdx.cli import up as up_module
 from pdx.cli.ports import free_ports
+from pdx.cli.processes import Processes
 from pdx.cli.up import exposure, nodes_of, up
 from pdx.client import connect
 from pdx.errors import ConfigError, PdxError
@@ -342,6 +344,45 @@ def test_a_runtime_folder_that_cannot_be_made_is_said(place, monkeypatch):
     assert str(place / "file" / "pdx") in str(result.exception)
 
 
+def test_a_folder_of_logs_is_one_commands_at_a_time(place, monkeypatch):
+    """Each would move the other's logs away, and cut off what is not its own."""
+    place.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    logs = place / "logs"
+    logs.mkdir()
+    (port,) = free_ports(1)
+    owner = os.open(logs, os.O_RDONLY)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        result = CliRunner().invoke(up, ["some/model", "--port", str(port), "--logs", str(logs)])
+    finally:
+        os.close(owner)
+    assert isinstance(result.exception, ConfigError), result.output
+    assert "another pdx up" in str(result.exception)
+    assert str(logs) in str(result.exception)
+    assert list(logs.iterdir()) == []
+
+
+def test_who_keeps_logs_there_may_start_pdx_up(place, monkeypatch):
+    """As the bench does, with the log of `pdx up` beside those of its processes."""
+    place.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setattr(up_module, "held_port", lambda host, port: _signalled(signal.SIGTERM))
+    (port,) = free_ports(1)
+    with Processes(place / "logs"):
+        result = CliRunner().invoke(up, ["some/model", "--port", str(port), "--logs", str(place / "logs")])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture
+def hangups_arrive():
+    """Also where the tests were started with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups_arrive")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_anything_starts_leaves_nothing(place, monkeypatch, number):
     place.chmod(0o700)

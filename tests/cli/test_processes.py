@@ -173,17 +173,6 @@ def test_what_is_kept_of_a_log_has_a_bound(tmp_path, monkeypatch):
     assert (tmp_path / "talker.log.1").read_text() == "x" * 998 + "y\n"
 
 
-def test_a_folder_of_logs_is_one_commands_at_a_time(tmp_path):
-    """Each would move the other's logs away, and cut off what is not its own."""
-    with Processes(tmp_path):
-        with pytest.raises(ConfigError, match="another pdx up .*--logs"), Processes(tmp_path):
-            pass
-        with Processes(tmp_path / "other"):
-            pass
-    with Processes(tmp_path):
-        pass
-
-
 def test_what_is_written_after_a_new_beginning_is_at_the_beginning(tmp_path, monkeypatch):
     monkeypatch.setattr(processes_module, "MAX_LOG_BYTES", 10)
     talks = f"print('more than ten bytes', flush=True)\nsignal.sigwait([10])\nprint('on', flush=True)\n{SLEEP}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cases import CASES, completion, text
-from http_client import open_request, post, stream
+from http_client import TIMEOUT_S, open_request, post, stream
 from node_harness import wait_until
 from pair import ARENA_BYTES, Pair
 from test_pair_answers import essence
@@ -171,7 +171,7 @@ def test_a_stopped_engine_damages_nobody_when_it_goes_on(pair: Pair) -> None:
             taken = take_all_room(node)
             assert taken, "the rest of the arena can be used"
             os.kill(worker, signal.SIGCONT)
-            assert answer.result(60)["http_status"] == 200
+            assert answer.result(TIMEOUT_S)["http_status"] == 200
             for chunk, pattern in taken:
                 assert bytes(chunk.view) == pattern, f"{chunk} was overwritten"
             for chunk, _ in taken:
@@ -198,7 +198,7 @@ def stopped_while_gathering(pair: Pair, worker: int) -> tuple[Any, Future[Any]]:
                 os.kill(worker, signal.SIGCONT)
         if is_caught:
             return body, answer
-        assert answer.result(60)["http_status"] == 200
+        assert answer.result(TIMEOUT_S)["http_status"] == 200
     raise AssertionError("never caught in the middle of a chunk")
 
 
@@ -225,7 +225,7 @@ def test_node_killed_while_prefill_computes(pair: Pair) -> None:
     wait_prefilling(pair)
     pid = pair.status().pid
     os.kill(pid, signal.SIGKILL)
-    assert answer.result(60)["http_status"] == 200
+    assert answer.result(TIMEOUT_S)["http_status"] == 200
     wait_until(lambda: is_back(pair, pid), 30, "an engine has started the next node, and all are attached to it")
     assert essence(answer.result()) == essence(post(pair.decode.url, *body))
     prompts = itertools.count(2401)
@@ -247,7 +247,7 @@ def test_prefiller_killed_while_it_computes(pair: Pair) -> None:
     pair.prefill.kill()
     killed = time.monotonic()
     wait_until(lambda: pair.is_at_rest(), 5, "what it held is given back")
-    assert answer.result(60)["http_status"] == 200
+    assert answer.result(TIMEOUT_S)["http_status"] == 200
     assert answer.result()["pdx"]["x-pdx-mode"] == "alone"
     assert time.monotonic() - killed < 30  # the decoder computes the prompt itself
     assert essence(answer.result()) == essence(post(pair.decode.url, *body))

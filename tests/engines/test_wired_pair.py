@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cases import CASES, chat, completion, text
-from http_client import post, stream
+from http_client import TIMEOUT_S, post, stream
 from node_harness import wait_until
 from pair import Pair
 from test_pair_answers import computed_prompt_tokens, essence
@@ -165,7 +165,7 @@ def test_a_node_is_killed_while_a_prompt_is_pushed(role: str, wired: Wired) -> N
         wait_prefilling(pair)
         pair.kill_node(role)
         pair.start_node(role)  # as a supervisor would
-        assert answer.result(90)["http_status"] == 200
+        assert answer.result(TIMEOUT_S)["http_status"] == 200
     assert essence(answer.result()) == essence(wired.decoder_alone(*request))
     wait_until(pair.is_attached, 30, "all processes are attached to the nodes")
     wired.wait_handing_over()
