@@ -151,6 +151,8 @@ class Pair:
 
         def is_complete() -> bool:
             timeline.update(json.loads(server.get(f"{self._admin_url}/pdx/requests/{transfer}")))
+            if timeline["mode"] == "alone":
+                return bool(timeline["outcome"])  # nothing moves
             parts = timeline["breakdown"]
             has_moved = parts["moved_bytes"] > 0 and (self._pair is None or parts["pushed_bytes"] > 0)
             return parts["handoff_ms"] is not None and has_moved

@@ -13,6 +13,7 @@ from pdx.bench.workload import Request
 
 AUTO = "auto"  # the nodes choose their channel
 KV_BYTES = 64 << 10  # of one token of the demo's model
+SHORT = "short_prompt"  # the proxy's word for what is not worth two engines
 BLOCK_TOKENS = 128  # of vLLM on CPUs; the largest of all devices
 
 
@@ -31,6 +32,11 @@ class Row:
     def sent_bytes(self) -> int:
         """Moved from node to node; with one node, from the prefill engine into it."""
         return int(self.part("pushed_bytes" if self.is_wired else "moved_bytes") or 0)
+
+    @property
+    def alone(self) -> str:
+        """Why one engine did everything; empty: two did."""
+        return str(self.timeline["why"]) if self.timeline["mode"] == "alone" else ""
 
     def part(self, name: str) -> float | None:
         """One number of the timeline's breakdown."""
@@ -61,7 +67,7 @@ def table(rows: Sequence[Row], wire: Wire | None) -> Table:
     for row in rows:
         reused = int(row.part("reused_tokens") or 0)
         shown.add_row(
-            row.request.name,
+            f"{row.request.name}{', one engine' if row.alone else ''}",
             f"{row.prompt_tokens:,}",
             f"{reused:,}",
             f"{min(row.prompt_tokens, row.sent_bytes // KV_BYTES):,}",
@@ -122,6 +128,9 @@ def complaints(rows: Sequence[Row], changes: Sequence[int | None], pair: str | N
         for row in rows
         if row.recomputed > BLOCK_TOKENS + 1
     ]
+    found += [
+        f"{row.request.name}: one engine served it alone ({row.alone})" for row in rows if row.alone not in ("", SHORT)
+    ]
     if None in changes:
         found.append("the model does not depend on its whole prompt, so the same answers prove nothing")
     if wire is not None:
@@ -129,5 +138,6 @@ def complaints(rows: Sequence[Row], changes: Sequence[int | None], pair: str | N
             found.append(f"the nodes were to use channel {pair}, but used {wire.channel or 'none'}")
         if not wire.landed_bytes:
             found.append("nothing went from the prefill engine's node to the decode engine's")
-        found += [f"{row.request.name}: nothing of it was pushed" for row in rows if not row.part("pushed_bytes")]
+        pushed = [row for row in rows if not row.alone]
+        found += [f"{row.request.name}: nothing of it was pushed" for row in pushed if not row.part("pushed_bytes")]
     return found

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdx.bench import demo, server
-from pdx.bench.outcome import Row, Wire, summary
+from pdx.bench.outcome import Row, Wire, complaints, summary, table
 from pdx.bench.workload import completion
 from pdx.cli.loopback import Rate, Trial
 from pdx.timeline import Breakdown as Parts
@@ -27,7 +27,11 @@ def row(landed_ms):
         Moment(Event.RUNNABLE, 120 * MS),
     ]
     parts: Parts = breakdown(moments)
-    timeline = {"breakdown": {name: getattr(parts, name) for name in Parts.__struct_fields__}}
+    timeline = {
+        "mode": "forward",
+        "why": "",
+        "breakdown": {name: getattr(parts, name) for name in Parts.__struct_fields__},
+    }
     return Row(REQUEST, True, 3, 1.0, True, timeline)
 
 
@@ -42,6 +46,32 @@ def test_no_duration_of_the_last_line_is_negative():
     assert (behind["push_ms_p50"], behind["push_lead_ms_p50"]) == (5.0, 0.0)
     for found in (ahead, behind):
         assert all(value >= 0 for name, value in json.loads(json.dumps(found)).items() if "_ms" in name)
+
+
+def alone(why):
+    """A request that one engine served: nothing of it moved."""
+    nothing = breakdown([])
+    parts = {name: getattr(nothing, name) for name in Parts.__struct_fields__}
+    return Row(REQUEST, True, 3, 3.0, True, {"mode": "alone", "why": why, "breakdown": parts})
+
+
+def test_a_short_prompt_may_be_served_by_one_engine():
+    rows = [row(55), alone("short_prompt")]
+    assert complaints(rows, [1], "tcp", wire(tcp=1.25)) == []
+    assert summary(rows, wire(tcp=1.25))["requests"] == 2
+    assert table(rows, None).row_count == 2
+
+
+def test_any_other_prompt_may_not():
+    (found,) = complaints([alone("no_prefiller")], [1], "tcp", wire(tcp=1.25))
+    assert "no_prefiller" in found
+
+
+def test_a_prompt_of_which_nothing_was_pushed_is_told():
+    unpushed = row(55)
+    unpushed.timeline["breakdown"]["pushed_bytes"] = 0
+    (found,) = complaints([unpushed], [1], "tcp", wire(tcp=1.25))
+    assert "nothing of it was pushed" in found
 
 
 def test_a_channel_that_was_named_has_the_rate_of_its_trial(monkeypatch):
