@@ -7,7 +7,6 @@ take, and the descriptors that the server's own work needs are gone as well. So 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import time
 from collections import Counter
@@ -20,8 +19,6 @@ from pdx import descriptors
 from pdx.faults import Faults, printable
 from pdx.proxy import fault
 
-log = logging.getLogger(__name__)
-
 MOST = 16_384  # connections of one listener, however many descriptors there are
 _BACKLOG = 1024
 _BATCH = 4  # taken before what is connected gets its turn
@@ -29,7 +26,6 @@ _REST_S = 0.25  # after the system had no descriptor, or no memory, for one
 _LOOK_S = 0.5  # between two looks for heads that take too long
 _CROWD = 0.25  # from this share of all connections on, those on which a head or a body is due make room first
 _UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
-_QUIET_S = 60.0  # after a warning, the next ones are only counted
 _REFUSAL = fault.raw(503, "the proxy has no room for another connection", retry_after_s=1)
 
 
@@ -105,14 +101,13 @@ class Listener:
         self._spared = spared
         self._counters = counters
         self._clock = clock
-        self._faults = Faults(counters)
+        self._faults = Faults(counters, clock)
         self._sockets: list[socket.socket] = []
         self._taking: set[asyncio.Task[object]] = set()
         self._all: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # no request is under way; the one that is idle for longest is first
         self._heads: dict[Connection, float] = {}  # since when a head is due or incomplete, in this order
         self._bodies: dict[Connection, None] = {}  # the body of a request is due; the oldest is first
-        self._quiet_until: dict[str, float] = {}
         self._timers: list[asyncio.TimerHandle] = []
 
     def start(self, sockets: list[socket.socket]) -> None:
@@ -280,7 +275,4 @@ class Listener:
 
     def _note(self, event: str, text: str) -> None:
         self._counters[event] += 1
-        now = self._clock()
-        if now >= self._quiet_until.get(event, now):
-            self._quiet_until[event] = now + _QUIET_S
-            log.warning("%s (counted as %s; %d so far)", text, event, self._counters[event])
+        self._faults.warn(event, f"{text} (counted as {event}; {self._counters[event]} so far)")
