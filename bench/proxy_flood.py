@@ -18,10 +18,10 @@ from pathlib import Path
 
 import aiohttp
 
-from pdx.bench.proxy_stage import START_S
+from pdx.bench.proxy_stage import wait_ready
 from pdx.bench.report import Figure, at_least, at_most, plain
 from pdx.cli.ports import free_ports
-from pdx.cli.processes import Process, Processes, State
+from pdx.cli.processes import Process, Processes
 from pdx.cli.ready import answers_health
 from pdx.keyring import KeyPair
 
@@ -63,18 +63,10 @@ def stage(limit: int) -> Iterator[Stage]:
         command += ["--control", f"tcp://127.0.0.1:{control_port}", "--keys", str(secret), "--roster", str(roster)]
         limited = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *command] if limit else command
         engine = [*python, "pdx.bench.stand_in_engine", f"--port={engine_port}", "--first-ms=0", "--pace-ms=0"]
-        _wait(processes.start("engine", engine, is_ready=answers_health(engine_url)))
+        wait_ready(processes.start("engine", engine, is_ready=answers_health(engine_url)))
         proxy = processes.start("proxy", limited, is_ready=answers_health(url))
-        _wait(proxy)
+        wait_ready(proxy)
         yield Stage(proxy, url, port, control_port)
-
-
-def _wait(process: Process) -> None:
-    deadline = time.monotonic() + START_S
-    while process.look() is not State.READY:
-        if process.state is State.DIED or time.monotonic() > deadline:
-            raise RuntimeError(f"{process.name} is {process.state}:\n" + "\n".join(process.tail(10)))
-        time.sleep(0.05)
 
 
 class Clients:

@@ -64,7 +64,7 @@ def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
         ]
         controls = [f"ipc://{folder}/{name}.sock" for name in ("proxy", "before")]
         for engine in engines:
-            _wait(engine)
+            wait_ready(engine)
         proxies = []
         for name, port, control, checkout in zip(
             ("proxy", "before"), ports[2:4], controls, (None, before), strict=True
@@ -76,7 +76,7 @@ def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
                 options += ["--admin", f"127.0.0.1:{ports[4]}", "--debug-headers"]
             command = ["-m", "pdx.cli.main", "proxy", "--port", str(port), *options, "--log-level", "warning"]
             proxies.append(_started(processes, name, command, f"http://127.0.0.1:{port}", checkout))
-            _wait(proxies[-1])
+            wait_ready(proxies[-1])
         first, second = engines
         other = Other(urls[3], proxies[1].pid) if before is not None else None
         with _reported(controls[: len(proxies)], urls[0], urls[1]):
@@ -141,7 +141,8 @@ def _started(processes: Processes, name: str, arguments: list[str], url: str, ch
     return processes.start(name, [sys.executable, "-P", *arguments], is_ready=answers_health(url), env=env)
 
 
-def _wait(process: Process) -> None:
+def wait_ready(process: Process) -> None:
+    """:raises RuntimeError: it ended, or took longer than `START_S`; the text has the end of its log."""
     deadline = time.monotonic() + START_S
     while process.look() is not State.READY:
         if process.state is State.DIED or time.monotonic() > deadline:

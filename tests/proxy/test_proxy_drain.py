@@ -117,32 +117,22 @@ def test_a_signal_lets_requests_finish(tmp_path, number):
     run(main)
 
 
-def test_a_second_signal_ends_requests_at_once(tmp_path):
+@pytest.mark.parametrize(("drain", "signals"), [("600", 2), ("0.1", 1)], ids=["a second signal", "their time is over"])
+def test_streams_end_with_an_error(drain, signals, tmp_path):
+    """At once by a second signal, else when their time is over."""
+
     async def main():
-        async with proxy_process(tmp_path, "--drain", "600") as made:
-            begun = asyncio.Event()
-            made.engine.fault = "hang_mid"
-            streaming = asyncio.create_task(stream(made, begun))
-            await within(begun.wait())
-            for count in (1, 2):
-                made.process.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(60):
-                    while count == 1 and "stopping" not in made.log:
-                        await asyncio.sleep(0.01)
-            assert json.loads((await within(streaming))[-1])["error"]["code"] == 503
-            assert await within(made.process.wait(), 60) == 0
-
-    run(main)
-
-
-def test_streams_end_with_an_error_when_their_time_is_over(tmp_path):
-    async def main():
-        async with proxy_process(tmp_path, "--drain", "0.1") as made:
+        async with proxy_process(tmp_path, "--drain", drain) as made:
             begun = asyncio.Event()
             made.engine.fault = "hang_mid"
             streaming = asyncio.create_task(stream(made, begun))
             await within(begun.wait())
             made.process.send_signal(signal.SIGTERM)
+            if signals == 2:
+                async with asyncio.timeout(60):
+                    while "stopping" not in made.log:
+                        await asyncio.sleep(0.01)
+                made.process.send_signal(signal.SIGTERM)
             assert json.loads((await within(streaming))[-1])["error"]["code"] == 503
             assert await within(made.process.wait(), 60) == 0
 

@@ -15,8 +15,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
 
 
-def text_of(raw):
-    return json.loads(raw)["choices"][0]["text"]
+def text_of(raw, *, stream=False):
+    """What an answer says; a stream must be whole."""
+    if not stream:
+        return json.loads(raw)["choices"][0]["text"]
+    chunks = events(raw)
+    assert chunks[-1] == "[DONE]"
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
 
 
 def test_an_error_in_place_of_a_first_event_goes_to_no_client():
@@ -109,12 +114,7 @@ def test_decoder_refuses_and_another_takes_over(prompt, stream):
             for _ in range(2):
                 status, _, raw = await made.post(COMPLETIONS, {**body, "stream": stream})
                 assert status == 200
-                if stream:
-                    chunks = events(raw)
-                    assert chunks[-1] == "[DONE]"
-                    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == want
-                else:
-                    assert text_of(raw) == want
+                assert text_of(raw, stream=stream) == want
             assert all("kv_transfer_params" in body for body in made.decodes[1].bodies)
 
     run(main)
@@ -272,12 +272,7 @@ def test_decoder_dies_before_it_answers_and_another_takes_over(prompt, fault, st
             status, headers, raw = await made.post(COMPLETIONS, {**body, "stream": stream})
             assert made.decode.seen, "the test is about the engine that was planned"
             assert status == 200
-            if stream:
-                chunks = events(raw)
-                assert chunks[-1] == "[DONE]"
-                assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == want
-            else:
-                assert text_of(raw) == want
+            assert text_of(raw, stream=stream) == want
             assert await made.metric("pdx_proxy_failovers_total", leg="decode") == 1
 
     run(main)
@@ -432,12 +427,7 @@ def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
             held.released.set()
             status, headers, raw = await within(task)
             assert (status, headers["x-pdx-mode"]) == (200, "forward")
-            if stream:
-                chunks = events(raw)
-                assert chunks[-1] == "[DONE]"
-                assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == want
-            else:
-                assert text_of(raw) == want
+            assert text_of(raw, stream=stream) == want
             prefilled = len(made.prefill.seen)
             status, headers, raw = await made.post(COMPLETIONS, BODY)
             assert (status, headers["x-pdx-mode"], text_of(raw)) == (200, "alone", want)

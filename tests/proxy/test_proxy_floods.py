@@ -35,6 +35,17 @@ def node_of(made, secure):
     return node
 
 
+async def honest_are_served(made):
+    """Over connections that stand, and over a new one; and descriptors are left."""
+    most = 0
+    for _ in range(50):
+        assert await made.ask() == 200
+        most = max(most, made.num_files())
+    assert most < LIMIT - 32
+    async with aiohttp.ClientSession() as newcomer:
+        assert await made.ask(newcomer) == 200
+
+
 def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
     """Once 400 connections took all descriptors: no client could connect, and the process used a core up."""
     options, secure = curve(tmp_path)
@@ -45,13 +56,7 @@ def test_strangers_at_the_control_port_keep_nobody_out(tmp_path):
             with contextlib.ExitStack() as flood:
                 for _ in range(400):
                     flood.enter_context(made.dial(port))
-                most = 0
-                for _ in range(50):
-                    assert await made.ask() == 200
-                    most = max(most, made.num_files())
-                assert most < LIMIT - 32
-                async with aiohttp.ClientSession() as newcomer:
-                    assert await made.ask(newcomer) == 200
+                await honest_are_served(made)
                 with contextlib.closing(node_of(made, secure)) as node:
                     await node.report()
                     async with made.client.get(made.url + "/health") as response:
@@ -71,13 +76,7 @@ def test_idle_connections_keep_nobody_out(tmp_path):
             with contextlib.ExitStack() as flood:
                 for _ in range(600):
                     flood.enter_context(made.dial())
-                most = 0
-                for _ in range(50):
-                    assert await made.ask() == 200
-                    most = max(most, made.num_files())
-                assert most < LIMIT - 32
-                async with aiohttp.ClientSession() as newcomer:
-                    assert await made.ask(newcomer) == 200
+                await honest_are_served(made)
                 with contextlib.closing(node_of(made, lambda _: None)) as node:
                     await node.report()
                     await known(made, 1)
