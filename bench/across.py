@@ -18,7 +18,7 @@ import numpy
 
 from pdx.bench.pair import TO, node_pair, wait_until, why_not
 from pdx.bench.report import Figure, at_least, plain, publish
-from pdx.client import Node, WritableChunk
+from pdx.client.api import Node, WritableChunk
 
 SCHEMES = ("tcp", "nixl", "ucx", "shm")
 WITH_GOAL = ("tcp", "nixl")

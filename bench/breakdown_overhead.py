@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdx import trace
 from pdx.bench.engines import wait_until
 from pdx.bench.observer import Asker, Observer
 from pdx.bench.records import Overhead
-from pdx.trace import Lane, Tracer
+from pdx.telemetry import trace
+from pdx.telemetry.trace import Lane, Tracer
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95

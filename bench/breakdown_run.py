@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdx import trace
 from pdx.bench import breakdown_report
 from pdx.bench.bodies import Bodies
 from pdx.bench.breakdown import Breakdown, Settings
@@ -21,6 +20,7 @@ from pdx.bench.prompts import Prompts
 from pdx.bench.records import Result, SystemFacts
 from pdx.bench.report import machine
 from pdx.bench.system import Bed, System, is_cpu_build
+from pdx.telemetry import trace
 
 INTERRUPTED = 130
 

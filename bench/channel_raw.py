@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy
 
-from pdx.channel import Memory
+from pdx.transports.channel import Memory
 
 NIXL_DELAY_US = 1000  # see `RawNixl`
 IDLE_ROUNDS = 200  # of progress without any, some 30 microseconds

@@ -24,7 +24,7 @@ import msgspec
 
 from pdx.bench.channels import MEMCPY, Options, Row, measure_memcpy, measure_scheme
 from pdx.errors import ChannelUnavailable, ConfigError
-from pdx.registry import FOR_GPUS, find
+from pdx.transports.registry import FOR_GPUS, find
 
 SHM = Path("/dev/shm")
 SPARE_BYTES = 8 << 20  # of /dev/shm, for what libraries put there

@@ -26,9 +26,9 @@ from pdx.bench.places import RESULTS
 from pdx.bench.receiver import Receiver
 from pdx.bench.report import Figure, at_least, console, machine, plain, publish, significant
 from pdx.bench.timing import measure
-from pdx.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.errors import ChannelUnavailable
-from pdx.registry import find
+from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
+from pdx.transports.registry import find
 
 MIB = 1 << 20
 RING = 256 * MIB

@@ -30,11 +30,11 @@ from pdx.cli.node import check_channels
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
 from pdx.cli.ready import knows_nodes
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
-from pdx.messages import NodeStatus, PeerStatus
 from pdx.testing import tiny_llama
+from pdx.wire.messages import NodeStatus, PeerStatus
 
 FOLDER = SCRATCH
 FLAGS = ("--served-model-name", workload.MODEL, "--dtype", "float32", "--max-model-len", "6000", "--enforce-eager")

@@ -13,7 +13,7 @@ from typing import Any
 from pdx.bench.pair import TO, node_pair, wait_until, why_not
 from pdx.bench.report import Figure, at_most, plain, publish
 from pdx.bench.timing import measure
-from pdx.client import Node
+from pdx.client.api import Node
 
 SCHEMES = ("tcp", "nixl")
 CHUNKS, CHUNK_BYTES, LAYERS = 16, 16 << 20, 32

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdx.client import ReadableChunk, WritableChunk
+from pdx.client.api import ReadableChunk, WritableChunk
 from pdx.errors import ConfigError
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter

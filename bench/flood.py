@@ -27,11 +27,11 @@ import zmq
 from pdx.bench import proxy_flood
 from pdx.bench.pair import end, wait_until
 from pdx.bench.report import Figure, at_least, at_most, plain, publish
-from pdx.client import Node, connect
+from pdx.client.api import Node, connect
 from pdx.config import NodeConfig
-from pdx.keyring import KeyPair
-from pdx.messages import VERSION, Fill, Hello, Lookup, Reserve, Reserved, ToNode, decode_from_node, encode
 from pdx.node.start import start
+from pdx.security.curve_keys import KeyPair
+from pdx.wire.messages import VERSION, Fill, Hello, Lookup, Reserve, Reserved, ToNode, decode_from_node, encode
 
 NAMES = ("alpha", "beta")  # beta pushes to alpha, which is flooded
 CONNECTS, HELLOS = 2000, 1000

@@ -15,9 +15,9 @@ import time
 
 import zmq
 
-from pdx.connection import Connection
-from pdx.messages import VERSION, Hello, Ping
-from pdx.peer_messages import PeerFrame, PeerHello, encode_peer
+from pdx.client.connection import Connection
+from pdx.wire.messages import VERSION, Hello, Ping
+from pdx.wire.peer_messages import PeerFrame, PeerHello, encode_peer
 
 PAUSE_S = 0.01
 ANSWER_S = 60.0

@@ -19,7 +19,7 @@ from pdx.bench.reference_engine import ReferenceEngine
 from pdx.bench.reference_model import Shapes
 from pdx.bench.reference_pair import nodes_for
 from pdx.bench.report import Figure, at_most, plain
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.config import ConnectorConfig
 
 GOAL_US = 50.0

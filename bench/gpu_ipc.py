@@ -33,9 +33,9 @@ from pdx.bench.gpu_ipc_stage import BOARD, MIB, RECEIVER, SENDER, SIZES, TOKEN, 
 from pdx.bench.gpu_nixl import READ, WRITE, VramNixl, lanes, start_nixl, ucx_settings
 from pdx.bench.report import Figure, at_least, plain
 from pdx.bench.timing import measure
-from pdx.channel import GpuMemory, Piece, RemoteRegion, Transfer
 from pdx.cuda.memory import DeviceMemory
-from pdx.registry import find
+from pdx.transports.channel import GpuMemory, Piece, RemoteRegion, Transfer
+from pdx.transports.registry import find
 
 COPY, CHANNEL, ARENA = "copy", "cuda_ipc", "one arena"
 NIXL = {"NIXL reads": READ, "NIXL writes": WRITE}

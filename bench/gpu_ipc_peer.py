@@ -23,9 +23,9 @@ import msgspec
 from pdx.bench.gpu_bed import Bed, bed
 from pdx.bench.gpu_ipc_stage import BOARD, RECEIVER, SIZES, TOKEN, Board, Pages
 from pdx.bench.gpu_nixl import start_nixl
-from pdx.channel import GpuMemory
 from pdx.cuda.memory import DeviceMemory, Handle
-from pdx.registry import find
+from pdx.transports.channel import GpuMemory
+from pdx.transports.registry import find
 
 TURNS = 64  # between looks at standard input
 

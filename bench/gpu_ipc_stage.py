@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from pdx.bench.gpu_bed import REAL, TOY, Bed
-from pdx.channel import TOKEN_BYTES
+from pdx.transports.channel import TOKEN_BYTES
 
 MIB = 1 << 20
 TOKEN = bytes(range(TOKEN_BYTES))  # nobody else can reach the memory of a bench on its own machine

@@ -27,8 +27,8 @@ from pdx.bench.reference_model import SHAPES, Shapes
 from pdx.bench.reference_pair import NODES, EngineProcess, hand_over, legs, nodes_for
 from pdx.bench.report import Figure, at_least, at_most, plain
 from pdx.bench.timing import measure
-from pdx.client import connect
-from pdx.timeline import Event
+from pdx.client.api import connect
+from pdx.telemetry.timeline import Event
 
 EXPOSED_MS, HIDDEN, SLOWED = 3.0, 0.97, 0.02
 EXPOSED_TOKENS = 8192  # the goal for what is exposed holds up to here

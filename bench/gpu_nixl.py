@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdx.bench.channel_raw import NIXL_DELAY_US
 from pdx.bench.gpu_bed import REAL, Bed
-from pdx.registry import find
+from pdx.transports.registry import find
 
 PAGES_IN_FLIGHT = 64
 END_S = 60.0

@@ -8,8 +8,8 @@ from types import TracebackType
 
 import zmq
 
-from pdx.messages import decode_to_proxy
-from pdx.timeline import Breakdown, Event, Moment, breakdown
+from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
+from pdx.wire.messages import decode_to_proxy
 
 
 class Scribe:

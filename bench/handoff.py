@@ -26,7 +26,7 @@ from pdx.bench.engines import (
 from pdx.bench.memcpy import Memcpy
 from pdx.bench.report import Figure, at_least, at_most, plain, publish
 from pdx.cli.ports import free_ports
-from pdx.timeline import Event
+from pdx.telemetry.timeline import Event
 
 TOKENS = 4000
 BLOCK_TOKENS = 128

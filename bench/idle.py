@@ -17,8 +17,8 @@ from pdx.bench.channels import NOTIFY, Sender
 from pdx.bench.engines import say
 from pdx.bench.receiver import Receiver
 from pdx.bench.report import at_most, plain, publish
-from pdx.channel import Piece
-from pdx.registry import find
+from pdx.transports.channel import Piece
+from pdx.transports.registry import find
 
 MEMORY_BYTES = 64 << 20
 WRITE_BYTES = 1 << 20

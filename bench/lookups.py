@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pdx.bench.interrupts import whole
 from pdx.bench.spread import Spread, spread
 from pdx.bench.tiers import IDLE_S, check_room, one_node
-from pdx.connection import Connection
+from pdx.client.connection import Connection
 from pdx.errors import NodeUnavailable
-from pdx.messages import VERSION, Answer, Ask, Fill, Found, Hello, Lookup, Ping, Release, Reserve, Reserved
+from pdx.wire.messages import VERSION, Answer, Ask, Fill, Found, Hello, Lookup, Ping, Release, Reserve, Reserved
 
 CHUNK_BYTES = 4 << 10
 ROOM_BYTES = 16 << 20

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from pdx.bench.pages import shared_memory
-from pdx.memory import populate_in_background
+from pdx.memory.arena import populate_in_background
 
 COPIES = 5  # in one go, of memory that has just been in use
 CALM_S = 1.5  # engines poll for a second after their last step, and would share the core with the copy

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdx.bench.report import Figure, at_most, plain, publish
+from pdx.client.connection import Connection
 from pdx.config import NodeConfig
-from pdx.connection import Connection
-from pdx.memory import Arena
-from pdx.messages import VERSION, Abort, Answer, Ask, Fill, Found, Hello, Lookup, Ping, Release, Reserve, Reserved
+from pdx.memory.arena import Arena
 from pdx.node.start import start
 from pdx.store.store import Claim, Store
+from pdx.wire.messages import VERSION, Abort, Answer, Ask, Fill, Found, Hello, Lookup, Ping, Release, Reserve, Reserved
 
 KEYS = 512  # 128k tokens at 256 per chunk
 CHUNK_BYTES = 16 << 10

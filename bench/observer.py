@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from pdx import trace
 from pdx.bench import engine_cache, interrupts, parts
 from pdx.bench.ask import Answer, ask, session
 from pdx.bench.engine_metrics import Watch
 from pdx.bench.engines import wait_until
 from pdx.bench.parts import Clock
 from pdx.bench.records import Engines, Parts
-from pdx.timeline import Breakdown, Event, Moment, breakdown
-from pdx.trace import TraceSpan
+from pdx.telemetry import trace
+from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
+from pdx.telemetry.trace import TraceSpan
 
 if TYPE_CHECKING:
     from pdx.bench.system import Running, System

@@ -20,7 +20,7 @@ from pdx.bench.report import at_most, plain, publish
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_at
-from pdx.client import connect
+from pdx.client.api import connect
 
 TOKENS = 2000
 ROUNDS = 15  # on each core

@@ -47,8 +47,8 @@ from pdx.bench.paged_receiver import (
 from pdx.bench.pair import why_not
 from pdx.bench.report import Figure, at_least, plain, publish
 from pdx.bench.timing import measure
-from pdx.channel import Piece, RemoteRegion, Transfer
 from pdx.kernels.pages import PageCopy, gather
+from pdx.transports.channel import Piece, RemoteRegion, Transfer
 
 SLICES_IN_FLIGHT = 16
 PAGES_IN_FLIGHT = 64

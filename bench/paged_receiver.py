@@ -25,10 +25,10 @@ from torch import Tensor
 
 from pdx.bench.channel_raw import RawNixl, SharedFile
 from pdx.bench.pair import why_not
-from pdx.channel import TOKEN_BYTES, Memory
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, scatter
-from pdx.registry import find
+from pdx.transports.channel import TOKEN_BYTES, Memory
+from pdx.transports.registry import find
 
 TOTAL_BYTES = 128 << 20
 SLICE_BYTES = 1 << 20

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pdx.client import Node, connect
+from pdx.client.api import Node, connect
 from pdx.config import NodeConfig
 from pdx.node.start import start
-from pdx.registry import find
+from pdx.transports.registry import find
 
 ATTACH_S = 20.0
 LINK_S = 10.0

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from pdx.bench.records import Engines, Part, Parts, Span, Trace
-from pdx.timeline import Event, Moment
-from pdx.trace import TraceSpan
+from pdx.telemetry.timeline import Event, Moment
+from pdx.telemetry.trace import TraceSpan
 
 Interval = tuple[int, int]  # CLOCK_MONOTONIC ns, start <= end
 NEEDED = frozenset(

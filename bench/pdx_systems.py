@@ -30,11 +30,11 @@ from pdx.bench.system import (
 from pdx.cli import guard
 from pdx.cli.ports import free_ports
 from pdx.cli.serve import connector_option
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
-from pdx.registry import find
-from pdx.timeline import Moment
+from pdx.telemetry.timeline import Moment
+from pdx.transports.registry import find
 
 PORT = 8000  # in what one would type
 ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses

@@ -23,7 +23,7 @@ from pdx.bench.report import Figure, at_least, at_most, plain
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Process, Processes
 from pdx.cli.ready import answers_health
-from pdx.keyring import KeyPair
+from pdx.security.curve_keys import KeyPair
 
 CONNECTS, CONTROL_CONNECTS = 2000, 400
 KEPT = 8

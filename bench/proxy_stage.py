@@ -19,7 +19,7 @@ from pdx.bench.stand_in_engine import MODEL_LEN, Pace
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Process, Processes, State
 from pdx.cli.ready import answers_health
-from pdx.messages import VERSION, EngineFacts, EngineReport, NodeReport, encode
+from pdx.wire.messages import VERSION, EngineFacts, EngineReport, NodeReport, encode
 
 START_S = 60.0
 LOOK_S = 0.05

@@ -20,14 +20,15 @@ from pathlib import Path
 from pdx.bench.cpu_clock import CpuClock
 from pdx.bench.pair import TO, node_pair, wait_until
 from pdx.bench.report import Figure, at_most, plain, publish
-from pdx.client import Node
-from pdx.keys import named_key
-from pdx.memory import GRANULE_BYTES, Arena
-from pdx.messages import Fill, Reserve, Reserved, Slot
-from pdx.node.job import Job
-from pdx.node.outgoing import Outgoing
-from pdx.peer_messages import Granted, LetGo, Offer
+from pdx.client.api import Node
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.memory.keys import named_key
+from pdx.memory.slot import Slot
+from pdx.node.peers.job import Job
+from pdx.node.peers.outgoing import Outgoing
 from pdx.store.store import Claim, Store
+from pdx.wire.messages import Fill, Reserve, Reserved
+from pdx.wire.peer_messages import Granted, LetGo, Offer
 
 WRITER = 1
 LAYERS, STEP = 80, 32  # of a chunk; chunks of one prefill step of 8k tokens

@@ -23,8 +23,8 @@ import msgspec
 
 from pdx.bench.channel_raw import RAW, SharedFile
 from pdx.bench.child import end_child
-from pdx.channel import TOKEN_BYTES, Notification, RemoteRegion
-from pdx.registry import find
+from pdx.transports.channel import TOKEN_BYTES, Notification, RemoteRegion
+from pdx.transports.registry import find
 
 TURN_MS = 1  # between looks at what cannot wake us
 

@@ -25,10 +25,10 @@ import torch
 
 from pdx.bench.reference_model import AXES, Batch, Model, PagedKv, Shapes
 from pdx.config import ConnectorConfig
+from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.worker import WorkerHalf
 from pdx.errors import NodeUnavailable
-from pdx.layout import KvLayout
-from pdx.vllm.scheduler import SchedulerHalf
-from pdx.vllm.worker import WorkerHalf
+from pdx.memory.layout import KvLayout
 
 ATTACH_S = 20.0
 

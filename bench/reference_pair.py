@@ -26,7 +26,7 @@ from pdx.bench.pair import end
 from pdx.bench.places import ROOT
 from pdx.bench.reference_engine import ReferenceEngine, Request
 from pdx.bench.reference_model import AXES, SHAPES, Shapes
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.config import ConnectorConfig, NodeConfig, listen_address, parse
 from pdx.node.start import start
 

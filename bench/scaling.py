@@ -20,7 +20,7 @@ from typing import Any
 
 from pdx.bench.report import Figure, at_least, at_most, plain, publish
 from pdx.bench.scaling_bed import Bed, Here, Load, There, drive
-from pdx.memory import GRANULE_BYTES
+from pdx.memory.arena import GRANULE_BYTES
 
 SIZES = (10_000, 100_000, 500_000)
 ROUNDS = 15

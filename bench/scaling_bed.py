@@ -15,10 +15,12 @@ from typing import Any, Protocol, Self
 
 import zmq
 
+from pdx.client.connection import Connection
 from pdx.config import NodeConfig, listen_address
-from pdx.connection import Connection
-from pdx.memory import GRANULE_BYTES, Arena
-from pdx.messages import (
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.node.service import PROBE_BYTES, Service
+from pdx.node.start import start
+from pdx.wire.messages import (
     VERSION,
     Abort,
     Answer,
@@ -36,8 +38,6 @@ from pdx.messages import (
     Reserved,
     Status,
 )
-from pdx.node.service import PROBE_BYTES, Service
-from pdx.node.start import start
 
 WRITER_CHUNKS = 4_000  # of the writer that dies
 ASKED_CHUNKS = 64  # in one reservation

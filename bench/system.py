@@ -28,7 +28,7 @@ from pdx.cli import guard, placement
 from pdx.cli.processes import Process, Processes, State
 from pdx.cli.ready import answers_at
 from pdx.errors import PdxError
-from pdx.timeline import Moment
+from pdx.telemetry.timeline import Moment
 
 START_S = 900.0
 LOOK_S = 0.2

@@ -27,12 +27,12 @@ from pdx.bench.pair import TO, end, node_pair, wait_until
 from pdx.bench.report import significant
 from pdx.bench.spread import Spread, spread
 from pdx.cli.status import size
-from pdx.client import Node, connect
+from pdx.client.api import Node, connect
 from pdx.config import NodeConfig
 from pdx.cuda.gpu import why_no_gpu
 from pdx.errors import ConfigError
 from pdx.node.start import start
-from pdx.registry import FOR_GPUS, INSIDE_ONE_PROCESS, find, schemes
+from pdx.transports.registry import FOR_GPUS, INSIDE_ONE_PROCESS, find, schemes
 
 OWN, GPU = "host", "gpu"
 NOT_YET = {

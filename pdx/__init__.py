@@ -3,7 +3,7 @@
 `pdx.connect()` is the Python API; everything else is reached through the `pdx` command or `pdx.vllm`.
 """
 
-from pdx.client import Node, connect
+from pdx.client.api import Node, connect
 from pdx.errors import PdxError
 
 __all__ = ["Node", "PdxError", "connect"]

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import SchemeName
 from pdx.errors import ConfigError
+from pdx.transports.channel import SchemeName
 
 _T = TypeVar("_T")
 
@@ -66,7 +66,7 @@ def default_proxy() -> str:
 
 
 def trace_folder(setting: str) -> Path | None:
-    """Where spans are recorded (`pdx.trace`): the setting, else PDX_TRACE, else nowhere.
+    """Where spans are recorded (`pdx.telemetry.trace`): the setting, else PDX_TRACE, else nowhere.
 
     :raises ConfigError: there is no such folder, or others may enter it.
     """
@@ -130,7 +130,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
     exit_when_idle_s: float = 0.0  # 0: never
-    trace: Annotated[str, Meta(max_length=4096)] = ""  # folder for spans, see pdx.trace; empty: PDX_TRACE, else nowhere
+    trace: Annotated[str, Meta(max_length=4096)] = (
+        ""  # folder for spans, see pdx.telemetry.trace; empty: PDX_TRACE, else nowhere
+    )
 
 
 def node_name(config: NodeConfig) -> str:

@@ -15,12 +15,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pdx import descriptors
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
-from pdx.faults import Faults, printable
-from pdx.host import host_id
-from pdx.messages import NodeReport, PeerEntry
 from pdx.proxy import fault
 from pdx.proxy.body import parse
 from pdx.proxy.clocks import Clocks
@@ -41,7 +37,11 @@ from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Roster
 from pdx.proxy.server import Server, endpoint, when_signalled
-from pdx.waking import WakingClock
+from pdx.security import descriptors
+from pdx.telemetry.clock import WakingClock
+from pdx.telemetry.faults import Faults, printable
+from pdx.telemetry.host import host_id
+from pdx.wire.messages import NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 

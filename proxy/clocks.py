@@ -6,8 +6,8 @@ from collections import OrderedDict
 
 import msgspec
 
-from pdx.messages import NodeReport
 from pdx.proxy.roster import MAX_NODES
+from pdx.wire.messages import NodeReport
 
 WINDOW_NS = 30 * 10**9
 

@@ -20,17 +20,17 @@ from collections.abc import Callable, Collection
 import msgspec
 import zmq
 
-from pdx import messages
-from pdx.address import address_host, base_url, check_control, check_listen, is_loopback, spelled, url_host
-from pdx.burst import burst
-from pdx.door import GONE, Arrival, Door
 from pdx.errors import ConfigError, ProtocolError
-from pdx.faults import Faults, printable
-from pdx.host import host_id
-from pdx.keyring import KeyPair
-from pdx.messages import Cancel, EngineReport, NodeReport, PeerEntry, PeerList
 from pdx.proxy.roster import MAX_ENGINES_OF_NODE
-from pdx.roster import Roster
+from pdx.security.address import address_host, base_url, check_control, check_listen, is_loopback, spelled, url_host
+from pdx.security.curve_keys import KeyPair
+from pdx.security.door import GONE, Arrival, Door
+from pdx.security.roster import Roster
+from pdx.telemetry.faults import Faults, printable
+from pdx.telemetry.host import host_id
+from pdx.wire import messages
+from pdx.wire.burst import burst
+from pdx.wire.messages import Cancel, EngineReport, NodeReport, PeerEntry, PeerList
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -51,7 +51,7 @@ class Control:
         counters: Counter[str] | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """`keys` and `roster`: files, see `pdx.keyring` and `pdx.roster`; both or none.
+        """`keys` and `roster`: files, see `pdx.security.curve_keys` and `pdx.security.roster`; both or none.
 
         :raises ConfigError: the address, the keys or the roster are wrong.
         """

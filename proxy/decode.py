@@ -14,7 +14,7 @@ from pdx.proxy.answer import Continued, FirstToken, PrefillAnswer, merged_answer
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.health import Reason
 from pdx.proxy.leg import Answer, failed
-from pdx.timeline import Event
+from pdx.telemetry.timeline import Event
 
 _CHOICES = re.compile(rb'"choices"\s*:')
 

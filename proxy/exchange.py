@@ -14,7 +14,7 @@ from pdx.proxy.plan import Body, Mode, Route
 from pdx.proxy.reply import Reply
 from pdx.proxy.roster import Engine
 from pdx.proxy.router import Pair
-from pdx.timeline import Event, Moment
+from pdx.telemetry.timeline import Event, Moment
 
 
 class Outcome(StrEnum):

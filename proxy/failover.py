@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 from pdx.errors import LegFailed, NoEngine
-from pdx.faults import Faults, printable
 from pdx.proxy.exchange import Exchange
 from pdx.proxy.health import Reason
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.roster import Engine
+from pdx.telemetry.faults import Faults, printable
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pdx.faults import Faults, printable
+from pdx.telemetry.faults import Faults, printable
 
 FIRST_S = 1.0  # an engine is suspect for so long after its first failure; each further one doubles that
 LONGEST_S = 30.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pdx.messages import MarkReport
 from pdx.proxy.plan import Mode, Route
-from pdx.timeline import Moment, breakdown
+from pdx.telemetry.timeline import Moment, breakdown
+from pdx.wire.messages import MarkReport
 
 MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pdx import descriptors
-from pdx.faults import Faults, printable
 from pdx.proxy import fault
+from pdx.security import descriptors
+from pdx.telemetry.faults import Faults, printable
 
 MOST = 16_384  # connections of one listener, however many descriptors there are
 _BACKLOG = 1024

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from pdx.messages import EngineFacts
+from pdx.wire.messages import EngineFacts
 
 Body = dict[str, Any]  # by field: its value, or the JSON of what is not looked at (see `body.parse`)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import msgspec
 
 from pdx.errors import Exhausted, LegFailed
-from pdx.faults import Faults
 from pdx.proxy.health import Health, Reason
 from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
+from pdx.telemetry.faults import Faults
 
 _AT_ONCE = 64  # GET /health under way; where hosts are gone, each takes 5 s
 _ANSWER_S = 5.0

@@ -7,8 +7,6 @@ import secrets
 from collections.abc import Callable, Collection
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
-from pdx.faults import Faults, printable
-from pdx.messages import EngineFacts
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
 from pdx.proxy.decode import AsItIs, Continuation
@@ -22,7 +20,9 @@ from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import ONE_TOKEN, Body, Mode, continues, forward_limit, obstacle
 from pdx.proxy.roster import Engine, Roster
 from pdx.proxy.router import Pair
-from pdx.timeline import Event
+from pdx.telemetry.faults import Faults, printable
+from pdx.telemetry.timeline import Event
+from pdx.wire.messages import EngineFacts
 
 _RETRY_AFTER_S = 1
 

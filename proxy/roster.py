@@ -12,10 +12,10 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import msgspec
 
-from pdx.address import base_url, is_wildcard, url_host
 from pdx.errors import ConfigError
-from pdx.messages import EngineFacts, EngineReport, NodeReport, PeerEntry
 from pdx.proxy.health import Health
+from pdx.security.address import base_url, is_wildcard, url_host
+from pdx.wire.messages import EngineFacts, EngineReport, NodeReport, PeerEntry
 
 MAX_NODES = 1024
 MAX_LIVES = 2  # of one name at a time: that of a node which was started again, and the one before

@@ -15,8 +15,8 @@ from aiohttp import web
 
 from pdx.config import private_folder
 from pdx.errors import ConfigError
-from pdx.ownership import owned, remove_socket
 from pdx.proxy.listener import Connection, Listener
+from pdx.security.socket_lock import owned, remove_socket
 
 KEEPALIVE_S = 75.0  # a connection without a request is kept for so long
 HEAD_S = 10.0  # a request's head arrives within this time

@@ -9,7 +9,7 @@ import pdx
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import fetch_handle
 from pdx.cuda.memory import num_mapped
-from pdx.messages import Slot
+from pdx.memory.slot import Slot
 from pdx.testing.fake_cuda import fake_cuda
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import zmq
 
-from pdx.channel import RemoteRegion
-from pdx.handshake import Identity
-from pdx.keyring import KeyPair
-from pdx.messages import VERSION, PeerEntry
-from pdx.node.links import Links
-from pdx.peer_messages import PeerFrame, PeerHello, PeerPing, decode_peer, encode_peer
+from pdx.node.peers.handshake import Identity
+from pdx.node.peers.links import Links
+from pdx.security.curve_keys import KeyPair
+from pdx.transports.channel import RemoteRegion
+from pdx.wire.messages import VERSION, PeerEntry
+from pdx.wire.peer_messages import PeerFrame, PeerHello, PeerPing, decode_peer, encode_peer
 
 TIMEOUT_S = 4.0
 PING_S = 1.0

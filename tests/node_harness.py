@@ -19,7 +19,8 @@ import zmq
 
 from pdx.config import NodeConfig
 from pdx.errors import NodeUnavailable
-from pdx.messages import (
+from pdx.node.start import start
+from pdx.wire.messages import (
     MAX_FRAME_BYTES,
     VERSION,
     Answer,
@@ -34,7 +35,6 @@ from pdx.messages import (
     decode_from_node,
     encode,
 )
-from pdx.node.start import start
 
 MIB = 1 << 20
 _PUPPET = Path(__file__).with_name("node_puppet.py")

@@ -5,8 +5,9 @@ import os
 import sys
 
 import pdx
-from pdx.connection import Connection
-from pdx.messages import VERSION, Fill, Hello, Slot
+from pdx.client.connection import Connection
+from pdx.memory.slot import Slot
+from pdx.wire.messages import VERSION, Fill, Hello
 
 
 class Puppet:

@@ -11,7 +11,7 @@ from node_harness import MIB, NodeProcess, wait_until
 import pdx
 from pdx.config import NodeConfig
 from pdx.errors import PdxError
-from pdx.registry import find
+from pdx.transports.registry import find
 
 ARENA = 16 * MIB
 

@@ -10,8 +10,8 @@ import click
 import msgspec
 import pytest
 
-import pdx.messages
-import pdx.peer_messages
+import pdx.wire.messages
+import pdx.wire.peer_messages
 from pdx.cli.main import main
 from pdx.config import ConnectorConfig, NodeConfig
 
@@ -109,13 +109,13 @@ def test_every_setting_is_documented_with_its_default(kind, heading):
 
 
 def test_what_engines_count_is_documented():
-    sources = "\n".join(path.read_text() for path in (ROOT / "pdx" / "vllm").glob("*.py"))
+    sources = "\n".join(path.read_text() for room in ("engine", "vllm") for path in (ROOT / "pdx" / room).glob("*.py"))
     counted = set(re.findall(r"count\(\"([a-z_]+)\"\)", sources))
     assert len(counted) > 5
     assert sorted(name for name in counted if f"`degraded_{name}`" not in VLLM) == []
 
 
 def test_every_message_is_in_the_architecture():
-    kinds = {kind.__name__ for kind in pdx.messages.Message.__subclasses__() if kind.__module__.startswith("pdx.")}
+    kinds = {kind.__name__ for kind in pdx.wire.messages.Message.__subclasses__() if kind.__module__.startswith("pdx.")}
     assert len(kinds) > 15
     assert [name for name in sorted(kinds) if f"`{name}`" not in ARCHITECTURE] == []

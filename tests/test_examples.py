@@ -47,7 +47,8 @@ def test_snippets_of_the_python_api(start_node, monkeypatch, number):
 
 def test_every_public_name_is_documented():
     import pdx
-    from pdx import client, errors
+    from pdx import errors
+    from pdx.client import api as client
 
     text = (DOCS / "python-api.md").read_text()
     names = [*pdx.__all__, *(name for name in vars(errors) if isinstance(getattr(errors, name), type))]

@@ -12,10 +12,10 @@ from link_stage import Raw, Stage
 from node_harness import Wire, arenas_of, refused_node, wait_until
 
 import pdx.config
-import pdx.keys
+import pdx.memory.keys
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.messages import Cancel, Lookup, Push, Refused, Reserve
-from pdx.peer_messages import LetGo, PeerBye
+from pdx.wire.messages import Cancel, Lookup, Push, Refused, Reserve
+from pdx.wire.peer_messages import LetGo, PeerBye
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for folder in ("pdx", "proxy", "kernels", "transports") for path in (ROOT / folder).rglob("*.py"))
@@ -111,10 +111,10 @@ def test_every_place_that_listens_is_known():
     binds = {where.partition(":")[0] for where, node in nodes(ast.Attribute) if node.attr == "bind"}
     assert {path for path in binds if not path.startswith("transports/")} == {
         "pdx/cuda/handover.py",  # tests/node/test_gpu_handover.py
-        "pdx/gate.py",
-        "pdx/entry.py",  # tests/node/test_desk.py
-        "pdx/front.py",  # tests/node/test_front.py
-        "pdx/door.py",
+        "pdx/security/authenticator.py",
+        "pdx/security/entry.py",  # tests/node/test_desk.py
+        "pdx/security/front.py",  # tests/node/test_front.py
+        "pdx/security/door.py",
         "proxy/server.py",  # the admin socket: tests/proxy/test_proxy_clients.py
         "pdx/cli/ports.py",  # it does not listen: it only keeps ports that are free
     }
@@ -252,7 +252,7 @@ def test_strangers_get_no_handle(start_node):
 def test_transfer_ids_are_long_and_of_harmless_characters():
     """CVE-2026-112266, -94627: guessable, shared or prefix-matched ids; -116176: an address inside an id."""
     from pdx.errors import ProtocolError
-    from pdx.messages import ToNode, decode_to_node, encode
+    from pdx.wire.messages import ToNode, decode_to_node, encode
 
     for bad in ("", "a" * 15, "a" * 65, "a" * 16 + "\n", "10.0.0.1:5555/aaaaaaaa", "../../../../../etc/passwd"):
         with pytest.raises(ProtocolError):
@@ -262,9 +262,12 @@ def test_transfer_ids_are_long_and_of_harmless_characters():
 def test_keys_depend_on_everything_that_decides_what_the_bytes_mean():
     """CVE-2026-10813 (16-bit hashes), CVE-2025-46570 (no salt): the engine's chained hash, which covers tokens,
     adapter, inputs and salt, is the whole message; the layout is the key of the MAC."""
-    key = pdx.keys.chunk_key(b"f" * 16, b"h" * 32)
+    key = pdx.memory.keys.chunk_key(b"f" * 16, b"h" * 32)
     assert len(key) >= 16
-    assert len({key, pdx.keys.chunk_key(b"g" * 16, b"h" * 32), pdx.keys.chunk_key(b"f" * 16, b"i" * 32)}) == 3
+    assert (
+        len({key, pdx.memory.keys.chunk_key(b"g" * 16, b"h" * 32), pdx.memory.keys.chunk_key(b"f" * 16, b"i" * 32)})
+        == 3
+    )
 
 
 def test_the_default_folder_is_checked_every_time(monkeypatch, tmp_path):

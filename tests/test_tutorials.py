@@ -24,15 +24,15 @@ from click.testing import CliRunner
 from node_harness import MIB, wait_until
 
 import pdx
-from pdx import registry
 from pdx.cli.main import main
 from pdx.cli.ports import free_ports
 from pdx.cli.serve import engine_command
 from pdx.config import ConnectorConfig, parse
 from pdx.errors import PdxError
+from pdx.telemetry.timeline import Breakdown
 from pdx.testing import tiny_llama
 from pdx.testing.channel_conformance import ChannelConformance
-from pdx.timeline import Breakdown
+from pdx.transports import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "docs" / "examples"

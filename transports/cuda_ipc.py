@@ -20,12 +20,12 @@ from typing import ClassVar
 
 import msgspec
 
-from pdx.channel import Availability, GpuMemory, Memory, Piece
 from pdx.cuda.gpu import Gpu, why_no_gpu
 from pdx.cuda.memory import Handle
 from pdx.cuda.page_lock import PageLock
 from pdx.errors import ChannelUnavailable, GpuError, ProtocolError
 from pdx.transports import local_socket
+from pdx.transports.channel import Availability, GpuMemory, Memory, Piece
 from pdx.transports.cuda_source import Copy, CudaSource, locked
 from pdx.transports.local_region import LocalListener, LocalRegion, Source
 from pdx.transports.local_socket import Address

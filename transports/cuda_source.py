@@ -7,12 +7,12 @@ import socket
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pdx.channel import Memory
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.cuda.page_lock import PageLock
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolError
+from pdx.transports.channel import Memory
 from pdx.transports.local_socket import has_begun_to_exit
 from pdx.transports.mapping import Mapping
 

@@ -18,8 +18,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, TOKEN_BYTES, Piece, Token, merged
 from pdx.errors import ProtocolError
+from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, TOKEN_BYTES, Piece, Token, merged
 
 VERSION = 1
 MAX_STREAMS = 16  # of one channel

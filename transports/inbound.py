@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pdx.channel import Memory, Piece, RemoteRegion
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports.arrivals import Arrival, Arrivals
+from pdx.transports.channel import Memory, Piece, RemoteRegion
 from pdx.transports.frames import (
     GREETING_HEAD_BYTES,
     HEAD_BYTES,

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from pdx.channel import (
+from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted, WriteRefused
+from pdx.transports.channel import (
     Availability,
     Channel,
     Memory,
@@ -21,7 +22,6 @@ from pdx.channel import (
     check_on_host,
     check_write,
 )
-from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted, WriteRefused
 from pdx.transports.sessions import Session, SessionListener
 
 _HERE = secrets.token_bytes(16)  # which process this is

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from pdx.channel import Memory, Piece, RemoteRegion
 from pdx.errors import ProtocolError
 from pdx.transports import local_socket
+from pdx.transports.channel import Memory, Piece, RemoteRegion
 from pdx.transports.inbound import Group, StreamListener
 from pdx.transports.local_socket import Address
 from pdx.transports.outbound import StreamChannel, open_streams

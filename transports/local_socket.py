@@ -20,8 +20,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import Availability, RemoteRegion
 from pdx.errors import ChannelUnavailable, ProtocolError
+from pdx.transports.channel import Availability, RemoteRegion
 from pdx.transports.streams import fill
 
 MAX_LUGGAGE_BYTES = 512

@@ -22,9 +22,9 @@ from typing import ClassVar
 
 import msgspec
 
-from pdx.channel import Availability, Listener, Memory, Notification, Region, RemoteRegion
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
 from pdx.transports import nixl_agent
+from pdx.transports.channel import Availability, Listener, Memory, Notification, Region, RemoteRegion
 from pdx.transports.nixl_agent import NixlAgent
 from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
 from pdx.transports.onesided import Ledger

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import Availability, Memory
 from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelUnavailable, GpuError
+from pdx.transports.channel import Availability, Memory
 
 Span = tuple[int, int]  # address, bytes
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import MAX_DETAIL_BYTES, Channel, Offset, Piece, RemoteRegion, Transfer, check_write
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
+from pdx.transports.channel import MAX_DETAIL_BYTES, Channel, Offset, Piece, RemoteRegion, Transfer, check_write
 from pdx.transports.nixl_agent import Place
 from pdx.transports.onesided import BYE, HELLO, WRITE, compose, this_process
 

@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import MAX_UNTAKEN_BYTES, NOTIFICATION_BYTES, TOKEN_BYTES, Notification
+from pdx.transports.channel import MAX_UNTAKEN_BYTES, NOTIFICATION_BYTES, TOKEN_BYTES, Notification
 
 HELLO, WRITE, BYE = range(3)
 NAME_BYTES = 8

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
-from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write
 from pdx.errors import (
     ChannelBroken,
     ChannelError,
@@ -24,6 +23,7 @@ from pdx.errors import (
     WriteRefused,
 )
 from pdx.transports.arrivals import WINDOW
+from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer, check_write
 from pdx.transports.frames import (
     ACK_BYTES,
     OK,

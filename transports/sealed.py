@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from pdx.channel import RemoteRegion
 from pdx.errors import ChannelBroken, ChannelUnavailable
+from pdx.transports.channel import RemoteRegion
 
 _MAC_BYTES = 32
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdx.channel import (
+from pdx.transports.channel import (
     MAX_UNTAKEN_BYTES,
     NOTIFICATION_BYTES,
     TOKEN_BYTES,

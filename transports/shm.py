@@ -9,9 +9,9 @@ import socket
 from collections.abc import Callable
 from typing import ClassVar
 
-from pdx.channel import Availability, Memory, Piece, check_on_host
 from pdx.errors import ChannelUnavailable, ProtocolError
 from pdx.transports import local_socket
+from pdx.transports.channel import Availability, Memory, Piece, check_on_host
 from pdx.transports.local_region import LocalListener, LocalRegion, Source
 from pdx.transports.mapping import Mapping
 

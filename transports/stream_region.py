@@ -6,8 +6,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable
 
-from pdx.channel import Memory, Region, RemoteRegion
 from pdx.errors import ChannelBroken, ChannelUnavailable
+from pdx.transports.channel import Memory, Region, RemoteRegion
 from pdx.transports.inbound import StreamListener
 from pdx.transports.outbound import StreamChannel
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import Availability, Memory, Piece, RemoteRegion, check_on_host
 from pdx.errors import ChannelUnavailable
+from pdx.transports.channel import Availability, Memory, Piece, RemoteRegion, check_on_host
 from pdx.transports.inbound import Group, StreamListener
 from pdx.transports.outbound import StreamChannel, open_streams
 from pdx.transports.stream_region import StreamRegion

@@ -23,9 +23,9 @@ from typing import ClassVar
 
 import msgspec
 
-from pdx.channel import Availability, Memory, Notification, Region, RemoteRegion, merged
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports import ucx_engine
+from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion, merged
 from pdx.transports.sealed import seal, unseal
 from pdx.transports.sessions import Session, SessionListener
 from pdx.transports.ucx_channel import GRACE_S, UcxChannel

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.channel import Channel, Piece, RemoteRegion, Transfer, check_write, merged
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted, WriteRefused
+from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer, check_write, merged
 from pdx.transports.ucx_engine import Endpoint
 from pdx.transports.ucx_messages import (
     CONTROL_TAG,

@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
-from pdx.channel import Availability
 from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
+from pdx.transports.channel import Availability
 
 _FIX = "pip install 'pdx-transport[ucx]'"
 _GPU_FIX = "pip install 'pdx-transport[ucx]' (libucx with its CUDA plugin), and look at UCX_TLS"

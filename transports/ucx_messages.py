@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, Token
 from pdx.errors import ProtocolError
+from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, Token
 
 CONTROL_TAG = 1 << 63  # of all messages here; tags of payload have this bit clear
 LANE_MASK = 0x7FFF_FFFF << 32

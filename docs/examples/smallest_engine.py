@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from pdx.config import ConnectorConfig, parse
-from pdx.layout import KvLayout
-from pdx.vllm.scheduler import SchedulerHalf
-from pdx.vllm.worker import WorkerHalf
+from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.worker import WorkerHalf
+from pdx.memory.layout import KvLayout
 
 LAYERS, BLOCKS, BLOCK_TOKENS, CHUNK_TOKENS = 3, 64, 16, 64
 PIECE_TOKENS = 100  # of a prompt in one step

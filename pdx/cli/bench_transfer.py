@@ -15,7 +15,7 @@ from rich.text import Text
 from pdx.cli.node import check_channels
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
-from pdx.registry import INSIDE_ONE_PROCESS, schemes
+from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 if TYPE_CHECKING:
     from pdx.bench.channel_trial import Told

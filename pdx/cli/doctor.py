@@ -23,7 +23,7 @@ from pdx.cli.findings import FindingName
 from pdx.cli.loopback import Rate, Trial, memcpy
 from pdx.cli.machine import SHM, Fact, facts
 from pdx.cli.node import check_channels
-from pdx.registry import INSIDE_ONE_PROCESS, schemes
+from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 REGION_BYTES = 64 << 20
 SMALL_REGION_BYTES = 4 << 20  # where /dev/shm has no room for more

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.channel import Memory
 from pdx.cli.findings import FindingName
 from pdx.cli.machine import Fact
 from pdx.cli.status import size
 from pdx.errors import GpuError
-from pdx.registry import FOR_GPUS, find
+from pdx.transports.channel import Memory
+from pdx.transports.registry import FOR_GPUS, find
 
 if TYPE_CHECKING:
     from pdx.cuda.gpu import Gpu

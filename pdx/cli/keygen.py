@@ -29,7 +29,7 @@ def keygen(name: str, folder: Path, force: bool) -> None:
     NAME.key_secret stays on that host (`--keys`). The lines printed go into the roster file (`--roster`), the
     same on every host, with the address put in.
     """
-    from pdx.keyring import KeyPair
+    from pdx.security.curve_keys import KeyPair
 
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r} is not a name for a key: letters, digits, '.', '_' and '-', at most 64")

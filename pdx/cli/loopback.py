@@ -26,10 +26,10 @@ from typing import IO, Literal
 
 import msgspec
 
-from pdx.channel import TOKEN_BYTES, Channel, Memory, Piece, Region, RemoteRegion
 from pdx.cli.loopback_memory import Block, block
 from pdx.errors import ChannelBroken, PdxError
-from pdx.registry import find
+from pdx.transports.channel import TOKEN_BYTES, Channel, Memory, Piece, Region, RemoteRegion
+from pdx.transports.registry import find
 
 PIECE_BYTES = 1 << 20
 PIECES = 4  # in one write

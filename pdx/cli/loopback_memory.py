@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from pdx.channel import GpuMemory, Memory
-from pdx.registry import FOR_GPUS
+from pdx.transports.channel import GpuMemory, Memory
+from pdx.transports.registry import FOR_GPUS
 
 
 class Block(Protocol):

@@ -11,7 +11,7 @@ import click
 
 from pdx.config import NodeConfig, default_node, default_proxy, parse, parse_bytes
 from pdx.errors import ConfigError
-from pdx.registry import INSIDE_ONE_PROCESS, schemes
+from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 
 @click.command()
@@ -124,7 +124,7 @@ def _show(address: str, *, as_json: bool, watch: bool) -> None:
     from rich.live import Live
 
     from pdx.cli.status import as_object, view, without_self
-    from pdx.client import connect
+    from pdx.client.api import connect
 
     with connect(address) as attached:
         if as_json:

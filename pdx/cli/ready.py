@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.errors import NodeError, NodeUnavailable
 
 ANSWER_S = 1.0

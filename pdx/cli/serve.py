@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from pdx.address import base_url, bracketed
 from pdx.config import ConnectorConfig, default_node, default_proxy, parse
 from pdx.errors import ConfigError
+from pdx.security.address import base_url, bracketed
 
 _ANY_HOST = "0.0.0.0"  # where vLLM listens unless it is told; the node puts in how its host is reached
 _ELSEWHERE = ("--uds", "--config")  # by these vLLM may serve where no other flag says

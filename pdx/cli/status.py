@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdx.messages import NodeStatus
+from pdx.wire.messages import NodeStatus
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -8,10 +8,10 @@ import signal
 from collections.abc import Sequence
 
 from pdx.cli.status import size, without_self
+from pdx.client.connection import Connection
 from pdx.config import socket_path
-from pdx.connection import Connection
 from pdx.errors import NodeError, NodeUnavailable
-from pdx.messages import VERSION, AttachedStatus, Hello, NodeStatus, Status
+from pdx.wire.messages import VERSION, AttachedStatus, Hello, NodeStatus, Status
 
 PATIENCE_S = 30.0
 ANSWER_S = 5.0

@@ -18,7 +18,6 @@ from typing import Any
 import click
 import msgspec
 
-from pdx.address import bracketed, is_loopback, is_wildcard, spelled
 from pdx.cli import placement
 from pdx.cli.node import check_channels
 from pdx.cli.ports import free_ports, held_port
@@ -26,10 +25,11 @@ from pdx.cli.processes import Processes, State
 from pdx.cli.progress import Progress
 from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
 from pdx.cli.serve import TLS, engine_command, flag
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder, socket_path
 from pdx.errors import ConfigError
-from pdx.ownership import owned
+from pdx.security.address import bracketed, is_loopback, is_wildcard, spelled
+from pdx.security.socket_lock import owned
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from pdx.errors import (
     NodeUnavailable,
     ProtocolError,
 )
-from pdx.memory import Arena, check_span, round_up
-from pdx.messages import Slot
+from pdx.memory.arena import Arena, check_span, round_up
+from pdx.memory.slot import Slot
 
 HANDOVER_S = 5.0
 _log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """How a process gets the handle of a node's GPU memory: a Unix socket of the node, one message each way.
 
-The process shows the ticket of its welcome (`pdx.messages.Welcome`); the node looks at who it is, by the kernel's word,
-and sends the handle, with the memory's file descriptor where there is one. Sockets keep messages apart
+The process shows the ticket of its welcome (`pdx.wire.messages.Welcome`). The node looks at who it is, by the kernel's
+word, and sends the handle, with the memory's file descriptor where there is one. Sockets keep messages apart
 (SOCK_SEQPACKET), so there is nothing to be parsed but one bounded message.
 """
 

@@ -18,16 +18,22 @@ from types import FrameType, TracebackType
 
 import zmq
 
-from pdx import descriptors
-from pdx.address import check_address, check_control, data_host
-from pdx.burst import burst
 from pdx.config import NodeConfig, handover_path, listen_address, private_folder, socket_path, trace_folder
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
-from pdx.memory import FIRST_GENERATIONS, Arena, round_up
-from pdx.messages import (
+from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
+from pdx.node.desk import Delivery, Desk
+from pdx.node.numa import choose, memory_on, run_on
+from pdx.node.proxy_line import ProxyLine
+from pdx.node.service import PROBE_BYTES, Service
+from pdx.security import descriptors
+from pdx.security.address import check_address, check_control, data_host
+from pdx.security.socket_lock import owned, remove_socket
+from pdx.telemetry.clock import WakingClock
+from pdx.wire.burst import burst
+from pdx.wire.messages import (
     Answer,
     Bye,
     Cancel,
@@ -38,12 +44,6 @@ from pdx.messages import (
     decode_to_node,
     encode,
 )
-from pdx.node.desk import Delivery, Desk
-from pdx.node.proxy_line import ProxyLine
-from pdx.node.service import PROBE_BYTES, Service
-from pdx.numa import choose, memory_on, run_on
-from pdx.ownership import owned, remove_socket
-from pdx.waking import WakingClock
 
 log = logging.getLogger("pdx.node")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from pdx.entry import Entry
-from pdx.messages import MAX_FRAME_BYTES
+from pdx.security.entry import Entry
+from pdx.wire.messages import MAX_FRAME_BYTES
 
 
 class Delivery(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Desk:
     """A bound ROUTER. Open from construction to `close`, which removes the path. One thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path, counters: Counter[str]) -> None:
-        """`path` must be free, and this process its owner (`pdx.ownership`).
+        """`path` must be free, and this process its owner (`pdx.security.socket_lock`).
 
         :raises ConfigError: it cannot be listened at.
         """

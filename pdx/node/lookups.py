@@ -10,15 +10,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 import msgspec
 
 from pdx.errors import ConfigError, PeerError
-from pdx.faults import Faults
-from pdx.lifecycle import State
-from pdx.messages import Answer, Found, Lookup
-from pdx.node.peers import Peers
+from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session
-from pdx.node.transfers import Transfers
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
+from pdx.store.lifecycle import State
 from pdx.store.store import Store
+from pdx.store.transfers import Transfers
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import Answer, Found, Lookup
 
 MAX_OF_SESSION = 1024  # lookups of one process that wait
 

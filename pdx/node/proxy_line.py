@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pdx.address import needs_ipv6
-from pdx.burst import burst
 from pdx.errors import ProtocolError
-from pdx.faults import Faults
-from pdx.messages import MAX_FRAME_BYTES, FromProxy, NodeReport, decode_from_proxy, encode
+from pdx.security.address import needs_ipv6
+from pdx.telemetry.faults import Faults
+from pdx.wire.burst import burst
+from pdx.wire.messages import MAX_FRAME_BYTES, FromProxy, NodeReport, decode_from_proxy, encode
 
 log = logging.getLogger("pdx.node")
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdx.address import reachable_url
 from pdx.cuda.memory import num_mapped
-from pdx.host import host_id
-from pdx.messages import VERSION, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
-from pdx.node.peers import Peers
+from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
-from pdx.node.transfers import Transfers
+from pdx.security.address import reachable_url
 from pdx.store.store import Store
+from pdx.store.transfers import Transfers
+from pdx.telemetry.host import host_id
+from pdx.wire.messages import VERSION, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
 
 MAX_MARKS = 4096
 

@@ -13,10 +13,19 @@ import msgspec
 
 from pdx.config import NodeConfig, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
-from pdx.faults import Faults
-from pdx.lifecycle import State
-from pdx.memory import GRANULE_BYTES, Arena, round_up
-from pdx.messages import (
+from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.slot import Slot
+from pdx.node.lookups import Lookups
+from pdx.node.peers.peers import Peers
+from pdx.node.reports import Reports
+from pdx.node.sessions import Session, Sessions
+from pdx.store.chunk import Chunk
+from pdx.store.lifecycle import State
+from pdx.store.store import Claim, Store
+from pdx.store.transfers import Transfers
+from pdx.telemetry.faults import Faults
+from pdx.telemetry.timeline import Event
+from pdx.wire.messages import (
     MAX_SLOTS,
     VERSION,
     Abort,
@@ -40,18 +49,9 @@ from pdx.messages import (
     Renew,
     Reserve,
     Reserved,
-    Slot,
     Status,
     Welcome,
 )
-from pdx.node.lookups import Lookups
-from pdx.node.peers import Peers
-from pdx.node.reports import Reports
-from pdx.node.sessions import Session, Sessions
-from pdx.node.transfers import Transfers
-from pdx.store.chunk import Chunk
-from pdx.store.store import Claim, Store
-from pdx.timeline import Event
 
 log = logging.getLogger("pdx.node")
 

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdx import descriptors
 from pdx.cuda.handover import TICKET_BYTES
 from pdx.errors import NodeError, ProtocolError
-from pdx.messages import Hello
+from pdx.security import descriptors
+from pdx.wire.messages import Hello
 
 MAX_SESSIONS = 4096
 MAX_OF_ONE_PROCESS = 256

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pdx.layout import slice_span
-from pdx.lifecycle import State, Step, advance
-from pdx.memory import round_up
-from pdx.messages import Slot
+from pdx.memory.arena import round_up
+from pdx.memory.layout import slice_span
+from pdx.memory.slot import Slot
+from pdx.store.lifecycle import State, Step, advance
 
 
 class Chunk:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pdx.memory import GRANULE_BYTES
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
 from pdx.store.index import Index

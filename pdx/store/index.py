@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from pdx.lifecycle import FINDABLE, WRITABLE, State, Step, advance
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
+from pdx.store.lifecycle import FINDABLE, WRITABLE, State, Step, advance
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -41,7 +41,7 @@ class Groups(Generic[Key]):
 class Index:
     """Where a chunk's record is found, and how many there are of each state.
 
-    A chunk moves on in its life by `step` alone, so that what leads to it follows `pdx.lifecycle` and nothing else.
+    A chunk moves on in its life by `step` alone, so that what leads to it follows `lifecycle` and nothing else.
     All attributes are for others to read only.
     """
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pdx.errors import ChunkMissing
-from pdx.lifecycle import WRITABLE, State, Step
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
+from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.room import Room
 
 

@@ -6,13 +6,13 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from pdx.lifecycle import Step
-from pdx.memory import GRANULE_BYTES, LAST_GENERATION, Arena, round_up
-from pdx.messages import Slot
+from pdx.memory.arena import GRANULE_BYTES, LAST_GENERATION, Arena, round_up
+from pdx.memory.slot import Slot
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
 from pdx.store.clearing import Clearing
 from pdx.store.index import Index
+from pdx.store.lifecycle import Step
 from pdx.store.shelf import Shelf
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdx.messages import Slot
+from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 
 

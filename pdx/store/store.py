@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
-from pdx.lifecycle import WRITABLE, State, Step
-from pdx.memory import Arena, round_up
-from pdx.messages import Slot
+from pdx.memory.arena import Arena, round_up
+from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.index import Index
 from pdx.store.leases import Leases
+from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.room import Room
 
 

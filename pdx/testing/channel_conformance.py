@@ -24,12 +24,12 @@ pytest.register_assert_rewrite(
     "pdx.testing.channel_writes",
 )
 
-from pdx.channel import Region  # noqa: E402
 from pdx.testing.channel_faults import Deaths, Endings, Malformed  # noqa: E402
 from pdx.testing.channel_grants import Grants  # noqa: E402
 from pdx.testing.channel_memory import HostFile, SideMemory  # noqa: E402
 from pdx.testing.channel_stage import Peer, Stage, World  # noqa: E402
 from pdx.testing.channel_writes import Writes  # noqa: E402
+from pdx.transports.channel import Region  # noqa: E402
 
 
 class ChannelSetting:

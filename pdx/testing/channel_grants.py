@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from pdx.channel import TOKEN_BYTES, Channel, Piece, Region
 from pdx.errors import ChannelBroken, ChannelError
 from pdx.testing.channel_stage import MIB, Peer, Side, Stage, wait_until
+from pdx.transports.channel import TOKEN_BYTES, Channel, Piece, Region
 
 
 class Grants:

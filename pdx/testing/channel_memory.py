@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
-from pdx.channel import GpuMemory, Memory
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
+from pdx.transports.channel import GpuMemory, Memory
 
 
 class DeviceView:

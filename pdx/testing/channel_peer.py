@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from pdx.channel import Channel, Piece, RemoteRegion, Transfer
 from pdx.errors import ChannelError
 from pdx.testing.channel_stage import Side, Stage
+from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer
 
 
 class Actor:

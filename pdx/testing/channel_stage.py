@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pdx.channel import TOKEN_BYTES, Channel, Notification, Piece, Region, RemoteRegion, Transfer
 from pdx.testing.channel_memory import HostFile, SideMemory, View
+from pdx.transports.channel import TOKEN_BYTES, Channel, Notification, Piece, Region, RemoteRegion, Transfer
 
 MIB = 1 << 20
 DEADLINE_S = 30.0

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from pdx.channel import (
+from pdx.testing.channel_stage import DEADLINE_S, MIB, Peer, Side, Stage, landed
+from pdx.transports.channel import (
     MAX_NOTIFY_BYTES,
     MAX_PIECES,
     MAX_UNTAKEN_BYTES,
@@ -20,7 +21,6 @@ from pdx.channel import (
     Region,
     Transfer,
 )
-from pdx.testing.channel_stage import DEADLINE_S, MIB, Peer, Side, Stage, landed
 
 _KIB = 1 << 10
 _CALM_ROUNDS = 100

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from pdx.vllm.plan import LoadPlan, StepPlan
-from pdx.vllm.scheduler import SchedulerHalf
-from pdx.vllm.worker import WorkerHalf
+from pdx.engine.plan import LoadPlan, StepPlan
+from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.worker import WorkerHalf
 
 log = logging.getLogger("pdx")
 

@@ -28,13 +28,13 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 
 from pdx.config import ConnectorConfig, parse
+from pdx.engine.plan import StepPlan
+from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
 from pdx.vllm.border import Off, SchedulerBorder, WorkerBorder
 from pdx.vllm.facts import facts_of
 from pdx.vllm.identity import attention_backend, layout_of, model_identity
-from pdx.vllm.plan import StepPlan
-from pdx.vllm.scheduler import SchedulerHalf
-from pdx.vllm.worker import WorkerHalf
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]

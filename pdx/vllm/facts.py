@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from pdx.messages import EngineFacts
+from pdx.wire.messages import EngineFacts
 
 log = logging.getLogger("pdx")
 

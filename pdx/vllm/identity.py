@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdx.errors import ConfigError, LayoutError
-from pdx.layout import KvLayout
+from pdx.memory.layout import KvLayout
 from pdx.vllm.weights import weight_files, weights_digest
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from pdx.bench.bodies import QUESTION_TOKENS
 from pdx.bench.system import CannotRun
-from pdx.timeline import Event, Moment
-from pdx.trace import Lane, Tracer
+from pdx.telemetry.timeline import Event, Moment
+from pdx.telemetry.trace import Lane, Tracer
 
 KEEPS = ("pdx-both", "lmcache")
 LETTERS = "abcdefghij"

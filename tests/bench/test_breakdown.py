@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from fake_systems import FakeFleet, FakeSystem
 
-from pdx import trace
 from pdx.bench import breakdown, breakdown_overhead, observer, records
 from pdx.bench.bodies import Bodies
 from pdx.bench.breakdown import Breakdown, Settings, Turn, order
 from pdx.bench.prompts import Prompts
 from pdx.bench.records import Result
+from pdx.telemetry import trace
 
 SETTINGS = {
     "tokens": (20, 50),

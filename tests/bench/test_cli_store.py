@@ -21,7 +21,7 @@ from pdx.bench.steps import Steps
 from pdx.bench.store_run import Settings, StoreRun
 from pdx.bench.tiers import OwnArena, Stopwatch, Tier
 from pdx.cli.main import main
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.cuda.gpu import why_no_gpu
 from pdx.errors import ChannelUnavailable, ConfigError
 

@@ -8,8 +8,8 @@ from pdx.bench import demo, server
 from pdx.bench.outcome import Row, Wire, complaints, summary, table
 from pdx.bench.workload import completion
 from pdx.cli.loopback import Rate, Trial
-from pdx.timeline import Breakdown as Parts
-from pdx.timeline import Event, Moment, breakdown
+from pdx.telemetry.timeline import Breakdown as Parts
+from pdx.telemetry.timeline import Event, Moment, breakdown
 
 MS = 1_000_000
 REQUEST = completion("a prompt", "abc")

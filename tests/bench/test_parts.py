@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from pdx.bench import parts
 from pdx.bench.parts import Clock, of_moments, of_one_engine, of_transfer, queued_ms, trace_of
 from pdx.bench.records import Engines, Parts
-from pdx.timeline import Event, Moment
-from pdx.trace import TraceSpan
+from pdx.telemetry.timeline import Event, Moment
+from pdx.telemetry.trace import TraceSpan
 
 MS = 1_000_000
 NAMES = ("queue", "prefill", "gather", "wire", "scatter", "first_decode", "rest")

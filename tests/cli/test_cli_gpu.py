@@ -20,8 +20,8 @@ from pdx.cli.machine import Fact
 from pdx.cli.main import main
 from pdx.cli.status import view
 from pdx.config import NodeConfig
-from pdx.messages import NodeStatus
 from pdx.testing.fake_cuda import fake_cuda
+from pdx.wire.messages import NodeStatus
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from pdx.cli.main import main
-from pdx.keyring import KeyPair
-from pdx.roster import RosterFile
+from pdx.security.curve_keys import KeyPair
+from pdx.security.roster import RosterFile
 
 
 def keygen(*arguments):

@@ -18,9 +18,9 @@ from rich.console import Console
 from pdx.cli.main import COMMANDS, main
 from pdx.cli.status import as_object, duration, size, view
 from pdx.cli.stop import stop
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.errors import NodeError, NodeUnavailable
-from pdx.messages import AttachedStatus, NodeStatus, PeerStatus
+from pdx.wire.messages import AttachedStatus, NodeStatus, PeerStatus
 
 
 def pdx(*arguments: str):
@@ -158,7 +158,9 @@ def test_a_channel_that_cannot_be_is_one_line_and_status_1(place, channel):
 
 
 def test_no_node_is_one_line_and_status_1(place, monkeypatch):
-    monkeypatch.setattr("pdx.client.connect", lambda address: (_ for _ in ()).throw(NodeUnavailable("nobody there")))
+    monkeypatch.setattr(
+        "pdx.client.api.connect", lambda address: (_ for _ in ()).throw(NodeUnavailable("nobody there"))
+    )
     result = pdx("node", "--status", "--address", f"ipc://{place}/none.sock")
     assert result.exit_code == 1
     assert result.output == "Error: nobody there\n"

@@ -57,7 +57,7 @@ def test_the_connector_is_set_up():
     ],
 )
 def test_the_url_is_where_vllm_will_serve(flags, url):
-    """For all interfaces it says so: the node knows how its host is reached, see `pdx.address.reachable_url`."""
+    """For all interfaces it says so: the node knows how its host is reached, see `address.reachable_url`."""
     assert connector(command(*flags))["kv_connector_extra_config"]["url"] == url
 
 

@@ -22,7 +22,7 @@ from pdx.cli import up as up_module
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
 from pdx.cli.up import exposure, nodes_of, up
-from pdx.client import connect
+from pdx.client.api import connect
 from pdx.errors import ConfigError, PdxError
 
 STANDIN = Path(__file__).parent / "standin"

@@ -11,12 +11,12 @@ from node_harness import NodeProcess
 from stream_bed import Bed
 from toy_engine import ToyEngine
 
-from pdx.connection import Connection
+from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
-from pdx.messages import Ping
+from pdx.engine import stream_mover
 from pdx.testing.fake_cuda import FakeCuda, fake_cuda
-from pdx.vllm import stream_mover
+from pdx.wire.messages import Ping
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPat
                 made[0].log.append(body)
             super().tell(body)
 
-    monkeypatch.setattr("pdx.vllm.link.Connection", Recording)
-    monkeypatch.setattr("pdx.vllm.window.PageLock", WholePageLock)
+    monkeypatch.setattr("pdx.engine.link.Connection", Recording)
+    monkeypatch.setattr("pdx.engine.window.PageLock", WholePageLock)
 
     def make(on_gpu: bool, *flags: str) -> Bed:
         made.append(Bed(address, on_gpu=on_gpu))

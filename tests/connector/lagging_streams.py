@@ -24,9 +24,9 @@ import pdx
 from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
+from pdx.engine.streams import Streams
 from pdx.testing.fake_cuda_kernels import install
 from pdx.testing.fake_cuda_memory import Refused
-from pdx.vllm.streams import Streams
 
 DEADLINE_S = 20.0
 
@@ -104,7 +104,7 @@ def _called(name: str) -> None:
 
 
 class LaggingEvent:
-    """See pdx.vllm.streams.Event."""
+    """See pdx.engine.streams.Event."""
 
     def __init__(self, streams: LaggingStreams | None = None) -> None:
         self._streams = streams

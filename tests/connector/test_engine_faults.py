@@ -10,9 +10,9 @@ from node_harness import wait_until
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine
 
-from pdx.messages import Abort, Fill, Mark
-from pdx.vllm.scheduler import SchedulerHalf
-from pdx.vllm.worker import WorkerHalf
+from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.worker import WorkerHalf
+from pdx.wire.messages import Abort, Fill, Mark
 
 # ---- the forward pass -------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ import pytest
 from toy_engine import CHUNK, Request, hasher, layout
 
 from pdx.config import ConnectorConfig
-from pdx.messages import Answer, Ask, Found, Lookup, Release, Reserve, Reserved, Slot
-from pdx.vllm.inquiry import Inquiry
-from pdx.vllm.params import parse_params
-from pdx.vllm.request import TrackedRequest
+from pdx.engine.inquiry import Inquiry
+from pdx.engine.params import parse_params
+from pdx.engine.request import TrackedRequest
+from pdx.memory.slot import Slot
+from pdx.wire.messages import Answer, Ask, Found, Lookup, Release, Reserve, Reserved
 
 TRANSFER = "t" * 20
 PREFILL = {"do_remote_decode": True, "transfer_id": TRANSFER}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from node_harness import wait_until
 
+from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.connection import Connection
-from pdx.messages import VERSION, Hello
-from pdx.vllm.link import NodeLink
+from pdx.engine.link import NodeLink
+from pdx.wire.messages import VERSION, Hello
 
 
 def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
@@ -24,7 +24,7 @@ def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
             if reason == "before":
                 link.count("meanwhile")  # as the engine's thread may at any time
 
-    monkeypatch.setattr("pdx.vllm.link.Connection", Interrupted)
+    monkeypatch.setattr("pdx.engine.link.Connection", Interrupted)
     hello = Hello(VERSION, os.getpid(), "worker", engine="e")
     link = NodeLink(ConnectorConfig(node=address, start_node=False), hello, starter=False)
     try:
@@ -58,7 +58,7 @@ def test_a_descriptor_that_is_another_file_by_now_says_nothing_about_the_node(
     assert connection.attach(10)
     assert connection.is_alive
     with monkeypatch.context() as patched:
-        patched.setattr("pdx.connection.select.poll", Late)
+        patched.setattr("pdx.client.connection.select.poll", Late)
         assert not connection.is_alive
     connection._pidfd = pidfd  # noqa: SLF001
     connection.close()

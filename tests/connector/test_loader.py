@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from toy_engine import layout
 
-from pdx.connection import Connection
-from pdx.messages import Slot
-from pdx.vllm.loader import OVERTAKEN, Loader
-from pdx.vllm.plan import LoadPlan, PagesPlan
+from pdx.client.connection import Connection
+from pdx.engine.loader import OVERTAKEN, Loader
+from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.memory.slot import Slot
 
 NOBODY = cast("Connection", None)  # the loads are of no transfer, so the node is told nothing
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from pdx.messages import Slot
-from pdx.vllm.plan import LoadPlan, PagesPlan
+from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.memory.slot import Slot
 
 
 def plan(num_shards: int, num_chunks: int) -> list[PagesPlan]:

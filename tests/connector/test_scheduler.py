@@ -15,7 +15,7 @@ from test_toy_engine import at_rest, tokens
 from toy_engine import BLOCK, CHUNK, Request, ToyEngine
 
 import pdx
-from pdx.messages import Delete
+from pdx.wire.messages import Delete
 
 TRANSFER = {"transfer_id": "reset-" + "r" * 20}
 

@@ -14,11 +14,11 @@ from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 
 from pdx.cuda.memory import num_mapped
-from pdx.memory import Arena
-from pdx.messages import Abort, Fill, Mark
+from pdx.engine import inquiry, stream_mover
+from pdx.engine.request import Grant
+from pdx.memory.arena import Arena
 from pdx.testing.fake_cuda import FakeCuda
-from pdx.vllm import inquiry, stream_mover
-from pdx.vllm.request import Grant
+from pdx.wire.messages import Abort, Fill, Mark
 
 PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
 DECODE = {"do_remote_prefill": True, "transfer_id": "x" * 20}

@@ -18,12 +18,12 @@ from pdx.config import ConnectorConfig
 from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
+from pdx.engine import stream_mover
+from pdx.engine.window import ArenaWindow
+from pdx.engine.worker import WorkerHalf
 from pdx.errors import LayoutError
-from pdx.messages import Abort, Fill
 from pdx.testing.fake_cuda import FakeCuda
-from pdx.vllm import stream_mover
-from pdx.vllm.window import ArenaWindow
-from pdx.vllm.worker import WorkerHalf
+from pdx.wire.messages import Abort, Fill
 
 RELEASES = {"cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemHostUnregister"}
 PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
@@ -150,7 +150,7 @@ class SlowPageLock(PageLock):
 
 def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose first pages were skipped is never sealed, also if the others could be saved."""
-    monkeypatch.setattr("pdx.vllm.window.PageLock", SlowPageLock)
+    monkeypatch.setattr("pdx.engine.window.PageLock", SlowPageLock)
     engine = bed.engine()
     prompt = tokens(22, CHUNK)
     request = Request("a", prompt)

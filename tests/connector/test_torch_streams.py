@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from pdx.engine.streams import TorchStreams
 from pdx.testing.fake_cuda import fake_cuda
-from pdx.vllm.streams import TorchStreams
 
 
 def test_the_gpu_is_the_one_of_torchs_number() -> None:

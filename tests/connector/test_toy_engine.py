@@ -11,8 +11,8 @@ from node_harness import wait_until
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
 import pdx
-from pdx.connection import Connection
-from pdx.messages import Hello, Lookup, Reserve
+from pdx.client.connection import Connection
+from pdx.wire.messages import Hello, Lookup, Reserve
 
 MAX_CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES
 
@@ -217,7 +217,7 @@ def test_peers_are_named_on_the_wire_and_unknown_ones_change_nothing(
             asked.append(body)
             return super().ask(body)
 
-    monkeypatch.setattr("pdx.vllm.link.Connection", Recording)
+    monkeypatch.setattr("pdx.engine.link.Connection", Recording)
     first, second = engines(), engines()
     hellos = [body for body in asked if isinstance(body, Hello)]
     # Workers do not know the model, so their word on the layout would be another one.

@@ -14,11 +14,12 @@ from stream_bed import Bed, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
 import pdx
-from pdx.messages import Mark, Ping, Slot
-from pdx.timeline import Event
-from pdx.trace import Tracer, TraceSpan, read, switch
-from pdx.vllm.plan import PagesPlan, SavePlan
-from pdx.vllm.step_trace import StepTrace
+from pdx.engine.plan import PagesPlan, SavePlan
+from pdx.engine.step_trace import StepTrace
+from pdx.memory.slot import Slot
+from pdx.telemetry.timeline import Event
+from pdx.telemetry.trace import Tracer, TraceSpan, read, switch
+from pdx.wire.messages import Mark, Ping
 
 
 def prefill_of(transfer: str) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What engines' workers tell their node, but for what a clock tells it."""
-    from pdx.connection import Connection
+    from pdx.client.connection import Connection
 
     log: list[Any] = []
     real = Connection.tell

@@ -10,9 +10,9 @@ import pytest
 from node_harness import NodeProcess, wait_until
 from toy_engine import CHUNK, LAYERS, Request, ToyEngine
 
+from pdx.client.connection import Connection
 from pdx.config import NodeConfig, listen_address
-from pdx.connection import Connection
-from pdx.messages import Fill
+from pdx.wire.messages import Fill
 
 TRANSFER = "x" * 20
 PREFILL = {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.engine.params import parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
-from pdx.layout import KvLayout
-from pdx.messages import EngineFacts
-from pdx.vllm.params import parse_params
+from pdx.memory.layout import KvLayout
+from pdx.wire.messages import EngineFacts
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdx.config import ConnectorConfig
-from pdx.layout import KvLayout
+from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.worker import WorkerHalf
+from pdx.memory.layout import KvLayout
 from pdx.vllm.border import SchedulerBorder, WorkerBorder
-from pdx.vllm.scheduler import SchedulerHalf
-from pdx.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from lagging_streams import LaggingStreams

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdx.address import (
+from pdx.errors import ConfigError
+from pdx.security.address import (
     address_host,
     base_url,
     check_control,
@@ -13,7 +14,6 @@ from pdx.address import (
     reachable_url,
     url_host,
 )
-from pdx.errors import ConfigError
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:7600", "tcp://127.8.9.1:0", "tcp://[::1]:7600"])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
-from pdx.memory import GRANULE_BYTES, Arena, round_up
-from pdx.messages import Slot
+from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.slot import Slot
 
 NBYTES = 16 * GRANULE_BYTES
 

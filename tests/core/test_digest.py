@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_memory import PlainMemory
 
-from pdx.digest import digests
-from pdx.peer_messages import DIGEST_BYTES
+from pdx.memory.digest import digests
+from pdx.wire.peer_messages import DIGEST_BYTES
 
 
 def test_one_digest_after_the_other():

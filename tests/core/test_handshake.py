@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.channel import RemoteRegion
 from pdx.errors import PeerRefused
-from pdx.handshake import (
+from pdx.node.peers.handshake import (
     LINK,
     SESSION,
     Identity,
@@ -20,8 +19,9 @@ from pdx.handshake import (
     check_hello,
     check_welcome,
 )
-from pdx.messages import VERSION
-from pdx.peer_messages import PeerHello, PeerWelcome
+from pdx.transports.channel import RemoteRegion
+from pdx.wire.messages import VERSION
+from pdx.wire.peer_messages import PeerHello, PeerWelcome
 
 TABLES = [(LINK, LinkState, LinkStep, LinkState.CLOSED), (SESSION, SessionState, SessionStep, SessionState.NEW)]
 OWN = Identity(name="own", epoch=1, host="h", pid=2, schemes=("nixl", "shm", "tcp"), layouts=(b"a", b"b"))

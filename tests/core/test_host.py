@@ -3,12 +3,12 @@
 import subprocess
 import sys
 
-from pdx.host import host_id
-from pdx.messages import NodeReport
+from pdx.telemetry.host import host_id
+from pdx.wire.messages import NodeReport
 
 
 def test_processes_of_one_host_agree_and_reports_can_carry_it():
-    code = "from pdx.host import host_id; print(host_id())"
+    code = "from pdx.telemetry.host import host_id; print(host_id())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_id()
     assert 16 <= len(host_id()) <= 64

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import ConfigError
-from pdx.keyring import KeyPair, check_key, secure_client
+from pdx.security.curve_keys import KeyPair, check_key, secure_client
 
 
 @pytest.fixture

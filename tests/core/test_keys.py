@@ -6,8 +6,7 @@ import inspect
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.keys import chunk_key, named_key, tail_key
-from pdx.messages import KEY_BYTES
+from pdx.memory.keys import KEY_BYTES, chunk_key, named_key, tail_key
 
 fingerprints = st.binary(min_size=16, max_size=16)
 hashes = st.binary(max_size=64)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import LayoutError
-from pdx.layout import KvLayout
+from pdx.memory.layout import KvLayout
 
 LAYOUT = KvLayout(
     model="llama@1",

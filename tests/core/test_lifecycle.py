@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdx.lifecycle import TRANSITIONS, State, Step, advance
+from pdx.store.lifecycle import TRANSITIONS, State, Step, advance
 
 WRITER_MAY_WRITE = {State.FILLING, State.QUARANTINED}
 READER_MAY_READ = {State.RETIRED}

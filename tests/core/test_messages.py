@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from wire_values import assert_bounded, refuse_all, valid, within
 
-from pdx import messages
 from pdx.errors import ProtocolError
-from pdx.messages import (
-    KEY_BYTES,
+from pdx.memory.keys import KEY_BYTES
+from pdx.memory.slot import Slot
+from pdx.wire import messages
+from pdx.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_KEYS,
     Cancel,
@@ -27,7 +28,6 @@ from pdx.messages import (
     Mark,
     NodeReport,
     PeerList,
-    Slot,
     ToNode,
     decode_from_node,
     decode_from_proxy,

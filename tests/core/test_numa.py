@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from pdx import numa
 from pdx.errors import ConfigError
+from pdx.node import numa
 from pdx.testing.fake_cuda import fake_cuda
 
 

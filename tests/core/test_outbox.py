@@ -2,9 +2,10 @@
 
 import pytest
 
-from pdx import outbox
-from pdx.messages import Abort, Cancel, Fill, Lookup, Mark, Ping, Release, Slot
-from pdx.outbox import Outbox, gives_back
+from pdx.client import outbox
+from pdx.client.outbox import Outbox, gives_back
+from pdx.memory.slot import Slot
+from pdx.wire.messages import Abort, Cancel, Fill, Lookup, Mark, Ping, Release
 
 
 def slot(number):

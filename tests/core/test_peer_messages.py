@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from wire_values import assert_bounded, refuse_all, valid, within
 
-from pdx.channel import MAX_DETAIL_BYTES, MAX_NOTIFY_BYTES, TOKEN_BYTES, RemoteRegion
 from pdx.errors import ProtocolError
-from pdx.messages import KEY_BYTES, MAX_FRAME_BYTES, MAX_KEYS, VERSION, Slot
-from pdx.peer_messages import (
+from pdx.memory.keys import KEY_BYTES
+from pdx.memory.slot import Slot
+from pdx.transports.channel import MAX_DETAIL_BYTES, MAX_NOTIFY_BYTES, TOKEN_BYTES, RemoteRegion
+from pdx.wire.messages import MAX_FRAME_BYTES, MAX_KEYS, VERSION
+from pdx.wire.peer_messages import (
     DIGEST_BYTES,
     MAX_SCHEMES,
     Granted,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.push import RECEIVER, SENDER, ReceiverState, ReceiverStep, SenderState, SenderStep
+from pdx.node.peers.push_table import RECEIVER, SENDER, ReceiverState, ReceiverStep, SenderState, SenderStep
 
 TABLES = {
     "sender": (SENDER, SenderState, SenderStep, SenderState.OFFERED),

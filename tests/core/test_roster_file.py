@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.address import check_address, check_listen, needs_ipv6
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.keyring import KeyPair
-from pdx.messages import PeerEntry
-from pdx.roster import Roster, RosterFile
+from pdx.security.address import check_address, check_listen, needs_ipv6
+from pdx.security.curve_keys import KeyPair
+from pdx.security.roster import Roster, RosterFile
+from pdx.wire.messages import PeerEntry
 
 KEYS = [KeyPair.make().public for _ in range(3)]
 HERE = ["ipc:///run/pdx/a.sock", "tcp://127.0.0.1:7700", "tcp://[::1]:7700", "tcp://127.8.9.1:1"]

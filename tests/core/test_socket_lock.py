@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from pdx.errors import ConfigError, NodeRunning
-from pdx.ownership import owned, remove_socket
+from pdx.security.socket_lock import owned, remove_socket
 
 OWNER = """
 import sys
 from pathlib import Path
-from pdx.ownership import owned
+from pdx.security.socket_lock import owned
 with owned(Path(sys.argv[1]), RuntimeError):
     print("owned", flush=True)
     sys.stdin.read()

@@ -1,6 +1,6 @@
 """The breakdown of one request's time."""
 
-from pdx.timeline import Event, Moment, breakdown
+from pdx.telemetry.timeline import Event, Moment, breakdown
 
 MS = 1_000_000
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdx import trace
 from pdx.config import trace_folder
 from pdx.errors import ConfigError, ProtocolError
-from pdx.trace import Lane, Tracer, TraceSpan, read, switch, tracer_for
+from pdx.telemetry import trace
+from pdx.telemetry.trace import Lane, Tracer, TraceSpan, read, switch, tracer_for
 
 TRANSFER = "x" * 20
 

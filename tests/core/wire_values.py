@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from pdx.errors import ProtocolError
-from pdx.messages import KEY_BYTES
+from pdx.memory.keys import KEY_BYTES
 
 TEXT = "abcdef0123456789"  # good for every pattern there is
 

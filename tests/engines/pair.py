@@ -19,8 +19,8 @@ from node_harness import wait_until
 import pdx
 from pdx.cli.ports import free_ports
 from pdx.config import NodeConfig
-from pdx.messages import NodeStatus
 from pdx.node.start import start
+from pdx.wire.messages import NodeStatus
 
 ENGINE_FLAGS = [
     "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", "4096", "--dtype", "float32",

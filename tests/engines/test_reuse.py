@@ -21,7 +21,7 @@ from tiny import make_tiny
 
 import pdx
 from pdx.cli.ports import free_ports
-from pdx.messages import NodeStatus
+from pdx.wire.messages import NodeStatus
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

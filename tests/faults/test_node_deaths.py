@@ -9,7 +9,7 @@ from node_harness import MIB, arenas_of, attached, is_stopped, wait_until
 import pdx
 from pdx.config import listen_address
 from pdx.errors import NodeUnavailable, StaleSlot
-from pdx.messages import Fill, Ping
+from pdx.wire.messages import Fill, Ping
 
 BACK_S = 1.0  # after any fault the counters are back at their baseline within this
 

@@ -11,9 +11,9 @@ from link_stage import key_files, write_roster
 from node_harness import MIB, NodeProcess, Wire, attached, wait_until
 
 from pdx.config import NodeConfig
-from pdx.keyring import KeyPair
-from pdx.messages import VERSION, Done, Hello, Ping, Reserve, Reserved, Welcome
-from pdx.peer_messages import PeerFrame, PeerHello, encode_peer
+from pdx.security.curve_keys import KeyPair
+from pdx.wire.messages import VERSION, Done, Hello, Ping, Reserve, Reserved, Welcome
+from pdx.wire.peer_messages import PeerFrame, PeerHello, encode_peer
 
 LIMIT = 256
 

@@ -7,7 +7,7 @@ import pytest
 from node_harness import MIB, is_stopped, wait_until
 from peers_harness import ARENA, Cluster, pattern, put, read
 
-from pdx.handshake import LinkState
+from pdx.node.peers.handshake import LinkState
 
 SILENCE_S = 1.0
 

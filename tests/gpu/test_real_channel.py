@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from pdx.channel import Region
 from pdx.testing.channel_conformance import BetweenKindsOfMemory, BetweenProcesses, ChannelConformance
 from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
+from pdx.transports.channel import Region
 from pdx.transports.cuda_ipc import CudaIpcRegion
 
 

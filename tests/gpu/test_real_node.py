@@ -14,7 +14,7 @@ pytest.importorskip("zmq")
 
 from node_harness import NodeProcess, wait_until  # noqa: E402
 
-import pdx.client  # noqa: E402
+import pdx  # noqa: E402
 from pdx.config import handover_path  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.handover import fetch_handle  # noqa: E402
@@ -28,8 +28,8 @@ ATTACH_S = 20.0
 # A client of a GPU node that looks, and must not make a CUDA context.
 LOOKER = """
 import sys
-import pdx.client
-with pdx.client.connect(sys.argv[1], 20.0) as node:
+import pdx
+with pdx.connect(sys.argv[1], 20.0) as node:
     print(node.status().gpu, flush=True)
     sys.stdin.read()
 """
@@ -42,13 +42,13 @@ def gpu_node(cuda: Gpu, start_node: Callable[..., NodeProcess]) -> NodeProcess:
 
 
 @pytest.fixture
-def client(gpu_node: NodeProcess) -> Iterator[pdx.client.Node]:
+def client(gpu_node: NodeProcess) -> Iterator[pdx.Node]:
     """A client of it in this process."""
-    with pdx.client.connect(gpu_node.address, ATTACH_S) as node:
+    with pdx.connect(gpu_node.address, ATTACH_S) as node:
         yield node
 
 
-def put(node: pdx.client.Node, name: str, *, push_to: str = "") -> torch.Tensor:
+def put(node: pdx.Node, name: str, *, push_to: str = "") -> torch.Tensor:
     """A chunk of 4 MiB with bytes of its own."""
     content = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8, device="cuda")
     with node.reserve(name, content.numel(), parts=4, push_to=push_to) as chunk:
@@ -61,9 +61,9 @@ def put(node: pdx.client.Node, name: str, *, push_to: str = "") -> torch.Tensor:
     return content
 
 
-def test_chunks_are_tensors_on_the_gpu(gpu_node: NodeProcess, client: pdx.client.Node, cuda: Gpu) -> None:
+def test_chunks_are_tensors_on_the_gpu(gpu_node: NodeProcess, client: pdx.Node, cuda: Gpu) -> None:
     content = put(client, "chunk")
-    with pdx.client.connect(gpu_node.address, ATTACH_S) as other, other.get("chunk") as chunk:
+    with pdx.connect(gpu_node.address, ATTACH_S) as other, other.get("chunk") as chunk:
         found = chunk.tensor(torch.uint8)
         assert found.device.type == "cuda"
         assert torch.equal(found, content)
@@ -84,7 +84,7 @@ def test_who_only_looks_makes_no_context(gpu_node: NodeProcess, cuda: Gpu) -> No
         looker.communicate()
 
 
-def test_who_has_a_wrong_ticket_gets_nothing(gpu_node: NodeProcess, client: pdx.client.Node) -> None:
+def test_who_has_a_wrong_ticket_gets_nothing(gpu_node: NodeProcess, client: pdx.Node) -> None:
     with pytest.raises(NodeError):
         fetch_handle(handover_path(gpu_node.address), bytes(16), 5.0)
     wait_until(lambda: gpu_node.status().counters.get("handover_refused"), what="counted")
@@ -100,7 +100,7 @@ def test_a_killed_node_leaves_its_chunks_to_who_maps_them(cuda: Gpu, start_node:
     """And when that one lets go, the GPU has its memory back."""
     free = cuda.free_bytes()
     gpu_node = start_node(gpu="0", arena_bytes=256 * MIB)
-    with pdx.client.connect(gpu_node.address, ATTACH_S) as node:
+    with pdx.connect(gpu_node.address, ATTACH_S) as node:
         content = put(node, "chunk")
         chunk = node.get("chunk")
         found = chunk.tensor(torch.uint8)
@@ -118,8 +118,8 @@ def test_a_killed_node_leaves_its_chunks_to_who_maps_them(cuda: Gpu, start_node:
 def test_a_killed_client_leaves_nothing(gpu_node: NodeProcess, cuda: Gpu) -> None:
     free = cuda.free_bytes()
     code = f"""
-import sys, torch, pdx.client
-node = pdx.client.connect({gpu_node.address!r}, 20.0)
+import sys, torch, pdx.client.api
+node = pdx.connect({gpu_node.address!r}, 20.0)
 chunk = node.reserve("half", {4 * MIB})
 chunk.tensor(torch.uint8).fill_(1)
 torch.cuda.synchronize()

@@ -24,11 +24,11 @@ from node_harness import wait_until  # noqa: E402
 from pdx.cuda.arena import GpuArena  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.page_lock import PageLock  # noqa: E402
-from pdx.memory import Arena  # noqa: E402
-from pdx.messages import Slot  # noqa: E402
-from pdx.vllm.plan import LoadPlan, PagesPlan  # noqa: E402
-from pdx.vllm.stream_mover import StreamMover, page_map  # noqa: E402
-from pdx.vllm.streams import TorchStreams  # noqa: E402
+from pdx.engine.plan import LoadPlan, PagesPlan  # noqa: E402
+from pdx.engine.stream_mover import StreamMover, page_map  # noqa: E402
+from pdx.engine.streams import TorchStreams  # noqa: E402
+from pdx.memory.arena import Arena  # noqa: E402
+from pdx.memory.slot import Slot  # noqa: E402
 
 MIB = 1 << 20
 LAYERS, BLOCKS, PAGE_BYTES = 4, 32, 16 << 10

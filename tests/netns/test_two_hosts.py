@@ -19,7 +19,7 @@ from node_harness import wait_until
 import pdx
 from pdx.cli.main import main
 from pdx.config import NodeConfig
-from pdx.messages import NodeStatus, PeerStatus
+from pdx.wire.messages import NodeStatus, PeerStatus
 
 pytestmark = pytest.mark.timeout(180)
 

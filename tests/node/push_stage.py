@@ -7,18 +7,18 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from pdx.channel import Listener, Notification, RemoteRegion
-from pdx.memory import GRANULE_BYTES, Arena, round_up
-from pdx.messages import Slot
-from pdx.node.incoming import Incoming, Landing
-from pdx.node.job import Job
-from pdx.node.lander import Verdict
-from pdx.node.outgoing import Outgoing
-from pdx.node.push import Push
-from pdx.node.transfers import Transfers
-from pdx.peer_messages import Granted, LetGo, Offer, Slices, Stop
+from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.slot import Slot
+from pdx.node.peers.incoming import Incoming, Landing
+from pdx.node.peers.job import Job
+from pdx.node.peers.lander import Verdict
+from pdx.node.peers.outgoing import Outgoing
+from pdx.node.peers.push import Push
 from pdx.store.chunk import Chunk
 from pdx.store.store import Claim, Store
+from pdx.store.transfers import Transfers
+from pdx.transports.channel import Listener, Notification, RemoteRegion
+from pdx.wire.peer_messages import Granted, LetGo, Offer, Slices, Stop
 
 MIB = 1 << 20
 WRITER = 1  # the session that fills chunks on the sender's stage

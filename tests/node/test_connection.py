@@ -10,11 +10,11 @@ import pytest
 import zmq
 from node_harness import MIB, attached, is_stopped, wait_until
 
-from pdx.connection import Connection
+from pdx.client.connection import Connection
 from pdx.errors import NodeUnavailable, StaleSlot
-from pdx.keys import named_key
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import (
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.keys import named_key
+from pdx.wire.messages import (
     VERSION,
     Abort,
     Cancel,

@@ -12,8 +12,8 @@ import pytest
 import zmq
 from node_harness import wait_until
 
-from pdx import descriptors
 from pdx.node.desk import Desk
+from pdx.security import descriptors
 
 
 @pytest.fixture

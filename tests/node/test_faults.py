@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from pdx.errors import ProtocolError
-from pdx.faults import QUIET_S, Faults
+from pdx.telemetry.faults import QUIET_S, Faults
 
 
 class Clock:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdx.errors import PeerUnknown
-from pdx.handshake import LinkState
-from pdx.messages import Lookup
-from pdx.node.fetches import KEPT_S, Fetches
-from pdx.peer_messages import Coming, Want
+from pdx.node.peers.fetches import KEPT_S, Fetches
+from pdx.node.peers.handshake import LinkState
+from pdx.wire.messages import Lookup
+from pdx.wire.peer_messages import Coming, Want
 
 TRANSFER = "transfer-0123456789"
 KEYS = [bytes([number]) * 16 for number in range(4)]

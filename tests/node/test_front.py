@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 from node_harness import wait_until
 
-from pdx import descriptors
-from pdx import front as module
-from pdx.front import MAX_YOUNG_OF_ADDRESS, SILENT_S, Front
+from pdx.security import descriptors
+from pdx.security import front as module
+from pdx.security.front import MAX_YOUNG_OF_ADDRESS, SILENT_S, Front
 
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
 YOUNG_S = 5.0

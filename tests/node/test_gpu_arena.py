@@ -14,8 +14,8 @@ from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, num_mapped
 from pdx.errors import ArenaTooSmall, GpuError, GpuUnavailable, LayoutError, NodeUnavailable, ProtocolError, StaleSlot
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import Slot
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.slot import Slot
 from pdx.testing.fake_cuda import fake_cuda
 
 NBYTES = 16 * GRANULE_BYTES

@@ -13,8 +13,8 @@ from pdx.cuda.copies import CopyStream
 from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu, keeping_context
 from pdx.cuda.memory import num_mapped
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import Slot
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.slot import Slot
 from pdx.testing.fake_cuda import fake_cuda
 
 SLOT = Slot(0, GRANULE_BYTES, 7)

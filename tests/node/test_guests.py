@@ -6,11 +6,11 @@ import pytest
 from push_stage import FakeSession, SendingStage, key
 
 from pdx.config import NodeConfig
-from pdx.memory import GRANULE_BYTES
-from pdx.node import guests as module
-from pdx.node.guests import Guests
-from pdx.node.transfers import Transfers
-from pdx.peer_messages import Coming, Granted, Want
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.node.peers import guests as module
+from pdx.node.peers.guests import Guests
+from pdx.store.transfers import Transfers
+from pdx.wire.peer_messages import Coming, Granted, Want
 
 TRANSFER = "transfer-0123456789"
 

@@ -4,14 +4,15 @@ import pytest
 from push_stage import FakeSession, ReceivingStage, key
 
 from pdx.errors import ProtocolError
-from pdx.lifecycle import State
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import MAX_SLOTS, Slot
-from pdx.node import incoming as module
-from pdx.node.incoming import Incoming
-from pdx.node.lander import Verdict
-from pdx.peer_messages import Granted, LetGo, Slices, Stop
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.slot import Slot
+from pdx.node.peers import incoming as module
+from pdx.node.peers.incoming import Incoming
+from pdx.node.peers.lander import Verdict
 from pdx.store.index import Index
+from pdx.store.lifecycle import State
+from pdx.wire.messages import MAX_SLOTS
+from pdx.wire.peer_messages import Granted, LetGo, Slices, Stop
 
 TRANSFER = "transfer-0123456789"
 

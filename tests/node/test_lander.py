@@ -7,13 +7,13 @@ import pytest
 from node_harness import wait_until
 from plain_memory import PlainMemory
 
-from pdx.channel import Notification
-from pdx.digest import digests
 from pdx.errors import GpuError
-from pdx.memory import GRANULE_BYTES
-from pdx.node.lander import MAX_UNHEARD, Lander, Room
-from pdx.node.mailbox import Mailbox
-from pdx.peer_messages import Landed, Slices, encode_landed
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.digest import digests
+from pdx.node.peers.lander import MAX_UNHEARD, Lander, Room
+from pdx.node.peers.mailbox import Mailbox
+from pdx.transports.channel import Notification
+from pdx.wire.peer_messages import Landed, Slices, encode_landed
 
 TOKEN = b"t" * 16
 LAYERS = 4

@@ -15,11 +15,11 @@ from node_harness import wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.handshake import LinkState, LinkStep, SessionState, SessionStep
-from pdx.host import host_id
-from pdx.messages import Refused
-from pdx.node.lives import Lives
-from pdx.peer_messages import Coming, Want
+from pdx.node.peers.handshake import LinkState, LinkStep, SessionState, SessionStep
+from pdx.node.peers.lives import Lives
+from pdx.telemetry.host import host_id
+from pdx.wire.messages import Refused
+from pdx.wire.peer_messages import Coming, Want
 
 WANT = Want(7, [b"k" * 16])
 

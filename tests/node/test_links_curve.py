@@ -9,10 +9,10 @@ import zmq
 from link_stage import PING_S, TIMEOUT_S, Raw, key_files, write_roster
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.handshake import LinkState, LinkStep, SessionStep
-from pdx.keyring import KeyPair
-from pdx.messages import PeerEntry, Refused
-from pdx.peer_messages import PeerBye, Want
+from pdx.node.peers.handshake import LinkState, LinkStep, SessionStep
+from pdx.security.curve_keys import KeyPair
+from pdx.wire.messages import PeerEntry, Refused
+from pdx.wire.peer_messages import PeerBye, Want
 
 
 class Cluster:

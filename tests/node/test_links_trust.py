@@ -9,13 +9,14 @@ import stat
 import pytest
 from link_stage import PING_S, RawHost, welcomed, write_roster
 
-import pdx.door
-import pdx.node.reception
-from pdx.channel import RemoteRegion
+import pdx.node.peers.reception
+import pdx.security.door
 from pdx.errors import ConfigError, NodeRunning, PeerUnknown, ProtocolError
-from pdx.handshake import LinkState, LinkStep, SessionStep
-from pdx.messages import MAX_FRAME_BYTES, VERSION, PeerEntry, Refused, Slot
-from pdx.peer_messages import (
+from pdx.memory.slot import Slot
+from pdx.node.peers.handshake import LinkState, LinkStep, SessionStep
+from pdx.transports.channel import RemoteRegion
+from pdx.wire.messages import MAX_FRAME_BYTES, VERSION, PeerEntry, Refused
+from pdx.wire.peer_messages import (
     Chosen,
     Coming,
     Granted,
@@ -217,7 +218,7 @@ def test_a_welcome_that_is_refused_says_bye(stage, welcome, why):
 
 def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeypatch):
     """CVE-2025-30202: a slow reader makes nobody wait, and its backlog is bounded."""
-    monkeypatch.setattr(pdx.door, "HIGH_WATER", 8)
+    monkeypatch.setattr(pdx.security.door, "HIGH_WATER", 8)
     beta = stage.node("beta")
     slow = raw(beta)
     welcomed(stage, slow)
@@ -233,7 +234,7 @@ def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeyp
 
 
 def test_a_dialled_peer_that_does_not_read_is_lost(stage, monkeypatch):
-    monkeypatch.setattr(pdx.door, "HIGH_WATER", 8)
+    monkeypatch.setattr(pdx.security.door, "HIGH_WATER", 8)
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
         alpha.links.told([beta.entry])
@@ -253,7 +254,7 @@ def test_a_dialled_peer_that_does_not_read_is_lost(stage, monkeypatch):
 
 def test_there_is_a_most_of_sessions(stage, raw, monkeypatch):
     """CVE-2026-94624: peers without end exhausted the sockets."""
-    monkeypatch.setattr(pdx.node.reception, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(pdx.node.peers.reception, "MAX_SESSIONS", 3)
     beta = stage.node("beta")
     for number in range(3):
         welcomed(stage, raw(beta), name=f"peer{number}")

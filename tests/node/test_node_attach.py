@@ -16,11 +16,11 @@ from node_harness import MIB, Wire, arenas_of, refused_node, wait_until
 import pdx
 from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError, NodeUnavailable
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import VERSION, Bye, Done, Hello, Lookup, Ping, Refused, Reserve, Reserved, Status, Welcome
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.node.service import PROBE_BYTES
 from pdx.node.sessions import MAX_OF_ONE_PROCESS
+from pdx.wire.messages import VERSION, Bye, Done, Hello, Lookup, Ping, Refused, Reserve, Reserved, Status, Welcome
 
 KEY = b"k" * 16
 

@@ -16,8 +16,8 @@ from pdx.errors import (
     ProtocolError,
     StaleSlot,
 )
-from pdx.keys import named_key
-from pdx.messages import Abort, Lookup, Reserve
+from pdx.memory.keys import named_key
+from pdx.wire.messages import Abort, Lookup, Reserve
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_closing_gives_everything_back(node, other):
 
 def test_closing_waits_until_the_node_has_read_the_bye(node, other, monkeypatch):
     """Else a node that is slow may see this process end before it reads that it left, and count a death."""
-    monkeypatch.setattr("pdx.connection._FAREWELL_MS", 20_000)
+    monkeypatch.setattr("pdx.client.connection._FAREWELL_MS", 20_000)
     client = pdx.connect(node.address, timeout_s=30.0)
     closing = threading.Thread(target=client.close)
     node.signal(signal.SIGSTOP)

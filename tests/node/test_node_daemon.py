@@ -13,12 +13,16 @@ import pytest
 import zmq
 from node_harness import MIB, Wire, arenas_of, wait_until
 
-from pdx import descriptors
-from pdx.burst import BURST_S
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
-from pdx.faults import Faults
-from pdx.messages import (
+from pdx.memory.slot import Slot
+from pdx.node import daemon as module
+from pdx.node.daemon import TICK_S, Daemon
+from pdx.node.peers.mailbox import Mailbox
+from pdx.security import descriptors
+from pdx.telemetry.faults import Faults
+from pdx.wire.burst import BURST_S
+from pdx.wire.messages import (
     VERSION,
     Abort,
     Bye,
@@ -39,15 +43,11 @@ from pdx.messages import (
     Renew,
     Reserve,
     Reserved,
-    Slot,
     Status,
     ToNode,
     Welcome,
     encode,
 )
-from pdx.node import daemon as module
-from pdx.node.daemon import TICK_S, Daemon
-from pdx.node.mailbox import Mailbox
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import msgpack
 import pytest
 from node_harness import MIB, Wire, attached, oversized, wait_until
 
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import (
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.slot import Slot
+from pdx.wire.messages import (
     MAX_KEYS,
     Abort,
     Delete,
@@ -22,7 +23,6 @@ from pdx.messages import (
     Renew,
     Reserve,
     Reserved,
-    Slot,
     Status,
     ToNode,
     Welcome,

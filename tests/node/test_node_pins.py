@@ -3,8 +3,8 @@
 import pytest
 from node_harness import MIB, attached, wait_until
 
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import Delete, Fill, Lookup, Pin, Reserve
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.wire.messages import Delete, Fill, Lookup, Pin, Reserve
 
 KEY = b"pinned".ljust(16, b".")
 OTHERS = [number.to_bytes(16, "little") for number in range(8 * MIB // GRANULE_BYTES)]

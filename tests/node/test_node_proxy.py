@@ -8,8 +8,8 @@ import zmq
 from node_harness import wait_until
 
 from pdx.config import node_name
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import (
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.wire.messages import (
     VERSION,
     Abort,
     Bye,

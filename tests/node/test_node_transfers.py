@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from node_harness import MIB, Wire, wait_until
 
-from pdx.memory import GRANULE_BYTES
-from pdx.messages import Abort, Cancel, Delete, Fill, Lookup, Ping, Release, Reserve
+from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.lookups import MAX_OF_SESSION
+from pdx.wire.messages import Abort, Cancel, Delete, Fill, Lookup, Ping, Release, Reserve
 
 TRANSFER = "transfer-0123456789"
 KEYS = [bytes([number]) * 16 for number in range(4)]

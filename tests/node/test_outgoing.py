@@ -5,13 +5,14 @@ import sys
 import pytest
 from push_stage import MIB, SendingStage, key
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES
-from pdx.digest import digests
 from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefused
-from pdx.layout import slice_span
-from pdx.messages import MAX_LAYERS, Slot
-from pdx.node.push import MAX_SLICES, MAX_WRITE_BYTES
-from pdx.peer_messages import DIGEST_BYTES, Granted, Landed, LetGo, Slices, encode_landed
+from pdx.memory.digest import digests
+from pdx.memory.layout import slice_span
+from pdx.memory.slot import Slot
+from pdx.node.peers.push import MAX_SLICES, MAX_WRITE_BYTES
+from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES
+from pdx.wire.messages import MAX_LAYERS
+from pdx.wire.peer_messages import DIGEST_BYTES, Granted, Landed, LetGo, Slices, encode_landed
 
 TRANSFER = "transfer-0123456789"
 KIB = 1 << 10

@@ -11,9 +11,9 @@ from node_harness import MIB, wait_until
 from peers_harness import pattern, put, read
 
 import pdx
-from pdx import registry
 from pdx.config import NodeConfig
 from pdx.node.daemon import Daemon
+from pdx.transports import registry
 from pdx.transports.inproc import InprocListener, InprocRegion
 
 WRONG = set()  # numbers of the writes that change a byte

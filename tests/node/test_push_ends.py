@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from push_stage import MIB, FakeWay, SendingStage
 
 from pdx.errors import TransferAborted, WriteRefused
-from pdx.peer_messages import LetGo
+from pdx.wire.peer_messages import LetGo
 
 TRANSFER = "transfer-0123456789"
 

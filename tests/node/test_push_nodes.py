@@ -10,9 +10,9 @@ from peers_harness import Cluster, pattern, put, read, why_not
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
-from pdx.handshake import LinkState
-from pdx.messages import Cancel, Fill, Lookup, Reserve
-from pdx.peer_messages import PeerBye
+from pdx.node.peers.handshake import LinkState
+from pdx.wire.messages import Cancel, Fill, Lookup, Reserve
+from pdx.wire.peer_messages import PeerBye
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"

@@ -7,15 +7,15 @@ import pytest
 from node_harness import wait_until
 from push_stage import MIB
 
-from pdx import registry
-from pdx.channel import Piece
 from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.errors import ChannelUnavailable
-from pdx.memory import Arena
-from pdx.node.mailbox import Mailbox
-from pdx.node.regions import Regions
+from pdx.memory.arena import Arena
+from pdx.node.peers.mailbox import Mailbox
+from pdx.node.peers.regions import Regions
 from pdx.testing.fake_cuda import fake_cuda
+from pdx.transports import registry
+from pdx.transports.channel import Piece
 from pdx.transports.inproc import InprocRegion
 
 OPENING = threading.Event()

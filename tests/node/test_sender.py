@@ -9,15 +9,15 @@ from node_harness import wait_until
 from plain_memory import PlainMemory
 from push_stage import MIB
 
-from pdx.channel import TOKEN_BYTES, Memory, Piece, RemoteRegion
-from pdx.digest import digests
 from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, WriteRefused
-from pdx.messages import Slot
-from pdx.node.job import Job
-from pdx.node.mailbox import Mailbox
-from pdx.node.sender import Route, Sender
-from pdx.node.ways import Ways
-from pdx.peer_messages import Slices, decode_landed
+from pdx.memory.digest import digests
+from pdx.memory.slot import Slot
+from pdx.node.peers.job import Job
+from pdx.node.peers.mailbox import Mailbox
+from pdx.node.peers.sender import Route, Sender
+from pdx.node.peers.ways import Ways
+from pdx.transports.channel import TOKEN_BYTES, Memory, Piece, RemoteRegion
+from pdx.wire.peer_messages import Slices, decode_landed
 
 TOKEN = bytes(TOKEN_BYTES)
 

@@ -7,11 +7,11 @@ import pytest
 from node_harness import MIB, attached, wait_until
 from peers_harness import Cluster, pattern, put, read
 
-from pdx import trace
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError
-from pdx.messages import Cancel, Fill, Reserve
 from pdx.node.daemon import Daemon
+from pdx.telemetry import trace
+from pdx.wire.messages import Cancel, Fill, Reserve
 
 TRANSFER = "transfer-0123456789"
 LAYERS = 4

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from pdx.node.transfers import KEPT_S, MAX_TRANSFERS, Transfers
+from pdx.store.transfers import KEPT_S, MAX_TRANSFERS, Transfers
 
 MANY = MAX_TRANSFERS + 25
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from pdx.messages import EngineFacts
+from pdx.wire.messages import EngineFacts
 
 EOS, BOS, FIRST_WORD = 256, 257, 300
 WORDS = [" the", " cat", " sat", "é", " on", " mat", "\n", "語", "!", " and"]

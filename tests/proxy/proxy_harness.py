@@ -15,12 +15,12 @@ import zmq
 import zmq.asyncio
 from engine_standin import Server, StandIn
 
-from pdx import messages
-from pdx.messages import EngineReport, NodeReport
 from pdx.proxy import health
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server as HttpServer
+from pdx.wire import messages
+from pdx.wire.messages import EngineReport, NodeReport
 
 DEADLINE_S = 10.0
 PLAIN = Server().facts

@@ -5,12 +5,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.faults import Faults
-from pdx.messages import VERSION, NodeReport
 from pdx.proxy.clocks import WINDOW_NS, Clocks
 from pdx.proxy.health import Health
 from pdx.proxy.roster import MAX_NODES, Roster
-from pdx.waking import WakingClock
+from pdx.telemetry.clock import WakingClock
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import VERSION, NodeReport
 
 MS, S = 10**6, 10**9
 

@@ -14,13 +14,13 @@ import pytest
 import zmq
 from proxy_harness import Node, cluster, run, until, within
 
-from pdx import messages
-from pdx.door import Door
 from pdx.errors import ConfigError
-from pdx.messages import MarkReport
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
+from pdx.security.door import Door
+from pdx.wire import messages
+from pdx.wire.messages import MarkReport
 
 TRANSFER = "x" * 32
 REPORT = messages.encode(

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 from proxy_harness import Node, run, until, within
 
-from pdx import messages
 from pdx.errors import ConfigError
-from pdx.host import host_id
-from pdx.keyring import KeyPair, secure_client
-from pdx.messages import PeerEntry, PeerList
 from pdx.proxy.control import Control
+from pdx.security.curve_keys import KeyPair, secure_client
+from pdx.telemetry.host import host_id
+from pdx.wire import messages
+from pdx.wire.messages import PeerEntry, PeerList
 
 PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
 

@@ -10,7 +10,7 @@ from proxy_harness import Node, run
 from proxy_process import proxy_process
 
 from pdx.cli.ports import free_ports
-from pdx.keyring import KeyPair, secure_client
+from pdx.security.curve_keys import KeyPair, secure_client
 
 LIMIT = 256
 

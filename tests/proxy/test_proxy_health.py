@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 from proxy_harness import FORWARDED, cluster, patience, run, until, within
 
-from pdx.faults import Faults
 from pdx.proxy.health import Health, Reason, State
 from pdx.proxy.leg import failed
 from pdx.proxy.models import Models
 from pdx.proxy.probe import Probes
 from pdx.proxy.roster import Engine
+from pdx.telemetry.faults import Faults
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}

@@ -10,10 +10,10 @@ import pytest
 from proxy_harness import cluster, run, until, within
 
 from pdx.errors import ClientGone, LegFailed
-from pdx.faults import Faults
 from pdx.proxy.health import Health, State
 from pdx.proxy.leg import Legs
 from pdx.proxy.roster import Engine
+from pdx.telemetry.faults import Faults
 
 COMPLETIONS = "/v1/completions"
 ESTABLISHED, KEEPALIVE = "01", "02"  # a connection's state, and its timer, in /proc/net/tcp

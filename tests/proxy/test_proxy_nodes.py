@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from proxy_harness import FORWARDED, HALF, cluster, run, until, within
 
-from pdx import messages
-from pdx.host import host_id
-from pdx.messages import MarkReport
+from pdx.telemetry.host import host_id
+from pdx.wire import messages
+from pdx.wire.messages import MarkReport
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}

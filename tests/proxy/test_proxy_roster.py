@@ -5,15 +5,15 @@ from collections import Counter
 import msgspec
 import pytest
 
-from pdx.address import base_url
 from pdx.errors import ConfigError
-from pdx.faults import Faults
-from pdx.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
 from pdx.proxy import ledger as ledger_module
 from pdx.proxy.health import FIRST_S, LONGEST_S, PROBE_S, Health, Reason, State
 from pdx.proxy.ledger import Ledger, Timeline
 from pdx.proxy.plan import Mode, Route
 from pdx.proxy.roster import FORGET_S, MAX_ENGINES, MAX_ENGINES_OF_NODE, MAX_NODES, Roster
+from pdx.security.address import base_url
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
 
 
 class Clock:

@@ -3,8 +3,8 @@
 import pytest
 
 from pdx.errors import StaleSlot
-from pdx.lifecycle import State
-from pdx.memory import GRANULE_BYTES, Arena
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 
 WRITER = 1

@@ -14,10 +14,10 @@ import pdx.node
 import pdx.store
 from pdx.bench import scaling_bed
 from pdx.bench.scaling_bed import Here, Load, drive
-from pdx.memory import GRANULE_BYTES, Arena
-from pdx.messages import Cancel, Lookup, Reserve
+from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.allocator import Allocator
 from pdx.store.store import Claim, Store
+from pdx.wire.messages import Cancel, Lookup, Reserve
 
 SMALL, LARGE = 600, 6_000
 CROWD = 12  # one lease, reservation, transfer of others for so many chunks

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
-from pdx.lifecycle import State
-from pdx.memory import GRANULE_BYTES, Arena, round_up
-from pdx.messages import Slot
+from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.slot import Slot
+from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 
 GRANULES = 24

@@ -6,9 +6,9 @@ import tracemalloc
 import pytest
 
 from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
-from pdx.lifecycle import State
-from pdx.memory import GRANULE_BYTES, Arena
-from pdx.messages import Slot
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.memory.slot import Slot
+from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 
 OWNER = 1

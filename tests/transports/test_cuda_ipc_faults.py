@@ -17,20 +17,20 @@ import msgspec
 import pytest
 from cuda_world import LAG_S, one_gpu, strangers
 
-from pdx.channel import GpuMemory, Memory, Piece, RemoteRegion
 from pdx.cli import loopback
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
-from pdx.registry import find, schemes
 from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
 from pdx.testing.channel_stage import MIB, Peer, Stage, wait_until
 from pdx.testing.fake_cuda import FakeCuda, fake_cuda
 from pdx.transports import local_socket
+from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion
 from pdx.transports.cuda_ipc import CudaIpcRegion, Luggage
 from pdx.transports.cuda_source import Copy, CudaSource
 from pdx.transports.frames import ACK_BYTES, OK, UNREACHABLE, Greeting, pack_greeting, unpack_ack
 from pdx.transports.local_socket import Credentials
+from pdx.transports.registry import find, schemes
 
 HOLDINGS = ("handles", "reserved", "mapped", "registered", "streams", "events")
 

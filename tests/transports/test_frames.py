@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, merged
 from pdx.errors import ProtocolError
 from pdx.transports import frames
 from pdx.transports.arrivals import WINDOW, Arrivals
+from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, merged
 from pdx.transports.frames import MAX_STREAMS, MIN_PART_BYTES, OK, Ack, Greeting, Head, cut, parts_of
 
 TOKEN = secrets.token_bytes(16)

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from cuda_world import two_gpus
 
-from pdx.channel import Memory, Piece
 from pdx.cuda import driver
 from pdx.errors import ChannelUnavailable
 from pdx.testing.channel_memory import GpuBlock, HostFile, SecondGpuBlock
 from pdx.testing.channel_stage import MIB
 from pdx.testing.fake_cuda import FakeCuda
 from pdx.transports import nixl_agent, ucx_engine
+from pdx.transports.channel import Memory, Piece
 from pdx.transports.nixl import NixlRegion
 from pdx.transports.nixl_agent import NixlAgent, Place
 from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from ucx_conformance import UcxConformance, stage_of
 
-from pdx.channel import Piece
 from pdx.errors import ChannelBroken
 from pdx.testing.channel_stage import MIB, Stage, wait_until
 from pdx.transports import onesided
+from pdx.transports.channel import Piece
 from pdx.transports.nixl import NixlRegion
 from pdx.transports.onesided import BYE, HELLO, MAX_CONNECTIONS, WRITE, Ledger, compose, this_process
 from pdx.transports.sealed import seal, unseal

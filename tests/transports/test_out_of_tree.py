@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pdx import registry
-from pdx.channel import Region
 from pdx.errors import ChannelUnavailable, ConfigError
 from pdx.testing.channel_conformance import ChannelConformance
+from pdx.transports import registry
+from pdx.transports.channel import Region
 
 _SOURCE = Path(__file__).with_name("out_of_tree") / "farshore.py"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdx.channel import Memory, Piece, RemoteRegion
 from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage, wait_until
 from pdx.transports import local_socket, shm
+from pdx.transports.channel import Memory, Piece, RemoteRegion
 from pdx.transports.frames import ACK_BYTES, OK, Greeting, Head, pack_body, pack_greeting, pack_part, unpack_ack
 from pdx.transports.local_socket import Address, Credentials
 from pdx.transports.mapping import Mapping

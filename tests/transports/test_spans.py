@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdx.channel import Spans
+from pdx.transports.channel import Spans
 
 LAYERS = 8
 

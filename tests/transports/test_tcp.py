@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdx.channel import MAX_PIECES, Memory, Piece, RemoteRegion
 from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage, wait_until
 from pdx.transports import inbound
+from pdx.transports.channel import MAX_PIECES, Memory, Piece, RemoteRegion
 from pdx.transports.frames import (
     ACK_BYTES,
     HEAD_BYTES,

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from ucx_conformance import UcxConformance, stage_of
 
-from pdx.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, merged
 from pdx.errors import ProtocolError
 from pdx.testing.channel_stage import MIB, Peer, Stage
 from pdx.transports import ucx_engine
+from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, merged
 from pdx.transports.nixl import NixlRegion
 from pdx.transports.ucx import UcxRegion
 from pdx.transports.ucx_messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES, Done, Put, decode, payload_tag
@@ -148,7 +148,7 @@ def test_the_interpreter_can_end(is_closed: bool) -> None:
     """With a channel and writes under way, closed or not: no crash and no hang."""
     code = (
         "import sys\n"
-        "from pdx.channel import Piece\n"
+        "from pdx.transports.channel import Piece\n"
         "from pdx.testing.channel_stage import MIB, Stage\n"
         "from pdx.transports.ucx import UcxRegion\n"
         "stage = Stage(UcxRegion); writer, reader = stage.side(), stage.side()\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdx.channel import Region
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage
+from pdx.transports.channel import Region
 
 _LISTENING = "0A"
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000")

@@ -19,7 +19,8 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from pdx.channel import (
+from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted, WriteRefused
+from pdx.transports.channel import (
     MAX_NOTIFY_BYTES,
     MAX_PIECES,
     TOKEN_BYTES,
@@ -33,7 +34,6 @@ from pdx.channel import (
     check_on_host,
     check_write,
 )
-from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted, WriteRefused
 from pdx.transports.sessions import Session, SessionListener
 
 YES, NO = b"\1", b"\0"

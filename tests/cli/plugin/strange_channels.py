@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pdx.channel import Availability, Channel, Listener, Notification, Region, RemoteRegion, Transfer
+from pdx.transports.channel import Availability, Channel, Listener, Notification, Region, RemoteRegion, Transfer
 
 
 class Over(Transfer):

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from pdx.connection import Connection
-from pdx.messages import VERSION, Hello
+from pdx.client.connection import Connection
+from pdx.wire.messages import VERSION, Hello
 
 ATTACHED = []
 

@@ -1,0 +1,1 @@
+"""The Python API, and one process's connection to its node."""

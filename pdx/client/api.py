@@ -1,0 +1,339 @@
+"""The Python API: named chunks in a node's memory, written by one process, read by others, without a copy.
+
+with pdx.connect() as node:
+    with node.reserve("weights", nbytes) as chunk:
+        chunk.tensor(torch.float32)[:] = source
+        chunk.seal()
+    with node.get("weights") as chunk:
+        use(chunk.tensor(torch.float32))
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from pdx.client.connection import Connection
+from pdx.config import default_node
+from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, NodeUnavailable, ProtocolError, StaleSlot
+from pdx.memory.keys import named_key
+from pdx.memory.slot import Slot
+from pdx.wire.messages import (
+    VERSION,
+    Abort,
+    Answer,
+    Ask,
+    Delete,
+    Done,
+    Fill,
+    Found,
+    Hello,
+    Lookup,
+    NodeStatus,
+    Pin,
+    Push,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Status,
+    ToNode,
+    decode_to_node,
+    encode,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from pdx.cuda.arena import DeviceSpan
+    from pdx.memory.arena import Arena
+
+_A = TypeVar("_A", bound=Answer)
+_ASK_AGAIN_S = 0.002
+_FETCH_S = 5.0
+
+
+def connect(address: str | None = None, timeout_s: float = 5.0) -> Node:
+    """Attach this process to the node at `address` (default: PDX_NODE, else this host's socket).
+
+    :raises NodeUnavailable: no node answers within `timeout_s`.
+    """
+    address = address or default_node()
+    connection = Connection(address, Hello(VERSION, os.getpid(), "client", name=os.path.basename(sys.argv[0])))
+    try:
+        if not connection.attach(timeout_s):
+            raise NodeUnavailable(f"no node answers at {address} within {timeout_s} s; start one with: pdx node")
+    except BaseException:
+        connection.close()
+        raise
+    return Node(connection, timeout_s)
+
+
+class Node:
+    """A node, as an attached process sees it. Any thread may use it. Everything ends with `close()`."""
+
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._arena: Arena | None = connection.arena
+        self._device = -1  # ordinal of the GPU that may be working on a tensor of a chunk
+
+    def __repr__(self) -> str:
+        return f"<Node {self._connection!r}>"
+
+    def reserve(self, name: str, nbytes: int, *, parts: int = 1, push_to: str = "") -> WritableChunk:
+        """Room for a new chunk of `nbytes`, which may be filled in `parts` equal parts.
+
+        `push_to`: the name of another node that gets it, part by part as they are filled.
+
+        :raises ChunkExists: somebody fills or filled a chunk of that name.
+        :raises ArenaFull: no room now. :raises ArenaTooSmall: never.
+        """
+        answer = self._call(Reserve([named_key(name)], nbytes, layers=parts, push_to=push_to), Reserved)
+        if answer.full:
+            raise ArenaFull(f"no room for {nbytes} bytes now: the rest is leased, pinned or being filled")
+        if not answer.granted:
+            raise ChunkExists(f"a chunk named {name!r} is there or being filled; delete it first")
+        return WritableChunk(self, name, answer.slots[0], parts)
+
+    def get(self, name: str, *, lease_s: float = 60.0, wait_s: float | None = None, source: str = "") -> ReadableChunk:
+        """The sealed chunk of that name, kept for `lease_s` or until released; waits up to `wait_s` for it.
+
+        `source`: the name of another node that is asked for it if it is not here. `wait_s` is 0 by default, with a
+        source 5.
+
+        :raises ChunkMissing: there is none, or it did not come in time.
+        """
+        lookup = Lookup([named_key(name)], lease_s=lease_s, source=source)
+        wait_s = wait_s if wait_s is not None else _FETCH_S if source else 0.0
+        deadline = time.monotonic() + wait_s
+        while True:
+            answer = self._call(lookup, Found)
+            if answer.hits:
+                return ReadableChunk(self, name, answer.slots[0], answer.lease)
+            if time.monotonic() >= deadline:
+                raise ChunkMissing(f"no sealed chunk is named {name!r}{f' within {wait_s} s' if wait_s else ''}")
+            time.sleep(_ASK_AGAIN_S)
+
+    def push(self, *names: str, to: str) -> None:
+        """Send these sealed chunks to another node, which keeps them under the same names; does not wait.
+
+        :raises ChunkMissing: one is not here; nothing is sent. :raises NodeError: no roster names that node.
+        """
+        self._call(Push([named_key(name) for name in names], to), Done)
+
+    def lookup(self, names: Sequence[str]) -> int:
+        """How many of the leading names are there, sealed."""
+        return self._call(Lookup([named_key(name) for name in names]), Found).hits
+
+    def pin(self, *names: str) -> None:
+        """Keep these chunks until as many `unpin`s; pins do not end with this process.
+
+        :raises ChunkMissing: one is not there (the others are pinned).
+        """
+        self._call(Pin([named_key(name) for name in names]), Done)
+
+    def unpin(self, *names: str) -> None:
+        """:raises ChunkMissing: one is not there (the others are unpinned)."""
+        self._call(Pin([named_key(name) for name in names], pinned=False), Done)
+
+    def delete(self, *names: str) -> int:
+        """Forget these chunks, pinned or not; readers keep theirs until they release it.
+
+        Returns how many were there.
+        """
+        return self._call(Delete([named_key(name) for name in names]), Done).count
+
+    def status(self) -> NodeStatus:
+        """What `pdx node --status` shows."""
+        return self._call(Status(), NodeStatus)
+
+    def close(self) -> None:
+        """Detach: leases end, unsealed chunks are given back. Idempotent.
+
+        Memory of a GPU stays mapped as long as a tensor of it lives. Waits for what the GPU has been asked to do.
+        """
+        arena, self._arena = self._arena, None
+        device, self._device = self._device, -1
+        try:
+            _synchronize(device)
+        finally:
+            self._connection.close()
+            if arena is not None and arena.gpu:
+                arena.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, ask: Ask, kind: type[_A]) -> _A:
+        decode_to_node(encode(ToNode(1, True, ask)))  # the node would drop what is out of bounds, without an answer
+        answer = self._connection.call(ask, self._timeout_s)
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"the node answers {type(answer).__name__} to {type(ask).__name__}")
+        return answer
+
+
+class _MappedChunk:
+    """A slot of the arena in this process's address space; on a GPU, from the first `tensor` on."""
+
+    def __init__(self, node: Node, name: str, slot: Slot) -> None:
+        self._node = node
+        self._arena = node._connection.arena
+        self.name = name
+        self.slot = slot
+        self._open = True
+        self._device = -1  # ordinal of the GPU that may be working on a tensor of it
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} {self.slot.nbytes} bytes{'' if self._open else ' closed'}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.slot.nbytes
+
+    def check(self) -> None:
+        """:raises StaleSlot: the memory is somebody else's now; what was read through a view may be torn."""
+        self._arena.check(self.slot)
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int] = (-1,)) -> torch.Tensor:
+        """The chunk's bytes as a tensor that shares them, on the node's GPU if it has one. Of a readable chunk: read,
+        do not write.
+
+        :raises StaleSlot: see `check`.
+        :raises GpuError: this process cannot map memory of that GPU. :raises NodeError: the node does not let it.
+        """
+        import torch
+
+        if self._arena.gpu:
+            self._device, span = self._on_gpu()
+            self._node._device = self._device
+            return torch.as_tensor(span, device=f"cuda:{self._device}").view(dtype).view(tuple(shape))
+        return torch.frombuffer(self._arena.view(self.slot), dtype=dtype).view(tuple(shape))
+
+    def _on_gpu(self) -> tuple[int, DeviceSpan]:
+        """The GPU's ordinal in this process, and the chunk's bytes, mapped for it."""
+        from pdx.cuda.arena import GpuArena
+        from pdx.cuda.gpu import Gpu
+
+        assert isinstance(self._arena, GpuArena)
+        gpu = Gpu.find(self._arena.gpu)
+        self._arena.map(gpu)
+        return gpu.ordinal, self._arena.span(self.slot)
+
+    def _finish(self) -> None:
+        """What this process has asked a GPU to do with the chunk's tensors is done."""
+        _synchronize(self._device)
+
+
+class WritableChunk(_MappedChunk):
+    """A chunk being filled by this process. Leaving its `with` block without `seal()` aborts it."""
+
+    def __init__(self, node: Node, name: str, slot: Slot, parts: int) -> None:
+        super().__init__(node, name, slot)
+        self._parts = parts
+
+    @property
+    def view(self) -> memoryview:
+        """The chunk's bytes, writable until it is sealed.
+
+        :raises StaleSlot: see `check`.
+        :raises LayoutError: they are on a GPU; use `tensor`.
+        """
+        view = self._arena.view(self.slot)
+        return view if self._open else view.toreadonly()
+
+    def fill(self, part: int) -> None:
+        """Part `part` is filled. Parts not named are taken as filled by `seal()`.
+
+        On a GPU, this and `seal` wait for what the GPU has been asked to do.
+
+        :raises StaleSlot: the reservation ended before.
+        """
+        self._fill(Fill([self.slot], first_layer=part))
+
+    def seal(self) -> None:
+        """The chunk is whole: from now on others can get it and nobody may write it.
+
+        :raises StaleSlot: the reservation ended before.
+        """
+        self._fill(Fill([self.slot], layers=self._parts, seal=True))
+        self._open = False
+
+    def _fill(self, fill: Fill) -> None:
+        self._finish()
+        if not self._node._call(fill, Done).count:
+            raise StaleSlot(f"the reservation of {self!r} ended before it was sealed")
+
+    def abort(self) -> None:
+        """Give the room back. Idempotent."""
+        if self._open:
+            self._open = False
+            self._finish()
+            self._node._call(Abort([self.slot]), Done)
+
+    def __enter__(self) -> WritableChunk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+class ReadableChunk(_MappedChunk):
+    """A sealed chunk that stays until released."""
+
+    def __init__(self, node: Node, name: str, slot: Slot, lease: int) -> None:
+        super().__init__(node, name, slot)
+        self._lease = lease
+
+    @property
+    def view(self) -> memoryview:
+        """The chunk's bytes, read-only.
+
+        :raises StaleSlot: see `check`.
+        :raises LayoutError: they are on a GPU; use `tensor`.
+        """
+        return self._arena.view(self.slot).toreadonly()
+
+    def renew(self, lease_s: float) -> None:
+        """Keep it `lease_s` from now.
+
+        :raises ChunkMissing: the lease has ended already.
+        """
+        self._node._call(Renew(self._lease, lease_s), Done)
+
+    def release(self) -> None:
+        """The node may evict it. Idempotent.
+
+        :raises ChunkMissing: the lease had ended before, so the memory may have been another's meanwhile.
+        """
+        if self._open and self._lease:
+            self._open = False
+            self._finish()
+            self._node._call(Release(self._lease), Done)
+
+    def __enter__(self) -> ReadableChunk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _synchronize(device: int) -> None:
+    if device >= 0:
+        import torch
+
+        torch.cuda.synchronize(device)

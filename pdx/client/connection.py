@@ -1,0 +1,402 @@
+"""One process's connection to its node: typed messages over a DEALER socket, and the node's arena mapped.
+
+Any thread may use it; one lock guards the socket and the answers, and nobody waits for the node with that lock held.
+Nothing here waits longer than it is told to. What gives something back (`pdx.client.outbox`) is kept until the node has
+answered it; of all else, what a node that does not read has no room for is dropped and counted.
+
+A connection serves one node process: when that dies, `is_alive` turns False for good, and a new one is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from pdx import errors
+from pdx.client.outbox import Outbox, gives_back
+from pdx.errors import NodeError, NodeUnavailable, ProtocolError
+from pdx.memory.arena import Arena
+from pdx.wire.messages import (
+    MAX_FRAME_BYTES,
+    Abort,
+    Answer,
+    Ask,
+    Bye,
+    Fill,
+    Found,
+    Hello,
+    Ping,
+    Refused,
+    Release,
+    Reserved,
+    ToNode,
+    Welcome,
+    decode_from_node,
+    encode,
+)
+
+log = logging.getLogger("pdx")
+
+HEARTBEAT_S = 1.0
+_FAREWELL_MS = 300
+
+
+class Connection:
+    """Opened at once, attached when `is_attached`: until then the node may not even run."""
+
+    def __init__(self, address: str, hello: Hello) -> None:
+        self.address = address
+        self.running = 0  # told to the node with each heartbeat, as is what was counted since the last one
+        self._degraded: Counter[str] = Counter()
+        self._warned: set[str] = set()  # reasons of which the first was logged
+        self._hello = hello
+        self._context = zmq.Context()
+        for cpu in range(os.cpu_count() or 1):  # the engine's thread may be pinned to cores that it keeps busy
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # all that was asked for: a node drops answers that find no room
+        self._socket.connect(address)
+        # Guards the socket and all below. Waited for: answers, and that nobody looks at the socket any more.
+        self._lock = threading.Condition()
+        self._seq = 0
+        self._answers: dict[int, Answer | None] = {}  # asked for: None until the answer is there
+        self._outbox = Outbox()
+        # A socket may not be polled while another thread uses it, but its descriptor may. That one is readable once for
+        # all that has come, so whoever finds something while using the socket rings the bell for the thread that polls.
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._arrivals = select.poll()
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._bell):
+            self._arrivals.register(fd, select.POLLIN)
+        self._is_polled = False  # by one thread, without the lock; others that wait are told by it
+        self._is_closing = False
+        self._welcome: Welcome | None = None
+        self._arena: Arena | None = None
+        self._pidfd = -1
+        self._stop = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="pdx-heartbeat", daemon=True)
+        self._hello_seq = self.ask(hello)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._stop.is_set() else "attached" if self._welcome else "attaching"
+        return f"<Connection {self.address} {state}>"
+
+    # ---- attaching --------------------------------------------------------------------------
+
+    def attach(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for the node's welcome; whether this process is attached now.
+
+        :raises ProtocolError: the node does not take this process.
+        """
+        if self._welcome is not None:
+            return True
+        answer = self.collect(self._hello_seq, timeout_s)
+        if answer is None:
+            return False
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"the node at {self.address} answers {answer} to hello")
+        self._arena = self._open(answer)
+        try:
+            self._pidfd = os.pidfd_open(answer.pid)
+        except OSError as error:
+            raise NodeUnavailable(f"the node at {self.address} died meanwhile: {error}") from error
+        self._welcome = answer
+        self._heart.start()
+        return True
+
+    def _open(self, welcome: Welcome) -> Arena:
+        path = Path(welcome.arena_path)
+        if not welcome.gpu:
+            return Arena.open(path, welcome.arena_bytes)
+        from pdx.cuda.arena import GpuArena
+
+        handover = Path(welcome.handover)
+        return GpuArena.open(
+            path, welcome.arena_bytes, welcome.gpu, handover, welcome.ticket, is_node_alive=lambda: self.is_alive
+        )
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the node has welcomed this process."""
+        return self._welcome is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the node process that welcomed this one still runs."""
+        pidfd = self._pidfd
+        if pidfd < 0:
+            return False
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return not poller.poll(0) and self._pidfd == pidfd  # else `close` was faster, and this was any file
+
+    @property
+    def epoch(self) -> int:
+        """The node's life that all slots of this connection belong to; 0 before it is attached."""
+        return self._welcome.epoch if self._welcome else 0
+
+    @property
+    def node_pid(self) -> int:
+        """The process id of the node that welcomed this process; 0 before that."""
+        return self._welcome.pid if self._welcome else 0
+
+    @property
+    def arena(self) -> Arena:
+        """The node's arena; only when attached. Of one on a GPU this maps the generations: who maps its data (a
+        `pdx.cuda.arena.GpuArena`) also closes it."""
+        if self._arena is None:
+            raise NodeUnavailable(f"not attached to the node at {self.address}")
+        return self._arena
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def tell(self, body: Ask) -> None:
+        """Send a message that wants no answer; never waits, never fails.
+
+        Lost if the node is gone. While the node does not read, what gives something back is kept, the rest dropped.
+        """
+        with self._lock:
+            if not self._stop.is_set():
+                self._dispatch(body)
+
+    def ask(self, body: Ask) -> int:
+        """Send a message; returns the number to `collect` or `forget` its answer by.
+
+        :raises NodeUnavailable: the connection is closed.
+        """
+        with self._lock:
+            self._check_open()
+            seq = self._dispatch(body, is_asked=True)
+            self._answers[seq] = None
+            return seq
+
+    def collect(self, seq: int, timeout_s: float) -> Answer | None:
+        """The answer to `seq`, or None if it has not come within `timeout_s`. Other threads go on meanwhile.
+
+        :raises NodeError, ProtocolError: the node refused; the class says why.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while self._answers[seq] is None:
+                self._check_open()
+                self._flush()  # it may wait for room itself
+                self._receive()
+                if self._answers[seq] is not None:
+                    break
+                left_ms = round((deadline - time.monotonic()) * 1000)
+                if left_ms <= 0:
+                    return None
+                self._wait(left_ms)
+            answer = self._answers.pop(seq)
+        if isinstance(answer, Refused):
+            raise _error_of(answer)
+        return answer
+
+    def forget(self, seq: int) -> None:
+        """Nobody will collect the answer to `seq`: what it grants is given back, now or when it comes."""
+        with self._lock:
+            self._outbox.forget(seq)
+            answer = self._answers.pop(seq, None)
+            if answer is not None:
+                self._give_back(answer)
+
+    def call(self, body: Ask, timeout_s: float) -> Answer:
+        """Ask and wait for the answer.
+
+        :raises NodeUnavailable: none came within `timeout_s`.
+        :raises NodeError, ProtocolError: the node refused.
+        """
+        seq = self.ask(body)
+        answer = self.collect(seq, timeout_s)
+        if answer is None:
+            self.forget(seq)
+            raise NodeUnavailable(f"the node at {self.address} did not answer within {timeout_s} s")
+        return answer
+
+    def count(self, reason: str) -> None:
+        """Something was done without PDX, or with less of it: the node's counters will say so."""
+        with self._lock:
+            self._degraded[reason] += 1
+
+    def _heartbeat(self) -> None:
+        """Tell what is due. The answer to it tells what before it was lost."""
+        degraded, self._degraded = self._degraded, Counter()
+        self._flush()
+        if not self._send(self._number(), Ping(self.running, dict(degraded)), reply=True):
+            self._degraded.update(degraded)
+
+    def _dispatch(self, body: Ask, *, is_asked: bool = False) -> int:
+        """Send it as soon as there is room, or now or never. Its number, which a caller collects its answer by."""
+        seq = self._number()
+        is_kept = (is_asked or gives_back(body)) and self._outbox.add(seq, body, is_asked=is_asked)
+        self._flush()
+        if not is_kept and (self._outbox.next is not None or not self._send(seq, body, reply=False)):
+            self._degrade("message_dropped", f"{type(body).__name__} was dropped: it does not read")
+        return seq
+
+    def _flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        while (waiting := self._outbox.next) is not None:
+            if not self._send(*waiting, reply=True):
+                return
+            self._outbox.sent(waiting[0])
+
+    def _number(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _send(self, seq: int, body: Ask, *, reply: bool) -> bool:
+        """False: a thousand messages are unread, so the node hangs."""
+        try:
+            self._socket.send(encode(ToNode(seq, reply, body)), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        finally:
+            if self._is_polled and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                os.eventfd_write(self._bell, 1)
+        return True
+
+    def _check_open(self) -> None:
+        if self._stop.is_set():
+            raise NodeUnavailable(f"{self!r}")
+
+    def _wait(self, timeout_ms: int) -> None:
+        """Until something may have come, without the lock; the caller holds it once and looks again."""
+        if self._is_polled:
+            self._lock.wait(timeout_ms / 1000)
+            return
+        self._is_polled = True
+        self._lock.release()
+        ready: list[tuple[int, int]] = []
+        try:
+            ready = self._arrivals.poll(timeout_ms)
+        finally:
+            self._lock.acquire()
+            self._is_polled = False
+            if any(fd == self._bell for fd, _ in ready):
+                os.eventfd_read(self._bell)
+            self._lock.notify_all()  # the next one polls
+
+    def _receive(self) -> None:
+        """Take all that has come."""
+        is_news = False
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception at the end
+            is_news = True
+            try:
+                envelope = decode_from_node(self._socket.recv(zmq.NOBLOCK))
+            except ProtocolError as error:
+                log.warning("dropped an answer from the node at %s: %s", self.address, error)
+            else:
+                self._take(envelope.seq, envelope.body)
+        if is_news:
+            self._flush()
+            self._lock.notify_all()
+            if self._is_polled:
+                os.eventfd_write(self._bell, 1)
+
+    def _take(self, seq: int, answer: Answer) -> None:
+        owed = self._outbox.answered(seq)
+        for lost in self._outbox.lost(seq):
+            if not self._outbox.again(self._number(), lost):
+                self._degrade("message_dropped", f"{type(lost.body).__name__} was given up: it is never answered")
+        if owed is not None:
+            seq = owed.asked
+        if seq in self._answers:
+            self._answers[seq] = answer
+        elif owed is not None and isinstance(owed.body, Fill) and isinstance(answer, Refused):
+            # Its writer has done what it could, and will not write there any more.
+            self._degrade("seal_refused", f"a seal was refused, its room is given back: {answer.text}")
+            self._outbox.add(self._number(), Abort(owed.body.slots), is_asked=False)
+        else:
+            self._give_back(answer)
+
+    def _degrade(self, reason: str, text: str) -> None:
+        """Count it, and warn of the first one."""
+        self._degraded[reason] += 1
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("the node at %s: %s (the next ones are only counted)", self.address, text)
+
+    def _give_back(self, answer: Answer) -> None:
+        """Nobody waits for this any more: what it grants is given back (by `close`, if that was called)."""
+        if self._stop.is_set():
+            return
+        if isinstance(answer, Reserved) and answer.slots:
+            self._dispatch(Abort(answer.slots, unused=True))
+        elif isinstance(answer, Found) and answer.lease:
+            self._dispatch(Release(answer.lease))
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            with self._lock:
+                if self._stop.is_set():
+                    return
+                self._heartbeat()
+                self._receive()
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say bye and let go of everything; views of the arena stay valid as long as they live. Idempotent."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            # Not welcomed yet, the hello may still reach a node that is slow: then the bye must reach it, too.
+            reachable = self.is_alive or self._welcome is None
+            if reachable:
+                self._heartbeat()
+        try:
+            if reachable:
+                self._say_bye()
+        finally:
+            self._end(_FAREWELL_MS if reachable else 0)
+
+    def _say_bye(self) -> None:
+        if self._welcome is None:
+            self.tell(Bye())
+            return
+        # Until it has read that, a node that sees this process end takes it for dead.
+        with contextlib.suppress(NodeError, ProtocolError):
+            self.collect(self.ask(Bye()), _FAREWELL_MS / 1000)
+
+    def _end(self, linger_ms: int) -> None:
+        with self._lock:
+            self._stop.set()
+            self._lock.notify_all()
+            os.eventfd_write(self._bell, 1)
+            self._lock.wait_for(lambda: not self._is_polled)
+            self._socket.close(linger=linger_ms)
+            os.close(self._bell)
+        if self._heart.is_alive():
+            self._heart.join()
+        self._context.term()
+        self._arena = None  # unmapped when the last view of it is gone
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _error_of(refused: Refused) -> NodeError | ProtocolError:
+    kind = getattr(errors, refused.error, None)
+    if isinstance(kind, type) and issubclass(kind, (NodeError, ProtocolError)):
+        return kind(refused.text)
+    return NodeError(f"{refused.error}: {refused.text}")

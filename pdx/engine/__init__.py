@@ -1,0 +1,1 @@
+"""What every engine needs to save and to load chunks."""

@@ -1,0 +1,184 @@
+"""An engine process's link to its host's node: attaches in the background, and again when the node was replaced.
+
+The engine's own threads only read `connection`: either attached to a living node, or None, and then they go on
+without PDX. They never wait for an attach.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from pdx.client.connection import Connection
+from pdx.config import ConnectorConfig, NodeConfig, default_proxy, parse_bytes
+from pdx.errors import PdxError
+from pdx.memory.arena import Arena
+from pdx.node.start import start_detached
+from pdx.wire.messages import Hello
+
+log = logging.getLogger("pdx")
+
+CHECK_S = 0.1
+ATTACH_S = 0.3  # a node that runs answers within this; after it, this process starts one
+START_AGAIN_S = 10.0
+
+
+class NodeLink:
+    """Keeps one process attached. `starter`: start a node when none answers.
+
+    What becomes of the node is logged by the scheduler half's link alone, because an engine has one for each rank, too.
+    `_lock` guards who uses the arena (`_use`) against `_attached`, and what is counted; everything else is the link's
+    thread's.
+    """
+
+    def __init__(self, config: ConnectorConfig, hello: Hello, *, starter: bool) -> None:
+        self._config = config
+        self._hello = hello
+        self._starter = starter and config.start_node
+        self._connection: Connection | None = None
+        self._uncounted: Counter[str] = Counter()  # what happened while there was no node to tell
+        self._lock = threading.Lock()
+        self._use: Callable[[Arena | None], None] | None = None
+        self._used: Connection | None = None  # the one whose arena `_use` has
+        self._attached = threading.Event()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._start_again_at = 0.0
+        self._speaks = hello.kind == "scheduler"
+        self._thread = threading.Thread(target=self._keep_attached, name="pdx-link", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<NodeLink {self._connection!r}>"
+
+    @property
+    def connection(self) -> Connection | None:
+        """The connection to a living node, or None."""
+        connection = self._connection
+        if connection is None or (self._use is not None and self._used is not connection):
+            return None
+        return connection if connection.is_alive else None
+
+    @property
+    def attached(self) -> Connection | None:
+        """Like `connection`, also while the arena is not in use yet: the node promises room as soon as it knows us."""
+        connection = self._connection
+        return connection if connection is not None and connection.is_alive else None
+
+    def serve(self, use: Callable[[Arena | None], None]) -> None:
+        """Call `use` with each node's arena before `connection` tells of that node, and with None when it is gone.
+
+        On the link's thread, so `use` may take long. Once, before the first `wait_attached`.
+        """
+        with self._lock:
+            self._attached.clear()
+            self._use = use
+        self._wake.set()
+
+    def count(self, reason: str) -> None:
+        """Something was done without PDX, or with less of it: told to this node, or to the next one."""
+        with self._lock:
+            connection = self._connection
+            if connection is None:
+                self._uncounted[reason] += 1
+        if connection is not None:
+            connection.count(reason)
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """For start-up only: whether this process is attached within `timeout_s`."""
+        return self._attached.wait(timeout_s)
+
+    def close(self) -> None:
+        """Detach. Idempotent."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+        self._detach()
+        self._use = None  # it leads back to the engine's tensors, which would stay until the next garbage collection
+
+    def _keep_attached(self) -> None:
+        while not self._stop.is_set():
+            if self._connection is None or not self._connection.is_alive:
+                self._attached.clear()
+                self._attach()
+            self._give_arena()
+            self._wake.wait(CHECK_S if self._attached.is_set() else 0.01)
+            self._wake.clear()
+
+    def _give_arena(self) -> None:
+        connection = self._connection
+        with self._lock:
+            use = self._use
+            if connection is None or use is None or self._used is connection:
+                if connection is not None:
+                    self._attached.set()
+                return
+        use(connection.arena)
+        self._used = connection
+        self._attached.set()
+
+    def _detach(self) -> None:
+        if self._connection is None:
+            return
+        if self._used is not None and self._use is not None:
+            self._use(None)
+        self._connection.close()
+        self._connection = self._used = None
+
+    def _attach(self) -> None:
+        if self._connection is not None:
+            log.log(
+                logging.WARNING if self._speaks else logging.DEBUG,
+                "PDX has lost the node at %s (pid %d): this engine runs without it until the next one",
+                self._connection.address,
+                self._connection.node_pid,
+            )
+            self._detach()
+        try:
+            connection = Connection(self._config.node_address(), self._hello)
+        except PdxError as error:
+            log.warning("cannot reach a node: %s", error)
+            self._stop.wait(1.0)
+            return
+        try:
+            if connection.attach(ATTACH_S):
+                connection.arena.populate_in_background()
+                with self._lock:
+                    uncounted, self._uncounted = self._uncounted, Counter()
+                    self._connection = connection
+                for reason in uncounted.elements():
+                    connection.count(reason)
+                self._log_attached(connection)
+                return
+        except PdxError as error:
+            log.warning("the node at %s refused: %s", connection.address, error)
+            self._stop.wait(1.0)
+        connection.close()
+        if self._starter and time.monotonic() >= self._start_again_at:
+            self._start_again_at = time.monotonic() + START_AGAIN_S
+            start_detached(self._node_config())
+
+    def _log_attached(self, connection: Connection) -> None:
+        arena = connection.arena
+        log.log(
+            logging.INFO if self._speaks else logging.DEBUG,
+            "PDX is attached to the node at %s (pid %d): %.1f GiB in %s, chunks of %d tokens",
+            connection.address,
+            connection.node_pid,
+            arena.nbytes / 2**30,
+            f"the memory of GPU {arena.gpu}" if arena.gpu else "host memory",
+            self._config.chunk_tokens,
+        )
+
+    def _node_config(self) -> NodeConfig:
+        return NodeConfig(
+            address=self._config.node_address(),
+            arena_bytes=parse_bytes(self._config.arena),
+            gpu=self._config.gpu,
+            numa=self._config.numa,
+            proxy=self._config.proxy or default_proxy(),
+            trace=self._config.trace,
+        )

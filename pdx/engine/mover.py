@@ -1,0 +1,72 @@
+"""What moves pages between a worker's KV cache and its node's arena: on a CPU at once, on a GPU on streams."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.memory.arena import Arena
+
+Action = Callable[[], None]
+Scatter = Callable[[LoadPlan], list[PagesPlan]]
+
+
+class Mover(ABC):
+    """One per worker. The link's thread calls `use`, the load thread what `loading` returned, the engine's thread
+    everything else, and that never waits for a copy on a GPU.
+
+    A step is `begin`, any number of `gather`s, `finish`.
+    """
+
+    is_asynchronous: ClassVar[bool]  # copies may still run when a method returns
+    group_bytes: ClassVar[int]  # gather this many bytes before the node is told
+
+    @abstractmethod
+    def use(self, arena: Arena | None) -> None:
+        """This is the node's arena from now on; None: the node is gone. May take long.
+
+        One that pages cannot be copied to is logged and counted; then `begin` takes nothing, and nothing is loaded.
+        """
+
+    @abstractmethod
+    def begin(self, arena: Arena, pages: Sequence[PagesPlan], *, timed: bool) -> list[PagesPlan]:
+        """A step starts that gathers these into `arena`; the ones that can be gathered.
+
+        The others' slots are not promised any more, or out of reach. `timed`: `finish` will ask when the step was
+        computed.
+        """
+
+    @abstractmethod
+    def gather(self, layers: range) -> bool:
+        """These layers are computed: copy their pages to the slots. False: not now, leave it to `finish`."""
+
+    @abstractmethod
+    def then(self, action: Action) -> None:
+        """Call `action` when all copies up to now have ended. Actions are called one after the other, in order."""
+
+    def when_computed(self, action: Action) -> bool:
+        """Call `action` when all that the engine has queued up to now is computed, one after the other, in order.
+        False: not now, it will not be called.
+        """
+        action()
+        return True
+
+    @abstractmethod
+    def finish(self, missing: Sequence[range], *, computed: Callable[[int], None] | None, ended: Action) -> bool:
+        """The forward pass is over: gather the layers that are missing, and let nothing overwrite pages before that.
+
+        `computed` is called when the step is computed, with the number of layers that were gathered by then; `ended`
+        like an action of `then`. Either from any thread. False: not all could be gathered, neither will be called.
+        """
+
+    @abstractmethod
+    def loading(self, arena: Arena) -> Scatter | None:
+        """For one load: what copies it behind all that was computed up to now, and returns the chunks whose slots were
+        not the promised ones before and after, or out of reach. It must be called. None: nothing can be loaded.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Return when all copies have ended and all actions were called. `use(None)` may still come. Idempotent."""

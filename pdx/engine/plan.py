@@ -1,0 +1,108 @@
+"""What the scheduler half tells the worker halves with each step. Plain data; pickled by vLLM on its way."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from pdx.memory.slot import Slot
+
+_SLOT_BYTES = 3 * 8
+NO_EPOCH = -1  # of no life at all: such a load fails
+
+
+class PagesPlan(msgspec.Struct, frozen=True):
+    """Pages [first, first + len(block_ids)) of every layer of one chunk, and the engine's blocks they belong to.
+
+    `slots` has one slot per shard, or only that of the shard it was made for; a layer's slice in it has `num_blocks`
+    pages.
+    """
+
+    slots: list[Slot]
+    num_blocks: int
+    first: int
+    block_ids: list[int]
+    completes: bool = False  # with these pages the chunk is whole
+    is_pushed: bool = False  # the node wants to hear of each layer as it is filled, not only of the whole
+
+    def slot_of(self, shard: int) -> Slot:
+        """The slot that this shard's pages lie in."""
+        return self.slots[shard] if len(self.slots) > 1 else self.slots[0]
+
+
+class SavePlan(msgspec.Struct, frozen=True):
+    """Pages of one request that become final in this step."""
+
+    request_id: str
+    transfer: str | None  # whose prompt is computed in this step
+    pages: list[PagesPlan]
+    ends_transfer: bool  # the last token of the prompt of a prefill leg is computed in this step
+    blocks_before: int  # blocks gathered for it in earlier steps
+    num_tokens: int  # of the prompt
+
+
+class LoadPlan(msgspec.Struct, frozen=True):
+    """Chunks of one request to scatter into its blocks.
+
+    It goes to the workers of all shards, each of which reads its part alone: thousands of objects would be made and
+    pickled for nothing, so `packed` has arrays of machine words. First the slots, for one shard after the other: all
+    offsets, all sizes, all generations. Then, in half words, three numbers for each chunk (its blocks, the first of
+    them that is loaded, how many are), and all block ids.
+    """
+
+    request_id: str
+    transfer: str | None
+    num_chunks: int
+    num_shards: int
+    packed: bytes
+    epoch: int  # the node's life that its slots are of
+
+    @classmethod
+    def of(cls, request_id: str, transfer: str | None, pages: Sequence[PagesPlan], epoch: int = NO_EPOCH) -> LoadPlan:
+        """These pages, whose slots are those of all shards."""
+        num_shards = len(pages[0].slots) if pages else 1
+        words, halves = array("Q"), array("I")
+        for shard in range(num_shards):
+            slots = [each.slots[shard] for each in pages]
+            words.extend([slot.offset for slot in slots])
+            words.extend([slot.nbytes for slot in slots])
+            words.extend([slot.generation for slot in slots])
+        for each in pages:
+            halves.extend((each.num_blocks, each.first, len(each.block_ids)))
+        for each in pages:
+            halves.extend(each.block_ids)
+        packed = words.tobytes() + halves.tobytes()
+        return cls(request_id, transfer, len(pages), num_shards, packed, epoch)
+
+    def pages_of(self, shard: int) -> list[PagesPlan]:
+        """What the worker of this shard is to load."""
+        count, halves = self.num_chunks, self._halves()
+        start = shard * count * _SLOT_BYTES
+        words = memoryview(self.packed)[start : start + count * _SLOT_BYTES].cast("Q").tolist()
+        slots = map(Slot, words[:count], words[count : 2 * count], words[2 * count :])
+        pages, end = [], 3 * count
+        for index, slot in enumerate(slots):
+            num_blocks, first, length = halves[3 * index : 3 * index + 3]
+            pages.append(PagesPlan([slot], num_blocks, first, halves[end : end + length]))
+            end += length
+        return pages
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks that it writes."""
+        return self._halves()[3 * self.num_chunks :]
+
+    def _halves(self) -> list[int]:
+        return memoryview(self.packed)[self.num_shards * self.num_chunks * _SLOT_BYTES :].cast("I").tolist()
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """All that the workers do in one step, and the node's life (`epoch`) it is about."""
+
+    epoch: int = 0
+    saves: list[SavePlan] = []
+    loads: list[LoadPlan] = []
+    aborts: list[list[Slot]] = []  # per chunk, one slot per shard: nobody will finish them
+    num_scheduled_tokens: int = 0

@@ -1,0 +1,240 @@
+"""One request as the scheduler half sees it: its chunks, what the node said of them, what is saved already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pdx.engine.params import TransferParams
+from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
+from pdx.memory.keys import chunk_key, tail_key
+from pdx.memory.layout import KvLayout
+from pdx.memory.slot import Slot
+
+# (request, hash of the block before `start` or None, start, end) -> chained hash of tokens [start, end)
+BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
+
+
+class Asked(NamedTuple):
+    """A question to the node: the number of its message, when it was sent, and in which scheduling step."""
+
+    seq: int
+    at: float
+    step: int
+
+
+class Grant:
+    """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard.
+
+    `is_pushed`: the node sends its layers on as they are filled.
+    """
+
+    __slots__ = ("end_block", "first_block", "is_pushed", "slots")
+
+    def __init__(self, slots: list[Slot], first_block: int, end_block: int, *, is_pushed: bool = False) -> None:
+        self.slots = slots
+        self.first_block = first_block
+        self.end_block = end_block
+        self.is_pushed = is_pushed
+
+
+class TrackedRequest:
+    """State of one request between on_new_request and request_finished. Owned by the scheduler's thread."""
+
+    def __init__(self, request: Any, layout: KvLayout, params: TransferParams | None, fingerprint: bytes) -> None:
+        """`fingerprint`: what its keys are made with; the layout's, until the engine's cache was reset."""
+        self.request = request
+        self.params = params
+        self._layout = layout
+        self._fingerprint = fingerprint
+        self._keys: list[bytes] = []
+        self._hashes: list[bytes] = []  # the block hash that each of the keys was made of
+        # what the node is being asked
+        self.lookup: Asked | None = None
+        self.reserve: Asked | None = None  # room for the prompt, which is waited for
+        self.late: Asked | None = None  # room that is not waited for
+        self.late_first = 0  # the first chunk that it is for
+        self.wait_until: float | None = None  # for what may still come; None: not waiting yet
+        self.room_until: float | None = None
+        self.waits = True  # for its transfer, until the node has said what came of it
+        self.asks_source = True  # likewise
+        self.takes_part = not self.is_prefill  # room for a part of the prompt will do
+        # what it said
+        self.looked_up = False
+        self.found: Asked | None = None  # the question that the hits are the answer to
+        self.decided = False
+        self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
+        self.hit_tokens = 0
+        self.lease = 0
+        self.reserved = False
+        # what became of it
+        self.epoch = 0
+        self.block_ids: list[int] = []
+        self.grants: list[Grant] = []
+        self.saved_blocks = 0  # blocks before this one need no more saving
+        self.gathered_blocks = 0
+        self.computed_end = 0
+        self.decoded_end = 0  # chunks before this one were considered for saving
+        self.scheduled = False
+        self.is_stale = False  # its blocks were computed before the cache was reset: nothing of them is saved
+        self.loading = False
+        self.load_failed = False
+        self.loaded_for = -1  # the request's count of preemptions when its load was planned
+        self._tail: tuple[bytes, int] | None = None
+        self._tail_tokens = -1  # how many tokens led up to it
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether this request prefills for a decoder elsewhere."""
+        return self.params is not None and self.params.do_remote_decode
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this request was prefilled elsewhere."""
+        return self.params is not None and self.params.do_remote_prefill
+
+    @property
+    def transfer(self) -> str | None:
+        """The transfer it is part of."""
+        return self.params.transfer_id if self.params is not None else None
+
+    @property
+    def source(self) -> str:
+        """The peer that may have what is missing here; empty: nobody is asked."""
+        if self.params is None or not self.asks_source:
+            return ""
+        return self.params.decode_node if self.is_prefill else self.params.prefill_node
+
+    @property
+    def push_to(self) -> str:
+        """The peer that decodes what this request prefills; empty: this node itself."""
+        return self.params.decode_node if self.params is not None and self.is_prefill else ""
+
+    def chunk_keys(self, num_chunks: int) -> list[bytes]:
+        """Keys of its leading full chunks; their blocks must be full of known tokens.
+
+        They are kept, but a session whose input goes on loses its last token: chunks that had it have another key then.
+        """
+        per_chunk = self._layout.blocks_per_chunk
+        hashes = self.request.block_hashes
+        while self._hashes and not self._is_last_hash_valid(hashes):
+            self._hashes.pop()
+            self._keys.pop()
+        for index in range(len(self._keys), num_chunks):
+            self._hashes.append(bytes(hashes[(index + 1) * per_chunk - 1]))
+            self._keys.append(chunk_key(self._fingerprint, self._hashes[-1]))
+        return self._keys[:num_chunks]
+
+    def _is_last_hash_valid(self, hashes: Sequence[bytes]) -> bool:
+        """Hashes are chained: if the last one is what it was, so are all before it."""
+        last = len(self._hashes) * self._layout.blocks_per_chunk - 1
+        return last < len(hashes) and bytes(hashes[last]) == self._hashes[-1]
+
+    def reset(self, fingerprint: bytes) -> None:
+        """The engine's cache was reset: what the node said of it is void, its keys are other ones from now on."""
+        self._fingerprint = fingerprint
+        self._keys.clear()
+        self._hashes.clear()
+        self._tail_tokens = -1
+        self.is_stale = self.scheduled
+        self.grants.clear()
+        self.decoded_end = 0
+        if not self.loading:  # until that has ended, the lease is needed
+            self.lease = 0
+        self.hit_slots, self.hit_tokens = [], 0
+        self.looked_up = self.decided = self.reserved = False
+
+    @property
+    def transfer_tokens(self) -> int:
+        """How many leading tokens the transfer carries; 0 if this request is in none, or its claim is absurd."""
+        num_prompt = int(self.request.num_prompt_tokens)
+        if self.is_prefill:
+            return num_prompt
+        if self.params is None:
+            return 0
+        claimed = self.params.prefill_tokens or num_prompt
+        return claimed if claimed <= num_prompt else 0
+
+    def tail(self, hasher: BlockHasher) -> tuple[bytes, int] | None:
+        """Key and number of blocks of the tail of its transfer; None where that ends with a full chunk."""
+        tokens = self.transfer_tokens
+        if tokens != self._tail_tokens:
+            self._tail, self._tail_tokens = self._make_tail(hasher, tokens), tokens
+        return self._tail
+
+    def _make_tail(self, hasher: BlockHasher, tokens: int) -> tuple[bytes, int] | None:
+        first = tokens - tokens % self._layout.chunk_tokens
+        if tokens == first or self.transfer is None:
+            return None
+        parent = self.request.block_hashes[first // self._layout.block_tokens - 1] if first else None
+        key = tail_key(self._fingerprint, hasher(self.request, parent, first, tokens), self.transfer)
+        return key, self._layout.num_blocks(tokens - first)
+
+    # ---- plans for the workers --------------------------------------------------------------
+
+    def plan_load(self, num_external: int) -> LoadPlan:
+        """Scatter the last `num_external` of the hit tokens into this request's blocks."""
+        first_block = (self.hit_tokens - num_external) // self._layout.block_tokens
+        end_block = self._layout.num_blocks(self.hit_tokens)
+        pages = []
+        for index, slots in enumerate(self.hit_slots):
+            chunk_first = index * self._layout.blocks_per_chunk
+            chunk_end = min(chunk_first + self._layout.blocks_per_chunk, end_block)
+            start = max(chunk_first, first_block)
+            if start < chunk_end:
+                block_ids = self.block_ids[start:chunk_end]
+                pages.append(PagesPlan(slots, chunk_end - chunk_first, start - chunk_first, block_ids))
+        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch)
+
+    def plan_save(self, computed: int, end: int) -> SavePlan | None:
+        """Gather the pages that become final in a step that computes tokens [computed, end).
+
+        Pages before `computed` that were not gathered yet belong to blocks that vLLM had cached: they are gathered
+        in the first step, after the layer's hook, because another request may compute them in this same step.
+        """
+        num_prompt = int(self.request.num_prompt_tokens)
+        self.computed_end = end
+        final = end // self._layout.block_tokens
+        if self.is_prefill and end >= num_prompt:
+            final = self._layout.num_blocks(num_prompt)  # the partial block, too
+        pages = [
+            PagesPlan(
+                grant.slots,
+                num_blocks=grant.end_block - grant.first_block,
+                first=start - grant.first_block,
+                block_ids=self.block_ids[start:stop],
+                completes=stop == grant.end_block,
+                is_pushed=grant.is_pushed,
+            )
+            for grant in self.grants
+            if (start := max(grant.first_block, self.saved_blocks)) < (stop := min(grant.end_block, final))
+        ]
+        self.saved_blocks = max(self.saved_blocks, final)
+        self.grants = [grant for grant in self.grants if grant.end_block > self.saved_blocks]
+        is_prefilling = self.is_prefill and computed < num_prompt
+        if not pages and not is_prefilling:
+            return None
+        before = self.gathered_blocks
+        self.gathered_blocks += sum(len(plan.block_ids) for plan in pages)
+        return SavePlan(
+            self.request.request_id,
+            self.transfer if is_prefilling else None,
+            pages,
+            ends_transfer=is_prefilling and num_prompt <= end,
+            blocks_before=before,
+            num_tokens=num_prompt,
+        )
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a part of the prompt of a prefill leg is still to be computed."""
+        return self.is_prefill and self.computed_end < self.request.num_prompt_tokens
+
+    def forget_node(self) -> None:
+        """The node it dealt with is gone, and all that it held there."""
+        self.lookup = self.reserve = self.late = self.found = None
+        self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
+        self.grants.clear()
+        self.looked_up = self.decided = self.reserved = False
+        self.asks_source = self.waits = True
+        self.epoch = 0

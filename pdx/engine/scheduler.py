@@ -1,0 +1,281 @@
+"""The scheduler half: asks the node what is there, reserves room, and plans each step for the workers.
+
+Runs on the engine core's thread. While the node has not decided about a request, vLLM is told to ask again
+in the next step (`pdx.engine.inquiry`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Set
+from typing import Any
+
+import msgspec
+
+from pdx.client.connection import Connection
+from pdx.config import ConnectorConfig
+from pdx.engine.inquiry import Inquiry
+from pdx.engine.link import NodeLink
+from pdx.engine.params import TransferParams, parse_params
+from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
+from pdx.engine.request import BlockHasher, TrackedRequest
+from pdx.errors import ProtocolError
+from pdx.memory.keys import KEY_BYTES
+from pdx.memory.layout import KvLayout
+from pdx.memory.slot import Slot
+from pdx.telemetry.timeline import Event
+from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Release
+
+log = logging.getLogger("pdx")
+
+EARLY = 8  # of so many requests that wait for their turn, what the turn needs is asked ahead
+
+
+class SchedulerHalf:
+    """One per engine. All methods are called by vLLM's scheduler, on its thread."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        layout: KvLayout,
+        engine: str,
+        hasher: BlockHasher,
+        facts: EngineFacts | None = None,
+    ) -> None:
+        self._layout = layout
+        self._fingerprint = layout.fingerprint()  # what keys are made with
+        self._inquiry = Inquiry(config, layout, hasher)
+        self._requests: dict[str, TrackedRequest] = {}
+        self._unscheduled: set[str] = set()  # new ones
+        self._due: set[str] = set()  # those that the next step may have something to do for
+        self._loading: dict[str, TrackedRequest] = {}
+        self._loads: list[LoadPlan] = []
+        self._aborts: list[tuple[int, list[Slot]]] = []  # (epoch, slots) per chunk
+        self._finished_loading: dict[str, tuple[int, int]] = {}  # finished while loading: (epoch, lease)
+        hello = Hello(
+            VERSION,
+            os.getpid(),
+            "scheduler",
+            engine=engine,
+            role=config.role,
+            url=config.url,
+            layout=layout.fingerprint(),
+            shape=layout.described(),
+            facts=facts,
+        )
+        self._link = NodeLink(config, hello, starter=True)
+
+    # ---- new requests -----------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A new request is in vLLM's queue. What its turn will need is asked now, if its turn may come soon."""
+        tracked = self.track(request)
+        connection = self._link.connection
+        if connection is not None and len(self._unscheduled) <= EARLY:
+            self._inquiry.begin(tracked, connection)
+
+    def track(self, request: Any) -> TrackedRequest:
+        """The request's state; made at its first sight."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = TrackedRequest(request, self._layout, self._params(request), self._fingerprint)
+            self._requests[request.request_id] = tracked
+            self._unscheduled.add(request.request_id)
+            self._tell_load()
+        return tracked
+
+    def _params(self, request: Any) -> TransferParams | None:
+        try:
+            return parse_params(request.kv_transfer_params)
+        except ProtocolError as error:
+            log.warning("request %s runs without a transfer: %s", request.request_id, error)
+            return None
+
+    def _tell_load(self) -> None:
+        connection = self._link.connection
+        if connection is not None:
+            connection.running = len(self._requests)
+
+    # ---- how much is there ------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
+        tracked = self.track(request)
+        if tracked.scheduled:
+            self._inquiry.restart(tracked)
+        if tracked.loaded_for == request.num_preemptions:
+            return 0  # its load failed: recompute
+        connection = self._link.connection
+        if connection is None or (tracked.decided and tracked.epoch != connection.epoch):
+            self._link.count("no_node")
+            tracked.forget_node()
+            return 0
+        if not self._inquiry.advance(tracked, connection):
+            return None
+        return max(0, tracked.hit_tokens - local_tokens)
+
+    # ---- allocated --------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
+        """vLLM gave the request these blocks; `num_external` tokens of them are to be loaded."""
+        tracked = self.track(request)
+        tracked.block_ids = list(block_ids)
+        tracked.scheduled = True
+        self._unscheduled.discard(request.request_id)
+        if num_external:
+            tracked.loading, tracked.load_failed = True, False
+            tracked.loaded_for = request.num_preemptions
+            self._loading[request.request_id] = tracked
+            self._loads.append(tracked.plan_load(num_external))
+        elif not tracked.loading:
+            self._inquiry.release(tracked, self._link.connection)
+
+    def not_loaded(self, block_ids: Set[int]) -> None:
+        """Workers could not load these blocks: vLLM has them computed."""
+        for tracked in self._loading.values():
+            tracked.load_failed = tracked.load_failed or not block_ids.isdisjoint(tracked.block_ids)
+
+    def loaded(self, request_id: str) -> None:
+        """All workers have scattered the request's chunks, or have given up on them."""
+        connection = self._link.connection
+        if request_id in self._finished_loading:
+            epoch, lease = self._finished_loading.pop(request_id)
+            if connection is not None and connection.epoch == epoch:
+                connection.tell(Release(lease))
+            return
+        tracked = self._loading.pop(request_id, None)
+        if tracked is None:
+            return
+        tracked.loading = False
+        self._inquiry.release(tracked, connection)
+        if connection is None or connection.epoch != tracked.epoch:
+            return
+        if tracked.load_failed:
+            self._inquiry.reserve_again(tracked, connection)
+            self._due.add(request_id)
+        if tracked.is_decode:
+            self._inquiry.mark(tracked, connection, Event.RUNNABLE)
+
+    # ---- each step --------------------------------------------------------------------------
+
+    def plan_step(self, output: Any) -> StepPlan:
+        """What the workers do in this step."""
+        self._inquiry.new_step(is_busy=bool(output.scheduled_cached_reqs.req_ids))
+        connection = self._link.connection
+        self._inquiry.take_back(connection)
+        epoch = connection.epoch if connection is not None else 0
+        loads, self._loads = self._loads, []
+        aborts, self._aborts = self._aborts, []
+        saves = list(self._saves(output, connection))
+        current = [slots for of_epoch, slots in aborts if of_epoch == epoch]
+        return StepPlan(epoch, saves, loads, current, output.total_num_scheduled_tokens)
+
+    def _saves(self, output: Any, connection: Connection | None) -> Iterator[SavePlan]:
+        for tracked, computed in self._scheduled(output):
+            request = tracked.request
+            if connection is None or tracked.epoch != connection.epoch:
+                tracked.grants.clear()
+                self._due.discard(request.request_id)
+                continue
+            # Drafts of speculative decoding may be rejected: only known tokens count as final.
+            end = min(computed + output.num_scheduled_tokens[request.request_id], request.num_tokens)
+            plan = None
+            if not tracked.is_stale:
+                self._inquiry.reserve_late(tracked, connection, end)
+                plan = tracked.plan_save(computed, end)
+            (self._due.add if self._inquiry.is_due(tracked) else self._due.discard)(request.request_id)
+            if plan is not None:
+                yield plan
+
+    def _scheduled(self, output: Any) -> Iterator[tuple[TrackedRequest, int]]:
+        """The requests of this step with the number of tokens computed before it."""
+        for new in output.scheduled_new_reqs:
+            tracked = self._requests.get(new.req_id)
+            if tracked is not None:
+                tracked.block_ids = list(new.block_ids[0])
+                yield tracked, new.num_computed_tokens
+        cached, due = output.scheduled_cached_reqs, self._due
+        # Of the others there is nothing to do or to note, and they may be a thousand.
+        changed = [
+            index
+            for index, request_id in enumerate(cached.req_ids)
+            if request_id in due or cached.new_block_ids[index] is not None
+        ]
+        for index in changed:
+            request_id, new_ids = cached.req_ids[index], cached.new_block_ids[index]
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                tracked.block_ids = list(new_ids[0])
+            elif new_ids is not None:
+                tracked.block_ids += new_ids[0]
+            yield tracked, cached.num_computed_tokens[index]
+
+    # ---- the end of a request ---------------------------------------------------------------
+
+    def finished(self, request: Any) -> None:
+        """The request is over, whatever way: what it still holds is given back."""
+        request_id = request.request_id
+        tracked = self._requests.pop(request_id, None)
+        if tracked is None:
+            return
+        self._unscheduled.discard(request_id)
+        self._due.discard(request_id)
+        self._loading.pop(request_id, None)
+        self._tell_load()
+        connection = self._link.connection
+        if connection is None or tracked.epoch != connection.epoch:
+            return
+        if tracked.loading:
+            self._finished_loading[request_id] = (tracked.epoch, tracked.lease)
+        self._let_go(tracked, connection)
+
+    def _let_go(self, tracked: TrackedRequest, connection: Connection) -> None:
+        """What the request holds in the node is given back, but for what is being loaded."""
+        self._inquiry.forget_asked(tracked, connection)
+        if not tracked.loading:
+            self._inquiry.release(tracked, connection)
+        if tracked.grants:
+            connection.tell(Abort([slot for grant in tracked.grants for slot in grant.slots]))
+            self._aborts += [(tracked.epoch, grant.slots) for grant in tracked.grants]
+        if tracked.is_prefill and (tracked.grants or not tracked.reserved):
+            self._inquiry.give_up_transfer(tracked, connection)
+
+    def reset(self) -> None:
+        """The weights may be other ones from now on: nothing that was saved before is found again by this engine.
+
+        What requests in the engine have computed, or are loading, belongs to the old weights: nothing of it is saved.
+        """
+        self._fingerprint = secrets.token_bytes(KEY_BYTES)
+        connection = self._link.connection
+        self._loads = [msgspec.structs.replace(load, epoch=NO_EPOCH) for load in self._loads]
+        for tracked in self._requests.values():
+            if connection is not None and tracked.epoch == connection.epoch:
+                self._let_go(tracked, connection)
+            tracked.reset(self._fingerprint)
+        self._due.clear()
+        log.info("the cache was reset: this engine saves and finds chunks under other keys from now on")
+
+    def has_unsent_plans(self) -> bool:
+        """Whether the workers must still be told of something, although no request needs a step."""
+        return bool(self._aborts)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether this half is attached to a living node."""
+        return self._link.connection is not None
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """For start-up only: whether this half is attached to a node within `timeout_s`."""
+        return self._link.wait_attached(timeout_s)
+
+    def count(self, reason: str) -> None:
+        """See `NodeLink.count`."""
+        self._link.count(reason)
+
+    def close(self) -> None:
+        """Detach from the node. Idempotent."""
+        self._link.close()

@@ -1,0 +1,276 @@
+"""The worker half: has final pages gathered into slots layer by layer, and loads scattered into the engine's pages.
+
+What copies is a `Mover`: on a CPU the hook returns when the copy is done, on a GPU it has only been queued. Whatever is
+told to the node goes through the mover, so that it is told when the copies behind it have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pdx.client.connection import Connection
+from pdx.config import ConnectorConfig
+from pdx.engine.link import NodeLink
+from pdx.engine.loader import Loader
+from pdx.engine.mover import Mover
+from pdx.engine.plan import PagesPlan, SavePlan, StepPlan
+from pdx.engine.saving import Saving
+from pdx.engine.step_trace import StepTrace
+from pdx.engine.streams import Streams, TorchStreams
+from pdx.errors import LayoutError, NodeUnavailable
+from pdx.kernels.page_rows import page_rows
+from pdx.memory.arena import Arena, populate_in_background
+from pdx.memory.layout import KvLayout
+from pdx.memory.slot import Slot
+from pdx.telemetry.trace import tracer_for
+from pdx.wire.messages import VERSION, Abort, Hello
+
+log = logging.getLogger("pdx")
+
+ATTACH_S = 20.0  # at start-up only
+IDLE_WAIT_S = 0.03  # on a CPU, whose cores the load needs
+GPU_IDLE_WAIT_S = 0.002
+
+
+class WorkerHalf:
+    """One per rank. All methods are called by vLLM's model runner, on its thread.
+
+    `streams`: where copies run, if not on those of the GPU that the KV cache is on.
+    """
+
+    def __init__(
+        self, config: ConnectorConfig, layout: KvLayout, engine: str, shard: int, streams: Streams | None = None
+    ) -> None:
+        self._layout = layout
+        self._shard = shard
+        self._streams = streams
+        self._layers: dict[str, int] = {}
+        self._tracer = tracer_for(config.trace, f"{engine}/{shard}")
+        hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role)
+        # Any process of an engine may be the first: workers come up before the scheduler half.
+        self._link = NodeLink(config, hello, starter=shard == 0)
+        self._loader = Loader(layout, self._link.count, self._tracer)
+        self._mover: Mover | None = None  # once there is a KV cache
+        self._idle = True
+        self._saving: Saving | None = None  # of this step, if the node that the plan is about is still there
+        self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
+        self._untold: list[Slot] = []  # given up, but there was no connection to tell it by
+        self._epoch = 0  # the node's life that they are of
+        self._has_warned = False  # in that life, of saves that were skipped
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order.
+
+        :raises LayoutError: the tensors are not what the layout says, or not all in one place.
+        :raises GpuUnavailable: they are on a GPU whose driver PDX cannot call.
+        """
+        layers: list[torch.Tensor] = []
+        rows: dict[int, int] = {}  # address -> layer; layers that share KV come with one address
+        for name, tensor in kv_caches.items():
+            self._layers[name] = rows.setdefault(tensor.data_ptr(), len(rows))
+            if len(rows) > len(layers):
+                layers.append(tensor)
+        if len(layers) != self._layout.num_layers:
+            raise LayoutError(f"{len(layers)} layers with a KV cache, expected {self._layout.num_layers}")
+        self._mover = self._mover_for(layers, num_blocks)
+        self._link.serve(self._mover.use)
+        if not self._link.wait_attached(ATTACH_S):
+            log.warning("not attached to a node after %s s: running without PDX until one answers", ATTACH_S)
+
+    def _mover_for(self, layers: list[torch.Tensor], num_blocks: int) -> Mover:
+        devices = {tensor.device for tensor in layers}
+        if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", "cuda"}:
+            raise LayoutError(
+                f"KV cache on {', '.join(sorted(map(str, devices)))}: PDX moves what is all in host memory or all on "
+                "one NVIDIA GPU"
+            )
+        device = devices.pop()
+        if device.type == "cpu" and self._streams is None:
+            from pdx.engine.host_mover import HostMover  # needs Numba, and half a second to compile
+
+            _populate(layers)
+            blocks = [self._block_rows(tensor, num_blocks) for tensor in layers]
+            return HostMover(blocks, self._layout, self._shard, self._link.count)
+        from pdx.engine.stream_mover import StreamMover, page_map  # needs Triton, which not every CPU machine has
+
+        pages = page_map(layers, num_blocks, self._layout.page_bytes)
+        return StreamMover.start(pages, self._shard, self._streams or TorchStreams(device), self._link.count)
+
+    def _block_rows(self, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        ratio, rest = divmod(tensor.shape[0], num_blocks)
+        if rest or (ratio > 1 and not tensor.is_contiguous()):
+            raise LayoutError(f"KV cache: {tensor.shape[0]} pages over {num_blocks} blocks")
+        try:
+            rows = page_rows(tensor.view(num_blocks, -1) if ratio > 1 else tensor)
+        except ValueError as error:
+            raise LayoutError(f"KV cache: {error}") from error
+        page_bytes = rows.shape[1] * rows.element_size()
+        if page_bytes != self._layout.page_bytes:
+            raise LayoutError(f"KV cache: pages of {page_bytes} bytes, expected {self._layout.page_bytes}")
+        return rows
+
+    # ---- each step --------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step starts: let go of what is aborted, start its loads, look up where its saves go."""
+        self._idle = not plan.num_scheduled_tokens
+        self._give_up()
+        if self._epoch != plan.epoch:
+            self._epoch, self._has_warned = plan.epoch, False
+            self._loader.warn_again()
+            self._spoiled.clear()
+            self._untold.clear()
+        connection, mover = self._link.connection, self._mover
+        arena = _arena_of(connection, plan.epoch)
+        if mover is None or connection is None or arena is None:
+            self._miss(plan)
+            return
+        self._tell_untold()
+        for load in plan.loads:
+            scatter = mover.loading(arena) if load.epoch == plan.epoch else None
+            if scatter is None:
+                self._loader.fail([load])
+            else:
+                self._loader.submit(load, scatter, connection)
+        if plan.aborts:
+            aborted = self._aborted(plan)
+            mover.then(lambda: connection.tell(Abort(aborted)))
+        if plan.saves:
+            self._saving = self._open(plan.saves, mover, connection, arena)
+
+    def _miss(self, plan: StepPlan) -> None:
+        """The node is gone, or has promised these slots while its arena was not within reach yet: nothing is copied."""
+        self._loader.fail(plan.loads)
+        self._untold += self._aborted(plan)
+        self._untold += self._lose([pages for save in plan.saves for pages in save.pages])
+        self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        """At once, without the mover: nothing was ever copied to these slots, or the node is gone."""
+        connection = self._link.attached
+        if self._untold and connection is not None and connection.epoch == self._epoch:
+            untold, self._untold = self._untold, []
+            connection.tell(Abort(untold))
+
+    def _aborted(self, plan: StepPlan) -> list[Slot]:
+        aborted = [slots[self._shard] for slots in plan.aborts]
+        self._spoiled.difference_update(aborted)
+        return aborted
+
+    def _open(self, saves: list[SavePlan], mover: Mover, connection: Connection, arena: Arena) -> Saving:
+        wanted = [pages for save in saves for pages in save.pages]
+        whole = [pages for pages in wanted if pages.slots[self._shard] not in self._spoiled]
+        taken = mover.begin(arena, whole, timed=any(save.ends_transfer for save in saves))
+        if len(taken) < len(wanted):
+            kept = {id(pages) for pages in taken}
+            self._spoil([pages for pages in wanted if id(pages) not in kept], mover, connection)
+        return Saving(
+            saves,
+            taken,
+            self._layout,
+            self._shard,
+            mover=mover,
+            connection=connection,
+            arena=arena,
+            count=self._link.count,
+            trace=StepTrace.of(self._tracer, saves, taken, mover=mover, layout=self._layout),
+        )
+
+    def _spoil(self, lost: Sequence[PagesPlan], mover: Mover, connection: Connection) -> None:
+        """These are not saved: give the room of what they belong to back, behind the copies under way."""
+        slots = self._lose(lost)
+        if slots:
+            mover.then(lambda: connection.tell(Abort(slots)))
+
+    def _lose(self, lost: Sequence[PagesPlan]) -> list[Slot]:
+        """These are not saved, so what they belong to will never be whole: its slots."""
+        if not lost:
+            return []
+        slots = [pages.slots[self._shard] for pages in lost]
+        for slot, pages in zip(slots, lost, strict=True):
+            self._link.count("save_skipped")
+            if pages.completes:  # nothing more comes for it
+                self._spoiled.discard(slot)
+            else:
+                self._spoiled.add(slot)
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        self._has_warned = True
+        log.log(level, "%d chunks are not saved: their slots are not ours any more, or out of reach", len(slots))
+        return slots
+
+    def _give_up(self) -> None:
+        """If the last step was not finished, its forward pass failed, and nobody knows what its pages are."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.give_up()
+            self._spoil(saving.pages, saving.mover, saving.connection)
+
+    def save_layer(self, name: str) -> None:
+        """The pages of this layer that become final in this step are final now: gather them."""
+        if self._saving is not None:
+            self._saving.gather(self._layers[name])
+
+    def end_forward(self) -> None:
+        """The forward pass is over: gather what no hook was called for, seal what is whole.
+
+        vLLM's first model runner calls this in a `finally`. While an exception is on its way the layers that no hook
+        was called for were not computed, so the step is given up.
+        """
+        if sys.exc_info()[0] is not None:
+            self._give_up()
+            return
+        saving, self._saving = self._saving, None
+        if saving is not None and not saving.finish():
+            self._spoil(saving.pages, saving.mover, saving.connection)
+
+    def finished_loads(self) -> tuple[set[str], set[int]]:
+        """Requests whose load is over since the last call, and the blocks that were not loaded.
+
+        In a step without tokens this waits a moment for a load under way: there is nothing else to do, and the
+        engine's idle loop would take the core from the load thread. A GPU's copies need no core, so that a new request
+        hardly waits there.
+        """
+        if self._idle and self._mover is not None:
+            self._loader.wait(GPU_IDLE_WAIT_S if self._mover.is_asynchronous else IDLE_WAIT_S)
+        return self._loader.take_finished()
+
+    def count(self, reason: str) -> None:
+        """See `NodeLink.count`."""
+        self._link.count(reason)
+
+    def close(self) -> None:
+        """Wait for the copies under way, stop the threads and detach. Idempotent."""
+        self._loader.close()
+        self._give_up()
+        if self._mover is not None:
+            self._mover.close()
+        self._link.close()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether this half is attached to a living node."""
+        return self._link.connection is not None
+
+
+def _populate(layers: Sequence[torch.Tensor]) -> None:
+    """The cache's memory comes at its first touch: have it now, or loads pay for it."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in layers}
+    for address, tensor in storages.items():
+        populate_in_background(address, tensor.untyped_storage().nbytes(), tensor)
+
+
+def _arena_of(connection: Connection | None, epoch: int) -> Arena | None:
+    """The arena of the node's life `epoch`; None if that is over."""
+    if connection is None or connection.epoch != epoch:
+        return None
+    try:
+        return connection.arena
+    except NodeUnavailable:  # the link has closed it just now
+        return None

@@ -1,0 +1,1 @@
+"""Where chunks lie: arenas, slots, layouts, keys."""

@@ -1,0 +1,247 @@
+"""The arena: one shared-memory file per node that its engines map, with the slots' generations behind the data.
+
+The file is [data][generations]: one 64-bit generation per 4 KB granule of data. The node alone writes generations;
+a slot is what it was promised to be as long as the generation at its offset is the promised one. So an engine
+checks before and after a copy, without a message, that nobody took the slot away meanwhile.
+
+Where the data lies on a GPU (`pdx.cuda.arena`), the file holds the generations alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
+from pdx.memory.slot import Slot
+
+GRANULE_BYTES = 4096
+_MADV_POPULATE_WRITE = 23  # Linux 5.14: map all pages now instead of at the first touch
+_POPULATE_BYTES = 64 << 20
+_GENERATION_BYTES = 8
+_FILL_GENERATIONS = 1 << 17
+LAST_GENERATION = (1 << 63) - 1  # the next one is 0: a message can carry no more
+FIRST_GENERATIONS = 1 << 31  # a node's generations begin at a random number below that: five bytes in a message
+
+
+def round_up(nbytes: int) -> int:
+    """`nbytes` rounded up to whole granules."""
+    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
+def populate_in_background(address: int, nbytes: int, owner: object) -> threading.Thread:
+    """Have the kernel map [address, address + nbytes) now, in a daemon thread; `owner` keeps that memory alive.
+
+    Contents stay as they are. Anonymous memory gets huge pages where the system allows asking for them. On kernels
+    that cannot do it nothing happens: pages come at their first touch.
+    """
+    thread = threading.Thread(target=_populate, args=(address, nbytes, owner), name="pdx-populate", daemon=True)
+    thread.start()
+    return thread
+
+
+def _populate(address: int, nbytes: int, owner: object) -> None:
+    # Through ctypes because mmap.madvise holds the GIL for the whole call.
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start, end = -(-address // GRANULE_BYTES) * GRANULE_BYTES, (address + nbytes) // GRANULE_BYTES * GRANULE_BYTES
+    madvise(start, end - start, mmap.MADV_HUGEPAGE)  # a hint; shared memory usually refuses it
+    for piece in range(start, end, _POPULATE_BYTES):
+        if madvise(piece, min(_POPULATE_BYTES, end - piece), _MADV_POPULATE_WRITE):
+            return
+
+
+class Arena:
+    """A mapping of a node's chunk memory. Every method but `close` may be called from any thread.
+
+    Whoever holds a view of it keeps the mapping alive; `close()` then only drops this object's own reference.
+    """
+
+    gpu: str = ""  # UUID of the GPU that has the data; empty: host memory
+    address: int  # of the data, in this process
+    _has_data_in_file: ClassVar[bool] = True
+    _held = -1  # descriptor of the locked file, where this process made it
+
+    def __init__(self, path: Path, nbytes: int, *, writable_generations: bool) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        total = self._file_bytes(nbytes)
+        table_bytes = nbytes // GRANULE_BYTES * _GENERATION_BYTES
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(fd).st_size != total:
+                raise NodeUnavailable(f"{path} has {os.fstat(fd).st_size} bytes, expected {total}")
+            self._table = _map_table(fd, table_bytes, total - table_bytes, writable=writable_generations)
+            self._data = mmap.mmap(fd, nbytes) if self._has_data_in_file else None
+            if writable_generations:  # this process is the node: as long as it lives, `remove_left` leaves the file
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self._held = os.dup(fd)
+        finally:
+            os.close(fd)
+        self.generations = memoryview(self._table).cast("Q")
+        if self._data is not None:
+            self._bytes = memoryview(self._data)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._data))
+
+    @classmethod
+    def _file_bytes(cls, nbytes: int) -> int:
+        return (nbytes if cls._has_data_in_file else 0) + nbytes // GRANULE_BYTES * _GENERATION_BYTES
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> Arena:
+        """Make the file (mode 0600) with all its memory allocated now, and map it.
+
+        :raises ArenaTooSmall: the file system cannot hold it.
+        """
+        nbytes = round_up(nbytes)
+        cls._allocate(path, nbytes)
+        return cls(path, nbytes, writable_generations=True)
+
+    @classmethod
+    def _allocate(cls, path: Path, nbytes: int) -> None:
+        total = cls._file_bytes(nbytes)
+        stats = os.statvfs(path.parent)
+        available = stats.f_bavail * stats.f_frsize
+        if total > available:
+            raise ArenaTooSmall(
+                f"an arena of {nbytes >> 20} MiB needs {total >> 20} MiB in {path.parent}, which has "
+                f"{available >> 20} MiB left; choose a smaller --arena or make it larger "
+                f"(mount -o remount,size=… {path.parent}, docker run --shm-size=…)"
+            )
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, total)
+        except OSError as error:
+            path.unlink()
+            raise ArenaTooSmall(f"cannot allocate {total >> 20} MiB at {path}: {error}") from error
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def remove_left(path: Path) -> None:
+        """Remove the file of an arena whose node was killed; another user's, or one that a node still has, stays."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # gone meanwhile, or not this user's
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_uid == os.getuid():
+                path.unlink(missing_ok=True)
+        except BlockingIOError:
+            return
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(cls, path: Path, nbytes: int) -> Arena:
+        """Map an arena that a node made; its generations read-only.
+
+        :raises NodeUnavailable: the file is gone (the node ended) or is not that arena.
+        """
+        try:
+            return cls(path, nbytes, writable_generations=False)
+        except OSError as error:
+            raise NodeUnavailable(f"cannot map the node's arena {path}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path} {self.nbytes >> 20} MiB>"
+
+    def begin_generations(self, base: int) -> None:
+        """Have all generations begin at `base`. For the node, before it grants a slot: with a base drawn at random no
+        slot of another life of the node is current in this one."""
+        piece = base.to_bytes(_GENERATION_BYTES, "little") * _FILL_GENERATIONS
+        for first in range(0, len(self._table), len(piece)):
+            self._table[first : first + len(piece)] = piece[: len(self._table) - first]
+
+    @property
+    def data(self) -> memoryview:
+        """All of it, writable, without a copy.
+
+        :raises LayoutError: it is on a GPU.
+        """
+        return self._bytes
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether the slot is still what it was promised to be."""
+        index, rest = divmod(slot.offset, GRANULE_BYTES)
+        in_bounds = not rest and 0 < slot.nbytes <= self.nbytes - slot.offset
+        return in_bounds and self.generations[index] == slot.generation
+
+    def check(self, slot: Slot) -> None:
+        """:raises StaleSlot: the slot belongs to somebody else now, or never was a slot."""
+        if not self.is_current(slot):
+            raise StaleSlot(f"{slot} is not what it was promised to be")
+
+    def view(self, slot: Slot) -> memoryview:
+        """The slot's bytes, without a copy.
+
+        :raises StaleSlot: see `check`.
+        :raises LayoutError: they are on a GPU.
+        """
+        self.check(slot)
+        return self.data[slot.offset : slot.offset + slot.nbytes]
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes to be read by the CPU: these very bytes where they are in host memory, else a copy of them.
+
+        :raises ValueError: they lie outside the arena.
+        :raises GpuError: they could not be copied.
+        """
+        check_span(offset, nbytes, self.nbytes)
+        return self.data[offset : offset + nbytes]
+
+    def populate_in_background(self) -> threading.Thread | None:
+        """Map all pages into this process from a daemon thread, so that first copies run at full speed.
+
+        Memory of a GPU has no such pages: None.
+        """
+        if self._data is None:
+            return None
+        anchor = (ctypes.c_char * self.nbytes).from_buffer(self._data)  # keeps the mapping alive meanwhile
+        return populate_in_background(self.address, self.nbytes, anchor)
+
+    def close(self) -> None:
+        """Drop this mapping; memory stays mapped as long as a view of it lives. Idempotent."""
+        self.generations.release()
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+        if self._data is not None:
+            self._bytes.release()
+        for mapping in (self._table, self._data):
+            with contextlib.suppress(BufferError):  # a view is alive: the mapping goes with it
+                if mapping is not None:
+                    mapping.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _map_table(fd: int, nbytes: int, offset: int, *, writable: bool) -> mmap.mmap:
+    if writable:
+        return mmap.mmap(fd, nbytes, offset=offset)
+    # What is mapped by a descriptor that cannot write can never be made writable, whatever the process does wrong.
+    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(read_only, nbytes, prot=mmap.PROT_READ, offset=offset)
+    finally:
+        os.close(read_only)
+
+
+def check_span(offset: int, nbytes: int, total: int) -> None:
+    """:raises ValueError: [offset, offset + nbytes) is not inside `total` bytes."""
+    if not (offset >= 0 and 0 <= nbytes <= total - offset):
+        raise ValueError(f"{nbytes} bytes at {offset} are not inside {total} bytes")

@@ -1,0 +1,1 @@
+"""A node among its peers."""

@@ -1,0 +1,146 @@
+"""What this node has asked peers for: a fetch is a push that its receiver starts. No sockets here."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from enum import StrEnum
+
+import msgspec
+
+from pdx.node.peers.handshake import LinkState
+from pdx.node.peers.links import Link
+from pdx.store.deadlines import Deadlines
+from pdx.wire.messages import Lookup
+from pdx.wire.peer_messages import Coming, Want
+
+KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
+
+
+class FetchState(StrEnum):
+    """How far a fetch is."""
+
+    ASKING = "asking"  # the link may still be dialling
+    COMING = "coming"
+    OVER = "over"
+
+
+class Fetch(msgspec.Struct):
+    """One question to one peer, named by the last key asked for: the hash chain makes it name all before it."""
+
+    source: str
+    want: Want
+    state: FetchState
+    deadline: float
+    is_sent: bool = False
+
+    @property
+    def number(self) -> tuple[str, int]:
+        """What names it among all."""
+        return self.source, self.want.want
+
+
+class Fetches:
+    """All questions to all peers. Owned by the control loop; the clock is a parameter. Each call costs what it changes,
+    or how many questions that are not over were put to the peer that it names."""
+
+    def __init__(self, dial: Callable[[str], Link], fetch_s: float) -> None:
+        self._dial = dial
+        self._fetch_s = fetch_s
+        self._numbers = itertools.count(1)
+        self._fetches: dict[tuple[str, bytes], Fetch] = {}
+        self._by_number: dict[tuple[str, int], Fetch] = {}
+        self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
+        self._asked: defaultdict[str, dict[int, Fetch]] = defaultdict(dict)  # of each peer: those that are not over
+        self._deadlines: Deadlines[tuple[str, int]] = Deadlines()
+        self.ended: list[bytes] = []  # their last keys; whoever tells those who wait empties it
+
+    def __len__(self) -> int:
+        return sum(map(len, self._asked.values()))
+
+    def is_waiting(self, ask: Lookup, hits: int, now: float) -> bool:
+        """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
+
+        :raises PeerUnknown, ConfigError: it cannot be asked.
+        """
+        place = (ask.source, ask.keys[-1])
+        fetch = self._fetches.get(place)
+        if fetch is None:
+            link = self._dial(ask.source)
+            want = Want(next(self._numbers), list(ask.keys[hits:]), ask.shards, ask.transfer)
+            fetch = self._fetches[place] = Fetch(ask.source, want, FetchState.ASKING, now + self._fetch_s)
+            self._by_number[fetch.number] = self._asked[ask.source][want.want] = fetch
+            self._deadlines.add([fetch.number], fetch.deadline)
+            if want.transfer is not None:
+                self._by_transfer[ask.source, want.transfer][want.want] = fetch
+            self._send(fetch, link)
+        return fetch.state is not FetchState.OVER and now < fetch.deadline
+
+    def link_ready(self, link: Link) -> None:
+        """Ask what waited for the link."""
+        for fetch in list(self._asked.get(link.name, {}).values()):
+            self._send(fetch, link)
+
+    def _send(self, fetch: Fetch, link: Link) -> None:
+        if link.state is LinkState.READY and fetch.state is FetchState.ASKING and not fetch.is_sent:
+            fetch.is_sent = True
+            link.send(fetch.want)
+
+    def coming(self, link: Link, answer: Coming, now: float) -> None:
+        """The peer's answer; it may take a promise back."""
+        fetch = self._by_number.get((link.name, answer.want))
+        if fetch is None or fetch.state is FetchState.OVER:
+            return
+        if answer.chunks or answer.pushing:
+            fetch.state = FetchState.COMING
+        else:
+            self._end(fetch, now)
+
+    def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
+        """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
+        ended = dict(self._by_transfer.get((name, transfer), {})) if transfer is not None else {}
+        if (asked := self._by_number.get((name, number))) is not None:
+            ended[number] = asked
+        for fetch in ended.values():
+            self._end(fetch, now)
+
+    def lost(self, name: str, now: float) -> None:
+        """The peer is gone."""
+        for fetch in list(self._asked.get(name, {}).values()):
+            self._end(fetch, now)
+
+    def tick(self, now: float) -> int:
+        """Forget what is long over; returns how many questions ended by their deadline."""
+        late = 0
+        for number in self._deadlines.take(now):
+            fetch = self._by_number[number]
+            if fetch.state is FetchState.OVER:
+                self._forget(fetch)
+            else:
+                late += 1
+                self._end(fetch, now)
+        return late
+
+    def _forget(self, fetch: Fetch) -> None:
+        name, want = fetch.source, fetch.want
+        del self._fetches[name, want.keys[-1]]
+        del self._by_number[fetch.number]
+        if want.transfer is not None:
+            of_transfer = self._by_transfer[name, want.transfer]
+            del of_transfer[want.want]
+            if not of_transfer:
+                del self._by_transfer[name, want.transfer]
+
+    def _end(self, fetch: Fetch, now: float) -> None:
+        if fetch.state is FetchState.OVER:
+            return
+        fetch.state = FetchState.OVER
+        self._deadlines.discard(fetch.number, fetch.deadline)
+        fetch.deadline = now + KEPT_S
+        self._deadlines.add([fetch.number], fetch.deadline)
+        asked = self._asked[fetch.source]
+        del asked[fetch.want.want]
+        if not asked:
+            del self._asked[fetch.source]
+        self.ended.append(fetch.want.keys[-1])

@@ -1,0 +1,452 @@
+"""The pushes from peers to this node: room for them, what has landed, and when their slots may be given away again.
+
+Offers wait in one queue for room, first come, first served: all of an offer or, when its time is over or it can never
+fit, its leading part. So requests that compete for little room get it one after the other, and none holds a part while
+it waits for the rest. The keys of a waiting offer are looked at only when there may be room for them. No sockets, no
+threads here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from pdx.errors import ArenaTooSmall, ProtocolError
+from pdx.memory.arena import round_up
+from pdx.memory.slot import Slot
+from pdx.node.peers.lander import Room, Verdict
+from pdx.node.peers.push_table import RECEIVER, ReceiverState, ReceiverStep
+from pdx.store.chunk import Chunk
+from pdx.store.lifecycle import State
+from pdx.store.store import Claim, Store
+from pdx.store.transfers import Transfers
+from pdx.transports.channel import Listener
+from pdx.wire.messages import MAX_SLOTS
+from pdx.wire.peer_messages import Granted, LetGo, Offer, Slices, Stop
+
+log = logging.getLogger("pdx.node")
+
+MAX_QUEUED = 4096  # offers of all peers together
+MAX_LANDINGS = 2048  # of one peer, those that wait for room included
+MAX_KEYS_OF_A_PEER = 1 << 20  # in its pushes under way: some 100 MB are remembered for them
+LOOK_S = 0.2  # room that is not enough by its bytes, or too scattered, is looked at again after so long
+LANDING_S = 5.0  # a notification comes no later than this after its sender says that all is written
+
+
+class Session(Protocol):
+    """A peer that pushes to this node (`pdx.node.peers.links.PeerSession`)."""
+
+    number: int
+    name: str
+    token: bytes
+
+    def send(self, body: Granted | Stop) -> None:
+        """A message over its link."""
+
+
+class Landing:
+    """One push that lands here. `chunks` are those granted to it, by offset."""
+
+    def __init__(self, session: Session, scheme: str, offer: Offer, now: float) -> None:
+        self.session = session
+        self.scheme = scheme
+        self.offer = offer
+        self.state = ReceiverState.QUEUED
+        self.deadline = now + offer.wait_s  # of waiting for room; then, of landing
+        self.wanted_bytes = round_up(offer.nbytes) * offer.shards * len(offer.keys)
+        self.chunks: dict[int, Chunk] = {}
+        self.lacking = 0.0  # bytes that it found no room for; nobody looks for its room while fewer are available …
+        self.look_at = 0.0  # … or before this
+        self.landed_bytes = 0
+        self.is_let_go = False  # its writer writes nothing more, or is dead; what it wrote may still be on its way in
+
+    def __repr__(self) -> str:
+        return f"<Landing {self.offer.push} of {self.session.name} {self.state} {len(self.chunks)} chunks>"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What it is found by."""
+        return self.session.number, self.offer.push
+
+    @property
+    def source(self) -> str:
+        """Who makes its transfer known."""
+        return f"peer {self.session.name}"
+
+
+class Incoming:
+    """All pushes to this node. Owned by the control loop; the clock is a parameter.
+
+    A peer's chunks are written by the store session `-session.number`, which no attached process ever has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        transfers: Transfers,
+        *,
+        listeners: Mapping[str, Listener],
+        checks_writes: Callable[[str], bool],
+        arena_bytes: int,
+        peer_share: float,
+        push_s: float,
+        counters: Counter[str],
+        on_changed: Callable[[list[Chunk]], None],
+        on_sealed: Callable[[Landing, list[Chunk]], None],
+        on_over: Callable[[Landing], None],
+    ) -> None:
+        """`on_changed`: slices of these chunks have landed, or never will; whoever forwards them wants to know."""
+        self.rooms: dict[int, Room] = {}  # by offset; landers read it
+        self._store = store
+        self._transfers = transfers
+        self._listeners = listeners
+        self._checks_writes = checks_writes
+        self._peer_bytes = int(arena_bytes * peer_share)
+        self._push_s = push_s
+        self._counters = counters
+        self._on_changed = on_changed
+        self._on_sealed = on_sealed
+        self._on_over = on_over
+        self._landings: dict[tuple[int, int], Landing] = {}
+        self._of_transfer: defaultdict[str, list[Landing]] = defaultdict(list)
+        self._queue: dict[tuple[int, int], Landing] = {}  # those in state QUEUED, in the order of their offers
+        self._count_of: Counter[str] = Counter()  # pushes, by peer
+        self._keys_of: Counter[str] = Counter()  # offered in them
+        self._bytes_of: Counter[str] = Counter()  # granted and not over, by peer: all its sessions share one share
+        self._granted_by: Counter[str] = Counter()  # chunks that may be written now, by scheme
+        self._session_of: dict[bytes, int] = {}  # token -> session number
+        self._blocked: Landing | None = None  # the first in the queue that found no room; those behind it wait, too
+        self._at_share: dict[str, int] = {}  # peers with offers that wait for their share, and what the least one wants
+        self._is_news = False  # one of these may go on
+        self._next_late = float("inf")  # no deadline in the queue is earlier
+
+    def __len__(self) -> int:
+        return len(self._landings)
+
+    def all(self) -> list[Landing]:
+        """All pushes to this node, those that are being closed included."""
+        return list(self._landings.values())
+
+    def of(self, session: Session) -> list[Landing]:
+        """The pushes of a session."""
+        return [landing for landing in self._landings.values() if landing.session is session]
+
+    @property
+    def writable(self) -> set[str]:
+        """Schemes by which something may land now."""
+        return {scheme for scheme, count in self._granted_by.items() if count}
+
+    # ---- offers and room --------------------------------------------------------------------
+
+    def offered(self, session: Session, scheme: str, offer: Offer, now: float) -> None:
+        """A peer offers chunks: they get room now, or wait for it.
+
+        :raises ProtocolError: the offer makes no sense.
+        """
+        landing = Landing(session, scheme, offer, now)
+        if landing.place in self._landings:
+            raise ProtocolError(f"{session.name} offers push {offer.push} twice")
+        _check(session, offer)
+        count, keys = self._count_of[session.name], self._keys_of[session.name]
+        is_too_much = count >= MAX_LANDINGS or keys + len(offer.keys) > MAX_KEYS_OF_A_PEER
+        if len(self._queue) >= MAX_QUEUED or is_too_much:
+            self._counters["offers_stopped"] += 1
+            waiting = f"{len(self._queue)} offers wait for room, {count} of yours with {keys} keys are under way"
+            session.send(Stop(offer.push, f"{waiting} already"))
+            return
+        self._landings[landing.place] = landing
+        self._count_of[session.name] += 1
+        self._keys_of[session.name] += len(offer.keys)
+        self._session_of[session.token] = session.number
+        self._counters["offers"] += 1
+        if offer.transfer is not None:
+            self._of_transfer[offer.transfer].append(landing)
+            if self._transfers.is_given_up(offer.transfer):
+                self._stop(landing, "the transfer was given up", now)
+                return
+            self._transfers.expect(offer.transfer, now + self._push_s, landing.source)
+        self._queue[landing.place] = landing
+        self._next_late = min(self._next_late, landing.deadline)
+        if self._is_worth_a_look(now):
+            self.pump(now)
+        elif self._blocked is None and not self._look(landing, now):
+            self._blocked = landing
+
+    def pump(self, now: float) -> None:
+        """Give room to the offers that wait, in their order; a peer at its share does not keep others waiting.
+
+        Costs nothing as long as there cannot be room.
+        """
+        if not self._is_worth_a_look(now):
+            return
+        has_late = self._next_late <= now
+        self._blocked, self._is_news = None, False
+        self._at_share.clear()
+        for landing in list(self._queue.values()):
+            is_late = has_late and landing.deadline <= now
+            if is_late:
+                self._grant(landing, now, partial=True)
+            elif self._blocked is None:
+                self._blocked = None if self._look(landing, now) else landing
+            elif not has_late:
+                break
+        if has_late:
+            self._next_late = min((landing.deadline for landing in self._queue.values()), default=float("inf"))
+
+    def _is_worth_a_look(self, now: float) -> bool:
+        is_next = self._blocked is not None and self._may_have_room(self._blocked, now)
+        return bool(self._queue) and (is_next or self._is_news or self._next_late <= now)
+
+    def _may_have_room(self, landing: Landing, now: float) -> bool:
+        return self._store.available_bytes >= landing.lacking or landing.look_at <= now
+
+    def _look(self, landing: Landing, now: float) -> bool:
+        """Room for an offer, unless its peer is at its share; False: there is too little room."""
+        name, wanted = landing.session.name, landing.wanted_bytes
+        if not self._has_share(name, wanted):
+            self._at_share[name] = min(wanted, self._at_share.get(name, wanted))
+            return True
+        return self._may_have_room(landing, now) and self._grant(landing, now, partial=False)
+
+    def _has_share(self, name: str, wanted: int) -> bool:
+        held = self._bytes_of[name]
+        return not held or held + wanted <= self._peer_bytes
+
+    def _within_share(self, landing: Landing) -> tuple[list[bytes], int]:
+        """The leading keys of an offer that its peer's share has room for, and the bytes they need. A peer that has
+        nothing gets one chunk at least, or an arena of few chunks would never take any."""
+        offer = landing.offer
+        held, needed = self._bytes_of[landing.session.name], 0
+        for index, key in enumerate(offer.keys):
+            if self._store.known(key, offer.shards) is not None:
+                continue
+            is_tail = bool(offer.tail_nbytes) and index == len(offer.keys) - 1
+            size = round_up(offer.tail_nbytes if is_tail else offer.nbytes) * offer.shards
+            if held + needed and held + needed + size > self._peer_bytes:
+                return list(offer.keys[:index]), needed
+            needed += size
+        return list(offer.keys), needed
+
+    def _grant(self, landing: Landing, now: float, *, partial: bool) -> bool:
+        """Room for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
+        offer, session = landing.offer, landing.session
+        keys, needed = self._within_share(landing)
+        is_cut = len(keys) < len(offer.keys)
+        claim = Claim(
+            keys=keys,
+            nbytes=offer.nbytes,
+            layers=offer.layers,
+            owner=-session.number,
+            writers=[-session.number] * offer.shards,
+            tail_nbytes=0 if is_cut else offer.tail_nbytes,
+            partial=partial,
+            transfer=offer.transfer,
+        )
+        try:
+            granted, slots, full = self._store.reserve(claim) if keys else ([], [], True)
+        except ArenaTooSmall:
+            if not partial:
+                return self._grant(landing, now, partial=True)  # waiting does not help
+            granted, slots, full = [], [], True
+        if full and not partial:
+            # Bytes enough that lie too scattered: nothing tells when they do not any more.
+            landing.lacking = needed if needed > self._store.available_bytes else float("inf")
+            landing.look_at = now + LOOK_S
+            return False
+        if full or is_cut:
+            self._counters["granted_in_part"] += 1
+            if self._counters["granted_in_part"] == 1:
+                missing, text = len(offer.keys) - len(granted), "(further ones are counted as granted_in_part)"
+                log.warning("no room for %d of %d chunks from %s %s", missing, len(offer.keys), session.name, text)
+        self._open(landing, granted, slots, now)
+        return True
+
+    def _open(self, landing: Landing, granted: list[int], slots: list[Slot], now: float) -> None:
+        offer, session = landing.offer, landing.session
+        listener = self._listeners[landing.scheme]
+        for slot in slots:
+            landing.chunks[slot.offset] = self._store.at(slot)
+            self.rooms[slot.offset] = Room(session.token, slot.generation, slot.nbytes, offer.layers)
+            listener.grant(session.token, slot.offset, slot.nbytes)
+            self._bytes_of[session.name] += round_up(slot.nbytes)
+        self._granted_by[landing.scheme] += len(slots)
+        self._step(landing, ReceiverStep.GRANT)
+        landing.deadline = now + self._push_s
+        if offer.transfer is not None:
+            offsets = [slot.offset for slot in slots]
+            self._transfers.open(offer.transfer, offsets, landing.deadline, landing.source)
+        session.send(Granted(offer.push, granted, slots))
+
+    # ---- landing ----------------------------------------------------------------------------
+
+    def landed(self, scheme: str, verdict: Verdict, now: float) -> None:
+        """A lander has seen slices of a push."""
+        landing = self._landings.get((self._session_of.get(verdict.token, 0), verdict.push))
+        if landing is None or landing.state is not ReceiverState.LANDING or landing.scheme != scheme:
+            return  # given up meanwhile
+        if verdict.bad:
+            self._counters["digest_mismatches"] += len(verdict.bad)
+            log.warning("%d slices from %s are not what was sent: dropped", len(verdict.bad), landing.session.name)
+            self._stop(landing, "a digest does not match", now)
+            return
+        landing.landed_bytes += verdict.nbytes
+        self._counters["landed_bytes"] += verdict.nbytes
+        filled = self._fill(landing, verdict.good)
+        sealed = [chunk for chunk in filled if chunk.is_complete]
+        if not self._is_quiet(landing, sealed) and self._checks_writes(landing.scheme):
+            self._counters["written_twice"] += 1
+            log.warning("%s writes to chunks that it has written already: dropped", landing.session.name)
+            self._stop(landing, "slices were written twice", now)
+            return
+        if sealed:
+            self._store.seal(sealed)
+            self._release(landing, sealed)
+            self._transfers.sealed(sealed, now)
+            self._on_sealed(landing, sealed)
+        self._on_changed(list(filled))
+        if landing.is_let_go and not landing.chunks:
+            self._end(landing, ReceiverStep.LET_GO, now)
+
+    def _fill(self, landing: Landing, landed: Iterable[Slices]) -> dict[Chunk, None]:
+        """Note what was filled; the chunks, as far as they are still being filled."""
+        chunks: dict[Chunk, None] = {}
+        slots: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)  # by layers: mostly the same of all
+        for slices in landed:
+            chunk = landing.chunks.get(slices.offset)
+            if chunk is None or chunk.slot.generation != slices.generation or chunk.state is not State.FILLING:
+                continue
+            chunks[chunk] = None
+            slots[slices.first_layer, slices.layers].append(chunk.slot)
+        for (first_layer, layers), filled in slots.items():
+            self._store.fill(filled, first_layer, layers, -landing.session.number)
+        return chunks
+
+    # ---- ending -----------------------------------------------------------------------------
+
+    def let_go(self, session: Session, message: LetGo, now: float) -> None:
+        """The peer writes nothing more of this push."""
+        landing = self._landings.get((session.number, message.push))
+        if landing is None:
+            return
+        if not landing.chunks:
+            self._end(landing, ReceiverStep.LET_GO, now)
+            return
+        landing.is_let_go = True
+        if landing.state is ReceiverState.CLOSING:
+            self._fence(landing, now)
+        elif message.complete:
+            landing.deadline = now + LANDING_S  # all is written; the last of it is still being checked
+        else:
+            self._step(landing, ReceiverStep.STOP)
+            self._abort(landing, now)
+            self._fence(landing, now)
+
+    def cancel(self, transfer: str, now: float) -> None:
+        """The transfer was given up: nobody here wants its chunks any more."""
+        for landing in list(self._of_transfer.get(transfer, ())):
+            if landing.state is not ReceiverState.CLOSING:
+                self._stop(landing, "", now)
+
+    def session_over(self, session: Session, now: float, *, is_dead: bool) -> None:
+        """The peer is known dead (`is_dead`), or has gone: then what it was writing may still land."""
+        for landing in self.of(session):
+            landing.is_let_go |= is_dead
+            if landing.state is not ReceiverState.CLOSING:
+                self._step(landing, ReceiverStep.LOST)
+                self._abort(landing, now)
+            if landing.state is ReceiverState.CLOSING:
+                self._fence(landing, now)
+            else:
+                self._forget(landing, now)
+        self._session_of.pop(session.token, None)  # whatever is still being checked lands nowhere
+
+    def tick(self, now: float) -> None:
+        """Deadlines, and fences around what was given up."""
+        for landing in list(self._landings.values()):
+            if landing.state is ReceiverState.CLOSING:
+                self._fence(landing, now)
+            elif landing.state is ReceiverState.LANDING and landing.deadline <= now:
+                self._counters["landings_late"] += 1
+                log.warning("%r is given up: it was not over in time", landing)
+                self._stop(landing, "not over in time", now)
+        self.pump(now)
+
+    def _step(self, landing: Landing, step: ReceiverStep) -> None:
+        """Move on; whatever happens to it, it waits for room no more, and those behind it may be next."""
+        landing.state = RECEIVER[landing.state, step]
+        self._queue.pop(landing.place, None)
+        self._is_news |= landing is self._blocked
+
+    def _stop(self, landing: Landing, text: str, now: float) -> None:
+        self._step(landing, ReceiverStep.STOP)
+        landing.session.send(Stop(landing.offer.push, text))
+        self._abort(landing, now)
+        self._fence(landing, now)
+
+    def _abort(self, landing: Landing, now: float) -> None:
+        """Its chunks will not be whole; their room stays in quarantine."""
+        unsealed = [chunk for chunk in landing.chunks.values() if chunk.state is State.FILLING]
+        self._store.abort(unsealed)
+        self._on_changed(unsealed)
+        if landing.offer.transfer is not None:
+            self._transfers.give_up(landing.offer.transfer, now, landing.source)
+
+    def _fence(self, landing: Landing, now: float) -> None:
+        """End it, if nothing lands any more: the channel says so, or its writer does where the channel cannot."""
+        is_quiet = self._is_quiet(landing, landing.chunks.values())
+        if is_quiet or (landing.is_let_go and not self._checks_writes(landing.scheme)):
+            self._end(landing, ReceiverStep.FENCED, now)
+
+    def _is_quiet(self, landing: Landing, chunks: Iterable[Chunk]) -> bool:
+        """Nothing more is to land in these; whether the channel knows that nothing does."""
+        listener, token = self._listeners[landing.scheme], landing.session.token
+        return all([listener.revoke(token, chunk.slot.offset, chunk.slot.nbytes) for chunk in chunks])
+
+    def _end(self, landing: Landing, step: ReceiverStep, now: float) -> None:
+        self._step(landing, step)
+        self._forget(landing, now)
+
+    def _forget(self, landing: Landing, now: float) -> None:
+        left = list(landing.chunks.values())
+        if left and landing.offer.transfer is not None:
+            self._transfers.give_up(landing.offer.transfer, now, landing.source)
+        elif landing.offer.transfer is not None:
+            self._transfers.arrived(landing.offer.transfer, now)
+        self._release(landing, left)
+        self._store.let_go(left)
+        del self._landings[landing.place]
+        self._count_of[landing.session.name] -= 1
+        self._keys_of[landing.session.name] -= len(landing.offer.keys)
+        if not self._count_of[landing.session.name]:
+            del self._count_of[landing.session.name], self._keys_of[landing.session.name]
+        if landing.offer.transfer is not None:
+            of_transfer = self._of_transfer[landing.offer.transfer]
+            of_transfer.remove(landing)
+            if not of_transfer:
+                del self._of_transfer[landing.offer.transfer]
+        self._on_over(landing)
+
+    def _release(self, landing: Landing, chunks: Iterable[Chunk]) -> None:
+        """These are sealed, or nobody writes them any more; their spans are revoked already."""
+        name = landing.session.name
+        for chunk in list(chunks):
+            slot = chunk.slot
+            landing.chunks.pop(slot.offset, None)
+            self.rooms.pop(slot.offset, None)
+            self._bytes_of[name] -= round_up(slot.nbytes)
+            self._granted_by[landing.scheme] -= 1
+        least = self._at_share.get(name)
+        self._is_news |= least is not None and self._has_share(name, least)
+        if not self._bytes_of[name]:
+            del self._bytes_of[name]
+
+
+def _check(session: Session, offer: Offer) -> None:
+    """:raises ProtocolError: the offer makes no sense."""
+    if not offer.keys or len(offer.keys) * offer.shards > MAX_SLOTS or len(set(offer.keys)) != len(offer.keys):
+        raise ProtocolError(f"{session.name} offers {len(offer.keys)} keys of {offer.shards} shards")
+    least = offer.tail_nbytes or offer.nbytes
+    if offer.layers > least or least > offer.nbytes:
+        raise ProtocolError(f"{session.name} offers {offer.nbytes}, {least} bytes in {offer.layers} layers")

@@ -1,0 +1,140 @@
+"""The node's arena, registered once with every channel that works here, and the threads that watch what lands.
+
+Registering imports libraries and may take a second, so it happens on a thread, when the first peer comes or is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from pdx.cuda.arena import GpuArena
+from pdx.errors import PdxError
+from pdx.memory.arena import Arena
+from pdx.node.peers.mailbox import Mailbox
+from pdx.transports.channel import GpuMemory, Listener, Memory, Region
+from pdx.transports.registry import CLASHES, INSIDE_ONE_PROCESS, find, schemes
+
+log = logging.getLogger("pdx.node")
+
+
+class Regions:
+    """All regions of one arena. Owned by the control loop; `open` works on a thread of its own."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        channels: Sequence[str],
+        host: str,
+        mailbox: Mailbox,
+        *,
+        counters: Counter[str],
+        trusts_network: bool = False,
+    ) -> None:
+        """`channels`: those to use; none: all that work and authenticate, and the others if `trusts_network`."""
+        self._arena = arena
+        self._channels = list(channels)
+        self._trusts_network = trusts_network
+        self._host = host
+        self._mailbox = mailbox
+        self._counters = counters
+        self._thread: threading.Thread | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._closing = threading.Event()
+        self.is_open = False
+        self.regions: dict[str, Region] = {}
+        self.listeners: dict[str, Listener] = {}
+        self.wakes: dict[str, threading.Event] = {}  # set when a notification is there
+        self.why: dict[str, str] = {}  # schemes that do not work here
+
+    @property
+    def schemes(self) -> list[str]:
+        """Those that work here, in the order they were asked for."""
+        return list(self.listeners)
+
+    @property
+    def candidates(self) -> list[str]:
+        """Those that may work here, in the order they were asked for."""
+        known = schemes(on_gpu=bool(self._arena.gpu))
+        return self._channels or [name for name in known if name not in INSIDE_ONE_PROCESS]
+
+    def when_open(self, call: Callable[[], None]) -> None:
+        """Call this on the control loop as soon as the regions are open, which the first caller sets off."""
+        if self.is_open:
+            call()
+            return
+        self._waiting.append(call)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._open, name="pdx-regions", daemon=True)
+            self._thread.start()
+
+    def _open(self) -> None:
+        opened: list[tuple[str, Region, Listener, threading.Event]] = []
+        why: dict[str, str] = {}
+        memory = self._memory()
+        for scheme in self.candidates:
+            if self._closing.is_set():
+                break
+            wake = threading.Event()
+            region: Region | None = None
+            try:
+                kind = find(scheme)
+                if not (kind.is_authenticated or self._trusts_network or scheme in self._channels):
+                    why[scheme] = (
+                        f"it does not authenticate who writes; --channel {scheme} or --trusted-network allows it"
+                    )
+                    continue
+                rival = CLASHES.get(scheme)
+                if scheme not in self._channels and any(name == rival for name, *_ in opened):
+                    why[scheme] = f"not beside {rival}, which brings a UCX of its own; --channel {scheme} asks for it"
+                    continue
+                availability = kind.availability()
+                if not availability.is_ok:
+                    why[scheme] = f"{availability.why}; {availability.fix}"
+                    continue
+                region = kind.register(memory, host=self._host, wake=wake.set)
+                opened.append((scheme, region, region.listen(), wake))
+            except Exception as error:  # a third party's code, too: this scheme does not work, the others may
+                if not isinstance(error, PdxError):
+                    log.exception("channel %s failed", scheme)
+                why[scheme] = f"{type(error).__name__}: {error}"
+                if region is not None:
+                    with contextlib.suppress(PdxError):
+                        region.close()
+        self._mailbox.post(lambda: self._opened(opened, why))
+
+    def _memory(self) -> Memory:
+        if isinstance(self._arena, GpuArena):
+            return GpuMemory(self._arena.device, self._arena.nbytes)
+        return Memory(self._arena.data, self._arena.path)
+
+    def _opened(self, opened: list[tuple[str, Region, Listener, threading.Event]], why: dict[str, str]) -> None:
+        self.why = why
+        for scheme, region, listener, wake in opened:
+            self.regions[scheme], self.listeners[scheme], self.wakes[scheme] = region, listener, wake
+        for scheme, text in why.items():
+            # Asked for by name, its absence is worth a warning; otherwise `pdx doctor` tells.
+            is_missed = scheme in self._channels
+            self._counters["channels_unavailable"] += is_missed
+            log.log(logging.WARNING if is_missed else logging.INFO, "no channel %s: %s", scheme, text)
+        self.is_open = True
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def close(self) -> None:
+        """Close all regions, also those that are just being opened. Idempotent."""
+        self._closing.set()
+        self._waiting.clear()  # nobody begins anything with them any more
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if not self.is_open:
+                self._mailbox.deliver()
+        for region in self.regions.values():
+            region.close()
+        self.regions.clear()
+        self.listeners.clear()

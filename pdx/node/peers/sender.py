@@ -1,0 +1,281 @@
+"""One thread per peer that writes to it: chooses the channel, makes digests, submits writes, watches them end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pdx.errors import ChannelBroken, ChannelError, TransferAborted
+from pdx.memory.digest import Readable
+from pdx.memory.slot import Slot
+from pdx.node.peers.announcer import Announcer, are_digests_due
+from pdx.node.peers.job import Job
+from pdx.node.peers.mailbox import Mailbox
+from pdx.telemetry.trace import Lane, Tracer
+from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
+from pdx.wire.peer_messages import Landed, encode_landed
+
+log = logging.getLogger("pdx.node")
+
+CONNECT_S = 5.0
+PROBE_S = 1.0  # a scheme that takes longer than that for a few megabytes is not worth waiting for
+PROBE_ROUNDS = 5
+PROBE_WRITES = 4  # at a time
+POLL_S = 0.0002  # between looks at channels that cannot wake us
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where a sender may write: the peer's regions by scheme, in the order to try or to measure them."""
+
+    remotes: Mapping[str, RemoteRegion]
+    order: Sequence[str]
+    measure: bool  # use the fastest instead of the first
+    probe: Slot | None  # the peer's, to be written to for measuring
+    probe_from: int = 0  # offset of as many local bytes
+    preferred: str = ""  # used without measuring if it connects
+
+
+class _Write(NamedTuple):
+    """A job that its channel was given at `start_ns`."""
+
+    job: Job
+    transfer: Transfer
+    start_ns: int
+
+
+class Sender:
+    """All methods belong to the control loop's thread; results come through the mailbox, on that thread, too."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        memory: Readable,
+        regions: Mapping[str, Region],
+        route: Route,
+        digests: str,
+        mailbox: Mailbox,
+        on_chosen: Callable[[str, dict[str, float]], None],
+        on_done: Callable[[Job, ChannelError | None], None],
+        on_broken: Callable[[str], None],
+        on_ended: Callable[[], None],
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`digests`: the setting, see `NodeConfig`."""
+        self.name = name
+        self._memory = memory
+        self._regions = regions
+        self._route = route
+        self._digests = digests
+        self._mailbox = mailbox
+        self._on_chosen = on_chosen
+        self._on_done = on_done
+        self._on_broken = on_broken
+        self._on_ended = on_ended
+        self._tracer = tracer
+        self._jobs: deque[Job] = deque()
+        self._event = threading.Event()
+        self._closing = False
+        self._aborted: set[int] = set()  # pushes
+        self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when `on_chosen` is called
+        self._thread = threading.Thread(target=self._run, name=f"pdx-push-{name}"[:15], daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Write it, in the order of submission; `on_done` will be called once."""
+        self._jobs.append(job)
+        self._event.set()
+
+    def abort(self, push: int) -> None:
+        """End the jobs of a push as soon as possible; each still gets its `on_done`."""
+        self._aborted.add(push)
+        self._event.set()
+
+    def forget(self, push: int) -> None:
+        """No job of this push is left."""
+        self._aborted.discard(push)
+
+    def close(self) -> None:
+        """End all jobs and the thread, without waiting for it. Idempotent."""
+        self._closing = True
+        self._event.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread after `close`."""
+        self._thread.join(timeout_s)
+
+    # ---- on its own thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        under_way: list[_Write] = []
+        channel: Channel | None = None
+        try:
+            scheme, channel = self._choose()
+            if not self._closing:
+                self._serve(scheme, channel, under_way)
+        except ChannelError as error:
+            self._broken(str(error))
+        except Exception as error:  # the thread's root; a third party's channel, too
+            log.exception("writing to %s failed", self.name)
+            self._broken(f"{type(error).__name__}: {error}")
+        finally:
+            self._end(channel, under_way)
+
+    def _broken(self, why: str) -> None:
+        self._mailbox.post(lambda: self._on_broken(why))
+
+    def _end(self, channel: Channel | None, under_way: list[_Write]) -> None:
+        """Whatever was asked for is answered, and no local byte is read any more."""
+        if channel is not None:
+            channel.close()
+        for write in under_way:
+            # Not sent at all, or not known to have arrived: the push will not be taken as complete either way.
+            self._over(write, write.transfer.error if write.transfer.poll() else ChannelBroken("closed"))
+        self._mailbox.post(self._ended)
+
+    def _ended(self) -> None:
+        """On the control loop's thread: it may have submitted until it heard that the channel is broken."""
+        while self._jobs:
+            self._on_done(self._jobs.popleft(), ChannelBroken("closed"))
+        self._on_ended()
+
+    def _serve(self, scheme: str, channel: Channel, under_way: list[_Write]) -> None:
+        region = self._regions[scheme]
+        with Announcer(self._memory, digested=are_digests_due(self._digests, region)) as announcer:
+            while True:
+                self._event.clear()
+                if self._closing:
+                    return
+                self._write_all(channel, announcer, under_way)
+                self._collect(under_way)
+                self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
+
+    def _write_all(self, channel: Channel, announcer: Announcer, under_way: list[_Write]) -> None:
+        while self._jobs and not self._closing:
+            job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
+            if job.push in self._aborted:
+                self._done(self._jobs.popleft(), TransferAborted("the push was given up"))
+                continue
+            notify = announcer.take(job)
+            if len(self._jobs) > 1:
+                announcer.begin(self._jobs[1])  # a channel may copy within `write`
+            start_ns = time.monotonic_ns()
+            under_way.append(_Write(job, channel.write(job.pieces, notify), start_ns))
+            self._jobs.popleft()
+            self._collect(under_way)
+
+    def _collect(self, under_way: list[_Write]) -> None:
+        left = []
+        for write in under_way:
+            if write.transfer.poll():
+                self._over(write, write.transfer.error)
+                continue
+            if write.job.push in self._aborted:
+                write.transfer.abort()
+            left.append(write)
+        under_way[:] = left
+
+    def _over(self, write: _Write, error: ChannelError | None) -> None:
+        if error is None and self._tracer is not None and write.job.transfer is not None and self._tracer.is_on:
+            _trace(self._tracer, write.job.transfer, write)
+        self._done(write.job, error)
+
+    def _done(self, job: Job, error: ChannelError | None) -> None:
+        self._mailbox.post(lambda: self._on_done(job, error))
+
+    # ---- choosing ---------------------------------------------------------------------------
+
+    def _choose(self) -> tuple[str, Channel]:
+        """The channel to use: the first that connects, or the fastest of those that do.
+
+        :raises ChannelBroken: none connects; the text says why, scheme by scheme.
+        """
+        connected: dict[str, Channel] = {}
+        try:
+            best, rates = self._best(connected)
+        except BaseException:
+            self._close_but("", connected)
+            raise
+        self._close_but(best, connected)
+        self._mailbox.post(lambda: self._on_chosen(best, rates))
+        return best, connected[best]
+
+    def _close_but(self, kept: str, connected: Mapping[str, Channel]) -> None:
+        for scheme, channel in connected.items():
+            if scheme != kept:
+                channel.close()
+
+    def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
+        """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
+        why: list[str] = []
+        for scheme in self._route.order:
+            is_enough = not self._route.measure or self._route.preferred in connected
+            if self._closing or (connected and is_enough):
+                break
+            try:
+                remote = self._route.remotes[scheme]
+                region = self._regions[scheme]
+                connected[scheme] = region.connect(remote, timeout_s=CONNECT_S, wake=self._event.set)
+            except ChannelError as error:
+                why.append(self._without(scheme, error))
+        rates = self._measure(connected, why) if len(connected) > 1 else {}
+        if not connected:
+            raise ChannelBroken(f"no channel to {self.name}: {'; '.join(why) or 'none in common'}")
+        return max(connected, key=lambda scheme: rates.get(scheme, 0.0)), rates
+
+    def _without(self, scheme: str, error: ChannelError) -> str:
+        # Asked for by name, it should work; among all there are, some never lead to some peers.
+        log.log(logging.INFO if self._route.measure else logging.WARNING, "no %s to %s: %s", scheme, self.name, error)
+        self.missing[scheme] = str(error)
+        return f"{scheme}: {error}"
+
+    def _measure(self, connected: dict[str, Channel], why: list[str]) -> dict[str, float]:
+        """GB/s of each channel at its best; round by round, so that what disturbs one disturbs all. Drops those that
+        fail."""
+        rates: dict[str, float] = {}
+        probe = self._route.probe
+        for _ in range(PROBE_ROUNDS if probe is not None else 0):
+            for scheme, channel in list(connected.items()):
+                assert probe is not None
+                try:
+                    rates[scheme] = max(rates.get(scheme, 0.0), self._rate(channel, probe))
+                except ChannelError as error:
+                    why.append(self._without(scheme, error))
+                    rates.pop(scheme, None)
+                    connected.pop(scheme).close()
+        return rates
+
+    def _rate(self, channel: Channel, probe: Slot) -> float:
+        """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
+        notify = encode_landed(Landed(0, []))
+        nbytes = min(probe.nbytes, self._memory.nbytes - self._route.probe_from)
+        piece = Piece(self._route.probe_from, probe.offset, nbytes)
+        start = time.perf_counter()
+        transfers = [channel.write([piece], notify) for _ in range(PROBE_WRITES)]
+        while not all([transfer.poll() for transfer in transfers]):
+            if time.perf_counter() - start > PROBE_S or self._closing:
+                for transfer in transfers:
+                    transfer.abort()
+                raise ChannelBroken(f"took longer than {PROBE_S} s to write {PROBE_WRITES * nbytes} bytes")
+            self._event.wait(POLL_S)
+            self._event.clear()
+        for transfer in transfers:
+            if transfer.error is not None:
+                raise transfer.error
+        return PROBE_WRITES * nbytes / (time.perf_counter() - start) / 1e9
+
+
+def _trace(tracer: Tracer, transfer: str, write: _Write) -> None:
+    """A span for all chunks of which this write carried the same layers."""
+    end_ns = time.monotonic_ns()
+    nbytes: Counter[tuple[int, int]] = Counter()
+    for slices, piece in zip(write.job.slices, write.job.pieces, strict=True):
+        nbytes[slices.first_layer, slices.layers] += piece.nbytes
+    for (first_layer, layers), count in nbytes.items():
+        tracer.span(Lane.WIRE, transfer, first_layer, layers, write.start_ns, end_ns, count)

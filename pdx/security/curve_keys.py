@@ -1,0 +1,142 @@
+"""CURVE key pairs: made, kept in files, and set on sockets. Who may come in with which key is the roster's business.
+
+Files have the form of ZMQ certificates: NAME.key_secret, which nobody else may read, and NAME.key, to be passed on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from pdx.errors import ConfigError
+from pdx.security.address import check_address, check_listen
+
+__all__ = [
+    "DOMAIN",
+    "KEY_CHARS",
+    "KeyPair",
+    "check_address",
+    "check_key",
+    "check_listen",
+    "secure_client",
+    "secure_server",
+]
+
+KEY_CHARS = 40  # 32 bytes in Z85
+DOMAIN = b"pdx"  # of ZAP
+_MAX_FILE_BYTES = 64 << 10
+_SECRET = re.compile(r'^\s*secret-key\s*=\s*"([^"\n]*)"\s*$', re.MULTILINE)
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A public key to be told and a secret one to be kept, both as Z85 text. `repr` does not show the secret."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"<KeyPair {self.public}>"
+
+    @classmethod
+    def make(cls) -> KeyPair:
+        """A new one."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode("ascii"), secret.decode("ascii"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> KeyPair:
+        """The one in a secret key file.
+
+        :raises ConfigError: it cannot be read, others may read it, or there is no key in it.
+        """
+        try:
+            with open(path, "rb") as file:
+                info = os.fstat(file.fileno())
+                text = file.read(_MAX_FILE_BYTES).decode("utf-8", "replace")
+        except OSError as error:
+            raise ConfigError(f"secret key file {path}: {error.strerror}; `pdx keygen` makes one") from error
+        match = _SECRET.search(text)
+        if match is None:
+            raise ConfigError(f"{path} holds no secret key; name the file NAME.key_secret that `pdx keygen` made")
+        if info.st_mode & 0o077 or info.st_uid not in (os.getuid(), 0):
+            raise ConfigError(
+                f"secret key file {path} has mode {info.st_mode & 0o777:04o} and belongs to user {info.st_uid}; "
+                f"nobody but user {os.getuid()} may read it: chmod 600 {path}"
+            )
+        check_key(match[1], str(path))
+        return cls(zmq.curve_public(match[1].encode()).decode("ascii"), match[1])
+
+    def save(self, folder: Path, name: str, *, force: bool = False) -> tuple[Path, Path]:
+        """Write NAME.key_secret and NAME.key into `folder`, which is made with mode 0700; both paths.
+
+        :raises ConfigError: one of them exists, and not `force`; or they cannot be written.
+        """
+        secret, public = folder / f"{name}.key_secret", folder / f"{name}.key"
+        taken = [str(path) for path in (secret, public) if path.exists()]
+        if taken and not force:
+            raise ConfigError(
+                f"{' and '.join(taken)} exists already; --force replaces it; then every roster needs the new public key"
+            )
+        head = f'# ZeroMQ CURVE certificate of {name}, made by pdx keygen\nmetadata\n    name = "{name}"\ncurve\n'
+        head += f'    public-key = "{self.public}"\n'
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write_new(secret, f'{head}    secret-key = "{self.secret}"\n', 0o600)
+            _write_new(public, head, 0o644)
+        except OSError as error:
+            raise ConfigError(f"keys cannot be written to {folder}: {error}") from error
+        return secret, public
+
+
+def check_key(key: str, where: str) -> None:
+    """:raises ConfigError: not a Z85 key; `where` it was found is in the message, the key is not."""
+    try:
+        is_key = len(key) == KEY_CHARS and len(z85.decode(key.encode("ascii"))) == 32
+    except (KeyError, UnicodeEncodeError, struct.error):
+        is_key = False
+    if not is_key:
+        raise ConfigError(f"{where}: not a CURVE key, which has {KEY_CHARS} characters of Z85")
+
+
+def secure_server(socket: zmq.Socket[bytes], own: KeyPair) -> None:
+    """Before it binds: who connects must prove a key, and a `Gate` in the same context must admit it."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    _set_own(socket, own)
+    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def secure_client(socket: zmq.Socket[bytes], *, own: KeyPair | None, server_key: str | None) -> None:
+    """Before it connects: prove `own` to a server that proves `server_key`. Neither is given: nothing is done.
+
+    :raises ConfigError: one is given without the other.
+    """
+    if own is None and not server_key:
+        return
+    if own is None:
+        raise ConfigError("the other side has a key, so this one needs its own: name a secret key file (--keys)")
+    if not server_key:
+        raise ConfigError("the other side's key is not known; it has to be in the roster (--roster)")
+    _set_own(socket, own)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
+
+
+def _set_own(socket: zmq.Socket[bytes], own: KeyPair) -> None:
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode("ascii"))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode("ascii"))
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    """Replace a file by one that never had a wider mode."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    fresh.replace(path)

@@ -1,0 +1,163 @@
+"""A Unix socket's path at which ZMQ gets no more connections than the process has descriptors for.
+
+ZMQ ends the whole process where it has no descriptor left for a connection to a Unix socket, and a thread of its own
+takes as many as come. So ZMQ never listens at the path. Who connects there waits in a queue of bounded length. Where
+there is room for all of it, the path gets a new queue, and ZMQ is handed the old one, which nobody finds any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from pdx.errors import ConfigError
+from pdx.security import descriptors
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITING = 128
+_PATIENCE_S = 0.02  # that one call gives ZMQ's thread; what it has not taken by then it takes at the next call
+
+
+class Entry:
+    """The path, from construction to `close`, which removes it. One thread; no call waits much longer than 20 ms."""
+
+    def __init__(self, path: Path, router: zmq.Socket[bytes], counters: Counter[str]) -> None:
+        """`path` must be free, and this process its owner (`socket_lock`). Close `router` after this is closed.
+
+        :raises ConfigError: it cannot be listened at.
+        """
+        self._path = path
+        self._counters = counters
+        self._is_open = True
+        self._queue: socket.socket | None = None  # what ZMQ was handed and has not taken all of yet
+        with contextlib.ExitStack() as undo:
+            undo.callback(path.unlink, missing_ok=True)
+            try:
+                # ZMQ watches the bell, and takes connections from whatever `_handed` means when it rings.
+                self._bell = undo.enter_context(self._listen())
+                self._bell_at = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+                undo.callback(os.close, self._bell_at)
+                self._listening = undo.enter_context(self._listen())
+            except OSError as error:
+                raise ConfigError(f"cannot listen at {path}: {error}") from error
+            self.fd = self._listening.fileno()
+            self._handed = os.dup(self._bell.fileno())
+            router.setsockopt(zmq.USE_FD, self._handed)
+            router.bind(f"ipc://{path}")
+            undo.callback(os.dup2, self._bell.fileno(), self._handed, inheritable=False)  # what ZMQ lets go of
+            with self._ringing():  # ZMQ's thread may begin to watch after `bind` has returned
+                while _is_waited_for(self._bell):
+                    time.sleep(0.0001)
+            self._undo = undo.pop_all()
+
+    def heed(self) -> bool:
+        """Let in who waits, if there are descriptors for them; call it whenever something happened, above all when `fd`
+        can be read: then somebody connects. True: ZMQ has not taken all of them yet, so call it again soon.
+
+        `fd` means another queue afterwards: an epoll has to be told of it anew.
+
+        :raises OSError: the path cannot be renewed; who waits was turned away.
+        """
+        if self._queue is None and _is_waited_for(self._listening):
+            self._look_at_descriptors()
+            if self._is_open:
+                self._queue = self._renewed()
+            else:
+                self._turn_away()
+        if self._queue is not None and self._is_taken(self._queue):
+            self._queue.close()
+            self._queue = None
+        return self._queue is not None
+
+    def close(self) -> None:
+        """Let nobody in any more. Idempotent."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+        self._undo.close()
+
+    def _listen(self) -> socket.socket:
+        """What listens at the path from now on, instead of whatever did."""
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        fresh.unlink(missing_ok=True)
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            made.setblocking(False)
+            made.bind(str(fresh))
+            fresh.chmod(0o600)  # nobody can connect before it listens
+            made.listen(min(_MOST_WAITING, descriptors.reserve() // 4))
+            fresh.rename(self._path)
+        except OSError:
+            made.close()
+            raise
+        return made
+
+    def _renewed(self) -> socket.socket:
+        """The queue of those who wait; who comes now waits in another one."""
+        try:
+            with self._listen() as fresh:
+                queue = self._listening.dup()
+                os.dup2(fresh.fileno(), self.fd, inheritable=False)
+        except OSError:
+            self._turn_away()
+            raise
+        return queue
+
+    def _is_taken(self, queue: socket.socket) -> bool:
+        """Have ZMQ take these; whether it has taken all of them."""
+        os.dup2(queue.fileno(), self._handed, inheritable=False)
+        deadline = time.monotonic() + _PATIENCE_S
+        with self._ringing():
+            while _is_waited_for(queue):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.0001)
+        return True
+
+    @contextlib.contextmanager
+    def _ringing(self) -> Iterator[None]:
+        """Meanwhile ZMQ takes connections from `_handed`."""
+        with socket.socket(socket.AF_UNIX) as ring:
+            ring.connect(f"/proc/self/fd/{self._bell_at}")
+            try:
+                yield
+            finally:
+                with contextlib.suppress(BlockingIOError):  # ZMQ has taken it, where it was handed the bell itself
+                    self._bell.accept()[0].close()
+
+    def _look_at_descriptors(self) -> None:
+        left, reserve = descriptors.left(), descriptors.reserve()
+        if self._is_open and left < reserve:
+            self._is_open = False
+            self._counters["descriptors_short"] += 1
+            log.warning(
+                "%d of %d file descriptors are left: no process is let in until there are more (ulimit -n)",
+                left,
+                descriptors.limit(),
+            )
+        elif not self._is_open and left > reserve + reserve // 4:
+            self._is_open = True
+
+    def _turn_away(self) -> None:
+        """Close who waits: processes try again. Who comes meanwhile is not waited for."""
+        for _ in range(_MOST_WAITING):
+            try:
+                self._listening.accept()[0].close()
+            except OSError:
+                return
+
+
+def _is_waited_for(listening: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(listening, select.POLLIN)
+    return bool(poller.poll(0))

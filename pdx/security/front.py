@@ -1,0 +1,360 @@
+"""The TCP port that peers dial, in front of ZMQ: bounds per address, and only what speaks ZMQ is passed on.
+
+ZMQ takes every connection before it knows a key, has no bound on their number, and some of its calls end the process
+when no descriptor is left. So connections arrive here. One is passed on, byte for byte, to a private Unix socket of
+ZMQ's when it has sent the ten bytes with which each ZMQ connection begins; CURVE goes through unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from pdx.security import descriptors
+from pdx.telemetry.faults import Faults
+
+log = logging.getLogger(__name__)
+
+MAX_YOUNG = 512  # connections that may still turn out to be nobody's
+MAX_YOUNG_OF_ADDRESS = 64
+MAX_CONNECTIONS = 2048
+SILENT_S = 2.0  # one that has not begun to speak ZMQ by then is closed
+FAREWELL_S = 0.5  # what ZMQ sends while it ends has so long to leave
+_GREETING_BYTES = 10
+_PIECE_BYTES = 1 << 16
+_BACKLOG = 1024  # a flood waits here, and honest peers among it: who finds no place waits for seconds
+_ROUND_S = 0.1
+_BATCH = 16  # connections taken at once
+_PACE_S = 0.01  # before the next ones
+_QUIET_S = 60.0
+
+
+class _Flow:
+    """One direction of a connection: what was read from `source` and not yet taken by `sink`."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket) -> None:
+        self.source = source
+        self.sink = sink
+        self.pending = b""
+        self.has_ended = False
+
+    def move(self) -> bool:
+        """Pass on what is there; False: this direction is over."""
+        try:
+            if not self.pending and not self.has_ended:
+                self.pending = self.source.recv(_PIECE_BYTES)
+                self.has_ended = not self.pending
+            if self.pending:
+                self.pending = self.pending[self.sink.send(self.pending) :]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            return False
+        return bool(self.pending) or not self.has_ended
+
+
+class _Connection:
+    """One connection from outside, and the one to ZMQ once it is passed on."""
+
+    def __init__(self, outer: socket.socket, address: str, born: float) -> None:
+        self.outer = outer
+        self.address = address
+        self.born = born
+        self.greeting = b""
+        self.inner: socket.socket | None = None
+        self.flows: tuple[_Flow, ...] = ()
+
+    def begin(self, inner: socket.socket) -> None:
+        """Pass it on."""
+        self.inner = inner
+        self.flows = (_Flow(self.outer, inner), _Flow(inner, self.outer))
+        self.flows[0].pending = self.greeting
+
+    def wanted(self, end: socket.socket) -> int:
+        """The events of one end that matter now."""
+        if not self.flows:
+            return select.EPOLLIN
+        read, write = self.flows if end is self.outer else reversed(self.flows)
+        reads = not read.pending and not read.has_ended
+        return (select.EPOLLIN if reads else 0) | (select.EPOLLOUT if write.pending else 0)
+
+
+class Front:
+    """A listening TCP socket and the thread that serves it, from `start` to `close`."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        young_s: float,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`young_s`: ZMQ closes what has not finished its handshake by then; port 0 is any free one.
+
+        :raises OSError: the address cannot be had.
+        """
+        self._young_s = young_s
+        self._counters = counters
+        self._faults = Faults(counters)
+        self._clock = clock
+        most = max(32, (descriptors.limit() - descriptors.reserve()) // 4)  # one that is passed on needs three
+        self._max_connections = min(MAX_CONNECTIONS, most)
+        self._max_young = min(MAX_YOUNG, max(16, most // 2))
+        self._connections: dict[int, _Connection] = {}  # by descriptor of either end
+        self._count = 0
+        self._young: dict[str, dict[_Connection, None]] = {}  # by address, oldest first
+        self._quiet_until = 0.0
+        self._num_young = 0
+        self._next_look = 0.0
+        self._rests_until: float | None = None  # no connection is taken before
+        self._target = -1
+        self._is_closing = False
+        self._deaf = threading.Event()  # nobody listens any more
+        self._folder = tempfile.TemporaryDirectory(prefix="pdx-front-")
+        self.inner = f"ipc://{self._folder.name}/zmq"  # to be bound before `start`
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((host, port))
+            self._listener.listen(_BACKLOG)
+        except OSError:
+            self._release()
+            raise
+        self._listener.setblocking(False)
+        bound = self._listener.getsockname()
+        self.address = f"tcp://[{bound[0]}]:{bound[1]}" if ":" in host else f"tcp://{bound[0]}:{bound[1]}"
+        self._thread = threading.Thread(target=self._run, name="pdx-front")
+
+    def start(self) -> None:
+        """Take connections. What is bound at `inner` has no name any more from now on: nobody else finds it."""
+        self._target = os.open(self.inner.removeprefix("ipc://"), os.O_PATH | os.O_CLOEXEC)
+        self._folder.cleanup()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._thread.start()
+
+    def newcomers(self) -> list[str]:
+        """The addresses of connections of which nothing is known yet. Any thread."""
+        return sorted(self._young)
+
+    def close(self) -> None:
+        """Listen no longer; what ZMQ still has to say has FAREWELL_S to leave, in the background. Idempotent."""
+        self._is_closing = True
+        if self._thread.ident is None:
+            self._release()
+        elif not self._deaf.is_set():
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+            self._deaf.wait()
+
+    # ---- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._round()
+            self._listener.close()
+            self._deaf.set()
+            deadline = time.monotonic() + FAREWELL_S
+            while self._connections and time.monotonic() < deadline:
+                self._round()
+        except Exception:
+            log.exception("the TCP port for peers is closed by an internal error")
+            self._counters["internal_errors"] += 1
+        finally:
+            self._deaf.set()
+            for connection in set(self._connections.values()):
+                self._end(connection)
+            self._release()
+
+    def _release(self) -> None:
+        self._listener.close()
+        self._epoll.close()
+        self._folder.cleanup()
+        for fd in (self._wake, self._target):
+            if fd >= 0:
+                os.close(fd)
+        self._wake = self._target = -1
+
+    def _round(self) -> None:
+        wait_s = 0.02 if self._is_closing else _ROUND_S if self._rests_until is None else _PACE_S
+        for fd, _ in self._epoll.poll(wait_s):
+            connection = self._connections.get(fd)
+            with self._faults.contain("a connection to the TCP port for peers") as part:
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif connection is not None:
+                    self._serve(connection)
+            if part.has_failed and connection is not None and self._connections.get(fd) is connection:
+                self._end(connection)
+        now = self._clock()
+        if self._rests_until is not None and now >= self._rests_until and not self._is_closing:
+            self._rests_until = None
+            self._epoll.modify(self._listener, select.EPOLLIN)
+        if now >= self._next_look:
+            self._next_look = now + _ROUND_S
+            with self._faults.contain("the look at young connections"):
+                self._grow_up(now)
+
+    def _accept(self) -> None:
+        now = self._clock()
+        for _ in range(_BATCH):
+            try:
+                outer, where = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # it left meanwhile, or no descriptor is left
+                self._rest(_ROUND_S)
+                return
+            try:
+                self._take(outer, str(where[0]), now)
+            except BaseException:
+                taken = self._connections.get(outer.fileno())
+                if taken is not None:
+                    self._end(taken)
+                outer.close()
+                raise
+        self._rest(_PACE_S)
+
+    def _rest(self, seconds: float) -> None:
+        """Take no connection for so long: there was no descriptor for one, or so many that other work would wait."""
+        self._rests_until = self._clock() + seconds
+        self._epoll.modify(self._listener, 0)
+
+    def _take(self, outer: socket.socket, address: str, now: float) -> None:
+        if self._count >= self._max_connections:
+            self._refuse(address, f"{self._count} connections are here already")
+            outer.close()
+            return
+        if descriptors.left() < descriptors.reserve() // 2:
+            self._refuse(address, "no file descriptor is left for it (ulimit -n)")
+            outer.close()
+            return
+        try:
+            outer.setblocking(False)
+            outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._epoll.register(outer, select.EPOLLIN)
+        except OSError as error:
+            self._refuse(address, str(error))
+            outer.close()
+            return
+        connection = _Connection(outer, address, now)
+        self._count += 1
+        self._connections[outer.fileno()] = connection
+        self._young.setdefault(address, {})[connection] = None
+        self._num_young += 1
+        if len(self._young[address]) > MAX_YOUNG_OF_ADDRESS:
+            self._drop_oldest({address: self._young[address]})
+        elif self._num_young > self._max_young:
+            self._drop_oldest(self._young)
+
+    def _serve(self, connection: _Connection) -> None:
+        if connection.inner is None and not self._greeted(connection):
+            return
+        if all([flow.move() for flow in connection.flows]):
+            self._watch(connection)
+        else:
+            self._end(connection)
+
+    def _greeted(self, connection: _Connection) -> bool:
+        """Whether it has begun as ZMQ does; if so it is passed on."""
+        try:
+            data = connection.outer.recv(_GREETING_BYTES - len(connection.greeting))
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data = b""
+        connection.greeting += data
+        if not data or not _is_greeting(connection.greeting):
+            self._end(connection)
+            return False
+        if len(connection.greeting) < _GREETING_BYTES:
+            return False
+        # ZMQ's side needs one, too, and must find it; so must those of connections that ZMQ has not taken yet.
+        if descriptors.left() < descriptors.reserve() // 2 + self._num_young:
+            self._refuse(connection.address, "no file descriptor is left for it (ulimit -n)")
+            self._end(connection)
+            return False
+        try:
+            inner = self._to_zmq()
+        except OSError as error:  # ZMQ is behind with taking them, or the last descriptor went: the peer dials again
+            self._refuse(connection.address, str(error))
+            self._end(connection)
+            return False
+        connection.begin(inner)
+        self._connections[inner.fileno()] = connection
+        return True
+
+    def _to_zmq(self) -> socket.socket:
+        """:raises OSError: there is no way to it now."""
+        with contextlib.ExitStack() as undo:
+            inner = undo.enter_context(socket.socket(socket.AF_UNIX))
+            inner.setblocking(False)
+            inner.connect(f"/proc/self/fd/{self._target}")
+            self._epoll.register(inner, select.EPOLLIN)
+            undo.pop_all()
+        return inner
+
+    def _watch(self, connection: _Connection) -> None:
+        assert connection.inner is not None
+        for end in (connection.outer, connection.inner):
+            self._epoll.modify(end, connection.wanted(end))
+
+    def _grow_up(self, now: float) -> None:
+        """What said nothing in time is closed; what ZMQ has not closed by now is a peer's."""
+        for connection in [one for young in self._young.values() for one in young]:
+            if connection.inner is None and now - connection.born > SILENT_S:
+                self._refuse(connection.address, f"it did not begin to speak ZMQ for {SILENT_S:g} s")
+                self._end(connection)
+            elif connection.inner is not None and now - connection.born > self._young_s:
+                self._grown(connection)
+
+    def _drop_oldest(self, young: dict[str, dict[_Connection, None]]) -> None:
+        """Of the address with the most, the oldest that has said nothing yet, else the oldest."""
+        if not young:
+            return
+        crowd = max(young.values(), key=len)
+        victim = next((one for one in crowd if one.inner is None), next(iter(crowd)))
+        self._refuse(victim.address, f"{len(crowd)} connections from there at once")
+        self._end(victim)
+
+    def _refuse(self, address: str, why: str) -> None:
+        self._counters["strangers_dropped"] += 1
+        now = self._clock()
+        if now >= self._quiet_until:
+            self._quiet_until = now + _QUIET_S
+            log.warning("a connection from %s was closed: %s (others are counted)", address, why)
+
+    def _grown(self, connection: _Connection) -> None:
+        young = self._young.get(connection.address)
+        if young is not None and connection in young:
+            del young[connection]
+            self._num_young -= 1
+            if not young:
+                del self._young[connection.address]
+
+    def _end(self, connection: _Connection) -> None:
+        self._grown(connection)
+        self._count -= 1
+        for end in (connection.outer, connection.inner):
+            if end is not None:
+                self._connections.pop(end.fileno(), None)
+                end.close()  # takes it from the epoll, too
+
+
+def _is_greeting(data: bytes) -> bool:
+    """Whether a ZMQ connection can begin so: 0xFF, eight bytes of anything, an odd byte."""
+    return data[:1] == b"\xff" and (len(data) < _GREETING_BYTES or bool(data[9] & 1))

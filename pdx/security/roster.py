@@ -1,0 +1,249 @@
+"""Which nodes there are, where, and with which keys: from a file, or by the proxy's word for this host.
+
+    [nodes.alpha]
+    address = "tcp://10.0.0.1:7700"
+    key = "<public key, as `pdx keygen` prints it>"
+    engine_hosts = ["192.168.7.1"]      # where its engines serve besides the address's host; may be left out
+
+    [proxy]
+    address = "tcp://10.0.0.9:7600"
+    key = "..."
+
+Where there is a file, it decides. Without one, names come from the proxy, but only addresses of this host are
+believed. An address from anywhere else, above all from a request, is never dialled. No sockets here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdx.errors import ConfigError, PeerUnknown
+from pdx.security.address import check_address
+from pdx.security.curve_keys import check_key
+from pdx.wire.messages import PeerEntry
+
+log = logging.getLogger(__name__)
+
+MAX_NODES = 1024
+_MAX_FILE_BYTES = 1 << 20
+_MAX_WARNED = 4096
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One node, or the proxy, in the file."""
+
+    address: Annotated[str, Meta(min_length=1, max_length=256)]
+    key: Annotated[str, Meta(max_length=40)] = ""
+    engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
+
+
+class RosterFile(msgspec.Struct, frozen=True):
+    """All of a file, checked."""
+
+    nodes: dict[str, Entry]
+    proxy: Entry | None = None
+
+    @classmethod
+    def load(cls, path: str | Path, *, has_keys: bool) -> RosterFile:
+        """Read and check it. `has_keys`: whoever reads it has a key, so everybody in it needs one.
+
+        :raises ConfigError: it cannot be read, others may write it, or an entry is wrong; file and entry are named.
+        """
+        try:
+            with open(path, "rb") as file:
+                info = os.fstat(file.fileno())
+                text = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"roster {path}: {error.strerror}; docs/hosts.md shows what is in one") from error
+        if info.st_mode & 0o022 or info.st_uid not in (os.getuid(), 0):
+            raise ConfigError(
+                f"roster {path}: others may change it (mode {info.st_mode & 0o777:04o}): chmod go-w {path}"
+            )
+        if len(text) > _MAX_FILE_BYTES:
+            raise ConfigError(f"roster {path}: more than {_MAX_FILE_BYTES} bytes")
+        try:
+            tables = tomllib.loads(text.decode())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"roster {path}: {error}") from error
+        return cls._checked(tables, str(path), has_keys=has_keys)
+
+    @classmethod
+    def _checked(cls, tables: dict[str, object], path: str, *, has_keys: bool) -> RosterFile:
+        unknown = sorted(tables.keys() - {"nodes", "proxy"})
+        nodes = tables.get("nodes", {})
+        if unknown or not isinstance(nodes, dict):
+            raise ConfigError(f"roster {path}: {', '.join(unknown) or 'nodes'} is not [nodes.NAME] or [proxy]")
+        if len(nodes) > MAX_NODES:
+            raise ConfigError(f"roster {path}: {len(nodes)} nodes; at most {MAX_NODES} are possible")
+        found = {name: _entry(value, f"roster {path}: nodes.{name}", has_keys) for name, value in nodes.items()}
+        too_long = [name for name in found if not 0 < len(name) <= 256]
+        if too_long:
+            raise ConfigError(f"roster {path}: a node's name has 1 to 256 characters, not {len(too_long[0])}")
+        proxy = _entry(tables["proxy"], f"roster {path}: proxy", has_keys) if "proxy" in tables else None
+        owners: dict[str, str] = {}
+        everybody = {f"nodes.{name}": entry for name, entry in found.items()} | ({"proxy": proxy} if proxy else {})
+        for where, entry in everybody.items():
+            if entry.key and owners.setdefault(entry.key, where) != where:
+                raise ConfigError(f"roster {path}: {owners[entry.key]} and {where} have the same key")
+        return cls(found, proxy)
+
+
+def _entry(value: object, where: str, has_keys: bool) -> Entry:
+    try:
+        entry = msgspec.convert(value, Entry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if has_keys and not entry.key:
+        raise ConfigError(f"{where}: a key is missing")
+    if entry.key:
+        check_key(entry.key, where)
+    try:
+        check_address(entry.address, has_keys)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return entry
+
+
+class Roster:
+    """The nodes that may be dialled and let in. One thread."""
+
+    def __init__(self, path: str, *, has_keys: bool) -> None:
+        """`path` may be empty: no file, so the proxy's word counts (see `believe`).
+
+        :raises ConfigError: keys without a file, or the file is wrong.
+        """
+        if has_keys and not path:
+            raise ConfigError("keys need a roster file that names the peers and their keys (--roster)")
+        self._path = path
+        self._has_keys = has_keys
+        self._file: RosterFile | None = None
+        self._stamp: tuple[int, ...] = ()
+        self._by_key: dict[str, str] = {}
+        self._told: dict[str, PeerEntry] = {}  # only without a file
+        self._warned: set[str] = set()
+        if path:
+            self._stamp = self._stamped()
+            self._set(RosterFile.load(path, has_keys=has_keys))
+
+    @property
+    def proxy(self) -> Entry | None:
+        """The proxy, as the file names it."""
+        return self._file.proxy if self._file is not None else None
+
+    def node(self, name: str) -> Entry | None:
+        """A node, as the file names it."""
+        return self._file.nodes.get(name) if self._file is not None else None
+
+    def entry(self, name: str) -> PeerEntry:
+        """The node of that name.
+
+        :raises PeerUnknown: there is none.
+        """
+        if self._file is None:
+            found = self._told.get(name)
+        else:
+            entry = self._file.nodes.get(name)
+            found = PeerEntry(name, entry.address, entry.key) if entry is not None else None
+        if found is None:
+            known = ", ".join(sorted(self._file.nodes if self._file else self._told)[:16]) or "nobody"
+            raise PeerUnknown(
+                f"no node is named {name!r:.80} in the roster ({self._path or 'told by the proxy'}: {known})"
+            )
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """All nodes that may be dialled, as far as they are known now."""
+        return list(self._file.nodes if self._file is not None else self._told)
+
+    def check_self(self, name: str, public_key: str, address: str) -> str:
+        """What the file says of this node itself, against what it is; a warning, or empty.
+
+        :raises ConfigError: the key is another node's, or the name has another key: no peer would let it in.
+        """
+        if self._file is None:
+            return ""
+        owner = self._by_key.get(public_key) if public_key else name
+        entry = self._file.nodes.get(name)
+        if owner is not None and owner != name:
+            raise ConfigError(f"roster {self._path}: this node's key is that of {owner!r}, not of {name!r}; see --name")
+        if entry is None:
+            return f"{self._path} does not name this node, {name!r}: peers with that roster turn it down"
+        if entry.key and entry.key != public_key:
+            raise ConfigError(f"roster {self._path}: {name!r} has another key than this node; see --keys")
+        if entry.address != address:
+            return f"{self._path} says that this node is at {entry.address}, but it listens at {address}"
+        return ""
+
+    def admits_name(self, name: str) -> bool:
+        """Whether a node of that name may dial; without a file, any that can reach the socket."""
+        return self._file is None or name in self._file.nodes
+
+    def name_of(self, key: str) -> str | None:
+        """Whose key this is now; None: no node's."""
+        return self._by_key.get(key)
+
+    def refresh(self) -> bool:
+        """Read the file again if it changed; True: something is different. A file that is wrong changes nothing."""
+        if self._file is None:
+            return False
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            fresh = RosterFile.load(self._path, has_keys=self._has_keys)
+        except ConfigError as error:
+            log.warning("the roster stays as it was: %s", error)
+            return False
+        if fresh == self._file:
+            return False
+        self._set(fresh)
+        return True
+
+    def believe(self, entries: Iterable[PeerEntry]) -> None:
+        """What the proxy says. With a file it changes nothing; without one, these are the nodes of this host."""
+        told: dict[str, PeerEntry] = {}
+        for entry in entries:
+            if entry.name and entry.address and self._is_believed(entry):
+                told[entry.name] = entry
+        if self._file is None:
+            self._told = told
+
+    def _is_believed(self, entry: PeerEntry) -> bool:
+        if self._file is not None:
+            known = self._file.nodes.get(entry.name)
+            is_same = known is not None and known.address == entry.address and entry.public_key in ("", known.key)
+            if not is_same:
+                self._warn(entry, f"{self._path} does not say so")
+            return is_same
+        try:
+            check_address(entry.address, has_keys=False)
+        except ConfigError as error:
+            self._warn(entry, str(error))
+            return False
+        return True
+
+    def _warn(self, entry: PeerEntry, why: str) -> None:
+        if entry.name not in self._warned and len(self._warned) < _MAX_WARNED:
+            self._warned.add(entry.name)
+            log.warning("the proxy's word that %r is at %r is not believed: %s", entry.name, entry.address, why)
+
+    def _set(self, file: RosterFile) -> None:
+        self._file = file
+        self._by_key = {entry.key: name for name, entry in file.nodes.items() if entry.key}
+
+    def _stamped(self) -> tuple[int, ...]:
+        try:
+            info = os.stat(self._path)
+        except OSError:
+            return ()
+        return info.st_mtime_ns, info.st_size, info.st_ino

@@ -1,0 +1,240 @@
+"""Spans: when which layers of which transfer were computed, gathered, written to a peer and scattered.
+
+Off unless a folder is named (`pdx.config.trace_folder`). Every process that records has a file of its own there, one
+JSON array per line, written in batches; the folder's file `on` switches all of them while they run: they record as long
+as it begins with "1", so `switch` and a shell's `echo 1 > on` do the same. Times are CLOCK_MONOTONIC nanoseconds of one
+host, as in `pdx.telemetry.timeline`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+import threading
+from collections import deque
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdx.config import check_trace_folder, trace_folder
+from pdx.errors import ConfigError, ProtocolError
+
+log = logging.getLogger("pdx")
+
+MAX_PENDING = 1 << 16  # spans in memory
+MAX_FILE_BYTES = 64 << 20
+MAX_FILES = 1024  # of one folder
+MAX_LINE_BYTES = 4096
+
+_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Name = Annotated[str, Meta(max_length=512)]
+
+
+class Lane(StrEnum):
+    """What went on; the comment says who sees it, and from when to when."""
+
+    PREFILL = "prefill"  # a worker of the prefill engine: from hook to hook, without the gather between them on a CPU
+    GATHER = "gather"  # the same: pages to slots. CPU: the copy; GPU: from queueing it to having seen its end
+    WIRE = "wire"  # the prefill's node: from handing a write to its channel to its acknowledgement
+    SCATTER = "scatter"  # a worker of either engine: one load, slots to pages
+
+
+class TraceSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Layers [first_layer, first_layer + num_layers) of one transfer were in this lane from `start_ns` to `end_ns`.
+
+    A prompt that is computed in several steps has spans of each, and what comes after the last layer's hook is another
+    span of that layer. `nbytes` is what of this transfer was moved, 0 in the prefill lane. `who` recorded it: a node's
+    name, or `engine/shard`.
+    """
+
+    lane: Lane
+    transfer: _Name
+    first_layer: _Number
+    num_layers: _Number
+    start_ns: _Number
+    end_ns: _Number
+    nbytes: _Number
+    who: _Name
+
+
+class Tracer:
+    """One process's spans. Any thread may record and flush; `_writing` is held by the one that writes.
+
+    Nothing here fails once it is open: spans that cannot be kept or written are counted (`num_dropped`), with one
+    warning.
+    """
+
+    def __init__(self, path: Path, who: str, *, file: int, switch: int) -> None:
+        """Use `open`. Owns both file descriptors."""
+        self.path = path
+        self.num_dropped = 0
+        self._who = who
+        self._file = file
+        self._switch = switch
+        self._room_bytes = MAX_FILE_BYTES
+        self._is_open = True
+        self._spans: deque[TraceSpan] = deque()
+        self._writing = threading.Lock()
+        self._dropping = threading.Lock()  # guards num_dropped
+
+    @classmethod
+    def open(cls, folder: Path, who: str) -> Tracer:
+        """Make FOLDER/<who>-<pid>-<n>.spans, and the folder's switch, off, if there is none.
+
+        :raises ConfigError: no such folder, somebody else may enter it, or nothing can be written there.
+        """
+        check_trace_folder(folder)
+        with contextlib.ExitStack() as undo:
+            try:
+                switch = os.open(folder / "on", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                undo.callback(os.close, switch)
+                path, file = _new_file(folder, who)
+            except OSError as error:
+                raise ConfigError(f"cannot record spans in {folder}: {error.strerror}") from error
+            undo.pop_all()
+        return cls(path, who, file=file, switch=switch)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether spans are asked for now: reads one byte, with a system call, because touching a mapped file that
+        somebody has just shortened ends the process."""
+        try:
+            return self._is_open and os.pread(self._switch, 1, 0) == b"1"
+        except OSError:  # closed just now by another thread, or the folder's file system is gone
+            return False
+
+    def span(
+        self, lane: Lane, transfer: str, first_layer: int, num_layers: int, start_ns: int, end_ns: int, nbytes: int
+    ) -> None:
+        """Note a span; nothing is written. Only while `is_on`, which the caller asks as often as it sees fit."""
+        if len(self._spans) >= MAX_PENDING:
+            self._drop(1, f"more than {MAX_PENDING} were waiting to be written")
+            return
+        self._spans.append(TraceSpan(lane, transfer, first_layer, num_layers, start_ns, end_ns, nbytes, self._who))
+
+    def flush(self, at_least: int = 1) -> None:
+        """Write what was recorded, if it is so many spans. Where another thread is writing, that one or the next flush
+        does it."""
+        while len(self._spans) >= at_least and self._writing.acquire(blocking=False):
+            try:
+                self._write()
+            finally:
+                self._writing.release()
+
+    def close(self) -> None:
+        """Write what is left and end. Spans that come later are lost. Idempotent."""
+        with self._writing:
+            if self._is_open:
+                self._write()
+                self._is_open = False
+                os.close(self._file)
+                os.close(self._switch)
+
+    def _write(self) -> None:
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        lines = _encoder.encode_lines(spans)
+        if not self._is_open or len(lines) > self._room_bytes:
+            self._room_bytes = 0  # no line behind the ones that are missing
+            self._drop(len(spans), f"{self.path} is closed, or {MAX_FILE_BYTES >> 20} MiB long")
+            return
+        self._room_bytes -= len(lines)
+        left = memoryview(lines)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            self._room_bytes = 0  # a line may be there in part: nothing may come behind it
+            self._drop(len(spans), f"{self.path}: {error.strerror}")
+
+    def _drop(self, count: int, why: str) -> None:
+        with self._dropping:
+            was_none, self.num_dropped = not self.num_dropped, self.num_dropped + count
+        if was_none and count:
+            log.warning("spans are lost: %s", why)
+
+    def __enter__(self) -> Tracer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def tracer_for(setting: str, who: str) -> Tracer | None:
+    """The tracer that a `trace` setting asks for; None: there is nothing to be recorded, ever.
+
+    :raises ConfigError: see `Tracer.open`.
+    """
+    folder = trace_folder(setting)
+    return Tracer.open(folder, who) if folder is not None else None
+
+
+def switch(folder: Path, on: bool) -> None:
+    """Have all processes that record in this folder do so from now on, or stop. Before they are started, too.
+
+    :raises ConfigError: no such folder, somebody else may enter it, or its switch cannot be written.
+    """
+    check_trace_folder(folder)
+    path = folder / "on"
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.pwrite(file, b"1" if on else b"0", 0)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read(folder: Path) -> list[TraceSpan]:
+    """All spans in the folder, the earliest start first. A last line without its end is still being written: left out.
+
+    :raises ConfigError: no such folder.
+    :raises ProtocolError: a file is not what a `Tracer` writes, or there are too many; the text names it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder with spans")
+    paths = sorted(folder.glob("*.spans"))
+    if len(paths) > MAX_FILES:
+        raise ProtocolError(f"{folder}: {len(paths)} files with spans, {MAX_FILES} at most")
+    return sorted((span for path in paths for span in _spans_of(path)), key=lambda span: span.start_ns)
+
+
+def _spans_of(path: Path) -> Iterator[TraceSpan]:
+    info = path.lstat()
+    if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_FILE_BYTES:
+        raise ProtocolError(f"{path}: not a file, or longer than {MAX_FILE_BYTES} bytes")
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if not line.endswith(b"\n"):
+                if len(line) == MAX_LINE_BYTES:
+                    raise ProtocolError(f"{path}:{number}: longer than {MAX_LINE_BYTES} bytes")
+                return
+            try:
+                yield _decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"{path}:{number}: {error}") from error
+
+
+def _new_file(folder: Path, who: str) -> tuple[Path, int]:
+    name = re.sub(r"[^0-9A-Za-z._-]", "_", who)[:100]
+    for number in range(MAX_FILES):
+        path = folder / f"{name}-{os.getpid()}-{number}.spans"
+        with contextlib.suppress(FileExistsError):
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    raise ConfigError(f"{folder} has {MAX_FILES} files of {who} already; remove them")
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(TraceSpan)

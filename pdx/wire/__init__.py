@@ -1,0 +1,1 @@
+"""Every message and its bounds."""

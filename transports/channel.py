@@ -1,0 +1,373 @@
+"""The contract of a channel: one-sided writes between registered memory, with a notification behind each.
+
+A backend is one file beside this one with one subclass of each class here, reached through `registry`. It moves bytes
+and says what became of them. It never retries, sleeps, chooses or keeps deadlines: that is policy, and lives above, in
+`pdx.node`. No I/O here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from pdx.errors import ChannelError, ChannelUnavailable
+
+if TYPE_CHECKING:
+    from pdx.cuda.memory import DeviceMemory, Handle
+
+TOKEN_BYTES = 16
+MAX_DETAIL_BYTES = 64 << 10
+MAX_NOTIFY_BYTES = 64 << 10
+MAX_PIECES = 4096  # in one write
+# What a listener keeps for `take`, of one session: each counts for its payload, the objects and its places in queues.
+MAX_UNTAKEN_BYTES = 4 << 20
+NOTIFICATION_BYTES = 1 << 10
+
+Offset = Annotated[int, Meta(ge=0, le=1 << 48)]
+Size = Annotated[int, Meta(ge=1, le=1 << 48)]
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+SchemeName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
+
+
+class Piece(msgspec.Struct, array_like=True, frozen=True):
+    """`nbytes` bytes from offset `local` of the writer's region to offset `remote` of the other one."""
+
+    local: Offset
+    remote: Offset
+    nbytes: Size
+
+
+class RemoteRegion(msgspec.Struct, array_like=True, frozen=True):
+    """A peer's region as it may be told to others: all that is needed to write to it, for one session.
+
+    `token` is the session's secret; `detail` is the backend's own (an address, an agent's metadata), typed and bounded
+    on decode like any message.
+    """
+
+    scheme: SchemeName
+    nbytes: Size
+    token: Token
+    detail: Annotated[bytes, Meta(max_length=MAX_DETAIL_BYTES)]
+
+
+class Notification(msgspec.Struct, frozen=True):
+    """All bytes of one write of the session `token` have landed; `payload` is what its writer said with it."""
+
+    token: bytes
+    payload: bytes
+
+
+class Availability(msgspec.Struct, frozen=True):
+    """Whether a scheme can work on this machine; if not, why, and what would change that."""
+
+    is_ok: bool
+    why: str = ""
+    fix: str = ""
+
+
+class Memory:
+    """A block of host memory to be registered. `path`: the file it maps from offset 0, where there is one. `gpu`: the
+    UUID of the GPU that memory lies on, empty for the host's.
+
+    Whoever holds it keeps the mapping alive.
+    """
+
+    gpu = ""
+
+    def __init__(self, view: memoryview, path: Path | None = None) -> None:
+        self._view = view.cast("B")
+        self._path = path
+        self._anchor = (ctypes.c_char * self._view.nbytes).from_buffer(self._view)
+        self.nbytes = self._view.nbytes
+        self.address = ctypes.addressof(self._anchor)
+
+    def __repr__(self) -> str:
+        return f"<Memory {self.nbytes >> 10} KiB {self._path or 'anonymous'}>"
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return self._view
+
+    @property
+    def path(self) -> Path | None:
+        """Its file."""
+        return self._path
+
+
+class GpuMemory(Memory):
+    """The first `nbytes` of a block of GPU memory. It has no view and no file; asking for them is the error that a
+    backend which moves host memory only must raise anyway.
+
+    `device` stays its owner's, who closes it, after every region over it.
+    """
+
+    def __init__(self, device: DeviceMemory, nbytes: int = 0) -> None:
+        """`nbytes`: less than all of it; the driver rounds up."""
+        self._device = device
+        self.nbytes = nbytes or device.nbytes
+        self.address = device.address
+        self.gpu = device.gpu
+
+    def __repr__(self) -> str:
+        return f"<GpuMemory {self.nbytes >> 10} KiB of {self.gpu}>"
+
+    @property
+    def view(self) -> memoryview:
+        """:raises ChannelUnavailable: always."""
+        raise ChannelUnavailable(f"{self} cannot be read or written by the processor")
+
+    @property
+    def path(self) -> Path | None:
+        """:raises ChannelUnavailable: always."""
+        raise ChannelUnavailable(f"{self} is no file")
+
+    def export(self) -> tuple[Handle, int]:
+        """What another process of this host opens it with: a handle and a descriptor, which is the caller's to close
+        (-1 if there is none).
+
+        :raises GpuError: the driver cannot.
+        """
+        return self._device.export()
+
+
+def check_on_host(memory: Memory, scheme: str) -> None:
+    """What `register` of a backend that moves host memory only checks first.
+
+    :raises ChannelUnavailable: it is a GPU's.
+    """
+    if memory.gpu:
+        raise ChannelUnavailable(
+            f"{scheme} moves host memory, and {memory} is a GPU's; use cuda_ipc on one host, nixl or ucx between hosts"
+        )
+
+
+class Transfer(ABC):
+    """One write under way. Any thread may use it.
+
+    Once `poll()` is True it stays True, the local bytes may be reused, and nothing of this write will be sent any more.
+    A failure is a completion, too: `error` says which. Without an error every byte is in the remote memory and its
+    owner gets the notification.
+    """
+
+    error: ChannelError | None = None
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Whether it is over. Never blocks."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Do not begin what has not begun; completion follows, with or without an error. Never blocks. Idempotent."""
+
+
+class Channel(ABC):
+    """The way from a local region to one remote region. One thread writes; `close` may come from another.
+
+    Where writes are not checked and cannot be stopped, one that is closed or aborted may still read local memory and
+    write remote memory until it ends. It is never notified of, and `Listener.revoke` tells when it has ended.
+    """
+
+    @abstractmethod
+    def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
+        """Start to write the pieces; their bytes must not change until the transfer is over. Never blocks for long.
+
+        Writes may complete in any order. A broken channel gives a transfer that is over, with the error.
+
+        :raises ValueError: a piece lies outside a region, there are none or more than MAX_PIECES, or `notify` is longer
+            than MAX_NOTIFY_BYTES.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it; transfers under way complete with `ChannelBroken`. Idempotent."""
+
+
+class Listener(ABC):
+    """The receiving side of a region. Any thread may use it.
+
+    A session is one peer's permission to write, named by its token; what it may write to is granted span by span.
+    Where the technology lets the receiver look at a write before it lands (`Region.checks_writes`), a write that is not
+    wholly inside granted spans of its session is refused: nothing of it is written, and the writer's transfer ends with
+    `WriteRefused`.
+    """
+
+    @abstractmethod
+    def invite(self, token: bytes) -> RemoteRegion:
+        """Open a session under this fresh secret; what its peer needs to connect."""
+
+    @abstractmethod
+    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
+        """The session may write to [offset, offset + nbytes) from now on."""
+
+    @abstractmethod
+    def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
+        """Take back a span as it was granted. True: from now on nothing of this session lands there. False: something
+        may be landing right now, ask again. Where writes are not checked it stays False until the session is known to
+        be over. A span that is not granted (any more) is True.
+        """
+
+    @abstractmethod
+    def take(self) -> list[Notification]:
+        """The notifications since the last call. Never blocks.
+
+        Of one session there are MAX_UNTAKEN_BYTES and one write of each of its connections at most. Further writes are
+        not over before some were taken; where writes are not checked, their notifications are lost instead.
+        """
+
+    @abstractmethod
+    def expel(self, token: bytes) -> None:
+        """End a session: its connections are closed and its grants are gone, but for `revoke` to ask about.
+        Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all sessions and stop listening. Idempotent."""
+
+
+class Region(ABC):
+    """Local memory registered with one technology, once; the root of all its channels and of its listener.
+
+    Closing it closes them. Threads and descriptors that a backend needs are its own and end with `close`.
+    """
+
+    scheme: ClassVar[str]
+    crosses_wire: ClassVar[bool] = True  # bytes leave the host's memory, so digests are due
+    checks_writes: ClassVar[bool] = True  # see Listener; if not, only a silent or dead peer is known not to write
+    is_polled: ClassVar[bool] = False  # `wake` may not be called: somebody must poll transfers and `take`
+    # Only who holds a session's token can reach the memory. If not, whoever reaches the technology's own ports is
+    # trusted, so it is used only where the user says so.
+    is_authenticated: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def availability(cls) -> Availability:
+        """Whether this scheme can work here. Imports what it needs, opens nothing, raises nothing."""
+
+    @classmethod
+    @abstractmethod
+    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> Region:
+        """Register `memory`. `host`: the address to listen on and to be reached at. `wake` is called from any thread
+        when a notification is there, or a transfer of a channel without a `wake` of its own is over; it returns at
+        once.
+
+        :raises ChannelUnavailable: it cannot work here.
+        """
+
+    @abstractmethod
+    def listen(self) -> Listener:
+        """Begin to receive; the same listener each time.
+
+        :raises ChannelUnavailable: the address cannot be had.
+        """
+
+    @abstractmethod
+    def connect(
+        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
+    ) -> Channel:
+        """A channel to a peer's region. Blocks up to `timeout_s`. `wake` is called from any thread when a transfer of
+        this channel is over, and returns at once; by default it is the region's. So a write to one peer wakes nobody
+        who waits for another one.
+
+        :raises ChannelBroken: the peer does not answer or does not know the token.
+        :raises ChannelUnavailable: this scheme cannot reach it (another host, another version).
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close everything and deregister. Idempotent."""
+
+
+def check_write(pieces: Sequence[Piece], notify: bytes, local_nbytes: int, remote_nbytes: int) -> None:
+    """What every backend's `write` checks first.
+
+    :raises ValueError: see `Channel.write`.
+    """
+    if not 0 < len(pieces) <= MAX_PIECES:
+        raise ValueError(f"a write has {len(pieces)} pieces; 1 to {MAX_PIECES} are possible")
+    if len(notify) > MAX_NOTIFY_BYTES:
+        raise ValueError(f"a notification has {len(notify)} bytes; at most {MAX_NOTIFY_BYTES} are possible")
+    for piece in pieces:
+        inside = 0 <= piece.local <= local_nbytes - piece.nbytes and 0 <= piece.remote <= remote_nbytes - piece.nbytes
+        if piece.nbytes <= 0 or not inside:
+            raise ValueError(f"{piece} lies outside a region ({local_nbytes} local, {remote_nbytes} remote bytes)")
+
+
+class Spans:
+    """The spans granted to one session, for backends that check writes. Not thread-safe: its backend locks it.
+
+    A span in use (`enter` … `leave`) is being written; it can be revoked, but is not free before the last `leave`.
+    """
+
+    def __init__(self) -> None:
+        self._granted: dict[int, int] = {}  # offset -> bytes
+        self._starts: list[int] = []  # the same offsets, sorted
+        self._in_use: dict[int, int] = {}  # offset of the span -> writes landing in it, also after it was revoked
+
+    def grant(self, offset: int, nbytes: int) -> None:
+        """Add a span; spans of one session do not overlap."""
+        if offset not in self._granted:
+            bisect.insort(self._starts, offset)
+        self._granted[offset] = nbytes
+
+    def revoke(self, offset: int, nbytes: int) -> bool:
+        """See `Listener.revoke`."""
+        if self._granted.get(offset) == nbytes:
+            del self._granted[offset]
+            del self._starts[bisect.bisect_left(self._starts, offset)]
+        return not self._in_use.get(offset)
+
+    def revoke_all(self) -> None:
+        """The session is over."""
+        self._granted.clear()
+        self._starts.clear()
+
+    def enter(self, spans: Iterable[tuple[int, int]]) -> list[int] | None:
+        """All of these (offset, nbytes) are about to be written; what to `leave` with, None if one is not granted.
+
+        Each must lie inside one granted span. It costs the logarithm of the granted spans for each.
+        """
+        starts = [self._span_of(offset, nbytes) for offset, nbytes in spans]
+        entered = [start for start in starts if start is not None]
+        if len(entered) != len(starts):
+            return None
+        for start in entered:
+            self._in_use[start] = self._in_use.get(start, 0) + 1
+        return entered
+
+    def leave(self, entered: Iterable[int]) -> None:
+        """These are written, or never will be."""
+        for start in entered:
+            self._in_use[start] -= 1
+            if not self._in_use[start]:
+                del self._in_use[start]
+
+    def _span_of(self, offset: int, nbytes: int) -> int | None:
+        index = bisect.bisect_right(self._starts, offset) - 1
+        if index < 0:
+            return None
+        start = self._starts[index]
+        return start if offset + nbytes <= start + self._granted[start] else None
+
+
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same bytes, with neighbours joined that are neighbours on both sides. For backends that send each piece by
+    itself: writer and reader come to the same result.
+    """
+    found: list[Piece] = []
+    local, remote, nbytes = pieces[0].local, pieces[0].remote, pieces[0].nbytes
+    for piece in pieces[1:]:
+        if piece.local == local + nbytes and piece.remote == remote + nbytes:
+            nbytes += piece.nbytes
+        else:
+            found.append(Piece(local, remote, nbytes))
+            local, remote, nbytes = piece.local, piece.remote, piece.nbytes
+    found.append(Piece(local, remote, nbytes))
+    return found
