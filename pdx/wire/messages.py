@@ -18,7 +18,7 @@ from pdx.memory.slot import Slot
 
 _T = TypeVar("_T")
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 4 << 20
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024

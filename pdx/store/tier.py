@@ -1,0 +1,90 @@
+"""What every tier is to the scheduler of copies: a few methods that never wait.
+
+A tier is anywhere that chunks can be besides the arena that a copy reads or writes: another arena, a disk, a remote
+store, a peer. `pdx.store.copies` decides what is copied and when; a tier says what it has, finds room, and moves the
+bytes of one job at a time on threads of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdx.memory.slot import Slot
+
+if TYPE_CHECKING:
+    from pdx.store.copies import Copy
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Slices [first_layer, first_layer + count) of one chunk of one shard; of `layers` slices in all."""
+
+    key: bytes
+    shard: int
+    layers: int
+    first_layer: int
+    count: int
+    slot: Slot  # of the whole chunk in this node's arena `slot.arena`: what is read, or written
+    remote: Slot | None = None  # of the whole chunk in the tier, where the tier has slots
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the chunk."""
+        return self.count == self.layers
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One movement of bytes for the copy `number`: the smallest unit that is submitted, ends and fails."""
+
+    number: int
+    parts: Sequence[Part]
+    nbytes: int
+    transfer: str | None = None  # that the copy is part of
+
+
+class Tier(ABC):
+    """Owned by the control loop, which alone calls it; no method waits or does I/O.
+
+    Each job that was given to `store` or `load` ends exactly once: the tier has the control loop call
+    `Copies.done(job, error)` (`pdx.node.peers.mailbox`), also after `cancel`, because only then the arena's memory is
+    no longer read or written. `error` is a `pdx.errors.TierError` or None.
+    """
+
+    name: str  # unique in the node: "disk", "host", the peer's name
+    is_whole: bool = False  # whether a job must hold whole chunks, and only one
+    max_inflight_bytes: int  # of jobs that were submitted and are not over
+
+    @abstractmethod
+    def find(self, keys: Sequence[bytes], shards: int) -> int:
+        """How many leading keys the tier has in every shard, by what it knows in memory."""
+
+    @abstractmethod
+    def admit(self, copy: Copy) -> None:
+        """Find room for a copy into this tier. The answer is `Copies.granted` or `Copies.stopped`, now or later."""
+
+    @abstractmethod
+    def store(self, job: Job) -> None:
+        """Copy these parts from the arena into this tier."""
+
+    @abstractmethod
+    def load(self, job: Job) -> None:
+        """Copy these parts from this tier into the arena. A part whose digest does not match is an error."""
+
+    @abstractmethod
+    def cancel(self, copy: Copy) -> None:
+        """End the jobs of a copy soon."""
+
+    @abstractmethod
+    def over(self, copy: Copy) -> None:
+        """No job of this copy comes any more, and none is under way."""
+
+    @abstractmethod
+    def evict(self, keys: Sequence[bytes]) -> int:
+        """Forget these in every shard; returns how many were there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all jobs and threads. Idempotent."""
