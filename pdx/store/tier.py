@@ -45,6 +45,20 @@ class Job(msgspec.Struct, frozen=True):
     transfer: str | None = None  # that the copy is part of
 
 
+class Held(msgspec.Struct, frozen=True):
+    """What a tier has of one key: all shards have chunks of so many bytes and slices."""
+
+    nbytes: int
+    layers: int
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Room for these of a copy's keys, by index; `slots` holds len(keys) x shards slots, key-major, if it has slots."""
+
+    keys: Sequence[int]
+    slots: Sequence[Slot] = ()
+
+
 class Tier(ABC):
     """Owned by the control loop, which alone calls it; no method waits or does I/O.
 
@@ -54,16 +68,21 @@ class Tier(ABC):
     """
 
     name: str  # unique in the node: "disk", "host", the peer's name
-    is_whole: bool = False  # whether a job must hold whole chunks, and only one
-    max_inflight_bytes: int  # of jobs that were submitted and are not over
+    is_ready: bool = True  # whether copies may be admitted and jobs given now
+    is_whole: bool = False  # whether a job must hold one whole chunk of one shard
+    max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
+    max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
 
     @abstractmethod
-    def find(self, keys: Sequence[bytes], shards: int) -> int:
-        """How many leading keys the tier has in every shard, by what it knows in memory."""
+    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
+        """The leading keys that the tier has in every shard, by what it knows in memory."""
 
     @abstractmethod
-    def admit(self, copy: Copy) -> None:
-        """Find room for a copy into this tier. The answer is `Copies.granted` or `Copies.stopped`, now or later."""
+    def admit(self, copy: Copy) -> Grant | None:
+        """Find room for a copy into this tier: what it has no room for, or has already, is left out of the grant.
+
+        None: the answer comes later, by `Copies.granted` or `Copies.stopped`.
+        """
 
     @abstractmethod
     def store(self, job: Job) -> None:
