@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pdx.bench.cpu_clock import CpuClock
@@ -24,11 +24,11 @@ from pdx.client.api import Node
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
-from pdx.node.peers.job import Job
-from pdx.node.peers.outgoing import Outgoing
+from pdx.store.copies import Copies
+from pdx.store.copy import Copy, Priority
 from pdx.store.store import Claim, Store
+from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.wire.messages import Fill, Reserve, Reserved
-from pdx.wire.peer_messages import Granted, LetGo, Offer
 
 WRITER = 1
 LAYERS, STEP = 80, 32  # of a chunk; chunks of one prefill step of 8k tokens
@@ -50,25 +50,42 @@ ANSWER_S = 20.0
 ASK_S = 0.02
 
 
-class StandIn:
+class StandIn(Tier):
     """The way to a peer that is always there and acknowledges when it is asked to."""
 
     name = TO
-    is_usable = True
 
     def __init__(self) -> None:
-        self.offers: list[Offer] = []
+        self.copies: list[int] = []
         self.jobs: list[Job] = []
 
-    def send(self, body: Offer | LetGo) -> None:
-        if isinstance(body, Offer):
-            self.offers.append(body)
+    @property
+    def is_ready(self) -> bool:
+        return True
 
-    def submit(self, job: Job) -> None:
+    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
+        return []
+
+    def admit(self, copy: Copy) -> None:
+        self.copies.append(copy.number)
+
+    def store(self, job: Job) -> None:
         self.jobs.append(job)
 
-    def abort(self, push: int) -> None:
+    def load(self, job: Job) -> None:
+        raise AssertionError("the bench loads nothing")
+
+    def cancel(self, copy: Copy) -> None:
         """The bench gives none up."""
+
+    def over(self, copy: Copy) -> None:
+        """Nobody waits for it."""
+
+    def evict(self, keys: Sequence[bytes]) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
 
 class Loop:
@@ -77,13 +94,8 @@ class Loop:
     def __init__(self, arena: Arena, pushes: int, chunks: int) -> None:
         self._store = Store(arena)
         self._way = StandIn()
-        self._outgoing = Outgoing(
-            self._store,
-            group_bytes=GROUP_BYTES,
-            window_bytes=WINDOW_BYTES,
-            counters=Counter(),
-            on_over=lambda push, is_complete: None,
-        )
+        self._way.max_inflight_bytes = WINDOW_BYTES
+        self._copies = Copies([self._store], group_bytes=GROUP_BYTES, counters=Counter())
         self._slots = [self._push(chunks) for _ in range(pushes)]
 
     def _push(self, chunks: int) -> list[Slot]:
@@ -91,9 +103,8 @@ class Loop:
         claim = Claim(keys=keys, nbytes=LAYERS * SLICE_BYTES, layers=LAYERS, owner=WRITER, writers=[WRITER])
         _, slots, _ = self._store.reserve(claim)
         assert len(slots) == chunks
-        self._outgoing.start(self._way, keys, 1, transfer=None, layout=b"", wait_s=5.0, now=0.0, push_s=60.0)
-        offer = self._way.offers[-1]
-        self._outgoing.granted(TO, Granted(offer.push, list(range(chunks)), slots))
+        self._copies.store(self._way, 0, keys, 1, priority=Priority.HANDOFF, deadline=60.0)
+        self._copies.granted(TO, self._way.copies[-1], Grant(range(chunks), slots))
         return slots
 
     def step(self, *, acknowledged: bool) -> tuple[list[float], list[float]]:
@@ -106,12 +117,12 @@ class Loop:
         return fills, acks
 
     def _fill(self, layer: int) -> None:
-        self._outgoing.changed(self._store.fill(self._slots[0][:STEP], layer, 1, WRITER))
-        self._outgoing.pump()
+        self._copies.changed(self._store.fill(self._slots[0][:STEP], layer, 1, WRITER))
+        self._copies.pump()
 
     def _acknowledge(self) -> None:
-        self._outgoing.written(TO, self._way.jobs.pop(0), None)
-        self._outgoing.pump()
+        self._copies.done(TO, self._way.jobs.pop(0), None)
+        self._copies.pump()
 
 
 def _seconds(work: Callable[[], None]) -> float:

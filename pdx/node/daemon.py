@@ -162,7 +162,7 @@ class Daemon:
                 and source not in (self._peers.mailbox.fd, self._desk.entry.fd)
             ):
                 self._forget(source)  # else it would fail again at once, for ever
-        self._peers.turn()
+        self.service.turn()
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S

@@ -20,6 +20,7 @@ from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
+from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.transfers import Transfers
@@ -75,6 +76,7 @@ class Service:
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock)
         self.transfers = Transfers(self.counters)
+        self.copies = Copies([self.store], group_bytes=config.group_bytes, counters=self.counters)
         self.peers = Peers(
             config,
             name=self.name,
@@ -82,12 +84,13 @@ class Service:
             arena=arena,
             probe=Slot(self.store.total_bytes, arena.nbytes - self.store.total_bytes, 0),
             store=self.store,
+            copies=self.copies,
             transfers=self.transfers,
             counters=self.counters,
             faults=self.faults,
             layouts=lambda: [session.hello.layout for session in self.sessions],
             mark=self._mark_own,
-            on_changed=lambda chunks: self.lookups.changed(chunks),
+            on_changed=self._changed,
             clock=clock,
         )
         self.lookups = Lookups(
@@ -147,7 +150,11 @@ class Service:
     def _lost(self, chunks: Sequence[Chunk]) -> None:
         """These chunks will not be whole: who waits for them stops waiting."""
         self.transfers.aborted(chunks, self._clock())
-        self.peers.changed(chunks)
+        self._changed(chunks)
+
+    def _changed(self, chunks: Sequence[Chunk]) -> None:
+        """Slices of these chunks were filled, or they are whole, or never will be: copies and lookups go on with it."""
+        self.copies.changed(chunks)
         self.lookups.changed(chunks)
 
     def detach_all(self) -> None:
@@ -174,7 +181,17 @@ class Service:
         with self.faults.contain("the deadlines of transfers"):
             for name in self.transfers.expire(self._clock()):
                 self.store.drop_tails(name)
+        with self.faults.contain("the deadlines of copies"):
+            self.copies.tick(self._clock())
         self.peers.tick()
+
+    def turn(self) -> None:
+        """After each turn of the control loop."""
+        self.peers.turn()
+        with self.faults.contain("the turn of copies"):
+            self.copies.pump()
+            landed, self.copies.landed = self.copies.landed, []
+            self._changed(landed)
 
     @property
     def news(self) -> bool:
@@ -277,8 +294,7 @@ class Service:
         if ask.seal:
             self.store.seal(chunks)
             self.transfers.sealed(chunks, self._clock())
-            self.lookups.changed(chunks)
-        self.peers.changed(chunks)
+        self._changed(chunks)
         return Done(count)
 
     def _abort(self, session: Session, ask: Abort) -> Answer:
@@ -322,13 +338,13 @@ class Service:
     def cancel(self, transfer: str, source: str) -> bool:
         """Give up a transfer, as `source` asks for; returns whether that is news."""
         news = self.transfers.give_up(transfer, self._clock(), source)
+        self.copies.cancel(transfer)
         self.peers.cancel(transfer)  # also if it was given up before: its chunks may have come to nothing one by one
         if news:
             self.counters["transfers_given_up"] += 1
             unsealed = self.store.unsealed(transfer)
             self.store.abort(unsealed)
-            self.peers.changed(unsealed)  # they may be pushed for another transfer, too
-            self.lookups.changed(unsealed)  # and others may wait for them
+            self._changed(unsealed)  # they may be pushed for another transfer, and others may wait for them
             self.store.drop_tails(transfer)
         return news
 

@@ -1,9 +1,465 @@
-"""One copy of chunks from one tier to another: the record of it. The scheduler of copies goes here."""
+"""The copies of chunks from tier to tier: which slices go next, and when a copy is over. No sockets, no threads here.
+
+Whatever moves is a copy: a push to a peer, a store on disk, a load from there, what goes from one arena to another. A
+copy reads an arena of this node and writes a tier, slice by slice while its chunks are filled (`Copies.store`), or it
+reads a tier and fills an arena (`Copies.load`).
+
+Each tier has a queue. The copy with the highest priority goes first; among those of one priority the copy that lacks
+the fewest bytes of its prefill, because its decoder waits soonest. What a tier was given and has not finished is
+bounded by `Tier.max_inflight_bytes`, so that the order still matters when there is more to copy than the tier takes.
+Slices are grouped until a job is worth its cost (`group_bytes`), or nothing more is to be filled.
+
+What is filled, finished and granted is only noted; `pump`, once per turn of the control loop, gives the tiers the jobs
+that come of it. A message costs what it changes, whatever else is under way.
+"""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-class Copy:
-    """Chunks on their way from one tier to another. Owned by the control loop."""
+from pdx.errors import ArenaTooSmall, PdxError, ProtocolError
+from pdx.store.chunk import Chunk
+from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
+from pdx.store.deadlines import Deadlines
+from pdx.store.lifecycle import State
+from pdx.store.store import Claim, Store
+from pdx.store.tier import Grant, Job, Tier
 
-    number: int
+log = logging.getLogger("pdx.node")
+
+NODE = 0  # the session that fills what a copy loads: the node itself
+
+
+class Queue:
+    """What one tier is to do: its copies by number, and the ranks of those with a job to give, in their order."""
+
+    __slots__ = ("copies", "due", "in_flight", "stored_bytes", "wanted_bytes", "wants")
+
+    def __init__(self) -> None:
+        self.copies: dict[int, Copy] = {}
+        self.due: list[tuple[int, int, int]] = []  # sorted (priority, bytes to be filled, number)
+        self.in_flight = 0  # bytes given and not over
+        self.wants = 0  # copies that a peer asked for …
+        self.wanted_bytes = 0  # … and what they hold
+        self.stored_bytes = 0  # held by copies that nobody waits for
+
+
+class Copies:
+    """All copies of a node. Owned by the control loop; the clock is a parameter."""
+
+    def __init__(self, stores: Sequence[Store], *, group_bytes: int, counters: Counter[str]) -> None:
+        """`stores`: one per arena of this node, by the arena's number."""
+        self._stores = stores
+        self._group_bytes = group_bytes
+        self._counters = counters
+        self._numbers = itertools.count(1)
+        self._copies: dict[int, Copy] = {}
+        self._deadlines: Deadlines[int] = Deadlines()
+        self._queues: defaultdict[str, Queue] = defaultdict(Queue)  # by tier
+        self._of_transfer: defaultdict[str, list[Copy]] = defaultdict(list)
+        self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
+        self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
+        self._may_give: set[str] = set()  # … and the tiers that may be given jobs
+        self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def of(self, tier: str) -> list[Copy]:
+        """The copies to and from a tier."""
+        return list(self._queues[tier].copies.values()) if tier in self._queues else []
+
+    def of_transfer(self, transfer: str, tier: str) -> Copy | None:
+        """The copy of a transfer to a tier, if one is under way."""
+        return next((copy for copy in self._of_transfer.get(transfer, ()) if copy.tier.name == tier), None)
+
+    def in_flight(self, tier: str) -> int:
+        """Bytes that were given to a tier and are not over."""
+        return self._queues[tier].in_flight if tier in self._queues else 0
+
+    def wants(self, tier: str) -> tuple[int, int]:
+        """The copies under way that a peer asked for, and the bytes of the chunks that they hold."""
+        queue = self._queues.get(tier)
+        return (queue.wants, queue.wanted_bytes) if queue is not None else (0, 0)
+
+    def stored_bytes(self, tier: str) -> int:
+        """Bytes of chunks that are held because they are stored in a tier and nobody waits for that."""
+        return self._queues[tier].stored_bytes if tier in self._queues else 0
+
+    # ---- starting ---------------------------------------------------------------------------
+
+    def store(
+        self,
+        tier: Tier,
+        arena: int,
+        keys: Sequence[bytes],
+        shards: int,
+        *,
+        priority: Priority,
+        deadline: float,
+        transfer: str | None = None,
+        layout: bytes = b"",
+        want: int = 0,
+    ) -> int:
+        """Copy the leading run of these keys that is in an arena, or being filled there; how many chunks that are."""
+        store = self._stores[arena]
+        found: list[tuple[bytes, list[Chunk]]] = []
+        for key in keys:
+            chunks = store.known(key, shards)
+            if chunks is None or chunks[0].slot.nbytes < chunks[0].layers:  # a slice without a byte cannot be copied
+                break
+            found.append((key, chunks))
+        for run in alike(found):
+            chunks = [chunk for _, of_key in run for chunk in of_key]
+            store.hold(chunks)
+            self._add(
+                Copy(
+                    next(self._numbers),
+                    tier,
+                    [key for key, _ in run],
+                    shards,
+                    chunks,
+                    priority=priority,
+                    deadline=deadline,
+                    transfer=transfer,
+                    layout=layout,
+                    want=want,
+                )
+            )
+        return len(found)
+
+    def load(
+        self, tier: Tier, arena: int, keys: Sequence[bytes], shards: int, *, priority: Priority, deadline: float
+    ) -> int:
+        """Copy the leading run of these keys that a tier has into an arena, as far as there is room; how many keys are
+        filled by that copy from now on."""
+        held = tier.find(keys, shards)
+        count = 0
+        for size, run in itertools.groupby(zip(keys, held, strict=False), key=lambda pair: pair[1]):
+            wanted = [key for key, _ in run]
+            claim = Claim(
+                keys=wanted,
+                nbytes=size.nbytes,
+                layers=size.layers,
+                owner=NODE,
+                writers=[NODE] * shards,
+                partial=True,
+                deadline=deadline,
+            )
+            try:
+                granted, slots, is_full = self._stores[arena].reserve(claim)
+            except ArenaTooSmall:
+                self._counters["loads_without_room"] += 1
+                return count
+            if granted:
+                chunks = [self._stores[arena].at(slot) for slot in slots]
+                keys_of_copy = [wanted[index] for index in granted]
+                self._add(
+                    Copy(
+                        next(self._numbers),
+                        tier,
+                        keys_of_copy,
+                        shards,
+                        chunks,
+                        priority=priority,
+                        deadline=deadline,
+                        is_load=True,
+                    )
+                )
+            count += len(granted)
+            if is_full:
+                self._counters["loads_without_room"] += 1
+                break
+        return count
+
+    def _add(self, copy: Copy) -> None:
+        self._counters["copies"] += 1
+        self._copies[copy.number] = copy
+        self._deadlines.add([copy.number], copy.deadline)
+        queue = self._queues[copy.tier.name]
+        queue.copies[copy.number] = copy
+        self._count(queue, copy, copy.held_bytes)
+        queue.wants += bool(copy.want)
+        if copy.transfer is not None:
+            self._of_transfer[copy.transfer].append(copy)
+        if copy.is_load:
+            self._grant(copy, Grant(range(len(copy.keys))))
+        else:
+            self._ask(copy)
+
+    @staticmethod
+    def _count(queue: Queue, copy: Copy, nbytes: int) -> None:
+        """A copy holds so many bytes more, or fewer."""
+        if copy.want:
+            queue.wanted_bytes += nbytes
+        elif copy.priority >= Priority.STORE:
+            queue.stored_bytes += nbytes
+
+    def _ask(self, copy: Copy) -> None:
+        """Ask the tier for room, once."""
+        if copy.tier.is_ready and not copy.is_asked and copy.state is CopyState.QUEUED:
+            copy.is_asked = True
+            grant = copy.tier.admit(copy)
+            if grant is not None:
+                self._grant(copy, grant)
+
+    def ready(self, tier: str) -> None:
+        """A tier takes copies from now on: ask it for what waited for it."""
+        self._may_give.add(tier)
+        for copy in self.of(tier):
+            self._ask(copy)
+
+    # ---- what a tier says -------------------------------------------------------------------
+
+    def granted(self, tier: str, number: int, grant: Grant) -> None:
+        """A tier has room for these keys of a copy.
+
+        :raises ProtocolError: it is not an answer to what it was asked.
+        """
+        copy = self._copies.get(number)
+        if copy is None or copy.tier.name != tier:
+            return  # given up meanwhile; the tier knows, or is being told
+        if copy.state is not CopyState.QUEUED:
+            if copy.state is CopyState.RUNNING:
+                raise ProtocolError(f"{tier} grants room for copy {number} twice")
+            return
+        self._grant(copy, grant)
+
+    def _grant(self, copy: Copy, grant: Grant) -> None:
+        held, held_bytes = copy.chunks, copy.held_bytes
+        try:
+            copy.grant(grant)
+        except ProtocolError:
+            self._give_up(copy, CopyStep.CANCEL)  # the tier keeps room for it until it is told
+            raise
+        copy.step(CopyStep.GRANT)
+        wanted = set(grant.keys)
+        self._unhold(copy, [chunk for at, chunk in enumerate(held) if at // copy.shards not in wanted])
+        self._count(self._queues[copy.tier.name], copy, copy.held_bytes - held_bytes)
+        for item in copy.items:
+            self._items[item.chunk].append(item)
+        self._counters["offered_chunks"] += len(copy.keys) * copy.shards
+        self._counters["granted_chunks"] += len(copy.items)
+        if any(item.is_dead for item in copy.items):
+            self._source_is_gone(copy)
+        elif copy.is_all_given:  # nothing was granted
+            copy.step(CopyStep.ALL_GIVEN)
+            self._drain(copy)
+        else:
+            self._touched[copy] = None
+
+    def stopped(self, tier: str, number: int, text: str) -> None:
+        """A tier does not want this copy any more."""
+        copy = self._copies.get(number)
+        if copy is not None and copy.tier.name == tier and copy.state is not CopyState.DRAINING:
+            if text:
+                log.warning("%s stopped a copy: %r", tier, text)
+            self._counters["copies_stopped"] += 1
+            self._give_up(copy, CopyStep.STOP)
+
+    def lost(self, tier: str) -> None:
+        """A tier is gone; its jobs end with errors, or have ended."""
+        for copy in self.of(tier):
+            copy.is_lost = True
+            self._counters["copies_lost"] += not copy.is_given_up
+            if copy.state is CopyState.DRAINING:
+                copy.is_given_up = True  # all was given; whether it arrived nobody will know
+            else:
+                self._give_up(copy, CopyStep.LOST)
+
+    # ---- what happens here ------------------------------------------------------------------
+
+    def changed(self, chunks: Iterable[Chunk]) -> None:
+        """Slices of these chunks were filled, or their writers gave up."""
+        dead: dict[Copy, None] = {}
+        for chunk in chunks:
+            for item in self._items.get(chunk, ()):
+                if item.copy.state is not CopyState.RUNNING:
+                    continue
+                if item.is_dead:
+                    dead[item.copy] = None
+                elif item.copy.note(item):
+                    self._touched[item.copy] = None
+        for copy in dead:
+            self._source_is_gone(copy)
+
+    def is_loading(self, arena: int, key: bytes, shards: int) -> bool:
+        """Whether a load fills this key in an arena."""
+        chunks = self._stores[arena].known(key, shards)
+        return chunks is not None and any(chunk.writer == NODE and chunk.state is State.FILLING for chunk in chunks)
+
+    def cancel(self, transfer: str) -> None:
+        """The transfer was given up."""
+        for copy in list(self._of_transfer.get(transfer, ())):
+            if copy.state is not CopyState.DRAINING:
+                self._counters["copies_cancelled"] += 1
+                self._give_up(copy, CopyStep.CANCEL)
+
+    def tick(self, now: float) -> None:
+        """Give up what is too late."""
+        for number in self._deadlines.take(now):
+            copy = self._copies[number]
+            if copy.state is not CopyState.DRAINING:
+                self._counters["copies_late"] += 1
+                log.warning("%r is dropped: it was not over in time", copy)
+                self._give_up(copy, CopyStep.CANCEL)
+
+    def copied_bytes(self, transfer: str) -> int:
+        """What tiers have of the copies of a transfer that are under way."""
+        return sum(copy.copied_bytes for copy in self._of_transfer.get(transfer, ()))
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Give each tier the jobs that came up since the last call, the most urgent first, as long as it may have more
+        in flight. To be called after each turn of the control loop."""
+        while self._touched:
+            self._rank(self._touched.popitem()[0])
+        while self._may_give:
+            name = self._may_give.pop()
+            queue = self._queues.get(name)
+            while queue is not None and queue.due:
+                copy = queue.copies[queue.due[0][2]]
+                if not copy.tier.is_ready or queue.in_flight >= copy.tier.max_inflight_bytes:
+                    break
+                self._give(queue, copy)
+
+    def _give(self, queue: Queue, copy: Copy) -> None:
+        job = copy.next_job()
+        queue.in_flight += job.nbytes
+        copy.under_way += 1
+        if copy.is_load:
+            copy.tier.load(job)
+        else:
+            copy.tier.store(job)
+        if copy.is_all_given:
+            copy.step(CopyStep.ALL_GIVEN)
+        if copy.is_all_given or not copy.is_due(self._group_bytes):
+            self._rank(copy)
+
+    def _rank(self, copy: Copy) -> None:
+        """Put a copy where it belongs among those of its tier that have a job to give."""
+        queue = self._queues.get(copy.tier.name)
+        if queue is None:
+            return  # over, and the last one
+        if copy.rank is not None:
+            del queue.due[bisect.bisect_left(queue.due, copy.rank)]
+            copy.rank = None
+        if copy.state is CopyState.RUNNING and copy.is_due(self._group_bytes):
+            copy.rank = (copy.priority, copy.unfilled_bytes, copy.number)
+            bisect.insort(queue.due, copy.rank)
+            self._may_give.add(copy.tier.name)
+
+    def done(self, tier: str, job: Job, error: PdxError | None) -> None:
+        """A job is over; the tier reads and writes the arena for it no more."""
+        queue = self._queues[tier]
+        queue.in_flight -= job.nbytes
+        self._may_give.add(tier)
+        copy = self._copies.get(job.number)
+        if copy is not None:
+            copy.under_way -= 1
+            if error is None:
+                copy.copied(job)
+                self._counters["loaded_bytes" if copy.is_load else "sent_bytes"] += job.nbytes
+                if copy.is_load:
+                    self._land(job)
+            elif not copy.is_given_up:  # else it was aborted
+                log.warning("%r failed: %s", copy, error)
+                self._counters["jobs_failed"] += 1
+                if copy.state is CopyState.RUNNING:
+                    self._give_up(copy, CopyStep.CANCEL)
+            if copy.state is CopyState.DRAINING:
+                self._drain(copy)
+        self._forget_if_idle(tier)
+
+    def _land(self, job: Job) -> None:
+        """The slices of a job are in the arena: fill them, and seal what is whole."""
+        for part in job.parts:
+            store = self._stores[part.slot.arena]
+            chunks = store.fill([part.slot], part.first_layer, part.count, NODE)
+            if chunks[0].is_complete:
+                store.seal(chunks)
+            self.landed += chunks
+
+    # ---- ending -----------------------------------------------------------------------------
+
+    def _source_is_gone(self, copy: Copy) -> None:
+        """Whoever filled a chunk of it has given up."""
+        self._counters["copies_without_source"] += 1
+        self._give_up(copy, CopyStep.CANCEL)
+
+    def _give_up(self, copy: Copy, step: CopyStep) -> None:
+        copy.is_given_up = True
+        copy.step(step)
+        self._rank(copy)
+        copy.tier.cancel(copy)
+        self._drain(copy)
+
+    def _drain(self, copy: Copy) -> None:
+        """End a draining copy as soon as no job of it reads or writes our memory any more."""
+        if copy.under_way:
+            return
+        copy.step(CopyStep.DRAINED)
+        self._remove(copy)
+        if copy.is_load:
+            self._end_load(copy)
+        else:
+            self._unhold(copy, copy.chunks)
+        copy.tier.over(copy)
+
+    def _end_load(self, copy: Copy) -> None:
+        """What was not loaded never will be: its room is free again."""
+        left = [chunk for chunk in copy.chunks if not chunk.is_complete]
+        for chunk in left:
+            self._stores[chunk.slot.arena].let_go([chunk])
+        self.landed += left
+
+    def _unhold(self, copy: Copy, chunks: Sequence[Chunk]) -> None:
+        if chunks and not copy.is_load:
+            self._stores[chunks[0].slot.arena].unhold(chunks)
+
+    def _remove(self, copy: Copy) -> None:
+        del self._copies[copy.number]
+        self._deadlines.discard(copy.number, copy.deadline)
+        self._touched.pop(copy, None)
+        queue = self._queues[copy.tier.name]
+        del queue.copies[copy.number]
+        self._count(queue, copy, -copy.held_bytes)
+        queue.wants -= bool(copy.want)
+        self._forget_if_idle(copy.tier.name)
+        if copy.transfer is not None:
+            _take(self._of_transfer, copy.transfer, copy)
+        for item in copy.items:
+            _take(self._items, item.chunk, item)
+
+    def _forget_if_idle(self, tier: str) -> None:
+        queue = self._queues[tier]
+        if not queue.copies and not queue.in_flight:
+            del self._queues[tier]
+
+
+def alike(found: Sequence[tuple[bytes, list[Chunk]]]) -> Iterator[list[tuple[bytes, list[Chunk]]]]:
+    """Runs of chunks that one copy can name: of one size and layer count, but for a tail at the end."""
+    run: list[tuple[bytes, list[Chunk]]] = []
+    for key, chunks in found:
+        chunk = chunks[0]
+        same = run and (chunk.slot.nbytes, chunk.layers) == (run[0][1][0].slot.nbytes, run[0][1][0].layers)
+        ends = run and run[-1][1][0].tail
+        if run and (ends or not (same or (chunk.tail and chunk.layers == run[0][1][0].layers))):
+            yield run
+            run = []
+        run.append((key, chunks))
+    if run:
+        yield run
+
+
+def _take(lists: dict[Any, list[Any]], key: object, value: object) -> None:
+    """Take one out of a list that is dropped with its last."""
+    lists[key].remove(value)
+    if not lists[key]:
+        del lists[key]

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 
 if TYPE_CHECKING:
-    from pdx.store.copies import Copy
+    from pdx.store.copy import Copy
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -31,9 +32,9 @@ class Part(msgspec.Struct, frozen=True):
     remote: Slot | None = None  # of the whole chunk in the tier, where the tier has slots
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the chunk."""
-        return self.count == self.layers
+    def span(self) -> tuple[int, int]:
+        """Where the slices lie in a slot of the chunk: (start, bytes)."""
+        return slice_span(self.slot.nbytes, self.layers, self.first_layer, self.count)
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -53,25 +54,29 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Room for these of a copy's keys, by index; `slots` holds len(keys) x shards slots, key-major, if it has slots."""
+    """Room for these of a copy's keys, by index; `slots`: len(keys) x shards, key-major; None: it has no slots."""
 
     keys: Sequence[int]
-    slots: Sequence[Slot] = ()
+    slots: Sequence[Slot] | None = None
 
 
 class Tier(ABC):
     """Owned by the control loop, which alone calls it; no method waits or does I/O.
 
-    Each job that was given to `store` or `load` ends exactly once: the tier has the control loop call
-    `Copies.done(job, error)` (`pdx.node.peers.mailbox`), also after `cancel`, because only then the arena's memory is
-    no longer read or written. `error` is a `pdx.errors.TierError` or None.
+    Each job that was given to `store` or `load` ends exactly once, also after `cancel`: the tier has the control loop
+    call `Copies.done(name, job, error)`, because only then the arena's memory is no longer read or written. `error` is
+    a `pdx.errors.PdxError` or None.
     """
 
     name: str  # unique in the node: "disk", "host", the peer's name
-    is_ready: bool = True  # whether copies may be admitted and jobs given now
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether copies may be admitted and jobs given now; where that changes, `Copies.ready` is to be called."""
+        return True
 
     @abstractmethod
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:

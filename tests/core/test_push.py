@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.node.peers.push_table import RECEIVER, SENDER, ReceiverState, ReceiverStep, SenderState, SenderStep
+from pdx.node.peers.incoming import RECEIVER, ReceiverState, ReceiverStep
+from pdx.store.copy import COPY, CopyState, CopyStep
 
 TABLES = {
-    "sender": (SENDER, SenderState, SenderStep, SenderState.OFFERED),
+    "sender": (COPY, CopyState, CopyStep, CopyState.QUEUED),
     "receiver": (RECEIVER, ReceiverState, ReceiverStep, ReceiverState.QUEUED),
 }
 MAY_BE_WRITTEN = {ReceiverState.LANDING, ReceiverState.CLOSING}
@@ -49,14 +50,14 @@ def test_only_a_state_in_the_beginning_is_granted(side):
 
 
 def test_the_sender_says_let_go_only_when_nothing_reads_its_memory_any_more():
-    ends = {(state, step) for (state, step), target in SENDER.items() if target is SenderState.OVER}
-    assert ends == {(SenderState.DRAINING, SenderStep.DRAINED)}
+    ends = {(state, step) for (state, step), target in COPY.items() if target is CopyState.OVER}
+    assert ends == {(CopyState.DRAINING, CopyStep.DRAINED)}
 
 
-@pytest.mark.parametrize("state", [SenderState.OFFERED, SenderState.STREAMING])
+@pytest.mark.parametrize("state", [CopyState.QUEUED, CopyState.RUNNING])
 def test_a_sender_can_always_give_up(state):
-    for step in (SenderStep.CANCEL, SenderStep.STOP, SenderStep.LOST):
-        assert SENDER[state, step] is SenderState.DRAINING
+    for step in (CopyStep.CANCEL, CopyStep.STOP, CopyStep.LOST):
+        assert COPY[state, step] is CopyState.DRAINING
 
 
 def test_room_that_may_be_written_is_free_only_after_let_go_or_a_fence():

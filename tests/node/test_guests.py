@@ -9,6 +9,7 @@ from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.peers import guests as module
 from pdx.node.peers.guests import Guests
+from pdx.store.copy import Priority
 from pdx.store.transfers import Transfers
 from pdx.wire.peer_messages import Coming, Granted, Want
 
@@ -21,8 +22,8 @@ class Stage(SendingStage):
     def __init__(self, folder, *, peer_share=0.5):
         super().__init__(folder, granules=16)
         ways = SimpleNamespace(
-            outgoing=self.outgoing,
-            is_pushing=lambda transfer, name: self.outgoing.of_transfer(transfer, name) is not None,
+            copies=self.copies,
+            is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, name) is not None,
             push=self.push,
         )
         self.guests = Guests(
@@ -34,7 +35,7 @@ class Stage(SendingStage):
             transfers=Transfers(self.counters),
             regions=SimpleNamespace(listeners={}, regions={}),
             ways=ways,
-            on_changed=self.outgoing.changed,
+            on_changed=self.copies.changed,
             mailbox=None,
             counters=self.counters,
             layouts=list,
@@ -45,15 +46,15 @@ class Stage(SendingStage):
         self.peer = FakeSession(1, "b")
 
     def push(self, name, keys, shards, *, transfer, layout, want):
-        return self.outgoing.start(
+        return self.copies.store(
             self.way,
+            0,
             keys,
             shards,
+            priority=Priority.HANDOFF,
+            deadline=self.now + 60.0,
             transfer=transfer,
             layout=layout,
-            wait_s=5.0,
-            now=self.now,
-            push_s=60.0,
             want=want,
         )
 
@@ -94,11 +95,11 @@ def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
     assert stage.holds() == 8
     assert stage.counters["wants_limited"] == 2
     offer = stage.way.offers[0]
-    stage.outgoing.granted("b", stage.grants(offer, [0, 1]))
-    assert stage.outgoing.wants("b") == (1, 2 * GRANULE_BYTES)
+    stage.granted("b", stage.grants(offer, [0, 1]))
+    assert stage.copies.wants("b") == (1, 2 * GRANULE_BYTES)
     assert stage.want(list(range(4, 16)), 3) == Coming(3, 6), "what was not granted is held no longer"
-    stage.outgoing.lost("b")
-    assert stage.outgoing.wants("b") == (0, 0)
+    stage.copies.lost("b")
+    assert stage.copies.wants("b") == (0, 0)
     assert stage.holds() == 0
 
 
@@ -107,9 +108,9 @@ def test_a_key_that_is_asked_for_twice_and_granted_once_leaves_nothing_held(stag
     slots = seal(stage, [0, 1])
     assert stage.want([0, 0, 1]) == Coming(1, 3)
     assert stage.holds() == 3
-    stage.outgoing.granted("b", stage.grants(stage.way.offers[0], [0]))
+    stage.granted("b", stage.grants(stage.way.offers[0], [0]))
     assert stage.holds() == 1
-    stage.outgoing.pump()
+    stage.copies.pump()
     stage.finish_all()
     assert stage.holds() == 0
     stage.assert_idle()
@@ -122,7 +123,7 @@ def test_a_chunk_larger_than_the_share_is_pushed_alone(stage):
     seal(stage, [1])
     assert stage.want([0, 1]) == Coming(1, 1)
     assert stage.want([1], 2) == Coming(2, 0)
-    stage.outgoing.granted("b", Granted(1, [], []))
+    stage.granted("b", Granted(1, [], []))
     assert stage.want([1], 3) == Coming(3, 1)
 
 
@@ -137,5 +138,5 @@ def test_a_peer_asks_for_no_more_pushes_than_may_be(stage, monkeypatch, caplog):
     ]
     assert stage.counters["wants_limited"] == 2
     assert caplog.text.count("wants_limited") == 1
-    stage.outgoing.stopped("b", 1, "enough")
+    stage.copies.stopped("b", 1, "enough")
     assert stage.want([0], 5) == Coming(5, 1)

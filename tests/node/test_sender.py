@@ -12,12 +12,12 @@ from push_stage import MIB
 from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, WriteRefused
 from pdx.memory.digest import digests
 from pdx.memory.slot import Slot
-from pdx.node.peers.job import Job
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.sender import Route, Sender
 from pdx.node.peers.ways import Ways
-from pdx.transports.channel import TOKEN_BYTES, Memory, Piece, RemoteRegion
-from pdx.wire.peer_messages import Slices, decode_landed
+from pdx.store.tier import Job, Part
+from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
+from pdx.wire.peer_messages import decode_landed
 
 TOKEN = bytes(TOKEN_BYTES)
 
@@ -132,7 +132,7 @@ class Stage:
         return self.regions[self.chosen[0][0]].channels[-1]
 
     def submit(self, tag, push=1):
-        self.jobs.append(Job(push, [Piece(0, 0, 10)], [Slices(0, 7, 0, 2)], [[(0, 4), (4, 6)]], 10))
+        self.jobs.append(Job(push, [Part(bytes(16), 0, 2, 0, 2, Slot(0, 10, 0), Slot(0, 10, 7))], 10))
         self.tags[id(self.jobs[-1])] = tag
         self.sender.submit(self.jobs[-1])
 
@@ -191,7 +191,7 @@ def test_what_crosses_a_wire_has_digests(stage_with, wire, settings, expected):
     stage.submit(0)
     stage.until(lambda: stage.done)
     (slices,) = channel.notes[0].slices
-    assert slices.digests == (digests(PlainMemory(stage.view), [(0, 4), (4, 6)]) if expected else b"")
+    assert slices.digests == (digests(PlainMemory(stage.view), [(0, 5), (5, 5)]) if expected else b"")
 
 
 def test_a_push_that_is_given_up_is_aborted_written_or_not(stage_with):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-import msgspec
-
 from pdx.memory.digest import Readable, digests
-from pdx.node.peers.job import Job
-from pdx.transports.channel import Region
-from pdx.wire.peer_messages import Landed, encode_landed
+from pdx.memory.layout import slice_span
+from pdx.store.tier import Job, Part
+from pdx.transports.channel import Piece, Region
+from pdx.wire.peer_messages import Landed, Slices, encode_landed
 
 
 def are_digests_due(setting: str, region: Region) -> bool:
@@ -37,7 +36,7 @@ class Announcer:
     def take(self, job: Job) -> bytes:
         """The notification of this job; waits for its digests."""
         if self._pool is None:
-            return encode_landed(Landed(job.push, list(job.slices)))
+            return encode_landed(Landed(job.number, [slices(part) for part in job.parts]))
         self.begin(job)
         assert self._begun is not None
         future = self._begun[1]
@@ -45,11 +44,9 @@ class Announcer:
         return future.result()
 
     def _digested(self, job: Job) -> bytes:
-        slices = [
-            msgspec.structs.replace(one, digests=digests(self._memory, spans))
-            for one, spans in zip(job.slices, job.spans, strict=True)
-        ]
-        return encode_landed(Landed(job.push, slices))
+        return encode_landed(
+            Landed(job.number, [slices(part, digests(self._memory, spans(part))) for part in job.parts])
+        )
 
     def __enter__(self) -> Announcer:
         return self
@@ -59,3 +56,22 @@ class Announcer:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+
+def slices(part: Part, its_digests: bytes = b"") -> Slices:
+    """What the notification of a write says of one part of it."""
+    assert part.remote is not None
+    return Slices(part.remote.offset, part.remote.generation, part.first_layer, part.count, its_digests)
+
+
+def spans(part: Part) -> list[tuple[int, int]]:
+    """Where each slice lies in the arena: (offset, bytes)."""
+    of_slices = (slice_span(part.slot.nbytes, part.layers, part.first_layer + at, 1) for at in range(part.count))
+    return [(part.slot.offset + start, nbytes) for start, nbytes in of_slices]
+
+
+def piece(part: Part) -> Piece:
+    """What a channel copies for one part of a write."""
+    assert part.remote is not None
+    start, nbytes = part.span
+    return Piece(part.slot.offset + start, part.remote.offset + start, nbytes)

@@ -80,7 +80,7 @@ class Guests:
             peer_share=config.peer_share,
             push_s=config.push_s,
             counters=counters,
-            on_changed=self._changed,
+            on_changed=self._on_changed,
             on_sealed=self._landing_sealed,
             on_over=self._landing_over,
         )
@@ -184,7 +184,7 @@ class Guests:
 
     def _leading(self, name: str, want: Want) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
-        count, held = self._ways.outgoing.wants(name)
+        count, held = self._ways.copies.wants(name)
         share = self._store.total_bytes * self._config.peer_share
         for index, key in enumerate(want.keys):
             chunks = self._store.known(key, want.shards)
@@ -231,10 +231,6 @@ class Guests:
                 scheme,
                 printable(text),
             )
-
-    def _changed(self, chunks: Sequence[Chunk]) -> None:
-        self._ways.changed(chunks)
-        self._on_changed(chunks)
 
     def _landing_sealed(self, landing: Landing, chunks: list[Chunk]) -> None:
         self.landed_bytes[landing.session.name] += sum(chunk.slot.nbytes for chunk in chunks)

@@ -4,6 +4,18 @@ Offers wait in one queue for room, first come, first served: all of an offer or,
 fit, its leading part. So requests that compete for little room get it one after the other, and none holds a part while
 it waits for the rest. The keys of a waiting offer are looked at only when there may be room for them. No sockets, no
 threads here.
+
+    QUEUED ──grant──► LANDING
+       │  │              │   │ let go
+  stop │  │ let go, lost │   └──► OVER
+       │  └──► OVER      │
+       │                 │ stop, lost
+       └──► CLOSING ◄────┘
+               │ fenced, let go
+               └──► OVER
+
+A push in CLOSING may still be written to: its slots are in quarantine until the sender lets go, or the channel says
+that nothing lands any more, or the sender is known dead.
 """
 
 from __future__ import annotations
@@ -11,13 +23,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from typing import Protocol
 
 from pdx.errors import ArenaTooSmall, ProtocolError
 from pdx.memory.arena import round_up
 from pdx.memory.slot import Slot
 from pdx.node.peers.lander import Room, Verdict
-from pdx.node.peers.push_table import RECEIVER, ReceiverState, ReceiverStep
 from pdx.store.chunk import Chunk
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
@@ -33,6 +45,38 @@ MAX_LANDINGS = 2048  # of one peer, those that wait for room included
 MAX_KEYS_OF_A_PEER = 1 << 20  # in its pushes under way: some 100 MB are remembered for them
 LOOK_S = 0.2  # room that is not enough by its bytes, or too scattered, is looked at again after so long
 LANDING_S = 5.0  # a notification comes no later than this after its sender says that all is written
+
+
+class ReceiverState(StrEnum):
+    """Where a push is, for the node that receives."""
+
+    QUEUED = "queued"
+    LANDING = "landing"
+    CLOSING = "closing"
+    OVER = "over"
+
+
+class ReceiverStep(StrEnum):
+    """What can happen to it there."""
+
+    GRANT = "grant"
+    STOP = "stop"  # this side gives up: cancelled, too late, a digest does not match
+    LET_GO = "let go"  # the sender says it writes no more
+    LOST = "lost"
+    FENCED = "fenced"  # nothing lands any more, whatever the sender does
+
+
+RECEIVER: dict[tuple[ReceiverState, ReceiverStep], ReceiverState] = {
+    (ReceiverState.QUEUED, ReceiverStep.GRANT): ReceiverState.LANDING,
+    (ReceiverState.QUEUED, ReceiverStep.STOP): ReceiverState.CLOSING,
+    (ReceiverState.QUEUED, ReceiverStep.LET_GO): ReceiverState.OVER,
+    (ReceiverState.QUEUED, ReceiverStep.LOST): ReceiverState.OVER,
+    (ReceiverState.LANDING, ReceiverStep.LET_GO): ReceiverState.OVER,
+    (ReceiverState.LANDING, ReceiverStep.STOP): ReceiverState.CLOSING,
+    (ReceiverState.LANDING, ReceiverStep.LOST): ReceiverState.CLOSING,
+    (ReceiverState.CLOSING, ReceiverStep.LET_GO): ReceiverState.OVER,
+    (ReceiverState.CLOSING, ReceiverStep.FENCED): ReceiverState.OVER,
+}
 
 
 class Session(Protocol):

@@ -26,7 +26,9 @@ from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
 from pdx.node.peers.ways import Ways
 from pdx.store.chunk import Chunk
+from pdx.store.copies import Copies
 from pdx.store.store import Store
+from pdx.store.tier import Grant
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
 from pdx.telemetry.host import host_id
@@ -52,6 +54,7 @@ class Peers:
         arena: Arena,
         probe: Slot,
         store: Store,
+        copies: Copies,
         transfers: Transfers,
         counters: Counter[str],
         faults: Faults,
@@ -69,6 +72,7 @@ class Peers:
         self._arena = arena
         self._probe = probe
         self._store = store
+        self._copies = copies
         self._transfers = transfers
         self._counters = counters
         self._faults = faults
@@ -127,7 +131,7 @@ class Peers:
             self._config,
             arena=self._arena,
             probe=self._probe,
-            store=self._store,
+            copies=self._copies,
             regions=self.regions,
             links=self.links,
             mailbox=self.mailbox,
@@ -178,13 +182,8 @@ class Peers:
         """See `Fetches.ended`."""
         return self.fetches.ended if self._is_open else []
 
-    def changed(self, chunks: Sequence[Chunk]) -> None:
-        """Slices of these chunks were filled, or their writers gave up."""
-        self.ways.changed(chunks)
-
     def cancel(self, transfer: str) -> None:
         """The transfer was given up here."""
-        self.ways.outgoing.cancel(transfer)
         self.guests.incoming.cancel(transfer, self._clock())
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
@@ -223,9 +222,9 @@ class Peers:
         """From a peer that we dialled."""
         match body:
             case Granted():
-                self.ways.outgoing.granted(link.name, body)
+                self._copies.granted(link.name, body.push, Grant(body.granted, body.slots))
             case Stop():
-                self.ways.outgoing.stopped(link.name, body.push, body.text)
+                self._copies.stopped(link.name, body.push, body.text)
             case Coming():
                 self.fetches.coming(link, body, self._clock())
             case _:
@@ -262,15 +261,13 @@ class Peers:
         """After each turn of the control loop."""
         with self._faults.contain("the turn of incoming pushes"):
             self.guests.turn()
-        with self._faults.contain("the turn of outgoing pushes"):
-            self.ways.turn()
 
     def tick(self) -> None:
         """A few times a second."""
         now = self._clock()
         with self._faults.contain("the tick of links"):
             self.links.tick()
-        with self._faults.contain("the tick of outgoing pushes"):
+        with self._faults.contain("the tick of peers that are written to"):
             self.ways.tick(now)
         with self._faults.contain("the tick of incoming pushes"):
             self.guests.incoming.tick(now)
@@ -309,7 +306,7 @@ class Peers:
             state=link.state if link is not None else LinkState.CLOSED,
             channel=way.scheme,
             rates=way.rates,
-            pushes=len(self.ways.outgoing.to(name)),
+            pushes=len(self._copies.of(name)),
             landing=sum(landing.session.name == name for landing in self.guests.incoming.all()),
             sent_bytes=way.sent_bytes,
             landed_bytes=self.guests.landed_bytes[name],

@@ -14,9 +14,9 @@ import msgspec
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
 from pdx.memory.digest import Readable
 from pdx.memory.slot import Slot
-from pdx.node.peers.announcer import Announcer, are_digests_due
-from pdx.node.peers.job import Job
+from pdx.node.peers.announcer import Announcer, are_digests_due, piece
 from pdx.node.peers.mailbox import Mailbox
+from pdx.store.tier import Job
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.wire.peer_messages import Landed, encode_landed
@@ -82,7 +82,7 @@ class Sender:
         self._jobs: deque[Job] = deque()
         self._event = threading.Event()
         self._closing = False
-        self._aborted: set[int] = set()  # pushes
+        self._aborted: set[int] = set()  # copies, by number
         self.missing: dict[str, str] = {}  # why a scheme does not lead there; whole when `on_chosen` is called
         self._thread = threading.Thread(target=self._run, name=f"pdx-push-{name}"[:15], daemon=True)
         self._thread.start()
@@ -92,14 +92,14 @@ class Sender:
         self._jobs.append(job)
         self._event.set()
 
-    def abort(self, push: int) -> None:
-        """End the jobs of a push as soon as possible; each still gets its `on_done`."""
-        self._aborted.add(push)
+    def abort(self, copy: int) -> None:
+        """End the jobs of a copy as soon as possible; each still gets its `on_done`."""
+        self._aborted.add(copy)
         self._event.set()
 
-    def forget(self, push: int) -> None:
-        """No job of this push is left."""
-        self._aborted.discard(push)
+    def forget(self, copy: int) -> None:
+        """No job of this copy is left."""
+        self._aborted.discard(copy)
 
     def close(self) -> None:
         """End all jobs and the thread, without waiting for it. Idempotent."""
@@ -159,14 +159,14 @@ class Sender:
     def _write_all(self, channel: Channel, announcer: Announcer, under_way: list[_Write]) -> None:
         while self._jobs and not self._closing:
             job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
-            if job.push in self._aborted:
-                self._done(self._jobs.popleft(), TransferAborted("the push was given up"))
+            if job.number in self._aborted:
+                self._done(self._jobs.popleft(), TransferAborted("the copy was given up"))
                 continue
             notify = announcer.take(job)
             if len(self._jobs) > 1:
                 announcer.begin(self._jobs[1])  # a channel may copy within `write`
             start_ns = time.monotonic_ns()
-            under_way.append(_Write(job, channel.write(job.pieces, notify), start_ns))
+            under_way.append(_Write(job, channel.write([piece(part) for part in job.parts], notify), start_ns))
             self._jobs.popleft()
             self._collect(under_way)
 
@@ -176,7 +176,7 @@ class Sender:
             if write.transfer.poll():
                 self._over(write, write.transfer.error)
                 continue
-            if write.job.push in self._aborted:
+            if write.job.number in self._aborted:
                 write.transfer.abort()
             left.append(write)
         under_way[:] = left
@@ -275,7 +275,7 @@ def _trace(tracer: Tracer, transfer: str, write: _Write) -> None:
     """A span for all chunks of which this write carried the same layers."""
     end_ns = time.monotonic_ns()
     nbytes: Counter[tuple[int, int]] = Counter()
-    for slices, piece in zip(write.job.slices, write.job.pieces, strict=True):
-        nbytes[slices.first_layer, slices.layers] += piece.nbytes
+    for part in write.job.parts:
+        nbytes[part.first_layer, part.count] += part.span[1]
     for (first_layer, layers), count in nbytes.items():
         tracer.span(Lane.WIRE, transfer, first_layer, layers, write.start_ns, end_ns, count)

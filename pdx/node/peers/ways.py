@@ -14,15 +14,13 @@ from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.node.peers.handshake import LinkState
-from pdx.node.peers.job import Job
 from pdx.node.peers.links import Link, Links
 from pdx.node.peers.mailbox import Mailbox
-from pdx.node.peers.outgoing import Outgoing
-from pdx.node.peers.push import Push
 from pdx.node.peers.regions import Regions
 from pdx.node.peers.sender import Route, Sender
-from pdx.store.chunk import Chunk
-from pdx.store.store import Store
+from pdx.store.copies import Copies
+from pdx.store.copy import Copy, Priority
+from pdx.store.tier import Held, Job, Tier
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
@@ -36,12 +34,13 @@ FLOW_S = 60.0  # how long it is known, after a push, how much of its transfer wa
 JOIN_S = 5.0
 
 
-class Way:
-    """The way to one peer; what `pdx.node.peers.push.Way` asks for."""
+class PeerTier(Tier):
+    """A peer that this node writes to. Loads from a peer are asked for by messages (`pdx.node.peers.fetches`)."""
 
-    def __init__(self, name: str, links: Links) -> None:
+    def __init__(self, name: str, ways: Ways) -> None:
         self.name = name
-        self._links = links
+        self.max_inflight_bytes = ways.config.window_bytes
+        self._ways = ways
         self.sender: Sender | None = None
         self.scheme = ""  # chosen
         self.rates: dict[str, float] = {}
@@ -52,32 +51,77 @@ class Way:
     @property
     def link(self) -> Link | None:
         """The link, if it was ever dialled."""
-        return self._links.link(self.name)
+        return self._ways.links.link(self.name)
 
     @property
-    def is_ready(self) -> bool:
+    def is_linked(self) -> bool:
         """Whether the peer has said welcome and is there."""
         return self.link is not None and self.link.state is LinkState.READY
 
     @property
-    def is_usable(self) -> bool:
-        """Whether it is ready and a channel is chosen."""
-        return bool(self.scheme) and self.is_ready
+    def is_ready(self) -> bool:
+        """Whether the peer is there and a channel is chosen."""
+        return bool(self.scheme) and self.is_linked
 
     def send(self, body: Offer | LetGo | Chosen) -> None:
         """A message over the link; lost with it."""
         if self.link is not None:
             self.link.send(body)
 
-    def submit(self, job: Job) -> None:
-        """A write; only while it is usable."""
+    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
+        """Nothing: what a peer has is not known here."""
+        return []
+
+    def admit(self, copy: Copy) -> None:
+        """Offer the chunks; the peer answers `Granted` or `Stop`."""
+        self.send(offer(copy, self._ways.config.grant_s))
+
+    def store(self, job: Job) -> None:
+        """Write; only while it is ready."""
         assert self.sender is not None
         self.sender.submit(job)
 
-    def abort(self, push: int) -> None:
-        """End the writes of a push soon."""
+    def load(self, job: Job) -> None:
+        """A peer is not read from."""
+        raise NotImplementedError(f"{self.name} is asked to write what this node wants")
+
+    def cancel(self, copy: Copy) -> None:
+        """End the writes of a copy soon."""
         if self.sender is not None:
-            self.sender.abort(push)
+            self.sender.abort(copy.number)
+
+    def over(self, copy: Copy) -> None:
+        """Tell the peer that nothing more is written for this copy."""
+        if copy.is_asked and not copy.is_lost:
+            self.send(LetGo(copy.number, copy.is_complete))
+        if self.sender is not None:
+            self.sender.forget(copy.number)
+        self._ways.copy_over(copy)
+
+    def evict(self, keys: Sequence[bytes]) -> int:
+        """A peer's chunks are its own."""
+        return 0
+
+    def close(self) -> None:
+        """End the writing, without waiting for it."""
+        self._ways.drop_sender(self)
+
+
+def offer(copy: Copy, wait_s: float) -> Offer:
+    """What a peer is asked to have room for."""
+    first, last = copy.chunks[0], copy.chunks[-1]
+    return Offer(
+        copy.number,
+        list(copy.keys),
+        first.slot.nbytes,
+        first.layers,
+        copy.shards,
+        tail_nbytes=last.slot.nbytes if last.tail else 0,
+        transfer=copy.transfer,
+        layout=copy.layout,
+        wait_s=wait_s,
+        want=copy.want,
+    )
 
 
 class Flow(msgspec.Struct):
@@ -97,7 +141,7 @@ class Ways:
         *,
         arena: Arena,
         probe: Slot,
-        store: Store,
+        copies: Copies,
         regions: Regions,
         links: Links,
         mailbox: Mailbox,
@@ -106,39 +150,33 @@ class Ways:
         on_gone: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._config = config
+        self.config = config
         self._arena = arena
         self._probe = probe
         self._regions = regions
-        self._links = links
+        self.links = links
         self._mailbox = mailbox
         self._counters = counters
         self._mark = mark
         self._on_gone = on_gone
         self._clock = clock
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, PeerTier] = {}
         self._chosen: dict[str, str] = {}  # by peer, also of earlier links: what was measured once
         self._flows: dict[str, Flow] = {}
         self._left: list[Sender] = []  # senders that were told to end
         self._tracer = tracer_for(config.trace, node_name(config))
-        self.outgoing = Outgoing(
-            store,
-            group_bytes=config.group_bytes,
-            window_bytes=config.window_bytes,
-            counters=counters,
-            on_over=self._push_over,
-        )
+        self.copies = copies
 
-    def way(self, name: str) -> Way:
+    def way(self, name: str) -> PeerTier:
         """The way to this peer, open or not."""
         way = self._ways.get(name)
         if way is None:
-            way = self._ways[name] = Way(name, self._links)
+            way = self._ways[name] = PeerTier(name, self)
         return way
 
-    def look(self, name: str) -> Way:
+    def look(self, name: str) -> PeerTier:
         """The way to this peer as it is now; one that nobody has tried stays unknown."""
-        return self._ways.get(name) or Way(name, self._links)
+        return self._ways.get(name) or PeerTier(name, self)
 
     @property
     def names(self) -> set[str]:
@@ -156,60 +194,54 @@ class Ways:
         """
         if transfer is not None and self.is_pushing(transfer, name):
             return 0
-        self._links.dial(name)
+        self.links.dial(name)
         now = self._clock()
         if transfer is not None:
-            self._flows.setdefault(transfer, Flow(0, 0, 0.0)).deadline = now + FLOW_S + self._config.push_s
+            self._flows.setdefault(transfer, Flow(0, 0, 0.0)).deadline = now + FLOW_S + self.config.push_s
             if len(self._flows) > MAX_FLOWS:
                 del self._flows[next(iter(self._flows))]
-        return self.outgoing.start(
+        return self.copies.store(
             self.way(name),
+            0,
             keys,
             shards,
+            priority=Priority.AWAITED if want else Priority.HANDOFF,
+            deadline=now + self.config.push_s,
             transfer=transfer,
             layout=layout,
-            wait_s=self._config.grant_s,
-            now=now,
-            push_s=self._config.push_s,
             want=want,
         )
 
     def is_pushing(self, transfer: str, name: str) -> bool:
         """Whether a push of this transfer to that peer is under way."""
-        return self.outgoing.of_transfer(transfer, name) is not None
-
-    def changed(self, chunks: Sequence[Chunk]) -> None:
-        """Slices of these chunks were filled, or their writers gave up."""
-        self.outgoing.changed(chunks)
+        return self.copies.of_transfer(transfer, name) is not None
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
         """A worker's prefill is over: note what peers had of it by now."""
         flow = self._flows.get(transfer)
         if flow is not None:
-            so_far = flow.acked + self.outgoing.acked_bytes(transfer)
+            so_far = flow.acked + self.copies.copied_bytes(transfer)
             self._mark(transfer, Event.ACROSS, so_far - flow.across, at_ns)
             flow.across = so_far
 
-    def _push_over(self, push: Push, is_complete: bool) -> None:
-        way = self._ways[push.way.name]
-        if way.sender is not None:
-            way.sender.forget(push.number)
-        if push.transfer is None:
+    def copy_over(self, copy: Copy) -> None:
+        """A copy to a peer has ended."""
+        if copy.transfer is None:
             return
-        flow = self._flows.get(push.transfer)
+        flow = self._flows.get(copy.transfer)
         if flow is not None:
-            flow.acked += push.acked_bytes
-        if is_complete:
-            self._mark(push.transfer, Event.PUSHED, push.acked_bytes, time.monotonic_ns())
+            flow.acked += copy.copied_bytes
+        if copy.is_complete:
+            self._mark(copy.transfer, Event.PUSHED, copy.copied_bytes, time.monotonic_ns())
 
     # ---- links and channels -----------------------------------------------------------------
 
     def ready(self, link: Link, welcome: PeerWelcome, schemes: Sequence[str]) -> None:
         """A peer has said welcome: choose a channel, on a thread of its own; the arena's regions are open."""
         way = self.way(link.name)
-        if not way.is_ready:
+        if not way.is_linked:
             return
-        self._drop_sender(way)
+        self.drop_sender(way)
         order = [scheme for scheme in schemes if scheme in self._regions.regions]
         cached = self._chosen.get(way.name)
         if cached in order:
@@ -217,7 +249,7 @@ class Ways:
         route = Route(
             remotes={region.scheme: region for region in welcome.regions},
             order=order,
-            measure=not self._config.channels and cached not in order,
+            measure=not self.config.channels and cached not in order,
             probe=welcome.probe,
             probe_from=self._probe.offset,
             preferred=FOR_GPUS if self._arena.gpu else "",
@@ -225,13 +257,13 @@ class Ways:
         way.expected = FOR_GPUS if self._arena.gpu and FOR_GPUS in order and welcome.host == host_id() else ""
         way.sender = self._sender(way, route)
 
-    def _sender(self, way: Way, route: Route) -> Sender:
+    def _sender(self, way: PeerTier, route: Route) -> Sender:
         sender = Sender(
             way.name,
             memory=self._arena,
             regions=self._regions.regions,
             route=route,
-            digests=self._config.digests,
+            digests=self.config.digests,
             mailbox=self._mailbox,
             on_chosen=lambda scheme, rates: self._channel_chosen(way, sender, scheme, rates),
             on_done=lambda job, error: self._written(way, sender, job, error),
@@ -241,8 +273,8 @@ class Ways:
         )
         return sender
 
-    def _channel_chosen(self, way: Way, sender: Sender, scheme: str, rates: dict[str, float]) -> None:
-        if way.sender is not sender or not way.is_ready:
+    def _channel_chosen(self, way: PeerTier, sender: Sender, scheme: str, rates: dict[str, float]) -> None:
+        if way.sender is not sender or not way.is_linked:
             return
         way.scheme, way.why = scheme, self._step_down(way, sender)
         way.rates = rates or way.rates
@@ -250,9 +282,9 @@ class Ways:
         way.send(Chosen(scheme))
         measured = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
         log.info("writing to %s by %s%s", way.name, scheme, f" ({measured})" if measured else "")
-        self.outgoing.usable(way.name)
+        self.copies.ready(way.name)
 
-    def _step_down(self, way: Way, sender: Sender) -> str:
+    def _step_down(self, way: PeerTier, sender: Sender) -> str:
         """What is to be said if another channel must do for the one that this peer ought to be reached by."""
         why = sender.missing.get(way.expected)
         if why is None:
@@ -261,14 +293,14 @@ class Ways:
         log.warning("no %s to %s, which is slower without: %s", way.expected, way.name, why)
         return f"no {way.expected}: {why}"
 
-    def _written(self, way: Way, sender: Sender, job: Job, error: ChannelError | None) -> None:
+    def _written(self, way: PeerTier, sender: Sender, job: Job, error: ChannelError | None) -> None:
         if error is None:
             way.sent_bytes += job.nbytes
-        self.outgoing.written(way.name, job, error)
+        self.copies.done(way.name, job, error)
         if isinstance(error, ChannelBroken):
             self._channel_broken(way, sender, str(error))
 
-    def _channel_broken(self, way: Way, sender: Sender, why: str) -> None:
+    def _channel_broken(self, way: PeerTier, sender: Sender, why: str) -> None:
         if way.sender is sender:
             self._counters["channels_broken"] += 1
             self._chosen.pop(way.name, None)
@@ -279,38 +311,34 @@ class Ways:
         """Nothing more can be written to this peer by its present channel."""
         way = self.way(name)
         way.scheme, way.why = "", why
-        self._drop_sender(way)
-        self.outgoing.lost(name)
+        self.drop_sender(way)
+        self.copies.lost(name)
         self._on_gone(name)
 
-    def _drop_sender(self, way: Way) -> None:
+    def drop_sender(self, way: PeerTier) -> None:
+        """End a peer's writing, without waiting for it. Idempotent."""
         if way.sender is not None:
             way.sender.close()
             self._left.append(way.sender)
             way.sender = None
 
-    def _sender_ended(self, way: Way, sender: Sender) -> None:
+    def _sender_ended(self, way: PeerTier, sender: Sender) -> None:
         """Its thread writes nothing more: only now the peer may be told so, and a new channel be had."""
         self._left = [each for each in self._left if each is not sender]
         still_writes = way.sender is not None or any(each.name == way.name for each in self._left)
-        if still_writes or not way.is_ready or way.link is None:
+        if still_writes or not way.is_linked or way.link is None:
             return
         way.link.leave()
-        if self.outgoing.to(way.name):
+        if self.copies.of(way.name):
             try:
-                self._links.dial(way.name)
+                self.links.dial(way.name)
             except (PeerError, ConfigError) as error:
                 self.gone(way.name, str(error))
 
     # ---- time and the end -------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """After each turn of the control loop."""
-        self.outgoing.pump()
-
     def tick(self, now: float) -> None:
         """A few times a second."""
-        self.outgoing.tick(now)
         if self._tracer is not None:
             self._tracer.flush()
         for transfer in [name for name, flow in self._flows.items() if flow.deadline <= now]:
@@ -319,7 +347,7 @@ class Ways:
     def close(self) -> None:
         """End all writing, and wait until it has ended. Idempotent."""
         for way in self._ways.values():
-            self._drop_sender(way)
+            self.drop_sender(way)
         for sender in self._left:
             sender.join(JOIN_S)
         if self._tracer is not None:

@@ -30,7 +30,7 @@ class Case:
 
     @property
     def push(self):
-        return next(iter(self.stage.outgoing.to("b")), None)
+        return next(iter(self.stage.copies.of("b")), None)
 
     # states
 
@@ -41,25 +41,25 @@ class Case:
     def offered(self):
         self.start()
 
-    def streaming(self):
+    def running(self):
         self.start()
         self.stage.grant(self.stage.way.offers[0])
 
     def writing(self):
-        self.streaming()
+        self.running()
         self.stage.fill(self.slots, 0)
 
     def all_sent(self):
-        self.streaming()
+        self.running()
         self.stage.fill(self.slots, 0, 4, seal=True)
 
     def cancelled_while_writing(self):
         self.writing()
-        self.stage.outgoing.cancel(TRANSFER)
+        self.stage.copies.cancel(TRANSFER)
 
     def stopped_while_writing(self):
         self.writing()
-        self.stage.outgoing.stopped("b", 1, "")
+        self.stage.copies.stopped("b", 1, "")
 
     def lost_while_writing(self):
         self.writing()
@@ -72,17 +72,17 @@ class Case:
             self.stage.grant(self.stage.way.offers[0])
 
     def stop(self):
-        self.stage.outgoing.stopped("b", 1, "no more room")
+        self.stage.copies.stopped("b", 1, "no more room")
 
     def cancel(self):
-        self.stage.outgoing.cancel(TRANSFER)
+        self.stage.copies.cancel(TRANSFER)
 
     def lost(self):
         self.stage.way.is_usable = False
-        self.stage.outgoing.lost("b")
+        self.stage.copies.lost("b")
 
     def late(self):
-        self.stage.outgoing.tick(self.stage.now + 1000)
+        self.stage.copies.tick(self.stage.now + 1000)
 
     def source_dies(self):
         self.stage.lose(self.slots)
@@ -102,7 +102,7 @@ class Case:
 STATES = [
     "unoffered",
     "offered",
-    "streaming",
+    "running",
     "writing",
     "all_sent",
     "cancelled_while_writing",
@@ -110,7 +110,7 @@ STATES = [
     "lost_while_writing",
 ]
 EVENTS = ["granted", "stop", "cancel", "lost", "late", "source_dies", "filled", "write_ends", "write_fails"]
-IMPOSSIBLE = {("streaming", "granted"), ("writing", "granted"), ("all_sent", "filled")}  # the first is malformed
+IMPOSSIBLE = {("running", "granted"), ("writing", "granted"), ("all_sent", "filled")}  # the first is malformed
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -133,10 +133,10 @@ def test_every_event_in_every_state(stage, state, event):
 
 def in_between(stage):
     """What always holds."""
-    for push in stage.outgoing.to("b"):
+    for push in stage.copies.of("b"):
         mine = [job for job in stage.way.jobs if job.push == push.number]
         assert push.under_way == len(mine)
-    alive = {push.number for push in stage.outgoing.to("b")}
+    alive = {push.number for push in stage.copies.of("b")}
     assert {job.push for job in stage.way.jobs} <= alive, "a push ended while a write still reads its memory"
     said = [body.push for body in stage.way.farewells]
     assert len(set(said)) == len(said)
@@ -178,7 +178,7 @@ def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events, gro
         for event in events:
             do(stage, slots, *event)
             check(stage, slots)
-        stage.outgoing.tick(stage.now + 1000)
+        stage.copies.tick(stage.now + 1000)
         stage.finish_all(TransferAborted(""))
         check(stage, slots)
         stage.assert_idle()
@@ -191,14 +191,15 @@ def test_any_order_of_events_leaves_nothing_behind(tmp_path_factory, events, gro
 
 def do(stage, slots, verb, one, two):
     """One event; those that make no sense now do nothing."""
-    pushes = stage.outgoing.to("b")
+    pushes = stage.copies.of("b")
     match verb:
         case "start":
             stage.start(list(range(one, min(6, one + two))), transfer=f"{TRANSFER}-{one % 4}")
         case "grant" if pushes:
             push = pushes[one % len(pushes)]
-            if push.state == "offered":
-                stage.grant(push.offer, [n for n in range(len(push.offer.keys)) if two >> n & 1])
+            if push.state == "queued":
+                (offer,) = (offer for offer in stage.way.offers if offer.push == push.number)
+                stage.grant(offer, [n for n in range(len(offer.keys)) if two >> n & 1])
         case "fill" | "lose" if one in slots:
             (chunk,) = stage.store.unfinished([slots[one]]) or (None,)
             if verb == "lose":
@@ -210,36 +211,36 @@ def do(stage, slots, verb, one, two):
             job = stage.way.jobs[one % len(stage.way.jobs)]
             stage.finish(job, WriteRefused("") if two else None)
         case "stop" if pushes:
-            stage.outgoing.stopped("b", pushes[one % len(pushes)].number, "")
+            stage.copies.stopped("b", pushes[one % len(pushes)].number, "")
         case "cancel":
-            stage.outgoing.cancel(f"{TRANSFER}-{one}")
+            stage.copies.cancel(f"{TRANSFER}-{one}")
         case "tick":
             stage.now += one
-            stage.outgoing.tick(stage.now)
+            stage.copies.tick(stage.now)
         case "lost":
-            stage.outgoing.lost("b")
+            stage.copies.lost("b")
 
 
 def check(stage, slots):
     """The memory that a write reads is as it was, and the window is respected."""
     in_between(stage)
     assert sum(job.nbytes for job in stage.way.jobs) < 4 * 3 * 4096 + 3 * 6 * 4096
-    assert stage.outgoing.in_window("b") == sum(job.nbytes for job in stage.way.jobs)
-    pushes = {push.number: push for push in stage.outgoing.to("b")}
+    assert stage.copies.in_flight("b") == sum(job.nbytes for job in stage.way.jobs)
+    pushes = {push.number: push for push in stage.copies.of("b")}
     for job in stage.way.jobs:
-        chunks = {item.slot.offset: item.chunk for item in pushes[job.push].items}
+        chunks = {item.remote.offset: item.chunk for item in pushes[job.push].items}
         for one in job.slices:
             chunk = chunks[one.offset]
             assert stage.store.at(chunk.slot) is chunk, "given away while it is read"
     for push in pushes.values():
-        assert push.unfilled_bytes == unfilled_bytes(push) or push.state != "streaming"
+        assert push.unfilled_bytes == unfilled_bytes(push) or push.state != "running"
     assert not any(is_due(stage, push) for push in pushes.values()) or not stage.has_room, "filled, and never sent"
 
 
 def unfilled_bytes(push):
-    """Counted anew, as `Push` counted it slice by slice."""
+    """Counted anew, as `Copy` counted it slice by slice."""
     return sum(
-        item.slot.nbytes // item.chunk.layers * (item.chunk.layers - item.chunk.filled.bit_count())
+        item.remote.nbytes // item.chunk.layers * (item.chunk.layers - item.chunk.filled.bit_count())
         for item in push.items
     )
 
@@ -247,10 +248,10 @@ def unfilled_bytes(push):
 def is_due(stage, push):
     """Whether a push has a write to make, by looking at all of it."""
     ready = [
-        item.slot.nbytes // item.chunk.layers * (item.chunk.filled & ~item.sent).bit_count() for item in push.items
+        item.remote.nbytes // item.chunk.layers * (item.chunk.filled & ~item.sent).bit_count() for item in push.items
     ]
     is_worth_it = sum(ready) >= stage.group_bytes or not unfilled_bytes(push)
-    return push.state == "streaming" and any(ready) and is_worth_it
+    return push.state == "running" and any(ready) and is_worth_it
 
 
 class JudgingWay(FakeWay):
@@ -258,10 +259,10 @@ class JudgingWay(FakeWay):
 
     stage = None
 
-    def submit(self, job):
-        super().submit(job)
-        pushes = {push.number: push for push in self.stage.outgoing.to(self.name)}
-        chosen = pushes.pop(job.push)
+    def store(self, job):
+        super().store(job)
+        pushes = {push.number: push for push in self.stage.copies.of(self.name)}
+        chosen = pushes.pop(job.number)
         waiting = [push for push in pushes.values() if is_due(self.stage, push)]
         ranks = [(unfilled_bytes(push), push.number) for push in waiting]
         assert (unfilled_bytes(chosen), chosen.number) <= min(ranks, default=(1 << 60, 0))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
+from pdx.node.peers.announcer import piece, slices, spans
 from pdx.node.peers.incoming import Incoming, Landing
-from pdx.node.peers.job import Job
 from pdx.node.peers.lander import Verdict
-from pdx.node.peers.outgoing import Outgoing
-from pdx.node.peers.push import Push
+from pdx.node.peers.ways import offer as offer_of
 from pdx.store.chunk import Chunk
+from pdx.store.copies import Copies
+from pdx.store.copy import Copy, Priority
 from pdx.store.store import Claim, Store
+from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.store.transfers import Transfers
 from pdx.transports.channel import Listener, Notification, RemoteRegion
 from pdx.wire.peer_messages import Granted, LetGo, Offer, Slices, Stop
@@ -63,25 +66,59 @@ class StoreStage:
         self.arena.close()
 
 
-class FakeWay:
-    """Remembers what it is told."""
+class Write:
+    """A job as the peer's channel gets it."""
 
-    def __init__(self, name: str = "b") -> None:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.push, self.nbytes, self.transfer = job.number, job.nbytes, job.transfer
+        self.pieces = [piece(part) for part in job.parts]
+        self.slices = [slices(part) for part in job.parts]
+        self.spans = [spans(part) for part in job.parts]
+
+
+class FakeWay(Tier):
+    """A peer: remembers what it is told."""
+
+    def __init__(self, name: str = "b", over: Any = None) -> None:
         self.name = name
         self.is_usable = True
         self.sent: list[Offer | LetGo] = []
-        self.jobs: list[Job] = []  # not over
+        self.jobs: list[Write] = []  # not over
         self.aborted: list[int] = []
+        self.told_over = over
 
-    def send(self, body: Offer | LetGo) -> None:
-        self.sent.append(body)
+    @property
+    def is_ready(self) -> bool:
+        return self.is_usable
 
-    def submit(self, job: Job) -> None:
+    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
+        return []
+
+    def admit(self, copy: Copy) -> None:
+        self.sent.append(offer_of(copy, 5.0))
+
+    def store(self, job: Job) -> None:
         assert self.is_usable
-        self.jobs.append(job)
+        self.jobs.append(Write(job))
 
-    def abort(self, push: int) -> None:
-        self.aborted.append(push)
+    def load(self, job: Job) -> None:
+        raise AssertionError("a peer is not read from")
+
+    def cancel(self, copy: Copy) -> None:
+        self.aborted.append(copy.number)
+
+    def over(self, copy: Copy) -> None:
+        if copy.is_asked and not copy.is_lost:
+            self.sent.append(LetGo(copy.number, copy.is_complete))
+        if self.told_over is not None:
+            self.told_over(copy.number, copy.is_complete)
+
+    def evict(self, keys: Sequence[bytes]) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
     @property
     def offers(self) -> list[Offer]:
@@ -95,7 +132,7 @@ class FakeWay:
 
 
 class SendingStage(StoreStage):
-    """The sending side: an `Outgoing` with one way, to a peer whose memory begins at `REMOTE`."""
+    """The sending side: `Copies` to one peer, whose memory begins at `REMOTE`."""
 
     REMOTE = 1 << 30
 
@@ -104,17 +141,9 @@ class SendingStage(StoreStage):
         self.over: list[tuple[int, bool]] = []
         self.group_bytes = group_bytes
         self.window_bytes = window_bytes
-        self.way = FakeWay()
-        self.outgoing = Outgoing(
-            self.store,
-            group_bytes=group_bytes,
-            window_bytes=window_bytes,
-            counters=self.counters,
-            on_over=self._push_over,
-        )
-
-    def _push_over(self, push: Push, is_complete: bool) -> None:
-        self.over.append((push.number, is_complete))
+        self.way = FakeWay(over=lambda number, is_complete: self.over.append((number, is_complete)))
+        self.way.max_inflight_bytes = window_bytes
+        self.copies = Copies([self.store], group_bytes=group_bytes, counters=self.counters)
 
     def start(
         self,
@@ -126,15 +155,14 @@ class SendingStage(StoreStage):
         want: int = 0,
     ) -> int:
         """Push these chunks."""
-        return self.outgoing.start(
+        return self.copies.store(
             way or self.way,
+            0,
             [key(number) for number in numbers],
             shards,
+            priority=Priority.HANDOFF,
+            deadline=self.now + 60.0,
             transfer=transfer,
-            layout=b"",
-            wait_s=5.0,
-            now=self.now,
-            push_s=60.0,
             want=want,
         )
 
@@ -151,38 +179,42 @@ class SendingStage(StoreStage):
 
     def grant(self, offer: Offer, indices: list[int] | None = None) -> None:
         """The peer has room."""
-        self.outgoing.granted(self.way.name, self.grants(offer, indices))
-        self.outgoing.pump()
+        self.granted(self.way.name, self.grants(offer, indices))
+        self.copies.pump()
+
+    def granted(self, name: str, granted: Granted) -> None:
+        """A peer answers."""
+        self.copies.granted(name, granted.push, Grant(granted.granted, granted.slots))
 
     def fill(self, slots: list[Slot], first_layer: int = 0, layers: int = 1, *, seal: bool = False) -> None:
         """What a worker's `Fill` does."""
         chunks = self.store.fill(slots, first_layer, layers, WRITER)
         if seal:
             self.store.seal(chunks)
-        self.outgoing.changed(chunks)
-        self.outgoing.pump()
+        self.copies.changed(chunks)
+        self.copies.pump()
 
     def lose(self, slots: list[Slot]) -> None:
         """The writer lets go of chunks that are not whole."""
         chunks = [self.store.at(slot) for slot in slots]
         self.store.let_go(chunks)
-        self.outgoing.changed(chunks)
-        self.outgoing.pump()
+        self.copies.changed(chunks)
+        self.copies.pump()
 
     @property
     def has_room(self) -> bool:
         """Whether the window to the peer is not full."""
-        return self.outgoing.in_window(self.way.name) < self.window_bytes
+        return self.copies.in_flight(self.way.name) < self.window_bytes
 
-    def finish(self, job: Job | None = None, error: Any = None) -> Job:
+    def finish(self, job: Write | None = None, error: Any = None) -> Write:
         """A write (the oldest) is over."""
         job = job or self.way.jobs[0]
         self.way.jobs.remove(job)
-        self.outgoing.written(self.way.name, job, error)
-        self.outgoing.pump()
+        self.copies.done(self.way.name, job.job, error)
+        self.copies.pump()
         return job
 
-    def finish_all(self, error: Any = None) -> list[Job]:
+    def finish_all(self, error: Any = None) -> list[Write]:
         """All writes, also those that come of it."""
         done = []
         while self.way.jobs:
@@ -191,13 +223,13 @@ class SendingStage(StoreStage):
 
     def assert_idle(self) -> None:
         """No push is left, and none has left anything behind."""
-        assert len(self.outgoing) == 0
+        assert len(self.copies) == 0
         assert not self.way.jobs
         assert self.holds() == 0
-        assert not self.outgoing._items
-        assert not self.outgoing._of_transfer
-        assert not self.outgoing._queues
-        assert not self.outgoing._touched
+        assert not self.copies._items
+        assert not self.copies._of_transfer
+        assert not self.copies._queues
+        assert not self.copies._touched
 
 
 class FakeSession:

@@ -9,7 +9,8 @@ from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefus
 from pdx.memory.digest import digests
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
-from pdx.node.peers.push import MAX_SLICES, MAX_WRITE_BYTES
+from pdx.store.copy import MAX_SLICES
+from pdx.store.tier import Tier
 from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES
 from pdx.wire.messages import MAX_LAYERS
 from pdx.wire.peer_messages import DIGEST_BYTES, Granted, Landed, LetGo, Slices, encode_landed
@@ -88,7 +89,7 @@ def test_a_write_is_at_most_8_mib_and_says_exactly_what_it_carries(stage):
     stage.fill(slots, 0, 20, seal=True)
     assert [job.nbytes for job in stage.way.jobs] == [8 * MIB, 8 * MIB, 4 * MIB]
     for job in stage.way.jobs:
-        assert job.nbytes <= MAX_WRITE_BYTES
+        assert job.nbytes <= Tier.max_job_bytes
         assert job.nbytes == sum(piece.nbytes for piece in job.pieces)
         for piece, one, spans in zip(job.pieces, job.slices, job.spans, strict=True):
             assert sum(size for _, size in spans) == piece.nbytes
@@ -193,7 +194,7 @@ def test_what_is_not_acknowledged_stays_within_the_window_and_one_write(stage_wi
     stage.fill(slots, 0, 100, seal=True)
     done = 0
     while stage.way.jobs:
-        assert sum(job.nbytes for job in stage.way.jobs) < 16 * MIB + MAX_WRITE_BYTES
+        assert sum(job.nbytes for job in stage.way.jobs) < 16 * MIB + Tier.max_job_bytes
         done += stage.finish().nbytes
     assert done == 100 * MIB
     assert stage.over == [(1, True)]
@@ -253,9 +254,9 @@ def test_a_fill_costs_what_it_fills_whatever_is_under_way(stage_with, is_full):
     for pushes, chunks in ((1, 64), (8, 512)):
         stage, slots = busy(stage_with, pushes, chunks)
         if is_full:
-            stage.outgoing._window_bytes = 0
+            stage.way.max_inflight_bytes = 0
         costs.append([calls(lambda layer=layer: stage.fill(slots[0][:32], layer)) for layer in range(1, 41)])  # noqa: B023
-        stage.outgoing.lost("b")
+        stage.copies.lost("b")
         stage.finish_all(ChannelBroken("gone"))
         stage.assert_idle()
     small, large = map(sum, costs)
@@ -272,7 +273,7 @@ def test_an_acknowledgement_costs_what_was_written_whatever_is_under_way(stage_w
             stage.fill(slots[0][:32], layer)
         job = stage.way.jobs[0]
         costs.append(calls(lambda: stage.finish(job)))  # noqa: B023
-        stage.outgoing.lost("b")
+        stage.copies.lost("b")
         stage.finish_all(ChannelBroken("gone"))
     assert costs[1] <= 1.2 * costs[0]
 
@@ -280,9 +281,9 @@ def test_an_acknowledgement_costs_what_was_written_whatever_is_under_way(stage_w
 def test_what_is_filled_in_one_turn_of_the_loop_is_sent_together(stage):
     slots = pushed(stage, [0, 1], 4 * MIB, layers=4)
     for slot in slots:
-        stage.outgoing.changed(stage.store.fill([slot], 0, 1, 1))
+        stage.copies.changed(stage.store.fill([slot], 0, 1, 1))
     assert not stage.way.jobs
-    stage.outgoing.pump()
+    stage.copies.pump()
     (job,) = stage.way.jobs
     assert [piece.local for piece in job.pieces] == [slot.offset for slot in slots]
     stage.lose(slots)
@@ -299,7 +300,7 @@ def test_only_what_is_here_or_being_filled_is_offered_up_to_the_first_gap(stage)
     assert stage.way.offers[0].keys == [key(0), key(1)]
     assert stage.start([2, 3]) == 0
     assert len(stage.way.offers) == 1
-    stage.outgoing.lost("b")
+    stage.copies.lost("b")
     stage.assert_idle()
 
 
@@ -316,7 +317,7 @@ def test_chunks_of_other_sizes_and_tails_are_offers_of_their_own(stage):
     assert seen == [(0, 2, MIB, 4, 0), (2, 2, 2 * MIB, 4, 1000), (4, 2, 2 * MIB, 2, 500)]
     for offer in stage.way.offers:
         stage.grant(offer)
-    assert [item.slot.nbytes for push in stage.outgoing.to("b") for item in push.items] == [
+    assert [item.remote.nbytes for push in stage.copies.of("b") for item in push.items] == [
         MIB,
         MIB,
         2 * MIB,
@@ -324,7 +325,7 @@ def test_chunks_of_other_sizes_and_tails_are_offers_of_their_own(stage):
         2 * MIB,
         500,
     ]
-    stage.outgoing.lost("b")
+    stage.copies.lost("b")
     stage.assert_idle()
 
 
@@ -360,7 +361,7 @@ def test_sealed_chunks_are_sent_as_soon_as_they_are_granted(stage):
     stage.grant(stage.way.offers[0])
     assert [job.nbytes for job in stage.way.jobs] == [2 * MIB]
     assert stage.holds() == 2, "they stay until they are there"
-    assert stage.outgoing.acked_bytes(TRANSFER) == 0
+    assert stage.copies.copied_bytes(TRANSFER) == 0
     stage.finish_all()
     assert stage.way.farewells == [LetGo(1, True)]
     stage.assert_idle()
@@ -372,10 +373,10 @@ def test_what_was_acknowledged_of_a_transfer_is_known_while_it_is_pushed(stage):
     stage.start([0], transfer=TRANSFER)
     stage.grant(stage.way.offers[0])
     stage.finish()
-    assert stage.outgoing.acked_bytes(TRANSFER) == 8 * MIB
-    assert stage.outgoing.acked_bytes("another") == 0
+    assert stage.copies.copied_bytes(TRANSFER) == 8 * MIB
+    assert stage.copies.copied_bytes("another") == 0
     stage.finish_all()
-    assert stage.outgoing.acked_bytes(TRANSFER) == 0
+    assert stage.copies.copied_bytes(TRANSFER) == 0
 
 
 def test_an_offer_waits_until_the_way_is_usable(stage):
@@ -383,20 +384,20 @@ def test_an_offer_waits_until_the_way_is_usable(stage):
     stage.way.is_usable = False
     stage.start([0])
     assert not stage.way.sent
-    stage.outgoing.usable("c")
+    stage.copies.ready("c")
     assert not stage.way.sent
     stage.way.is_usable = True
-    stage.outgoing.usable("b")
-    stage.outgoing.usable("b")
+    stage.copies.ready("b")
+    stage.copies.ready("b")
     assert len(stage.way.offers) == 1
-    stage.outgoing.lost("b")
+    stage.copies.lost("b")
 
 
 def test_an_offer_that_never_left_ends_without_a_word(stage):
     stage.reserve([0], MIB)
     stage.way.is_usable = False
     stage.start([0], transfer=TRANSFER)
-    stage.outgoing.cancel(TRANSFER)
+    stage.copies.cancel(TRANSFER)
     assert stage.way.sent == []
     assert stage.over == [(1, False)]
     stage.assert_idle()
@@ -416,7 +417,7 @@ def test_a_chunk_of_fewer_bytes_than_layers_is_not_pushed(stage):
     stage.reserve([1], 3, layers=5)
     assert stage.start([0, 1]) == 1
     assert stage.way.offers[0].keys == [key(0)]
-    stage.outgoing.lost("b")
+    stage.copies.lost("b")
 
 
 # ---- grants --------------------------------------------------------------------------------------
@@ -444,7 +445,7 @@ def test_a_grant_that_is_none_ends_the_push(stage, indices, slots):
     stage.fill(sources, 0, 1, seal=True)
     stage.start([0, 1])
     with pytest.raises(ProtocolError):
-        stage.outgoing.granted("b", Granted(1, indices, slots))
+        stage.granted("b", Granted(1, indices, slots))
     assert not stage.way.jobs
     assert stage.way.farewells == [LetGo(1, False)]
     assert stage.over == [(1, False)]
@@ -458,20 +459,20 @@ def test_an_offer_is_granted_once(stage):
     stage.grant(stage.way.offers[0])
     with pytest.raises(ProtocolError, match="twice"):
         stage.grant(stage.way.offers[0])
-    stage.outgoing.lost("b")
+    stage.copies.lost("b")
     stage.assert_idle()
 
 
 def test_what_another_peer_says_of_a_push_does_not_matter(stage):
     stage.reserve([0], MIB)
     stage.start([0])
-    stage.outgoing.granted("c", stage.grants(stage.way.offers[0]))
-    stage.outgoing.stopped("c", 1, "")
-    stage.outgoing.lost("c")
-    stage.outgoing.stopped("b", 99, "")
-    (push,) = stage.outgoing.to("b")
-    assert (push.state, push.items) == ("offered", [])
-    stage.outgoing.lost("b")
+    stage.granted("c", stage.grants(stage.way.offers[0]))
+    stage.copies.stopped("c", 1, "")
+    stage.copies.lost("c")
+    stage.copies.stopped("b", 99, "")
+    (push,) = stage.copies.of("b")
+    assert (push.state, push.items) == ("queued", [])
+    stage.copies.lost("b")
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -484,7 +485,7 @@ def test_a_source_that_dies_before_the_grant_ends_the_push_then(stage):
     stage.lose(slots[1:])
     stage.grant(stage.way.offers[0])
     assert stage.way.farewells == [LetGo(1, False)]
-    assert stage.counters["pushes_without_source"] == 1
+    assert stage.counters["copies_without_source"] == 1
     stage.assert_idle()
 
 
@@ -494,7 +495,7 @@ def test_a_source_that_was_filled_before_it_was_given_up_is_whole(stage):
     stage.fill(slots, 0, 2)
     chunk = stage.store.at(slots[0])
     stage.store.abort([chunk])
-    stage.outgoing.changed([chunk])
+    stage.copies.changed([chunk])
     stage.grant(stage.way.offers[0])
     stage.finish_all()
     assert stage.over == [(1, True)]
@@ -506,7 +507,7 @@ def test_a_write_that_fails_when_all_is_sent_is_counted_and_nothing_is_complete(
     stage.fill(slots, 0, 16, seal=True)
     assert len(stage.way.jobs) == 2
     stage.finish(error=WriteRefused("not granted"))
-    assert stage.counters["writes_failed"] == 1
+    assert stage.counters["jobs_failed"] == 1
     assert not stage.way.farewells
     stage.finish()
     assert stage.way.farewells == [LetGo(1, False)]
@@ -518,10 +519,10 @@ def test_a_broken_channel_ends_pushes_without_a_word(stage):
     stage.fill(slots, 0, 16, seal=True)
     stage.reserve([1], MIB)
     stage.start([1])
-    stage.outgoing.lost("b")
+    stage.copies.lost("b")
     assert stage.over == [(2, False)]
     stage.finish_all(ChannelBroken("gone"))
     assert stage.over == [(2, False), (1, False)]
-    assert (stage.counters["pushes_lost"], stage.counters["writes_failed"]) == (2, 0), "each is counted once"
+    assert (stage.counters["copies_lost"], stage.counters["jobs_failed"]) == (2, 0), "each is counted once"
     assert stage.way.farewells == []
     stage.assert_idle()

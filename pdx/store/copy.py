@@ -1,0 +1,264 @@
+"""One copy: its life, what of it can be read, what was given to its tier, and the job that goes next.
+
+    QUEUED ──grant──► RUNNING
+       │                 │ all given, cancel,
+       │ cancel, stop,   │ stop, lost
+       │ lost            ▼
+       └────────────► DRAINING ──drained──► OVER
+
+A copy in DRAINING has jobs under way, which still read or write the arena.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from enum import IntEnum, StrEnum
+
+from pdx.errors import ProtocolError
+from pdx.memory.slot import Slot
+from pdx.store.chunk import Chunk
+from pdx.store.lifecycle import State
+from pdx.store.tier import Grant, Job, Part, Tier
+
+MAX_SLICES = 1024  # in one job: the notification of a write to a peer has room for their digests
+
+
+class Priority(IntEnum):
+    """Which copies go first."""
+
+    HANDOFF = 0  # a decoder waits for what a prefill engine fills
+    AWAITED = 1  # a request waits for what a tier has
+    PREFETCH = 2
+    STORE = 3
+    REBALANCE = 4
+
+
+class CopyState(StrEnum):
+    """Where a copy is in its life."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DRAINING = "draining"
+    OVER = "over"
+
+
+class CopyStep(StrEnum):
+    """What can happen to a copy."""
+
+    GRANT = "grant"
+    ALL_GIVEN = "all given"
+    CANCEL = "cancel"  # this node gives up: cancelled, aborted, too late
+    STOP = "stop"  # the tier gives up
+    LOST = "lost"  # the tier is gone
+    DRAINED = "drained"
+
+
+COPY: dict[tuple[CopyState, CopyStep], CopyState] = {
+    (CopyState.QUEUED, CopyStep.GRANT): CopyState.RUNNING,
+    (CopyState.QUEUED, CopyStep.CANCEL): CopyState.DRAINING,
+    (CopyState.QUEUED, CopyStep.STOP): CopyState.DRAINING,
+    (CopyState.QUEUED, CopyStep.LOST): CopyState.DRAINING,
+    (CopyState.RUNNING, CopyStep.ALL_GIVEN): CopyState.DRAINING,
+    (CopyState.RUNNING, CopyStep.CANCEL): CopyState.DRAINING,
+    (CopyState.RUNNING, CopyStep.STOP): CopyState.DRAINING,
+    (CopyState.RUNNING, CopyStep.LOST): CopyState.DRAINING,
+    (CopyState.DRAINING, CopyStep.DRAINED): CopyState.OVER,
+}
+
+
+class Item:
+    """One chunk of one shard on its way; the `index`-th of its copy. `remote`: its slot in a tier that has slots."""
+
+    __slots__ = ("chunk", "copy", "index", "is_even", "ready", "remote", "sent", "slice_bytes")
+
+    def __init__(self, copy: Copy, index: int, chunk: Chunk, remote: Slot | None) -> None:
+        self.copy = copy
+        self.index = index
+        self.chunk = chunk
+        self.remote = remote
+        nbytes = chunk.slot.nbytes
+        self.slice_bytes = max(1, nbytes // chunk.layers)  # where they are not equal, the least of them
+        self.is_even = self.slice_bytes * chunk.layers == nbytes
+        self.ready = 0  # bit l: slice l can be read, and its copy knows
+        self.sent = 0  # bit l: slice l was given to the tier
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it will never be whole: its writer gave up."""
+        chunk = self.chunk
+        return chunk.state is not State.FILLING and not chunk.is_complete
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of these slices."""
+        if self.is_even:
+            return self.slice_bytes * bits.bit_count()
+        return sum(self.chunk.span(first, count)[1] for first, count in _runs(bits))
+
+
+class Copy:
+    """One copy. `chunks` lie in an arena of this node and are held, or filled, from its start to its end; `items` are
+    those that it was granted room for. It counts what changes, so that nothing here looks at all of its chunks but its
+    grant and its end.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tier: Tier,
+        keys: Sequence[bytes],
+        shards: int,
+        chunks: list[Chunk],
+        *,
+        priority: Priority,
+        deadline: float,
+        is_load: bool = False,
+        transfer: str | None = None,
+        layout: bytes = b"",
+        want: int = 0,
+    ) -> None:
+        self.number = number
+        self.tier = tier
+        self.keys = keys
+        self.shards = shards
+        self.chunks = chunks  # key-major, `shards` each
+        self.priority = priority
+        self.deadline = deadline
+        self.is_load = is_load
+        self.transfer = transfer
+        self.layout = layout
+        self.want = want  # the question of a peer that this copy answers; 0: of none
+        self.held_bytes = sum(chunk.slot.nbytes for chunk in chunks)
+        self.items: list[Item] = []
+        self.state = CopyState.QUEUED
+        self.is_asked = False  # whether the tier was asked for room
+        self.under_way = 0  # jobs given and not over
+        self.copied_bytes = 0
+        self.unfilled_bytes = 0  # that are still to be computed
+        self.rank: tuple[int, int, int] | None = None  # its place among those with a job to give
+        self.is_granted = False
+        self.is_given_up = False
+        self.is_lost = False  # the tier is gone: there is nobody to tell
+        self._ready: list[int] = []  # a heap: the items with slices that are ready and not given
+        self._ready_bytes = 0
+        self._ready_slices = 0
+        self._ungiven = 0  # slices
+        self._uncopied = 0
+
+    def __repr__(self) -> str:
+        way = "from" if self.is_load else "to"
+        return f"<Copy {self.number} {way} {self.tier.name} {self.state} {self.copied_bytes} bytes>"
+
+    @property
+    def is_all_given(self) -> bool:
+        """Whether nothing is left to give, now or later."""
+        return not self._ungiven
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that it was granted room for is copied."""
+        return self.is_granted and not self._uncopied
+
+    def step(self, step: CopyStep) -> None:
+        """Move on, as `COPY` says."""
+        self.state = COPY[self.state, step]
+
+    def grant(self, grant: Grant) -> None:
+        """There is room for these.
+
+        :raises ProtocolError: it does not fit what was asked for; nothing has changed.
+        """
+        self.items = self._items(grant)
+        self.is_granted = True
+        self.chunks = [item.chunk for item in self.items]
+        self.held_bytes = self.unfilled_bytes = sum(chunk.slot.nbytes for chunk in self.chunks)
+        self._ungiven = self._uncopied = sum(chunk.layers for chunk in self.chunks)
+        for item in self.items:
+            self.note(item)
+
+    def _items(self, grant: Grant) -> list[Item]:
+        shards = self.shards
+        slots: Sequence[Slot | None] = grant.slots if grant.slots is not None else [None] * (len(grant.keys) * shards)
+        if len(slots) != len(grant.keys) * shards or len(set(grant.keys)) != len(grant.keys):
+            raise ProtocolError(f"{len(slots)} slots for {len(grant.keys)} chunks of {shards} shards")
+        items: list[Item] = []
+        for number, index in enumerate(grant.keys):
+            if index >= len(self.keys):
+                raise ProtocolError(f"chunk {index} of {len(self.keys)} granted")
+            chunks = self.chunks[index * shards : (index + 1) * shards]
+            for chunk, slot in zip(chunks, slots[number * shards : (number + 1) * shards], strict=True):
+                if slot is not None and slot.nbytes != chunk.slot.nbytes:
+                    raise ProtocolError(f"{slot} granted for a chunk of {chunk.slot.nbytes} bytes")
+                items.append(Item(self, len(items), chunk, slot))
+        return items
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    def note(self, item: Item) -> bool:
+        """Count what can be read of it since the last look; whether that is anything."""
+        chunk = item.chunk
+        readable = (1 << chunk.layers) - 1 if self.is_load else chunk.filled
+        new = readable & ~item.ready
+        if not new or (self.tier.is_whole and not (self.is_load or chunk.is_complete)):
+            return False
+        if item.ready == item.sent:
+            heapq.heappush(self._ready, item.index)
+        item.ready |= new
+        nbytes = item.nbytes(new)
+        self.unfilled_bytes -= nbytes
+        self._ready_bytes += nbytes
+        self._ready_slices += new.bit_count()
+        return True
+
+    def is_due(self, group_bytes: int) -> bool:
+        """Whether there is a job to give: of `group_bytes`, or as large as a job may be, or the last."""
+        is_full = self._ready_bytes >= min(group_bytes, self.tier.max_job_bytes) or self._ready_slices >= MAX_SLICES
+        return bool(self._ready) and (is_full or self.tier.is_whole or not self.unfilled_bytes)
+
+    def next_job(self) -> Job:
+        """The slices that go next, of the first chunks that have some. It must be due."""
+        limit = self.tier.max_job_bytes
+        parts: list[Part] = []
+        nbytes = count = 0
+        while self._ready:
+            item = self.items[self._ready[0]]
+            first, layers = _first_run(item.ready & ~item.sent)
+            fitting = layers
+            if not self.tier.is_whole and (count + layers > MAX_SLICES or nbytes + layers * item.slice_bytes > limit):
+                fitting = min(MAX_SLICES - count, (limit - nbytes) // item.slice_bytes)
+            if fitting <= 0:
+                if parts:
+                    break
+                fitting = 1  # a slice that is larger than a job goes alone
+            chunk = item.chunk
+            parts.append(Part(chunk.key, chunk.shard, chunk.layers, first, fitting, chunk.slot, item.remote))
+            item.sent |= ((1 << fitting) - 1) << first
+            if item.sent == item.ready:
+                heapq.heappop(self._ready)
+            nbytes, count = nbytes + chunk.span(first, fitting)[1], count + fitting
+            if fitting < layers or self.tier.is_whole:
+                break
+        self._ready_bytes -= nbytes
+        self._ready_slices -= count
+        self._ungiven -= count
+        return Job(self.number, parts, nbytes, transfer=self.transfer)
+
+    def copied(self, job: Job) -> None:
+        """A job of this copy is done."""
+        self.copied_bytes += job.nbytes
+        self._uncopied -= sum(part.count for part in job.parts)
+
+
+def _first_run(bits: int) -> tuple[int, int]:
+    """The lowest run of ones in `bits`, which are not 0, as (first, length)."""
+    first = (bits & -bits).bit_length() - 1
+    rest = bits >> first
+    return first, (~rest & (rest + 1)).bit_length() - 1
+
+
+def _runs(bits: int) -> Iterator[tuple[int, int]]:
+    """All runs of ones in `bits`, lowest first."""
+    while bits:
+        first, length = _first_run(bits)
+        yield first, length
+        bits &= ~(((1 << length) - 1) << first)
