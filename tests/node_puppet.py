@@ -64,9 +64,9 @@ class Puppet:
         self.worker = Connection(sys.argv[1], Hello(VERSION, os.getpid(), "worker", engine=engine))
         return self.worker.attach(20.0)
 
-    def fill_slot(self, offset, nbytes, generation, layers):
+    def fill_slot(self, offset, nbytes, generation, arena, layers):
         """As the worker: all slices of this slot, and the seal."""
-        answer = self.worker.call(Fill([Slot(offset, nbytes, generation)], layers=layers, seal=True), 20.0)
+        answer = self.worker.call(Fill([Slot(offset, nbytes, generation, arena)], layers=layers, seal=True), 20.0)
         return answer.count
 
 
