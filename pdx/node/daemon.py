@@ -170,6 +170,7 @@ class Daemon:
         with self._faults.contain("late answers"):
             for session, seq, answer in self.service.lookups.late_answers():
                 self._send(session.route, seq, answer)
+            self.service.copies.pump()  # what the lookups have started
         with self._faults.contain("the report to the proxy"):
             self._report(now)
 

@@ -16,6 +16,7 @@ from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
+from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import Answer, Found, Lookup
@@ -108,6 +109,7 @@ class Lookups:
         self,
         store: Store,
         transfers: Transfers,
+        tiers: Tiers,
         peers: Peers,
         *,
         counters: Counter[str],
@@ -118,6 +120,7 @@ class Lookups:
     ) -> None:
         self._store = store
         self._transfers = transfers
+        self._tiers = tiers
         self._peers = peers
         self._counters = counters
         self._faults = faults
@@ -192,6 +195,8 @@ class Lookups:
                 return False
             if self._transfers.is_under_way(ask.transfer) or self._store.is_filling(ask.keys[hits], ask.shards):
                 return True
+        if self._tiers.may_come(0, ask.keys, hits, ask.shards):
+            return True
         try:
             return self._peers.may_come(ask, hits)
         except (PeerError, ConfigError) as error:

@@ -23,6 +23,7 @@ from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
+from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
 from pdx.telemetry.timeline import Event
@@ -77,6 +78,15 @@ class Service:
         self.faults = Faults(self.counters, clock)
         self.transfers = Transfers(self.counters)
         self.copies = Copies([self.store], group_bytes=config.group_bytes, counters=self.counters)
+        self.tiers = Tiers(
+            [self.store],
+            self.copies,
+            [[]],
+            store_s=config.push_s,
+            load_s=config.fetch_s,
+            counters=self.counters,
+            clock=clock,
+        )
         self.peers = Peers(
             config,
             name=self.name,
@@ -96,6 +106,7 @@ class Service:
         self.lookups = Lookups(
             self.store,
             self.transfers,
+            self.tiers,
             self.peers,
             counters=self.counters,
             faults=self.faults,
@@ -155,6 +166,7 @@ class Service:
     def _changed(self, chunks: Sequence[Chunk]) -> None:
         """Slices of these chunks were filled, or they are whole, or never will be: copies and lookups go on with it."""
         self.copies.changed(chunks)
+        self.tiers.changed(chunks)
         self.lookups.changed(chunks)
 
     def detach_all(self) -> None:
@@ -189,9 +201,10 @@ class Service:
         """After each turn of the control loop."""
         self.peers.turn()
         with self.faults.contain("the turn of copies"):
-            self.copies.pump()
             landed, self.copies.landed = self.copies.landed, []
             self._changed(landed)
+            self.tiers.turn()
+            self.copies.pump()
 
     @property
     def news(self) -> bool:

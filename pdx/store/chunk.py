@@ -24,6 +24,7 @@ class Chunk:
         "pins",
         "room_bytes",
         "shard",
+        "shards",
         "slot",
         "state",
         "tail",
@@ -34,6 +35,7 @@ class Chunk:
     def __init__(self, key: bytes, shard: int, slot: Slot, layers: int) -> None:
         self.key = key
         self.shard = shard
+        self.shards = 1  # of its key, this one included
         self.slot = slot
         self.layers = layers
         self.room_bytes = round_up(slot.nbytes)  # what its slot takes of the arena

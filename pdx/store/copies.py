@@ -65,6 +65,7 @@ class Copies:
         self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
         self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
         self._may_give: set[str] = set()  # … and the tiers that may be given jobs
+        self.late_at: dict[str, float] = {}  # by tier: when a copy was last given up because it took too long
         self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
 
     def __len__(self) -> int:
@@ -304,9 +305,15 @@ class Copies:
         """Give up what is too late."""
         for number in self._deadlines.take(now):
             copy = self._copies[number]
-            if copy.state is not CopyState.DRAINING:
-                self._counters["copies_late"] += 1
-                log.warning("%r is dropped: it was not over in time", copy)
+            if copy.state is CopyState.DRAINING and not copy.is_load:
+                continue
+            self._counters["copies_late"] += 1
+            self.late_at[copy.tier.name] = now
+            log.warning("%r is dropped: it was not over in time", copy)
+            if copy.state is CopyState.DRAINING:
+                copy.is_given_up = True
+                copy.tier.cancel(copy)
+            else:
                 self._give_up(copy, CopyStep.CANCEL)
 
     def copied_bytes(self, transfer: str) -> int:

@@ -50,6 +50,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         chunk.owner, chunk.writer = self.owner, self.writers[shard]
         chunk.transfer, chunk.deadline = self.transfer, self.deadline
         chunk.tail = self.is_tail(index)
+        chunk.shards = len(self.writers)
         return chunk
 
 

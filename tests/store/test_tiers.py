@@ -1,0 +1,409 @@
+"""Copies between an arena and a tier below it, against a model: what is hit is right, and nothing is left behind.
+
+The tier is a dictionary whose jobs end when the test says so. It stands for a disk: it moves bytes at the end of a job,
+which is the latest moment at which a tier may touch the arena.
+"""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdx.errors import NodeError
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.store.copies import NODE, Copies
+from pdx.store.copy import Priority
+from pdx.store.lifecycle import State
+from pdx.store.store import Claim, Store
+from pdx.store.tier import Grant, Held, Tier
+from pdx.store.tiers import Tiers
+
+LAYERS = 2
+WRITER = 1
+GRANULES = 16
+
+
+def key(number):
+    return b"%016d" % number
+
+
+def pattern(name, shard):
+    return bytes([name[-1] * 3 + shard + 1]) * GRANULE_BYTES
+
+
+class DictTier(Tier):
+    """A fake: chunks in a dictionary, jobs that end by `end`."""
+
+    name = "below"
+    is_whole = True
+
+    def __init__(self, arena, copies_of):
+        self.arena = arena
+        self.copies_of = copies_of
+        self.chunks = {}
+        self.jobs = []  # (verb, job)
+        self.cancelled = set()
+        self.is_over = []
+
+    def find(self, keys, shards):
+        held = []
+        for name in keys:
+            if not all((name, shard) in self.chunks for shard in range(shards)):
+                break
+            held.append(Held(GRANULE_BYTES, LAYERS))
+        return held
+
+    def admit(self, copy):
+        return Grant([at for at, name in enumerate(copy.keys) if not self.find([name], copy.shards)])
+
+    def store(self, job):
+        self.jobs.append(("store", job))
+
+    def load(self, job):
+        self.jobs.append(("load", job))
+
+    def cancel(self, copy):
+        self.cancelled.add(copy.number)
+
+    def over(self, copy):
+        assert all(job.number != copy.number for _, job in self.jobs), "a job of it is under way"
+        self.is_over.append((copy.number, copy.is_complete))
+
+    def evict(self, keys):
+        gone = {where for where in self.chunks if where[0] in keys}
+        for where in gone:
+            del self.chunks[where]
+        return len({name for name, _ in gone})
+
+    def close(self):
+        pass
+
+    def end(self, at=0, *, fails=False):
+        """A job is over."""
+        verb, job = self.jobs.pop(at)
+        error = NodeError("asked to") if fails else None
+        for part in job.parts:
+            self.arena.check(part.slot)  # nobody else was given the memory
+            assert (part.first_layer, part.count) == (0, LAYERS)
+            view = self.arena.view(part.slot)
+            where = part.key, part.shard
+            if fails:
+                continue
+            if verb == "store":
+                self.chunks[where] = bytes(view)
+            elif where in self.chunks:
+                view[:] = self.chunks[where]
+            else:
+                error = NodeError("evicted meanwhile")
+            view.release()
+        self.copies_of().done(self.name, job, error)
+
+
+class Stage:
+    """A store with a tier below."""
+
+    def __init__(self, folder, granules=GRANULES):
+        self.now = 100.0
+        self.arena = Arena.create(Path(folder) / "arena", granules * GRANULE_BYTES)
+        self.store = Store(self.arena, lambda: self.now)
+        self.counters = Counter()
+        self.copies = Copies([self.store], group_bytes=1 << 20, counters=self.counters)
+        self.tier = DictTier(self.arena, lambda: self.copies)
+        self.tiers = Tiers(
+            [self.store],
+            self.copies,
+            [[self.tier]],
+            store_s=20.0,
+            load_s=5.0,
+            counters=self.counters,
+            clock=lambda: self.now,
+        )
+
+    def save(self, numbers, shards=1):
+        """A worker fills and seals what is not there."""
+        claim = Claim(
+            keys=[key(number) for number in numbers],
+            nbytes=GRANULE_BYTES,
+            layers=LAYERS,
+            owner=WRITER,
+            writers=[WRITER] * shards,
+            partial=True,
+        )
+        _, slots, _ = self.store.reserve(claim)
+        for slot in slots:
+            chunk = self.store.at(slot)
+            self.arena.view(slot)[:] = pattern(chunk.key, chunk.shard)
+        chunks = self.store.fill(slots, 0, LAYERS, WRITER)
+        self.store.seal(chunks)
+        self.tiers.changed(chunks)
+        self.turn()
+
+    def turn(self):
+        self.copies.pump()
+        landed, self.copies.landed = self.copies.landed, []
+        self.copies.changed(landed)
+        self.tiers.changed(landed)
+        self.tiers.turn()
+        self.copies.pump()
+
+    def hits(self, numbers, shards=1):
+        return len(self.store.find([key(number) for number in numbers], shards))
+
+    def may_come(self, numbers, shards=1):
+        hits = self.hits(numbers, shards)
+        may = hits < len(numbers) and self.tiers.may_come(0, [key(number) for number in numbers], hits, shards)
+        self.turn()
+        return may
+
+    def end(self, at=0, *, fails=False):
+        self.tier.end(at, fails=fails)
+        self.turn()
+
+    def end_all(self):
+        while self.tier.jobs:
+            self.end()
+
+    def forget(self, numbers):
+        return self.store.delete([key(number) for number in numbers])
+
+    def check(self):
+        """What can be hit has the right bytes, in the arena and below."""
+        for chunk in self.store._slots.values():
+            if chunk.state is State.SEALED:
+                assert bytes(self.arena.view(chunk.slot)) == pattern(chunk.key, chunk.shard)
+        for (name, shard), data in self.tier.chunks.items():
+            assert data == pattern(name, shard)
+
+    def assert_idle(self):
+        self.end_all()
+        assert len(self.copies) == 0
+        assert not self.copies._items
+        assert not self.copies._queues
+        assert not self.copies._touched
+        for chunk in self.store._slots.values():
+            assert chunk.leases == 0
+            assert chunk.state is State.SEALED, "what is not sealed has no owner any more"
+
+    def close(self):
+        self.arena.close()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = Stage(tmp_path)
+    yield stage
+    stage.assert_idle()
+    stage.check()
+    stage.close()
+
+
+def test_what_is_sealed_is_stored_below_and_comes_back(stage):
+    stage.save([0, 1, 2])
+    assert [verb for verb, _ in stage.tier.jobs] == ["store"] * 3
+    stage.end_all()
+    stage.forget([0, 1, 2])
+    assert stage.hits([0, 1, 2]) == 0
+    assert stage.may_come([0, 1, 2, 3])
+    assert stage.hits([0, 1, 2]) == 0, "not before it is there"
+    stage.end()
+    assert stage.hits([0, 1, 2]) == 1
+    assert stage.may_come([0, 1, 2, 3]), "the others are on their way"
+    stage.end_all()
+    assert stage.hits([0, 1, 2]) == 3
+    assert not stage.may_come([0, 1, 2, 3])
+    assert stage.counters["loaded_bytes"] == 3 * GRANULE_BYTES
+
+
+def test_all_shards_are_stored_and_loaded(stage):
+    stage.save([0, 1], shards=2)
+    stage.end_all()
+    assert set(stage.tier.chunks) == {(key(n), shard) for n in (0, 1) for shard in (0, 1)}
+    stage.forget([0, 1])
+    assert stage.may_come([0, 1], shards=2)
+    stage.end()
+    assert stage.hits([0, 1], shards=2) == 0, "one shard is not a chunk"
+    stage.end_all()
+    assert stage.hits([0, 1], shards=2) == 2
+
+
+def test_two_that_want_the_same_wait_for_one_load(stage):
+    stage.save([0, 1])
+    stage.end_all()
+    stage.forget([0, 1])
+    assert stage.may_come([0, 1])
+    assert stage.may_come([0, 1])
+    assert stage.may_come([1]), "it is on its way for others"
+    assert [verb for verb, _ in stage.tier.jobs] == ["load", "load"]
+
+
+def test_what_is_loaded_is_not_stored_again(stage):
+    stage.save([0])
+    stage.end_all()
+    stage.forget([0])
+    stage.may_come([0])
+    stage.end()
+    assert stage.hits([0]) == 1
+    assert not stage.tier.jobs
+
+
+def test_a_load_that_fails_is_a_miss_and_gives_its_room_back(stage):
+    stage.save([0, 1])
+    stage.end_all()
+    stage.forget([0, 1])
+    free = stage.store.free_bytes
+    assert stage.may_come([0, 1])
+    stage.tier.evict([key(0)])
+    stage.end(fails=True)
+    assert stage.hits([0]) == 0
+    stage.end_all()
+    assert not stage.may_come([0])
+    assert stage.hits([1]) == 1, "what was under way is not thrown away"
+    assert stage.store.free_bytes == free - GRANULE_BYTES
+    assert stage.counters["jobs_failed"] == 1
+
+
+def test_a_load_that_is_too_late_gives_its_room_back_when_nothing_writes_it_any_more(stage):
+    stage.save([0])
+    stage.end_all()
+    stage.forget([0])
+    free = stage.store.free_bytes
+    assert stage.may_come([0])
+    stage.now += 6
+    stage.tiers.changed(stage.store.expire())
+    stage.copies.tick(stage.now)
+    stage.turn()
+    assert stage.store.free_bytes < free, "the tier may still write there"
+    assert not stage.may_come([0])
+    stage.end()
+    assert (stage.hits([0]), stage.store.free_bytes) == (0, free)
+    assert stage.counters["copies_late"] == 1
+
+
+def test_the_beginning_of_a_prompt_is_not_evicted_for_its_end(tmp_path):
+    stage = Stage(tmp_path, granules=4)
+    for number in range(6):
+        stage.save([number])
+        stage.end_all()
+    assert sorted(name for name, _ in stage.tier.chunks) == [key(number) for number in range(6)]
+    assert stage.hits([5]) == 1
+    stage.forget([2, 3, 4, 5])
+    assert stage.may_come([0, 1, 2, 3, 4, 5])
+    stage.end_all()
+    hits = stage.hits([0, 1, 2, 3, 4, 5])
+    assert hits == 4, "as much of the beginning as there is room for"
+    assert not stage.may_come([0, 1, 2, 3, 4, 5])
+    assert stage.counters["loads_without_room"]
+    stage.assert_idle()
+    stage.close()
+
+
+def test_a_tail_is_never_stored(stage):
+    claim = Claim(
+        keys=[key(0)],
+        nbytes=GRANULE_BYTES,
+        layers=LAYERS,
+        owner=WRITER,
+        writers=[WRITER],
+        tail_nbytes=GRANULE_BYTES,
+        transfer="t" * 16,
+    )
+    _, slots, _ = stage.store.reserve(claim)
+    stage.arena.view(slots[0])[:] = pattern(key(0), 0)
+    chunks = stage.store.fill(slots, 0, LAYERS, WRITER)
+    stage.store.seal(chunks)
+    stage.tiers.changed(chunks)
+    stage.turn()
+    assert not stage.tier.jobs
+
+
+def test_stores_that_nobody_waits_for_hold_a_bounded_part_of_the_arena(stage):
+    stage.save(list(range(GRANULES)))
+    assert len(stage.tier.jobs) == GRANULES // 4
+    assert stage.counters["stores_dropped"] == GRANULES - GRANULES // 4
+
+
+def test_what_somebody_waits_for_goes_before_what_is_only_stored(stage):
+    stage.save([0])
+    stage.end_all()
+    stage.forget([0])
+    stage.tier.max_inflight_bytes = GRANULE_BYTES
+    stage.save([1, 2, 3])
+    assert len(stage.tier.jobs) == 1
+    assert stage.may_come([0])
+    stage.end()
+    assert [verb for verb, _ in stage.tier.jobs] == ["load"]
+
+
+class Machine(RuleBasedStateMachine):
+    """Any order of saves, losses, questions, ends and failures."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self.stage = Stage(self.folder.name)
+
+    numbers = st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True)
+
+    @rule(numbers=numbers)
+    def save(self, numbers):
+        self.stage.save(numbers)
+
+    @rule(first=st.integers(0, 6), count=st.integers(1, 5))
+    def ask(self, first, count):
+        self.stage.may_come(list(range(first, first + count)))
+
+    @precondition(lambda self: self.stage.tier.jobs)
+    @rule(at=st.integers(0, 30), fails=st.booleans())
+    def end(self, at, fails):
+        self.stage.end(at % len(self.stage.tier.jobs), fails=fails)
+
+    @rule(numbers=numbers)
+    def forget(self, numbers):
+        self.stage.forget(numbers)
+        self.stage.turn()
+
+    @rule(numbers=numbers)
+    def evict_below(self, numbers):
+        self.stage.tier.evict([key(number) for number in numbers])
+
+    @rule(seconds=st.integers(1, 8))
+    def wait(self, seconds):
+        self.stage.now += seconds
+        late = self.stage.store.expire()
+        self.stage.copies.changed(late)
+        self.stage.copies.tick(self.stage.now)
+        self.stage.turn()
+
+    @rule()
+    def lose(self):
+        self.stage.copies.lost("below")
+        self.stage.turn()
+
+    @rule(number=st.integers(0, 9))
+    def cancel_of_a_store(self, number):
+        self.stage.copies.store(
+            self.stage.tier, 0, [key(number)], 1, priority=Priority.REBALANCE, deadline=self.stage.now + 3
+        )
+        self.stage.turn()
+
+    @invariant()
+    def hits_are_right(self):
+        self.stage.check()
+
+    def teardown(self):
+        self.stage.assert_idle()
+        self.stage.check()
+        filling = [
+            chunk for chunk in self.stage.store._slots.values() if chunk.writer == NODE and not chunk.is_complete
+        ]
+        assert not filling
+        self.stage.close()
+        self.folder.cleanup()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
