@@ -18,7 +18,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ import torch
 from pdx.bench.reference_model import AXES, Batch, Model, PagedKv, Shapes
 from pdx.config import ConnectorConfig
 from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.step import StepRecord, StepRequest
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import NodeUnavailable
 from pdx.memory.layout import KvLayout
@@ -54,7 +54,7 @@ class Stats:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and what is made of it. The connector reads the first six names and `num_tokens`."""
+    """A prompt and what is made of it. To the connector it is an `EngineRequest`."""
 
     request_id: str
     all_token_ids: list[int]
@@ -217,7 +217,7 @@ class ReferenceEngine:
         self._admit()
         work = self._schedule()
         if self.scheduler is not None and self.worker is not None:
-            self.worker.begin(self.scheduler.plan_step(self._output(work)))
+            self.worker.begin(self.scheduler.plan_step(self._record(work)))
         sampled, computed_at = self._forward(work) if work else (None, time.monotonic_ns)
         if self.worker is not None:
             self.worker.end_forward()
@@ -239,7 +239,7 @@ class ReferenceEngine:
                 break
             request.block_ids, self.free = self.free[:need], self.free[need:]
             if self.scheduler is not None:
-                self.scheduler.allocated(request, request.block_ids, found)
+                self.scheduler.allocated(request, [request.block_ids], found)
             self.waiting.remove(request)
             request.stats.scheduled_ns = time.monotonic_ns()
             if found:
@@ -265,18 +265,13 @@ class ReferenceEngine:
         return single + pieces
 
     @staticmethod
-    def _output(work: Sequence[tuple[Request, int, int]]) -> Any:
-        """The step as vLLM's SchedulerOutput tells it; every request of it is told of in full."""
-        counts = {request.request_id: end - start for request, start, end in work}
-        return SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=request.request_id, block_ids=(request.block_ids,), num_computed_tokens=start)
-                for request, start, _ in work
-            ],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=sum(counts.values()),
-        )
+    def _record(work: Sequence[tuple[Request, int, int]]) -> StepRecord:
+        """The step; every request of it is told of in full."""
+        requests = [
+            StepRequest(request.request_id, start, end - start, request.num_tokens, [request.block_ids])
+            for request, start, end in work
+        ]
+        return StepRecord(requests, sum(each.scheduled for each in requests))
 
     # ---- computing --------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ import hashlib
 import secrets
 import sys
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from pdx.config import ConnectorConfig, parse
 from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.step import StepRecord, StepRequest
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import KvLayout
 
@@ -49,7 +49,7 @@ def chained_hash(request: Any, parent: bytes | None, start: int, end: int) -> by
 
 @dataclass(eq=False)
 class Request:
-    """What the connector reads of a request."""
+    """What the connector reads of a request (`pdx.engine.step.EngineRequest`), and where its KV is."""
 
     request_id: str
     all_token_ids: list[int]
@@ -101,7 +101,7 @@ class Engine:
         while (found := self.scheduler.matched_tokens(request, 0)) is None:
             self.step()  # the node has not decided yet; other requests could compute meanwhile
         request.block_ids = [self.free.pop() for _ in range(-(-(len(prompt) + max_tokens) // BLOCK_TOKENS))]
-        self.scheduler.allocated(request, request.block_ids, found)
+        self.scheduler.allocated(request, [request.block_ids], found)
         loaded = min(found, self.load(request)) if found else 0
         start = min(loaded, len(prompt) - 1)  # the last token is computed in any case: the answer comes from it
         answer = Answer([], loaded=start, computed=len(prompt) - start)
@@ -127,7 +127,7 @@ class Engine:
 
     def step(self, request: Request | None = None, start: int = 0, end: int = 0) -> tuple[set[str], set[int]]:
         """Compute tokens [start, end) of a request, or nothing; whose load is over, and blocks that did not come."""
-        plan = self.scheduler.plan_step(output_of(request, start, end))
+        plan = self.scheduler.plan_step(record_of(request, start, end))
         self.worker.begin(plan)
         for layer in range(LAYERS):
             for position in range(start, end):
@@ -166,18 +166,12 @@ class Engine:
         self.worker.close()
 
 
-def output_of(request: Request | None, start: int, end: int) -> Any:
-    """The step in the words of vLLM's SchedulerOutput, with its request told of in full."""
-    told = {} if request is None else {request.request_id: request}
-    return SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, block_ids=(one.block_ids,), num_computed_tokens=start)
-            for name, one in told.items()
-        ],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
-        num_scheduled_tokens=dict.fromkeys(told, end - start),
-        total_num_scheduled_tokens=end - start,
-    )
+def record_of(request: Request | None, start: int, end: int) -> StepRecord:
+    """The step that computes tokens [start, end) of a request, or nothing."""
+    if request is None:
+        return StepRecord()
+    told = StepRequest(request.request_id, start, end - start, request.num_tokens, [request.block_ids])
+    return StepRecord([told], num_tokens=end - start)
 
 
 def answer_of(prompt: list[int], count: int) -> list[int]:

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.engine.request import Asked, BlockHasher, Grant, TrackedRequest
+from pdx.engine.request import Asked, Grant, TrackedRequest
+from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event

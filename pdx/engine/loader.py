@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from pdx.client.connection import Connection
-from pdx.engine.mover import Scatter
+from pdx.engine.copier import Scatter
 from pdx.engine.plan import LoadPlan
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event

@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker halves with each step. Plain data; pickled by vLLM on its way."""
+"""What the scheduler half tells the worker halves with each step: plain data, which the engine carries to them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
     """Chunks of one request to scatter into its blocks.
 
     It goes to the workers of all shards, each of which reads its part alone: thousands of objects would be made and
-    pickled for nothing, so `packed` has arrays of machine words. First the slots, for one shard after the other: all
+    encoded for nothing, so `packed` has arrays of machine words. First the slots, for one shard after the other: all
     offsets, all sizes, all generations. Then, in half words, three numbers for each chunk (its blocks, the first of
     them that is loaded, how many are), and all block ids.
     """

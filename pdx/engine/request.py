@@ -1,18 +1,57 @@
-"""One request as the scheduler half sees it: its chunks, what the node said of them, what is saved already."""
+"""One request as the scheduler half sees it: its claims, its chunks, what the node said of them, what is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
-from pdx.engine.params import TransferParams
+import msgspec
+from msgspec import Meta
+
 from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
+from pdx.engine.step import BlockHasher, EngineRequest
+from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.keys import chunk_key, tail_key
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
+from pdx.wire.messages import TransferId
 
-# (request, hash of the block before `start` or None, start, end) -> chained hash of tokens [start, end)
-BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
+NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
+
+
+class TransferParams(msgspec.Struct, frozen=True):
+    """A request's part in a transfer. Names that PDX does not know are left to whoever put them there.
+
+    No address, key or block id is taken from here: a transfer is found by its unguessable id, and its bytes by the
+    content of the request's own prompt.
+    """
+
+    do_remote_decode: bool = False  # this engine prefills for another
+    do_remote_prefill: bool = False  # another engine has prefilled for this one
+    transfer_id: TransferId | None = None
+    decode_node: NodeName = ""  # of a prefill leg: the node that its chunks are pushed to
+    prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
+    prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg
+
+
+def parse_params(params: Any) -> TransferParams | None:
+    """The request's part in a transfer, or None if it has none.
+
+    :raises ProtocolError: it claims a part but what it says makes no sense.
+    """
+    if params is None:
+        return None
+    try:
+        parsed = msgspec.convert(params, TransferParams)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params: {error}") from error
+    if not parsed.do_remote_decode and not parsed.do_remote_prefill:
+        return None
+    if parsed.do_remote_decode and parsed.do_remote_prefill:
+        raise ProtocolError("kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other")
+    if parsed.transfer_id is None:
+        raise ProtocolError("kv_transfer_params: transfer_id is missing")
+    return parsed
 
 
 class Asked(NamedTuple):
@@ -39,9 +78,11 @@ class Grant:
 
 
 class TrackedRequest:
-    """State of one request between on_new_request and request_finished. Owned by the scheduler's thread."""
+    """State of one request from its first sight to its end. Owned by the scheduler's thread."""
 
-    def __init__(self, request: Any, layout: KvLayout, params: TransferParams | None, fingerprint: bytes) -> None:
+    def __init__(
+        self, request: EngineRequest, layout: KvLayout, params: TransferParams | None, fingerprint: bytes
+    ) -> None:
         """`fingerprint`: what its keys are made with; the layout's, until the engine's cache was reset."""
         self.request = request
         self.params = params
@@ -170,6 +211,18 @@ class TrackedRequest:
         key = tail_key(self._fingerprint, hasher(self.request, parent, first, tokens), self.transfer)
         return key, self._layout.num_blocks(tokens - first)
 
+    def take_blocks(self, blocks: Sequence[Sequence[int]], *, are_all: bool = True) -> None:
+        """These are its blocks, for each cache group; or those that follow what it has.
+
+        :raises LayoutError: more than one group. This is the only place where several groups would become one.
+        """
+        if len(blocks) != 1:
+            raise LayoutError(f"request {self.request.request_id}: blocks of {len(blocks)} cache groups, expected 1")
+        if are_all:
+            self.block_ids = list(blocks[0])
+        else:
+            self.block_ids += blocks[0]
+
     # ---- plans for the workers --------------------------------------------------------------
 
     def plan_load(self, num_external: int) -> LoadPlan:
@@ -189,8 +242,8 @@ class TrackedRequest:
     def plan_save(self, computed: int, end: int) -> SavePlan | None:
         """Gather the pages that become final in a step that computes tokens [computed, end).
 
-        Pages before `computed` that were not gathered yet belong to blocks that vLLM had cached: they are gathered
-        in the first step, after the layer's hook, because another request may compute them in this same step.
+        Pages before `computed` that were not gathered yet belong to blocks that the engine had cached. The first step
+        gathers them after the layer's hook, because another request may compute them in this same step.
         """
         num_prompt = int(self.request.num_prompt_tokens)
         self.computed_end = end

@@ -1,7 +1,7 @@
 """The scheduler half: asks the node what is there, reserves room, and plans each step for the workers.
 
-Runs on the engine core's thread. While the node has not decided about a request, vLLM is told to ask again
-in the next step (`pdx.engine.inquiry`).
+It runs on the thread of the engine's scheduler. While the node has not decided about a request, the engine is told to
+ask again in the next step (`pdx.engine.inquiry`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Set
-from typing import Any
+from collections.abc import Sequence, Set
 
 import msgspec
 
@@ -18,9 +17,9 @@ from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.inquiry import Inquiry
 from pdx.engine.link import NodeLink
-from pdx.engine.params import TransferParams, parse_params
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
-from pdx.engine.request import BlockHasher, TrackedRequest
+from pdx.engine.request import TrackedRequest, TransferParams, parse_params
+from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
 from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import KvLayout
@@ -34,7 +33,7 @@ EARLY = 8  # of so many requests that wait for their turn, what the turn needs i
 
 
 class SchedulerHalf:
-    """One per engine. All methods are called by vLLM's scheduler, on its thread."""
+    """One per engine. All methods are called by the engine's scheduler, on its thread."""
 
     def __init__(
         self,
@@ -69,14 +68,14 @@ class SchedulerHalf:
 
     # ---- new requests -----------------------------------------------------------------------
 
-    def arrived(self, request: Any) -> None:
-        """A new request is in vLLM's queue. What its turn will need is asked now, if its turn may come soon."""
+    def arrived(self, request: EngineRequest) -> None:
+        """A new request is in the engine's queue. What its turn will need is asked now, if its turn may come soon."""
         tracked = self.track(request)
         connection = self._link.connection
         if connection is not None and len(self._unscheduled) <= EARLY:
             self._inquiry.begin(tracked, connection)
 
-    def track(self, request: Any) -> TrackedRequest:
+    def track(self, request: EngineRequest) -> TrackedRequest:
         """The request's state; made at its first sight."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
@@ -86,7 +85,7 @@ class SchedulerHalf:
             self._tell_load()
         return tracked
 
-    def _params(self, request: Any) -> TransferParams | None:
+    def _params(self, request: EngineRequest) -> TransferParams | None:
         try:
             return parse_params(request.kv_transfer_params)
         except ProtocolError as error:
@@ -100,7 +99,7 @@ class SchedulerHalf:
 
     # ---- how much is there ------------------------------------------------------------------
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+    def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
         tracked = self.track(request)
         if tracked.scheduled:
@@ -118,10 +117,13 @@ class SchedulerHalf:
 
     # ---- allocated --------------------------------------------------------------------------
 
-    def allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
-        """vLLM gave the request these blocks; `num_external` tokens of them are to be loaded."""
+    def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
+        """The engine gave the request these blocks, by cache group; `num_external` of their tokens are to be loaded.
+
+        :raises LayoutError: as `TrackedRequest.take_blocks`.
+        """
         tracked = self.track(request)
-        tracked.block_ids = list(block_ids)
+        tracked.take_blocks(blocks)
         tracked.scheduled = True
         self._unscheduled.discard(request.request_id)
         if num_external:
@@ -133,7 +135,7 @@ class SchedulerHalf:
             self._inquiry.release(tracked, self._link.connection)
 
     def not_loaded(self, block_ids: Set[int]) -> None:
-        """Workers could not load these blocks: vLLM has them computed."""
+        """Workers could not load these blocks: the engine computes them."""
         for tracked in self._loading.values():
             tracked.load_failed = tracked.load_failed or not block_ids.isdisjoint(tracked.block_ids)
 
@@ -160,63 +162,53 @@ class SchedulerHalf:
 
     # ---- each step --------------------------------------------------------------------------
 
-    def plan_step(self, output: Any) -> StepPlan:
-        """What the workers do in this step."""
-        self._inquiry.new_step(is_busy=bool(output.scheduled_cached_reqs.req_ids))
+    @property
+    def due(self) -> Set[str]:
+        """Requests that the next step may have something to do for, whether they get new blocks or not."""
+        return self._due
+
+    def request_of(self, request_id: str) -> EngineRequest | None:
+        """The request, as the engine has told of it; None: it has not, or the request is finished."""
+        tracked = self._requests.get(request_id)
+        return tracked.request if tracked is not None else None
+
+    def plan_step(self, record: StepRecord) -> StepPlan:
+        """What the workers do in this step.
+
+        :raises LayoutError: as `TrackedRequest.take_blocks`.
+        """
+        self._inquiry.new_step(is_busy=record.is_busy)
         connection = self._link.connection
         self._inquiry.take_back(connection)
         epoch = connection.epoch if connection is not None else 0
         loads, self._loads = self._loads, []
         aborts, self._aborts = self._aborts, []
-        saves = list(self._saves(output, connection))
+        saves = [save for each in record.requests if (save := self._plan_save(each, connection)) is not None]
         current = [slots for of_epoch, slots in aborts if of_epoch == epoch]
-        return StepPlan(epoch, saves, loads, current, output.total_num_scheduled_tokens)
+        return StepPlan(epoch, saves, loads, current, record.num_tokens)
 
-    def _saves(self, output: Any, connection: Connection | None) -> Iterator[SavePlan]:
-        for tracked, computed in self._scheduled(output):
-            request = tracked.request
-            if connection is None or tracked.epoch != connection.epoch:
-                tracked.grants.clear()
-                self._due.discard(request.request_id)
-                continue
-            # Drafts of speculative decoding may be rejected: only known tokens count as final.
-            end = min(computed + output.num_scheduled_tokens[request.request_id], request.num_tokens)
-            plan = None
-            if not tracked.is_stale:
-                self._inquiry.reserve_late(tracked, connection, end)
-                plan = tracked.plan_save(computed, end)
-            (self._due.add if self._inquiry.is_due(tracked) else self._due.discard)(request.request_id)
-            if plan is not None:
-                yield plan
-
-    def _scheduled(self, output: Any) -> Iterator[tuple[TrackedRequest, int]]:
-        """The requests of this step with the number of tokens computed before it."""
-        for new in output.scheduled_new_reqs:
-            tracked = self._requests.get(new.req_id)
-            if tracked is not None:
-                tracked.block_ids = list(new.block_ids[0])
-                yield tracked, new.num_computed_tokens
-        cached, due = output.scheduled_cached_reqs, self._due
-        # Of the others there is nothing to do or to note, and they may be a thousand.
-        changed = [
-            index
-            for index, request_id in enumerate(cached.req_ids)
-            if request_id in due or cached.new_block_ids[index] is not None
-        ]
-        for index in changed:
-            request_id, new_ids = cached.req_ids[index], cached.new_block_ids[index]
-            tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                tracked.block_ids = list(new_ids[0])
-            elif new_ids is not None:
-                tracked.block_ids += new_ids[0]
-            yield tracked, cached.num_computed_tokens[index]
+    def _plan_save(self, step: StepRequest, connection: Connection | None) -> SavePlan | None:
+        tracked = self._requests.get(step.request_id)
+        if tracked is None:
+            return None
+        if step.blocks:
+            tracked.take_blocks(step.blocks, are_all=step.has_all_blocks)
+        if connection is None or tracked.epoch != connection.epoch:
+            tracked.grants.clear()
+            self._due.discard(step.request_id)
+            return None
+        # Drafts of speculative decoding may be rejected: only known tokens count as final.
+        end = min(step.computed + step.scheduled, step.known)
+        save = None
+        if not tracked.is_stale:
+            self._inquiry.reserve_late(tracked, connection, end)
+            save = tracked.plan_save(step.computed, end)
+        (self._due.add if self._inquiry.is_due(tracked) else self._due.discard)(step.request_id)
+        return save
 
     # ---- the end of a request ---------------------------------------------------------------
 
-    def finished(self, request: Any) -> None:
+    def finished(self, request: EngineRequest) -> None:
         """The request is over, whatever way: what it still holds is given back."""
         request_id = request.request_id
         tracked = self._requests.pop(request_id, None)

@@ -1,7 +1,7 @@
 """The worker half: has final pages gathered into slots layer by layer, and loads scattered into the engine's pages.
 
-What copies is a `Mover`: on a CPU the hook returns when the copy is done, on a GPU it has only been queued. Whatever is
-told to the node goes through the mover, so that it is told when the copies behind it have ended.
+What copies is a `PageCopier`: on a CPU the hook returns when the copy is done, on a GPU the copy has only been queued.
+Whatever is told to the node goes behind the copies that it tells of (`PageCopier.after_copies`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
+from pdx.engine.copier import PageCopier
 from pdx.engine.link import NodeLink
 from pdx.engine.loader import Loader
-from pdx.engine.mover import Mover
 from pdx.engine.plan import PagesPlan, SavePlan, StepPlan
-from pdx.engine.saving import Saving
-from pdx.engine.step_trace import StepTrace
+from pdx.engine.step_save import StepSave
 from pdx.engine.streams import Streams, TorchStreams
 from pdx.errors import LayoutError, NodeUnavailable
 from pdx.kernels.page_rows import page_rows
@@ -38,7 +38,7 @@ GPU_IDLE_WAIT_S = 0.002
 
 
 class WorkerHalf:
-    """One per rank. All methods are called by vLLM's model runner, on its thread.
+    """One per rank. All methods are called by the engine's model runner, on its thread.
 
     `streams`: where copies run, if not on those of the GPU that the KV cache is on.
     """
@@ -55,9 +55,9 @@ class WorkerHalf:
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self._link = NodeLink(config, hello, starter=shard == 0)
         self._loader = Loader(layout, self._link.count, self._tracer)
-        self._mover: Mover | None = None  # once there is a KV cache
+        self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
-        self._saving: Saving | None = None  # of this step, if the node that the plan is about is still there
+        self._saving: StepSave | None = None  # of this step, if the node that the plan is about is still there
         self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
         self._untold: list[Slot] = []  # given up, but there was no connection to tell it by
         self._epoch = 0  # the node's life that they are of
@@ -77,12 +77,12 @@ class WorkerHalf:
                 layers.append(tensor)
         if len(layers) != self._layout.num_layers:
             raise LayoutError(f"{len(layers)} layers with a KV cache, expected {self._layout.num_layers}")
-        self._mover = self._mover_for(layers, num_blocks)
-        self._link.serve(self._mover.use)
+        self._copier = self._copier_for(layers, num_blocks)
+        self._link.serve(self._copier.use)
         if not self._link.wait_attached(ATTACH_S):
             log.warning("not attached to a node after %s s: running without PDX until one answers", ATTACH_S)
 
-    def _mover_for(self, layers: list[torch.Tensor], num_blocks: int) -> Mover:
+    def _copier_for(self, layers: list[torch.Tensor], num_blocks: int) -> PageCopier:
         devices = {tensor.device for tensor in layers}
         if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", "cuda"}:
             raise LayoutError(
@@ -91,15 +91,15 @@ class WorkerHalf:
             )
         device = devices.pop()
         if device.type == "cpu" and self._streams is None:
-            from pdx.engine.host_mover import HostMover  # needs Numba, and half a second to compile
+            from pdx.engine.cpu_copier import CpuCopier  # needs Numba, and half a second to compile
 
             _populate(layers)
             blocks = [self._block_rows(tensor, num_blocks) for tensor in layers]
-            return HostMover(blocks, self._layout, self._shard, self._link.count)
-        from pdx.engine.stream_mover import StreamMover, page_map  # needs Triton, which not every CPU machine has
+            return CpuCopier(blocks, self._layout, self._shard, self._link.count)
+        from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
         pages = page_map(layers, num_blocks, self._layout.page_bytes)
-        return StreamMover.start(pages, self._shard, self._streams or TorchStreams(device), self._link.count)
+        return GpuCopier.start(pages, self._shard, self._streams or TorchStreams(device), self._link.count)
 
     def _block_rows(self, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         ratio, rest = divmod(tensor.shape[0], num_blocks)
@@ -117,7 +117,7 @@ class WorkerHalf:
     # ---- each step --------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """A step starts: let go of what is aborted, start its loads, look up where its saves go."""
+        """A step starts: let go of what is aborted, start its loads, find out where its saves go."""
         self._idle = not plan.num_scheduled_tokens
         self._give_up()
         if self._epoch != plan.epoch:
@@ -125,23 +125,22 @@ class WorkerHalf:
             self._loader.warn_again()
             self._spoiled.clear()
             self._untold.clear()
-        connection, mover = self._link.connection, self._mover
+        connection, copier = self._link.connection, self._copier
         arena = _arena_of(connection, plan.epoch)
-        if mover is None or connection is None or arena is None:
+        if copier is None or connection is None or arena is None:
             self._miss(plan)
             return
         self._tell_untold()
         for load in plan.loads:
-            scatter = mover.loading(arena) if load.epoch == plan.epoch else None
+            scatter = copier.loading(arena) if load.epoch == plan.epoch else None
             if scatter is None:
                 self._loader.fail([load])
             else:
                 self._loader.submit(load, scatter, connection)
         if plan.aborts:
-            aborted = self._aborted(plan)
-            mover.then(lambda: connection.tell(Abort(aborted)))
+            copier.after_copies(partial(connection.tell, Abort(self._aborted(plan))))
         if plan.saves:
-            self._saving = self._open(plan.saves, mover, connection, arena)
+            self._saving = self._open(plan.saves, copier, connection, arena)
 
     def _miss(self, plan: StepPlan) -> None:
         """The node is gone, or has promised these slots while its arena was not within reach yet: nothing is copied."""
@@ -151,7 +150,7 @@ class WorkerHalf:
         self._tell_untold()
 
     def _tell_untold(self) -> None:
-        """At once, without the mover: nothing was ever copied to these slots, or the node is gone."""
+        """At once, without the copier: nothing was ever copied to these slots, or the node is gone."""
         connection = self._link.attached
         if self._untold and connection is not None and connection.epoch == self._epoch:
             untold, self._untold = self._untold, []
@@ -162,30 +161,30 @@ class WorkerHalf:
         self._spoiled.difference_update(aborted)
         return aborted
 
-    def _open(self, saves: list[SavePlan], mover: Mover, connection: Connection, arena: Arena) -> Saving:
+    def _open(self, saves: list[SavePlan], copier: PageCopier, connection: Connection, arena: Arena) -> StepSave:
         wanted = [pages for save in saves for pages in save.pages]
         whole = [pages for pages in wanted if pages.slots[self._shard] not in self._spoiled]
-        taken = mover.begin(arena, whole, timed=any(save.ends_transfer for save in saves))
+        taken = copier.begin(arena, whole)
         if len(taken) < len(wanted):
             kept = {id(pages) for pages in taken}
-            self._spoil([pages for pages in wanted if id(pages) not in kept], mover, connection)
-        return Saving(
+            self._spoil([pages for pages in wanted if id(pages) not in kept], copier, connection)
+        return StepSave(
             saves,
             taken,
             self._layout,
             self._shard,
-            mover=mover,
+            copier=copier,
             connection=connection,
             arena=arena,
             count=self._link.count,
-            trace=StepTrace.of(self._tracer, saves, taken, mover=mover, layout=self._layout),
+            tracer=self._tracer,
         )
 
-    def _spoil(self, lost: Sequence[PagesPlan], mover: Mover, connection: Connection) -> None:
+    def _spoil(self, lost: Sequence[PagesPlan], copier: PageCopier, connection: Connection) -> None:
         """These are not saved: give the room of what they belong to back, behind the copies under way."""
         slots = self._lose(lost)
         if slots:
-            mover.then(lambda: connection.tell(Abort(slots)))
+            copier.after_copies(partial(connection.tell, Abort(slots)))
 
     def _lose(self, lost: Sequence[PagesPlan]) -> list[Slot]:
         """These are not saved, so what they belong to will never be whole: its slots."""
@@ -208,7 +207,7 @@ class WorkerHalf:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.give_up()
-            self._spoil(saving.pages, saving.mover, saving.connection)
+            self._spoil(saving.pages, saving.copier, saving.connection)
 
     def save_layer(self, name: str) -> None:
         """The pages of this layer that become final in this step are final now: gather them."""
@@ -218,15 +217,15 @@ class WorkerHalf:
     def end_forward(self) -> None:
         """The forward pass is over: gather what no hook was called for, seal what is whole.
 
-        vLLM's first model runner calls this in a `finally`. While an exception is on its way the layers that no hook
-        was called for were not computed, so the step is given up.
+        An engine may call this in a `finally`, as vLLM's first model runner does. While an exception is on its way, the
+        layers that no hook was called for were not computed, so the step is given up.
         """
         if sys.exc_info()[0] is not None:
             self._give_up()
             return
         saving, self._saving = self._saving, None
         if saving is not None and not saving.finish():
-            self._spoil(saving.pages, saving.mover, saving.connection)
+            self._spoil(saving.pages, saving.copier, saving.connection)
 
     def finished_loads(self) -> tuple[set[str], set[int]]:
         """Requests whose load is over since the last call, and the blocks that were not loaded.
@@ -235,8 +234,8 @@ class WorkerHalf:
         engine's idle loop would take the core from the load thread. A GPU's copies need no core, so that a new request
         hardly waits there.
         """
-        if self._idle and self._mover is not None:
-            self._loader.wait(GPU_IDLE_WAIT_S if self._mover.is_asynchronous else IDLE_WAIT_S)
+        if self._idle and self._copier is not None:
+            self._loader.wait(GPU_IDLE_WAIT_S if self._copier.is_asynchronous else IDLE_WAIT_S)
         return self._loader.take_finished()
 
     def count(self, reason: str) -> None:
@@ -247,8 +246,8 @@ class WorkerHalf:
         """Wait for the copies under way, stop the threads and detach. Idempotent."""
         self._loader.close()
         self._give_up()
-        if self._mover is not None:
-            self._mover.close()
+        if self._copier is not None:
+            self._copier.close()
         self._link.close()
         if self._tracer is not None:
             self._tracer.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ import torch
 from pdx.engine.plan import LoadPlan, StepPlan
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
+from pdx.vllm.step import step_record
 
 log = logging.getLogger("pdx")
 
@@ -95,12 +96,13 @@ class SchedulerBorder(_Border):
         nothing: int | None = 0
         return self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
 
-    def allocated(self, request: Any, block_ids: list[int], num_external: int) -> None:
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_external: int) -> None:
         """See `SchedulerHalf.allocated`."""
         if num_external:
+            first = self._local_tokens // self._block_tokens
             end = -(-(self._local_tokens + num_external) // self._block_tokens)
-            self._promised[request.request_id] = block_ids[self._local_tokens // self._block_tokens : end]
-        self._run(self._half.allocated, request, block_ids, num_external, otherwise=None)
+            self._promised[request.request_id] = [block for group in blocks for block in group[first:end]]
+        self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
 
     def not_loaded(self, block_ids: Set[int]) -> None:
         """See `SchedulerHalf.not_loaded`."""
@@ -111,13 +113,16 @@ class SchedulerBorder(_Border):
         self._run(self._half.loaded, request_id, otherwise=None)
 
     def plan_step(self, output: Any) -> StepPlan | Off:
-        """See `SchedulerHalf.plan_step`."""
-        plan: StepPlan | Off | None = self._run(self._half.plan_step, output, otherwise=None)
+        """See `SchedulerHalf.plan_step`, of the step that vLLM describes as `output`."""
+        plan: StepPlan | Off | None = self._run(self._plan, output, otherwise=None)
         promised, self._promised = self._promised, {}
         if plan is not None:
             return plan
         self._is_told = True
         return Off(promised)
+
+    def _plan(self, output: Any) -> StepPlan:
+        return self._half.plan_step(step_record(output, self._half))
 
     def finished(self, request: Any) -> None:
         """See `SchedulerHalf.finished`."""

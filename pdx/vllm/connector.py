@@ -120,7 +120,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return (0,)
@@ -147,7 +147,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_unsent_plans()

@@ -14,7 +14,7 @@ from toy_engine import ToyEngine
 from pdx.client.connection import Connection
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
-from pdx.engine import stream_mover
+from pdx.engine import gpu_copier
 from pdx.testing.fake_cuda import FakeCuda, fake_cuda
 from pdx.wire.messages import Ping
 
@@ -40,7 +40,7 @@ class WholePageLock(PageLock):
 @pytest.fixture
 def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bed]]:
     for name in ("gather", "scatter", "warm_up"):
-        monkeypatch.setattr(stream_mover, name, getattr(interpreted(), name))
+        monkeypatch.setattr(gpu_copier, name, getattr(interpreted(), name))
     made: list[Bed] = []
 
     class Recording(Connection):
@@ -50,7 +50,7 @@ def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPat
             super().tell(body)
 
     monkeypatch.setattr("pdx.engine.link.Connection", Recording)
-    monkeypatch.setattr("pdx.engine.window.PageLock", WholePageLock)
+    monkeypatch.setattr("pdx.engine.gpu_copier.PageLock", WholePageLock)
 
     def make(on_gpu: bool, *flags: str) -> Bed:
         made.append(Bed(address, on_gpu=on_gpu))

@@ -11,8 +11,7 @@ from toy_engine import CHUNK, Request, hasher, layout
 
 from pdx.config import ConnectorConfig
 from pdx.engine.inquiry import Inquiry
-from pdx.engine.params import parse_params
-from pdx.engine.request import TrackedRequest
+from pdx.engine.request import TrackedRequest, parse_params
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Answer, Ask, Found, Lookup, Release, Reserve, Reserved
 

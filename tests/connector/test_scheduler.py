@@ -15,6 +15,9 @@ from test_toy_engine import at_rest, tokens
 from toy_engine import BLOCK, CHUNK, Request, ToyEngine
 
 import pdx
+from pdx.engine.step import StepRecord, StepRequest
+from pdx.errors import LayoutError
+from pdx.vllm.step import step_record
 from pdx.wire.messages import Delete
 
 TRANSFER = {"transfer_id": "reset-" + "r" * 20}
@@ -76,7 +79,7 @@ def bring(engine: ToyEngine, request: Request, moment: str) -> None:
     if moment == "allocated":
         return
     if moment == "loading":
-        plan = engine.scheduler.plan_step(engine.output({}))
+        plan = engine.scheduler.plan_step(engine.record({}))
         engine.workers[0].begin(plan)
         engine.workers[0].end_forward()
         return
@@ -129,7 +132,7 @@ def settle(engine: ToyEngine, request: Request, moment: str) -> None:
     elif moment == "loading":
         finished: set[str] = set()
         while request.request_id not in finished:
-            finished |= engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})[0]
+            finished |= engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})[0]
         engine.scheduler.loaded(request.request_id)
 
 
@@ -377,7 +380,7 @@ def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
     wait_until(lambda: engine.is_attached, what="attached to the next node")
     with ToyEngine(engines.node.address, name="other") as other:
         save(other, engines, tokens(53, 2 * CHUNK))
-    plan = engine.scheduler.plan_step(engine.output({}))
+    plan = engine.scheduler.plan_step(engine.record({}))
     assert plan.aborts == []
     if what == "load":
         failed: set[int] = set()
@@ -385,7 +388,7 @@ def test_what_was_planned_with_a_node_that_is_gone_touches_nothing_in_the_next(
         while not finished:
             finished, blocks = engine.run_worker(0, plan, {})
             failed |= blocks
-            plan = engine.scheduler.plan_step(engine.output({}))
+            plan = engine.scheduler.plan_step(engine.record({}))
         assert failed == set(request.block_ids[: 2 * CHUNK // BLOCK])
         engine.scheduler.loaded(request.request_id)
         engine.finish(request)
@@ -415,12 +418,13 @@ def running(engine: ToyEngine, requests: list[Request], new_blocks: dict[int, li
         num_computed_tokens=[len(request.all_token_ids) - 1 for request in requests],
     )
     counts = {request.request_id: 1 for request in requests}
-    return SimpleNamespace(
+    output = SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=cached,
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=len(requests),
     )
+    return step_record(output, engine.scheduler)
 
 
 def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Callable[..., ToyEngine]) -> None:
@@ -428,7 +432,7 @@ def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Calla
     requests: list[Request] = [Counted(f"r{index}", tokens(200 + index, CHUNK - 4)) for index in range(100)]
     for request in requests:
         assert engine.match(request) == 0
-        engine.scheduler.allocated(request, list(range(3)), 0)
+        engine.scheduler.allocated(request, [list(range(3))], 0)
     engine.scheduler.plan_step(running(engine, requests, dict.fromkeys(range(100), [3])))
     for request in requests[1:]:
         engine.scheduler.track(request).block_ids.pop()
@@ -445,3 +449,32 @@ def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Calla
     assert engine.scheduler.track(requests[7]).block_ids[-1] == 9
     for request in requests:
         engine.scheduler.finished(request)
+
+
+def test_blocks_of_several_cache_groups_are_refused_and_not_mixed_up(engines: Callable[..., ToyEngine]) -> None:
+    engine = engines()
+    request = Request("g", tokens(56, CHUNK))
+    assert engine.match(request) == 0
+    with pytest.raises(LayoutError, match="request g: blocks of 2 cache groups"):
+        engine.scheduler.allocated(request, [[1, 2], [3, 4]], 0)
+    engine.scheduler.allocated(request, [[1, 2]], 0)
+    two = [StepRequest("g", 0, 1, CHUNK, [[3], [4]], has_all_blocks=False)]
+    with pytest.raises(LayoutError, match="2 cache groups"):
+        engine.scheduler.plan_step(StepRecord(two, num_tokens=1))
+    one = [StepRequest("g", 0, 1, CHUNK, [[3]], has_all_blocks=False)]
+    engine.scheduler.plan_step(StepRecord(one, num_tokens=1))
+    assert engine.scheduler.track(request).block_ids == [1, 2, 3]
+    engine.scheduler.finished(request)
+
+
+def test_only_known_tokens_of_a_step_are_final(engines: Callable[..., ToyEngine]) -> None:
+    """Drafts may be rejected: a chunk that they fill is not saved before its tokens are known."""
+    engine = engines()
+    request = Request("drafts", tokens(57, CHUNK))
+    assert engine.match(request) == 0
+    blocks = [list(range(CHUNK // BLOCK))]
+    engine.scheduler.allocated(request, blocks, 0)
+    for known, num_saved in ((CHUNK - 1, CHUNK // BLOCK - 1), (CHUNK, 1)):
+        record = StepRecord([StepRequest("drafts", 0, CHUNK, known, blocks)], num_tokens=CHUNK)
+        assert [len(each.block_ids) for each in engine.scheduler.plan_step(record).saves[0].pages] == [num_saved]
+    engine.scheduler.finished(request)

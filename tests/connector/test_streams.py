@@ -14,7 +14,7 @@ from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 
 from pdx.cuda.memory import num_mapped
-from pdx.engine import inquiry, stream_mover
+from pdx.engine import gpu_copier, inquiry
 from pdx.engine.request import Grant
 from pdx.memory.arena import Arena
 from pdx.testing.fake_cuda import FakeCuda
@@ -117,7 +117,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pushed")
 def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_mover.StreamMover, "group_bytes", 1)
+    monkeypatch.setattr(gpu_copier.GpuCopier, "group_bytes", 1)
     engine = bed.engine(lag_s=0.02)
     engine.finish(saved(engine, tokens(8, CHUNK)))
     bed.wait_sealed(1)
@@ -188,7 +188,7 @@ def test_what_was_gathered_by_the_end_of_prefill_is_told(bed: Bed) -> None:
     streams = streams_of(engine)
     request = Request("a", tokens(12, CHUNK), PREFILL)
     engine.admit(request)
-    plan = engine.scheduler.plan_step(engine.output({"a": (request, CHUNK)}))
+    plan = engine.scheduler.plan_step(engine.record({"a": (request, CHUNK)}))
     worker = engine.workers[0]
     worker.begin(plan)
     for layer in range(LAYERS):
@@ -221,7 +221,7 @@ def test_a_step_that_fails_is_not_sealed(bed: Bed) -> None:
     engine = bed.engine()
     request = Request("a", tokens(14, CHUNK))
     engine.admit(request)
-    plan = engine.scheduler.plan_step(engine.output({"a": (request, CHUNK)}))
+    plan = engine.scheduler.plan_step(engine.record({"a": (request, CHUNK)}))
     engine.workers[0].begin(plan)
     engine.compute(0, 0, request, 0, CHUNK)
     engine.workers[0].save_layer("layer.0")
@@ -244,7 +244,7 @@ def test_a_load_waits_for_what_was_computed_before_it(bed: Bed) -> None:
     engine.allocate(again, 2 * CHUNK)
     with streams_of(engine).held(streams_of(engine).compute()):
         engine.overwrite(again.block_ids)
-        engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+        engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
     assert engine.finish_load(again) == set()
     engine.check_cache(again, 2 * CHUNK)
     assert ("scatter", 0, LAYERS) in bed.log, "one launch"
@@ -272,7 +272,7 @@ def test_a_chunk_evicted_before_it_is_loaded_is_reported(bed: Bed, monkeypatch: 
     external = engine.match(again)
     engine.allocate(again, external)
     with streams_of(engine).held(streams_of(engine).loading):
-        engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+        engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
         wait_until(lambda: streams_of(engine).loading.waiting, what="the copy is queued")
         monkeypatch.setattr(Arena, "is_current", lambda self, slot: False)
     assert engine.finish_load(again) == set(again.block_ids[: 2 * CHUNK // BLOCK])
@@ -286,7 +286,7 @@ def test_a_large_load_is_several_launches(
     beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch, on_gpu: bool
 ) -> None:
     """So that kernels of the engine start between them."""
-    monkeypatch.setattr(stream_mover, "LAUNCH_BYTES", 6 * PAGE_BYTES)
+    monkeypatch.setattr(gpu_copier, "LAUNCH_BYTES", 6 * PAGE_BYTES)
     bed = beds(on_gpu)
     engine = bed.engine()
     prompt = tokens(43, 2 * CHUNK)  # eight pages of each layer

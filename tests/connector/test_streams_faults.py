@@ -18,8 +18,8 @@ from pdx.config import ConnectorConfig
 from pdx.cuda import memory
 from pdx.cuda.memory import num_mapped
 from pdx.cuda.page_lock import PageLock
-from pdx.engine import stream_mover
-from pdx.engine.window import ArenaWindow
+from pdx.engine import gpu_copier
+from pdx.engine.gpu_copier import MappedArena
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import LayoutError
 from pdx.testing.fake_cuda import FakeCuda
@@ -46,7 +46,7 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
     engine.allocate(request, external)
     with streams.held(streams.gathering, streams.loading):
         if external:
-            engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+            engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
             wait_until(lambda: streams.loading.waiting, what="the scatter is queued")
         else:
             engine.step((request, 2 * CHUNK))
@@ -104,13 +104,13 @@ def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whol
     """The node promises room as soon as the worker is attached. A chunk whose first pages fell into that time is never
     sealed, and its room is given back at once."""
     engine = bed.engine()
-    is_mapped, open_window = threading.Event(), ArenaWindow.open
+    is_mapped, open_arena = threading.Event(), MappedArena.open
 
-    def open_late(*args: Any) -> ArenaWindow:
+    def open_late(*args: Any) -> MappedArena:
         is_mapped.wait(10)
-        return open_window(*args)
+        return open_arena(*args)
 
-    monkeypatch.setattr(ArenaWindow, "open", open_late)
+    monkeypatch.setattr(MappedArena, "open", open_late)
     bed.node.kill()
     bed.start_node()
     wait_until(lambda: engine.scheduler.is_attached, 10, "the scheduler half is attached")
@@ -150,7 +150,7 @@ class SlowPageLock(PageLock):
 
 def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose first pages were skipped is never sealed, also if the others could be saved."""
-    monkeypatch.setattr("pdx.engine.window.PageLock", SlowPageLock)
+    monkeypatch.setattr("pdx.engine.gpu_copier.PageLock", SlowPageLock)
     engine = bed.engine()
     prompt = tokens(22, CHUNK)
     request = Request("a", prompt)
@@ -158,7 +158,7 @@ def test_what_is_not_page_locked_yet_is_skipped_as_a_whole(bed: Bed, monkeypatch
     bed.node.signal(signal.SIGSTOP)  # it frees nothing meanwhile
     engine.step((request, CHUNK // 2))
     monkeypatch.setattr(SlowPageLock, "is_slow", False)
-    wait_until(lambda: engine.workers[0]._mover._window._page_lock.covers(0, MIB), what="page-locked")  # noqa: SLF001
+    wait_until(lambda: engine.workers[0]._copier._mapped._page_lock.covers(0, MIB), what="page-locked")  # noqa: SLF001
     engine.step((request, CHUNK - CHUNK // 2))
     bed.node.signal(signal.SIGCONT)
     engine.finish(request)
@@ -243,7 +243,7 @@ def test_copies_that_fail_end_all_saving_and_loading(bed: Bed, caplog: pytest.Lo
     engine.finish(saved(engine, tokens(30, CHUNK)))
     bed.wait_sealed(1)
     told = len(bed.told(Fill)), len(bed.told(Abort))
-    window = engine.workers[0]._mover._window  # noqa: SLF001
+    window = engine.workers[0]._copier._mapped  # noqa: SLF001
     streams_of(engine).fault = "an illegal memory access was encountered"
     prompts = [tokens(seed, CHUNK) for seed in (31, 32, 33)]
     engine.finish(saved(engine, prompts[0]))
@@ -274,7 +274,7 @@ def test_close_waits_for_the_copies_under_way(gpu_bed: Bed) -> None:
     again = Request("again", prompt)
     engine.allocate(again, engine.match(again))
     with streams.held(streams.gathering, streams.loading):
-        engine.run_worker(0, engine.scheduler.plan_step(engine.output({})), {})
+        engine.run_worker(0, engine.scheduler.plan_step(engine.record({})), {})
         request = saved(engine, other)
         closing = threading.Thread(target=engine.workers[0].close)
         closing.start()
@@ -308,7 +308,7 @@ def test_kernels_that_cannot_be_compiled_cost_only_the_cache(
     def fails(pages: Any) -> None:
         raise FileNotFoundError("gcc")
 
-    monkeypatch.setattr(stream_mover, "warm_up", fails)
+    monkeypatch.setattr(gpu_copier, "warm_up", fails)
     engine = bed.engine()
     wait_until(lambda: bed.counted("kernels_unavailable") == 1, what="counted")
     engine.finish(saved(engine, tokens(40, CHUNK)))

@@ -12,7 +12,7 @@ from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, lay
 
 import pdx
 from pdx.client.connection import Connection
-from pdx.wire.messages import Hello, Lookup, Reserve
+from pdx.wire.messages import Fill, Hello, Lookup, Reserve
 
 MAX_CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES
 
@@ -101,7 +101,7 @@ def test_blocks_that_vllm_had_cached_are_gathered_in_the_first_step(engines: Cal
     cached.num_computed = 2 * CHUNK
     assert engine.match(cached, local=2 * CHUNK) == 0
     cached.block_ids = list(request.block_ids)
-    engine.scheduler.allocated(cached, cached.block_ids, 0)
+    engine.scheduler.allocated(cached, [cached.block_ids], 0)
     engine.step((cached, 3))
     wait_until(lambda: engines.node.status().chunks.get("sealed") == 2, what="sealed again")
     engine.scheduler.finished(cached)
@@ -132,6 +132,35 @@ def test_generated_chunks_are_saved_when_full(engines: Callable[..., ToyEngine])
     assert again.num_computed == 2 * CHUNK
     engine.finish(again)
     engine.finish(request)
+
+
+@pytest.mark.parametrize("is_pushed", [False, True])
+def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch, is_pushed: bool
+) -> None:
+    """Whatever the number of layers and of requests."""
+    told: list[Fill] = []
+
+    class Recording(Connection):
+        def tell(self, body: Any) -> None:
+            if isinstance(body, Fill):
+                told.append(body)
+            super().tell(body)
+
+    monkeypatch.setattr("pdx.engine.link.Connection", Recording)
+    engine = engines()
+    requests = [Request("a", tokens(70, 2 * CHUNK)), Request("b", tokens(71, CHUNK))]
+    for request in requests:
+        engine.admit(request)
+        for grant in engine.scheduler.track(request).grants:
+            grant.is_pushed = is_pushed
+    engine.step(*[(request, request.num_tokens) for request in requests])
+    layers = [(layer, 1, False) for layer in range(LAYERS)] if is_pushed else []
+    assert [(fill.first_layer, fill.layers, fill.seal) for fill in told] == [*layers, (0, LAYERS, True)]
+    assert {len(fill.slots) for fill in told} == {3}
+    wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="sealed")
+    for request in requests:
+        engine.finish(request)
 
 
 def test_without_save_decode_generated_chunks_are_not_saved(engines: Callable[..., ToyEngine]) -> None:
@@ -290,7 +319,7 @@ def test_a_decoder_tells_no_moments_of_prefill(engines: Callable[..., ToyEngine]
     prompt = tokens(17, 2 * CHUNK)
     decode = Request("d", prompt, {"do_remote_prefill": True, "transfer_id": "r" * 20})
     engine.admit(decode)
-    plan = engine.scheduler.plan_step(engine.output({"d": (decode, 2 * CHUNK)}))
+    plan = engine.scheduler.plan_step(engine.record({"d": (decode, 2 * CHUNK)}))
     assert [save.ends_transfer for save in plan.saves] == [False]
     engine.run_worker(0, plan, {"d": (decode, 2 * CHUNK)})
     engine.finish(decode)
@@ -340,7 +369,7 @@ def test_hit_counts_only_where_every_shard_has_it(engines: Callable[..., ToyEngi
     prompt = tokens(15, 2 * CHUNK)
     request = Request("a", prompt)
     engine.admit(request)
-    plan = engine.scheduler.plan_step(engine.output({"a": (request, 2 * CHUNK)}))
+    plan = engine.scheduler.plan_step(engine.record({"a": (request, 2 * CHUNK)}))
     engine.run_worker(0, plan, {"a": (request, 2 * CHUNK)})  # rank 1 never does its part
     wait_until(lambda: engines.node.status().chunks == {"sealed": 2, "filling": 2}, what="one shard is sealed")
     other = Request("b", prompt)

@@ -6,6 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, lay
 
 import pdx
 from pdx.engine.plan import PagesPlan, SavePlan
-from pdx.engine.step_trace import StepTrace
+from pdx.engine.step_save import StepSave
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Tracer, TraceSpan, read, switch
@@ -248,7 +249,7 @@ def test_a_step_that_failed_leaves_only_what_was_done(
     request = Request("r", tokens(8, CHUNK), prefill_of(transfer))
     engine.admit(request)
     worker = engine.workers[0]
-    worker.begin(engine.scheduler.plan_step(engine.output({"r": (request, CHUNK)})))
+    worker.begin(engine.scheduler.plan_step(engine.record({"r": (request, CHUNK)})))
     worker.save_layer("layer.0")
     engine.finish(request)  # the forward pass has raised
     engine.close()
@@ -258,20 +259,30 @@ def test_a_step_that_failed_leaves_only_what_was_done(
 # ---- copies that end late, or were not begun --------------------------------------------------
 
 
-class LateMover:
-    """Says that something is computed when the test does."""
+class LateCopier:
+    """Says that something is computed when the test does. Copies end at once."""
 
     is_asynchronous = True
+    group_bytes = 0
 
     def __init__(self) -> None:
         self.late: list[Callable[[], None]] = []
 
-    def when_computed(self, action: Callable[[], None]) -> bool:
+    def after_compute(self, action: Callable[[], None]) -> bool:
         self.late.append(action)
         return True
 
-    def then(self, action: Callable[[], None]) -> None:
+    def after_copies(self, action: Callable[[], None]) -> None:
         action()
+
+    def gather(self, layers: range) -> bool:
+        return True
+
+    def copied(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def end(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -280,26 +291,24 @@ def tracer(folder: Path) -> Iterator[Tracer]:
         yield made
 
 
-def step_of(tracer: Tracer, mover: Any, transfer: str, *, taken: int) -> StepTrace:
+def step_of(tracer: Tracer, copier: Any, transfer: str, *, taken: int) -> StepSave:
     """A step that is to gather three chunks, of one, two and three pages, and has room for the first ones."""
     slot = Slot(0, 4096, 0)
     pages = [PagesPlan([slot], 4, first=0, block_ids=list(range(count))) for count in (1, 2, 3)]
     save = SavePlan("r", transfer, pages, ends_transfer=True, blocks_before=0, num_tokens=9)
-    made = StepTrace.of(tracer, [save], pages[:taken], mover=mover, layout=layout())
-    assert made is not None
-    return made
+    node: Any = SimpleNamespace(tell=lambda body: None)
+    return StepSave(
+        [save], pages[:taken], layout(), 0, copier=copier, connection=node, arena=node, count=list, tracer=tracer
+    )
 
 
 def test_what_is_seen_to_be_computed_after_the_copies_have_ended_is_written(
     tracer: Tracer, transfer: str, folder: Path
 ) -> None:
-    mover = LateMover()
-    trace = step_of(tracer, mover, transfer, taken=3)
-    trace.end()
-    trace.ended([])
-    trace.flush(is_due=True)
+    copier = LateCopier()
+    assert step_of(tracer, copier, transfer, taken=0).finish()
     assert read(folder) == []
-    for action in mover.late:
+    for action in copier.late:
         action()
     assert [(span.lane, span.num_layers) for span in read(folder)] == [("prefill", LAYERS)]
 
@@ -308,9 +317,7 @@ def test_what_is_seen_to_be_computed_after_the_copies_have_ended_is_written(
 def test_pages_whose_slots_were_lost_count_for_nothing(
     tracer: Tracer, transfer: str, folder: Path, taken: int, nbytes: list[int]
 ) -> None:
-    trace = step_of(tracer, LateMover(), transfer, taken=taken)
-    trace.computed(0)
-    trace.gathered(range(1))
+    step_of(tracer, LateCopier(), transfer, taken=taken).gather(0)
     tracer.flush()
     assert [span.nbytes for span in read(folder)] == nbytes
 

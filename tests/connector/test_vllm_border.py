@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.engine.params import parse_params
+from pdx.engine.request import parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.wire.messages import EngineFacts

@@ -19,9 +19,11 @@ import torch
 
 from pdx.config import ConnectorConfig
 from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.step import StepRecord
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import KvLayout
 from pdx.vllm.border import SchedulerBorder, WorkerBorder
+from pdx.vllm.step import step_record
 
 if TYPE_CHECKING:
     from lagging_streams import LaggingStreams
@@ -129,7 +131,7 @@ class ToyEngine:
         request.block_ids += [self.free.pop(0) for _ in range(need - len(request.block_ids))]
         if num_external:
             self.waiting[request.request_id] = set(range(len(self.workers)))
-        self.scheduler_border.allocated(request, request.block_ids, num_external)
+        self.scheduler_border.allocated(request, [request.block_ids], num_external)
 
     def admit(self, request: Request) -> set[int]:
         """Look up, allocate, load; returns the blocks that could not be loaded."""
@@ -178,6 +180,10 @@ class ToyEngine:
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
         )
+
+    def record(self, scheduled: dict[str, tuple[Request, int]]) -> StepRecord:
+        """The step, for the scheduler half itself."""
+        return step_record(self.output(scheduled), self.scheduler)
 
     # ---- the workers' side ------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The mover of GPU engines on torch's own streams: each wait that it has to make is long enough here to be missed.
+"""The copier of GPU engines on torch's own streams: each wait that it has to make is long enough here to be missed.
 
 `torch.cuda._sleep` keeps a stream busy, so that whoever does not wait for it sees bytes of before or after.
 """
@@ -24,8 +24,8 @@ from node_harness import wait_until  # noqa: E402
 from pdx.cuda.arena import GpuArena  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.page_lock import PageLock  # noqa: E402
+from pdx.engine.gpu_copier import GpuCopier, page_map  # noqa: E402
 from pdx.engine.plan import LoadPlan, PagesPlan  # noqa: E402
-from pdx.engine.stream_mover import StreamMover, page_map  # noqa: E402
 from pdx.engine.streams import TorchStreams  # noqa: E402
 from pdx.memory.arena import Arena  # noqa: E402
 from pdx.memory.slot import Slot  # noqa: E402
@@ -39,7 +39,7 @@ GENERATION = 5
 
 
 class Engine:
-    """Pages, a mover, and an arena with one slot that is ours."""
+    """Pages, a copier, and an arena with one slot that is ours."""
 
     def __init__(self, gpu: Gpu, arena: Arena) -> None:
         self.gpu = gpu
@@ -48,10 +48,10 @@ class Engine:
         self.pages = torch.zeros((LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         self.source = torch.randint(1, 256, (LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         streams = TorchStreams(torch.device("cuda", gpu.ordinal))
-        self.mover = StreamMover.start(page_map(list(self.pages), BLOCKS, PAGE_BYTES), 0, streams, self.counts.append)
+        self.copier = GpuCopier.start(page_map(list(self.pages), BLOCKS, PAGE_BYTES), 0, streams, self.counts.append)
         self.slot = Slot(0, CHUNK_BYTES, GENERATION)
         self.plan = PagesPlan([self.slot], len(IDS), 0, IDS, completes=True)
-        self.mover.use(arena)
+        self.copier.use(arena)
         torch.cuda.synchronize()
 
     @property
@@ -74,7 +74,7 @@ class Engine:
 
     def begin(self) -> None:
         """A step that saves the chunk; until the page-lock covers the slot it cannot."""
-        wait_until(lambda: self.mover.begin(self.arena, [self.plan], timed=False) == [self.plan], 30.0, "within reach")
+        wait_until(lambda: self.copier.begin(self.arena, [self.plan]) == [self.plan], 30.0, "within reach")
 
     def compute(self, layer: int) -> None:
         """One layer, late."""
@@ -84,7 +84,9 @@ class Engine:
     def finish(self, missing: list[range]) -> threading.Event:
         """The end of the step; what is set when all copies have ended."""
         ended = threading.Event()
-        assert self.mover.finish(missing, computed=None, ended=ended.set)
+        assert all(self.copier.gather(layers) for layers in missing)
+        self.copier.after_copies(ended.set)
+        self.copier.end()
         return ended
 
     def lag(self, stream: object, cycles: int = LONG) -> None:
@@ -94,8 +96,8 @@ class Engine:
 
     def close(self) -> None:
         """As a worker does."""
-        self.mover.close()
-        self.mover.use(None)
+        self.copier.close()
+        self.copier.use(None)
         torch.cuda.synchronize()
 
 
@@ -117,8 +119,8 @@ def test_gathers_wait_for_the_layer_and_the_next_step_for_the_gathers(engine: En
     engine.begin()
     for layer in range(LAYERS):
         engine.compute(layer)
-        engine.lag(engine.mover._gathering)
-        assert engine.mover.gather(range(layer, layer + 1))
+        engine.lag(engine.copier._gathering)
+        assert engine.copier.gather(range(layer, layer + 1))
     ended = engine.finish([])
     engine.pages.zero_()  # the next step's blocks are cleared, or belong to somebody else
     assert not ended.is_set(), "nothing of this has waited for the GPU"
@@ -131,9 +133,9 @@ def test_nobody_is_told_before_the_copy_has_ended(engine: Engine) -> None:
     told: list[bytes] = []
     for layer in range(LAYERS):
         engine.pages[layer].copy_(engine.source[layer])
-        engine.lag(engine.mover._gathering)
-        engine.mover.gather(range(layer, layer + 1))
-        engine.mover.then(lambda: told.append(engine.slot_bytes()))
+        engine.lag(engine.copier._gathering)
+        engine.copier.gather(range(layer, layer + 1))
+        engine.copier.after_copies(lambda: told.append(engine.slot_bytes()))
     assert engine.finish([]).wait(20)
     layer_bytes = len(IDS) * PAGE_BYTES
     assert len(told) == LAYERS
@@ -162,7 +164,7 @@ def test_a_graph_replay_skips_the_hooks_and_nothing_of_ours_is_in_it(engine: Eng
     engine.poison()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        forward(lambda layer: gathered.append(engine.mover.gather(range(layer, layer + 1))))
+        forward(lambda layer: gathered.append(engine.copier.gather(range(layer, layer + 1))))
     assert gathered == [False] * LAYERS
     graph.replay()
     torch.cuda.synchronize()
@@ -172,7 +174,7 @@ def test_a_graph_replay_skips_the_hooks_and_nothing_of_ours_is_in_it(engine: Eng
         factor.fill_(number)
         engine.begin()
         graph.replay()
-        engine.lag(engine.mover._gathering)
+        engine.lag(engine.copier._gathering)
         ended = engine.finish([range(LAYERS)])
         engine.pages.zero_()
         assert ended.wait(20)
@@ -191,12 +193,12 @@ def test_a_graph_may_be_captured_while_copies_run(engine: Engine) -> None:
         scratch.add_(1)  # its kernel is loaded
     torch.cuda.synchronize()
     engine.begin()
-    engine.lag(engine.mover._gathering, 10 * LONG)
+    engine.lag(engine.copier._gathering, 10 * LONG)
     for layer in range(LAYERS):
         engine.pages[layer].copy_(engine.source[layer])
-        engine.mover.gather(range(layer, layer + 1))
+        engine.copier.gather(range(layer, layer + 1))
     ended = engine.finish([])
-    wait_until(engine.mover._copied._queue.empty, 20.0, "the waiter has taken the event")
+    wait_until(engine.copier._copied._queue.empty, 20.0, "the waiter has taken the event")
     shared = mmap.mmap(-1, 4 * MIB)
     anchor = (ctypes.c_char * len(shared)).from_buffer(shared)
     refused: list[str] = []
@@ -225,7 +227,7 @@ def test_loads_wait_for_what_was_computed_before(engine: Engine) -> None:
     expected = engine.expected
     torch.cuda._sleep(LONG)
     engine.pages.zero_()
-    scatter = engine.mover.loading(engine.arena)
+    scatter = engine.copier.loading(engine.arena)
     assert scatter is not None
     failed: list[list[PagesPlan]] = []
     loads = LoadPlan.of("r", None, [engine.plan])
@@ -243,7 +245,7 @@ def test_loads_wait_for_what_was_computed_before(engine: Engine) -> None:
 def test_a_slot_that_was_taken_away_is_reported(engine: Engine) -> None:
     engine.begin()
     assert engine.finish([range(LAYERS)]).wait(20)
-    scatter = engine.mover.loading(engine.arena)
+    scatter = engine.copier.loading(engine.arena)
     assert scatter is not None
     engine.arena.generations[0] = GENERATION + 1
     results: list[list[PagesPlan]] = []
@@ -251,4 +253,4 @@ def test_a_slot_that_was_taken_away_is_reported(engine: Engine) -> None:
     thread.start()
     thread.join(30)
     assert results == [[engine.plan]]
-    assert engine.mover.begin(engine.arena, [engine.plan], timed=False) == []
+    assert engine.copier.begin(engine.arena, [engine.plan]) == []

@@ -1,4 +1,4 @@
-"""What moves pages between a worker's KV cache and its node's arena: on a CPU at once, on a GPU on streams."""
+"""What copies pages between a worker's KV cache and its node's arena: on a CPU at once, on a GPU on streams."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Action = Callable[[], None]
 Scatter = Callable[[LoadPlan], list[PagesPlan]]
 
 
-class Mover(ABC):
+class PageCopier(ABC):
     """One per worker. The link's thread calls `use`, the load thread what `loading` returned, the engine's thread
-    everything else, and that never waits for a copy on a GPU.
+    everything else, and the engine's thread never waits for a copy on a GPU.
 
-    A step is `begin`, any number of `gather`s, `finish`.
+    A step is `begin`, any number of `gather`s, `end`.
     """
 
     is_asynchronous: ClassVar[bool]  # copies may still run when a method returns
@@ -27,39 +27,39 @@ class Mover(ABC):
     def use(self, arena: Arena | None) -> None:
         """This is the node's arena from now on; None: the node is gone. May take long.
 
-        One that pages cannot be copied to is logged and counted; then `begin` takes nothing, and nothing is loaded.
+        An arena that pages cannot be copied to is logged and counted; then `begin` takes nothing, and nothing is
+        loaded.
         """
 
     @abstractmethod
-    def begin(self, arena: Arena, pages: Sequence[PagesPlan], *, timed: bool) -> list[PagesPlan]:
-        """A step starts that gathers these into `arena`; the ones that can be gathered.
+    def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
+        """A step starts that gathers these pages into `arena`; the pages that can be gathered.
 
-        The others' slots are not promised any more, or out of reach. `timed`: `finish` will ask when the step was
-        computed.
+        The slots of the others are not promised any more, or out of reach.
         """
 
     @abstractmethod
     def gather(self, layers: range) -> bool:
-        """These layers are computed: copy their pages to the slots. False: not now, leave it to `finish`."""
+        """These layers are computed: copy their pages to the slots. False: nothing is copied now."""
 
     @abstractmethod
-    def then(self, action: Action) -> None:
+    def copied(self) -> Callable[[], bool]:
+        """What tells, from any thread, whether all copies up to now have ended."""
+
+    @abstractmethod
+    def after_copies(self, action: Action) -> None:
         """Call `action` when all copies up to now have ended. Actions are called one after the other, in order."""
 
-    def when_computed(self, action: Action) -> bool:
+    @abstractmethod
+    def after_compute(self, action: Action) -> bool:
         """Call `action` when all that the engine has queued up to now is computed, one after the other, in order.
-        False: not now, it will not be called.
+
+        False: the engine captures a graph and computes nothing now, so `action` will not be called.
         """
-        action()
-        return True
 
     @abstractmethod
-    def finish(self, missing: Sequence[range], *, computed: Callable[[int], None] | None, ended: Action) -> bool:
-        """The forward pass is over: gather the layers that are missing, and let nothing overwrite pages before that.
-
-        `computed` is called when the step is computed, with the number of layers that were gathered by then; `ended`
-        like an action of `then`. Either from any thread. False: not all could be gathered, neither will be called.
-        """
+    def end(self) -> None:
+        """The forward pass is over: let nothing overwrite pages before they are gathered. No step: nothing happens."""
 
     @abstractmethod
     def loading(self, arena: Arena) -> Scatter | None:

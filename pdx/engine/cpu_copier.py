@@ -1,0 +1,121 @@
+"""Pages in host memory, which the CPU copies: a gather is done when the hook returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from pdx.engine.copier import Action, PageCopier, Scatter
+from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.kernels.page_rows import page_rows
+from pdx.kernels.pages import PageCopy, gather, scatter
+from pdx.memory.arena import Arena
+from pdx.memory.layout import KvLayout
+
+log = logging.getLogger("pdx")
+
+
+class _Target(NamedTuple):
+    """Pages of a chunk, the rows of its slot, and the engine's blocks they belong to (int64 [pages])."""
+
+    pages: PagesPlan
+    rows: torch.Tensor
+    block_ids: torch.Tensor
+
+
+class CpuCopier(PageCopier):
+    """`layers` are the engine's blocks per layer, as rows [num_blocks, page_bytes / 16]."""
+
+    is_asynchronous = False
+    group_bytes = 0
+
+    def __init__(
+        self, layers: Sequence[torch.Tensor], layout: KvLayout, shard: int, count: Callable[[str], None]
+    ) -> None:
+        self._layers = layers
+        self._layout = layout
+        self._shard = shard
+        self._count = count
+        # Replaced by the link's thread. The tensor has all bytes of the arena and keeps the mapping alive, also beyond
+        # the node's life.
+        self._mapped: tuple[Arena, torch.Tensor] | None = None
+        self._targets: list[_Target] = []
+
+    def use(self, arena: Arena | None) -> None:
+        """See `PageCopier.use`."""
+        is_ours = arena is not None and not arena.gpu
+        self._mapped = (arena, torch.frombuffer(arena.data, dtype=torch.uint8)) if arena and is_ours else None
+        if arena is not None and arena.gpu:
+            log.error(
+                "the KV cache is in host memory, but the node keeps its chunks on GPU %s: nothing is saved or loaded. "
+                "Attach this engine to a node that was started without --gpu",
+                arena.gpu,
+            )
+            self._count("arena_on_gpu")
+
+    def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
+        """See `PageCopier.begin`."""
+        data = self._bytes_of(arena)
+        self._targets = [] if data is None else self._targets_of(pages, arena, data)
+        return [target.pages for target in self._targets]
+
+    def gather(self, layers: range) -> bool:
+        """See `PageCopier.gather`."""
+        gather([self._copy(target, layer) for layer in layers for target in self._targets])
+        return True
+
+    def copied(self) -> Callable[[], bool]:
+        """See `PageCopier.copied`."""
+        return lambda: True
+
+    def after_copies(self, action: Action) -> None:
+        """See `PageCopier.after_copies`: everything is copied already."""
+        action()
+
+    def after_compute(self, action: Action) -> bool:
+        """See `PageCopier.after_compute`: everything is computed already."""
+        action()
+        return True
+
+    def end(self) -> None:
+        """See `PageCopier.end`."""
+        self._targets = []
+
+    def loading(self, arena: Arena) -> Scatter | None:
+        """See `PageCopier.loading`."""
+        data = self._bytes_of(arena)
+        return None if data is None else partial(self._load, arena, data)
+
+    def close(self) -> None:
+        """See `PageCopier.close`."""
+        self._targets = []
+
+    def _bytes_of(self, arena: Arena) -> torch.Tensor | None:
+        mapped = self._mapped
+        return mapped[1] if mapped is not None and mapped[0] is arena else None
+
+    def _targets_of(self, pages: Sequence[PagesPlan], arena: Arena, data: torch.Tensor) -> list[_Target]:
+        """Of those pages whose slots are still the promised ones, which also says that they lie within the arena."""
+        targets = []
+        for each in pages:
+            slot = each.slot_of(self._shard)
+            if arena.is_current(slot):
+                part = data[slot.offset : slot.offset + slot.nbytes]
+                rows = page_rows(part.view(self._layout.num_layers * each.num_blocks, -1))
+                targets.append(_Target(each, rows, torch.tensor(each.block_ids, dtype=torch.int64)))
+        return targets
+
+    def _copy(self, target: _Target, layer: int) -> PageCopy:
+        first = layer * target.pages.num_blocks + target.pages.first
+        return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, self._layers[layer])
+
+    def _load(self, arena: Arena, data: torch.Tensor, load: LoadPlan) -> list[PagesPlan]:
+        wanted = load.pages_of(self._shard)
+        sources = self._targets_of(wanted, arena, data)
+        scatter([self._copy(source, layer) for source in sources for layer in range(len(self._layers))])
+        arrived = {id(source.pages) for source in sources if arena.is_current(source.pages.slot_of(self._shard))}
+        return [pages for pages in wanted if id(pages) not in arrived]

@@ -1,0 +1,381 @@
+"""Pages in a GPU's memory: kernels on streams of their own copy them, threads wait for the streams. docs/adr/0020."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pdx.cuda.arena import GpuArena
+from pdx.cuda.gpu import Gpu
+from pdx.cuda.page_lock import PageLock
+from pdx.engine.copier import Action, PageCopier, Scatter
+from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.engine.streams import Event, Stream, Streams
+from pdx.errors import GpuUnavailable, LayoutError, PdxError
+from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter, warm_up
+from pdx.memory.arena import Arena
+from pdx.memory.slot import Slot
+
+LAUNCH_BYTES = 64 << 20  # programs that run are not preempted: the engine's kernels start between two launches
+log = logging.getLogger("pdx")
+
+
+class MappedArena:
+    """A node's arena as the engine's GPU sees it: mapped memory of a GPU, or host memory that is being page-locked.
+
+    The mapping stays until `close` was called and nobody holds it: kernels may be on their way. Unmapping may wait for
+    the GPU, so the engine's thread must not be the last to `release` it. `_lock` guards the count of holds.
+    """
+
+    def __init__(self, arena: Arena, place: Place, lock: PageLock | None) -> None:
+        self.arena = arena
+        self.place = place  # for the GPU that copies
+        self._page_lock = lock
+        self._lock = threading.Lock()
+        self._holds = 1  # the owner's, until `close`
+        self._is_closed = False
+
+    @classmethod
+    def open(cls, arena: Arena, gpu: Gpu, on_refused: Callable[[str], None]) -> MappedArena:
+        """Map the arena for `gpu`, or begin to page-lock it; `on_refused` hears, from another thread, if that fails.
+
+        :raises PdxError: it cannot be mapped; the class says why.
+        """
+        if isinstance(arena, GpuArena):
+            arena.map(gpu)
+            return cls(arena, Place.HERE if arena.gpu == gpu.uuid else Place.PEER, None)
+        anchor = arena.data[:]  # keeps the mapping
+        lock = PageLock(arena.address, arena.nbytes, gpu, anchor=anchor, on_refused=on_refused)
+        return cls(arena, Place.HOST, lock)
+
+    def __repr__(self) -> str:
+        return f"<MappedArena {self.arena!r} {self._page_lock!r}, {self._holds} holds>"
+
+    def hold(self) -> bool:
+        """Keep it open until `release`; whether it still is."""
+        with self._lock:
+            if self._holds:
+                self._holds += 1
+            return bool(self._holds)
+
+    def release(self) -> None:
+        """End one `hold`. The last one closes the mapping, which may take long."""
+        with self._lock:
+            self._holds -= 1
+            is_over = not self._holds
+        if is_over:
+            if self._page_lock is not None:
+                self._page_lock.close()
+            else:
+                self.arena.close()
+
+    def close(self) -> None:
+        """The owner's hold ends. Idempotent, from one thread."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.release()
+
+    def address_of(self, slot: Slot, nbytes: int) -> int | None:
+        """Where the GPU finds the slot's `nbytes`; None if it is not (any more) a slot of that size, or out of reach.
+
+        Only while held.
+        """
+        if nbytes > slot.nbytes or not self.arena.is_current(slot):
+            return None
+        if self._page_lock is not None and not self._page_lock.covers(slot.offset, slot.nbytes):
+            return None
+        return self.arena.address + slot.offset
+
+
+class EventThread:
+    """A thread that waits for events in the order in which they were queued, and does what was queued with each.
+
+    The queue is as long as the GPU is behind: a step's compute waits for the copies of the step before it.
+    If waiting fails, the thread is over: nobody knows then what still runs, so no action is called any more.
+    """
+
+    def __init__(self, name: str, bind_thread: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """`failed` is called on the thread, at most once, with the reason."""
+        self._bind_thread = bind_thread
+        self._failed = failed
+        self._queue: queue.SimpleQueue[tuple[Event | None, Action] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, event: Event | None, action: Action) -> None:
+        """Call `action` on the thread when `event` and everything queued before has passed."""
+        self._queue.put((event, action))
+
+    def close(self) -> None:
+        """Finish what is queued and stop. Idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001  the thread's root
+            self._failed(error)
+        else:
+            return
+        while self._queue.get() is not None:
+            pass
+
+    def _serve(self) -> None:
+        self._bind_thread()
+        while (job := self._queue.get()) is not None:
+            event, action = job
+            if event is not None:
+                event.synchronize()
+            try:
+                action()
+            except Exception:  # what was queued behind it concerns other copies
+                log.exception("the node was not told of copies that have ended")
+
+
+@dataclass
+class _Step:
+    """What one forward pass gathers. It holds the mapping until its last copy has ended."""
+
+    mapped: MappedArena
+    batch: Batch
+    is_refused: bool = False  # CUDA did not take a launch: nothing of the step is whole
+
+
+class GpuCopier(PageCopier):
+    """`pages` are the engine's. One stream gathers, one loads; `pdx-copied` calls what comes after copies,
+    `pdx-computed` what comes after compute.
+
+    The engine's thread owns `_step` and `_fence`; `_arenas` guards which arena is mapped, and whether copies failed.
+    """
+
+    is_asynchronous = True
+    group_bytes = 1 << 20
+
+    def __init__(self, pages: PageMap, shard: int, streams: Streams, count: Callable[[str], None]) -> None:
+        self._pages = pages
+        self._shard = shard
+        self._streams = streams
+        self._count = count
+        self._gathering, self._loading = streams.new_stream(), streams.new_stream()
+        self._fence = streams.event()
+        self._spare: deque[Event] = deque()  # events that have passed and that nobody waits for
+        self._arenas = threading.Lock()
+        self._mapped: MappedArena | None = None
+        self._has_failed = False  # CUDA does nothing any more for this process
+        self._step: _Step | None = None
+        self._copied = EventThread("pdx-copied", streams.bind_thread, self._failed)
+        self._computed = EventThread("pdx-computed", streams.bind_thread, self._failed)
+
+    @classmethod
+    def start(cls, pages: PageMap, shard: int, streams: Streams, count: Callable[[str], None]) -> GpuCopier:
+        """Compile the kernels, so that no step has to, and wait until the tables are on the GPU.
+
+        Kernels that cannot be compiled or loaded here are logged and counted; the copier then copies nothing.
+
+        :raises GpuUnavailable: the driver cannot be called, or cuda-bindings is missing.
+        """
+        why = ""
+        try:
+            streams.gpu()
+            warm_up(pages)
+            ready = streams.event()
+            ready.record(streams.compute())
+            ready.synchronize()
+        except GpuUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001  Triton's compiler, its launcher's C compiler and CUDA, each its own
+            why = f"{type(error).__name__}: {error}"
+        made = cls(pages, shard, streams, count)
+        if why:
+            made._has_failed = True
+            log.error(
+                "the copy kernels cannot be made ready, nothing is saved or loaded: %s (Triton needs a C compiler and "
+                "Python's headers at its first use; see `pdx doctor`)",
+                why,
+            )
+            count("kernels_unavailable")
+        return made
+
+    # ---- the link's thread ------------------------------------------------------------------
+
+    def use(self, arena: Arena | None) -> None:
+        """See `PageCopier.use`."""
+        mapped = None
+        if arena is not None and not self._has_failed:
+            try:
+                self._streams.bind_thread()
+                mapped = MappedArena.open(arena, self._streams.gpu(), self._refused)
+            except (PdxError, RuntimeError) as error:  # torch's own errors, too
+                log.error("cannot reach the node's memory from the GPU, nothing is saved or loaded: %s", str(error))  # noqa: TRY400
+                self._count("arena_unreachable")
+        with self._arenas:
+            mapped, self._mapped = self._mapped, mapped
+        if mapped is not None:
+            mapped.close()
+
+    def _refused(self, reason: str) -> None:
+        log.error("nothing is saved or loaded: %s", reason)
+        self._count("page_lock_refused")
+
+    def _failed(self, error: Exception) -> None:
+        """What was under way stays reserved and mapped until this process ends: nobody knows what writes there."""
+        with self._arenas:
+            was_known, self._has_failed = self._has_failed, True
+        if not was_known:
+            # As text: an exception kept by a logger would keep frames, and with them the node's memory.
+            text = f"{type(error).__name__}: {error}"
+            log.error("copies on the GPU failed, nothing is saved or loaded any more: %s", text)
+            self._count("copies_failed")
+
+    # ---- saving -----------------------------------------------------------------------------
+
+    def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
+        """See `PageCopier.begin`."""
+        assert self._step is None, "the step before this one is not finished"
+        mapped = self._held(arena) if pages and not self._streams.is_capturing() else None
+        if mapped is None:
+            return []
+        found = [(each, run) for each in pages if (run := self._run_of(each, mapped)) is not None]
+        try:
+            if found:
+                with self._streams.on(self._gathering):
+                    batch = Batch.of(self._pages, [run for _, run in found])
+                self._step = _Step(mapped, batch)
+                return [each for each, _ in found]
+        except RuntimeError as error:  # no room on the GPU even for the table
+            log.warning("the pages of this step are not saved: %s", str(error))
+        self._copied.put(None, mapped.release)
+        return []
+
+    def gather(self, layers: range) -> bool:
+        """See `PageCopier.gather`."""
+        step = self._step
+        if step is None or step.is_refused or self._streams.is_capturing():
+            return False
+        try:
+            self._fence.record(self._streams.compute())
+            self._fence.wait(self._gathering)
+            self._launch(self._gathering, gather, step.batch, layers, step.mapped.place)
+        except (RuntimeError, ValueError) as error:  # no memory for it, or another device is current
+            step.is_refused = True
+            log.warning("the pages of this step are not saved: %s", str(error))
+            self._count("launch_refused")
+            return False
+        return True
+
+    def copied(self) -> Callable[[], bool]:
+        """See `PageCopier.copied`."""
+        event = self._streams.event()  # not a spare one: it is asked long after it has passed
+        event.record(self._gathering)
+        return event.query
+
+    def after_copies(self, action: Action) -> None:
+        """See `PageCopier.after_copies`."""
+        event = self._recorded(self._gathering)
+        self._copied.put(event, partial(self._passed, event, action))
+
+    def after_compute(self, action: Action) -> bool:
+        """See `PageCopier.after_compute`."""
+        if self._streams.is_capturing():
+            return False
+        event = self._recorded(self._streams.compute())
+        self._computed.put(event, partial(self._passed, event, action))
+        return True
+
+    def end(self) -> None:
+        """See `PageCopier.end`."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        event = self._recorded(self._gathering)
+        if not self._streams.is_capturing():
+            event.wait(self._streams.compute())
+        self._copied.put(event, partial(self._passed, event, step.mapped.release))
+
+    # ---- loading ----------------------------------------------------------------------------
+
+    def loading(self, arena: Arena) -> Scatter | None:
+        """See `PageCopier.loading`."""
+        mapped = self._held(arena) if not self._streams.is_capturing() else None
+        if mapped is None:
+            return None
+        return partial(self._load, mapped, self._recorded(self._streams.compute()))
+
+    def _load(self, mapped: MappedArena, fence: Event, load: LoadPlan) -> list[PagesPlan]:
+        try:
+            self._streams.bind_thread()
+            wanted = load.pages_of(self._shard)
+            found = [(each, run) for each in wanted if (run := self._run_of(each, mapped)) is not None]
+            fence.wait(self._loading)
+            with self._streams.on(self._loading):
+                batch = Batch.of(self._pages, [run for _, run in found])
+            self._launch(self._loading, scatter, batch, range(self._pages.num_layers), mapped.place)
+            ended = self._recorded(self._loading)
+            try:
+                ended.synchronize()
+            except Exception as error:
+                self._failed(error)
+                raise
+            self._spare.extend((fence, ended))
+            loaded = {id(each) for each, _ in found if mapped.arena.is_current(each.slot_of(self._shard))}
+            return [each for each in wanted if id(each) not in loaded]
+        finally:
+            mapped.release()
+
+    # ---- both -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See `PageCopier.close`. The load thread must have ended."""
+        self._computed.close()
+        self._copied.close()
+
+    def _launch(self, stream: Stream, kernel: Callable[..., None], batch: Batch, layers: range, place: Place) -> None:
+        for part, which in batch.parts(layers, LAUNCH_BYTES):
+            self._streams.launch(stream, kernel, self._pages, part, which.start, len(which), place=place)
+
+    def _held(self, arena: Arena) -> MappedArena | None:
+        with self._arenas:
+            mapped = None if self._has_failed else self._mapped
+            return mapped if mapped is not None and mapped.arena is arena and mapped.hold() else None
+
+    def _run_of(self, pages: PagesPlan, mapped: MappedArena) -> Run | None:
+        layer_bytes = pages.num_blocks * self._pages.page_bytes
+        address = mapped.address_of(pages.slot_of(self._shard), layer_bytes * self._pages.num_layers)
+        if address is None or not 0 <= pages.first <= pages.num_blocks - len(pages.block_ids):
+            return None
+        return Run(pages.block_ids, address + pages.first * self._pages.page_bytes, layer_bytes)
+
+    def _recorded(self, stream: object) -> Event:
+        try:
+            event = self._spare.popleft()
+        except IndexError:
+            event = self._streams.event()
+        event.record(stream)
+        return event
+
+    def _passed(self, event: Event, action: Action) -> None:
+        self._spare.append(event)
+        action()
+
+
+def page_map(layers: Sequence[torch.Tensor], num_blocks: int, page_bytes: int) -> PageMap:
+    """The engine's layers, checked.
+
+    :raises LayoutError: they are not what PDX moves.
+    """
+    try:
+        pages = PageMap.of(layers, num_blocks)
+    except ValueError as error:
+        raise LayoutError(f"KV cache: {error}") from error
+    if pages.page_bytes != page_bytes:
+        raise LayoutError(f"KV cache: pages of {pages.page_bytes} bytes, expected {page_bytes}")
+    return pages

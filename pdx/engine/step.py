@@ -1,0 +1,61 @@
+"""What an engine tells the scheduler half of a request, and of one step. Plain data, with nobody's scheduler in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+# (request, hash of the block before `start` or None, start, end) -> chained hash of tokens [start, end)
+BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
+
+
+class EngineRequest(Protocol):
+    """A request as its engine has it. The scheduler half keeps it until `finished` and reads these names, no others."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name, which no other request of the engine has at the same time."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: of the prompt, and generated. Drafts that may be rejected are not among them."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it has lost its blocks."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The chained hash of each full block of known tokens."""
+
+    @property
+    def kv_transfer_params(self) -> Any:
+        """Its part in a transfer (`pdx.engine.request.TransferParams`), as it came from the network; or None."""
+
+
+class StepRequest(msgspec.Struct, frozen=True):
+    """One request of a step, which computes its tokens [computed, computed + scheduled)."""
+
+    request_id: str
+    computed: int
+    scheduled: int
+    known: int  # of the prompt, and generated: KV of a token beyond it may be rejected
+    blocks: Sequence[Sequence[int]]  # for each cache group; empty: no new ones
+    has_all_blocks: bool = True  # False: `blocks` follow those that the half has been told of
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One step of an engine, whose scheduler has just made it up.
+
+    A request may be left out that has no new blocks and is not in `SchedulerHalf.due`: there is nothing to do for it.
+    """
+
+    requests: Sequence[StepRequest] = ()
+    num_tokens: int = 0  # of all requests of the step, whether told of or not
+    is_busy: bool = False  # requests that ran before would stand still while the scheduler waits

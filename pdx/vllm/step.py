@@ -1,0 +1,38 @@
+"""vLLM's `SchedulerOutput` as a `StepRecord`. Written for vLLM 0.32, see vllm/v1/core/sched/output.py.
+
+Blocks are passed on for each cache group: `TrackedRequest.take_blocks` takes one group, and `layout_of` refuses models
+with several at start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.step import StepRecord, StepRequest
+
+
+def step_record(output: Any, half: SchedulerHalf) -> StepRecord:
+    """The step that `output` describes, as far as `half` has something to do for its requests.
+
+    Of those that run already and get no new blocks only the due ones are looked at: the others may be a thousand.
+    """
+    told: list[StepRequest] = []
+
+    def tell(request_id: str, computed: int, blocks: Sequence[Sequence[int]], *, has_all_blocks: bool) -> None:
+        request = half.request_of(request_id)
+        if request is not None:
+            scheduled = output.num_scheduled_tokens[request_id]
+            known = request.num_tokens
+            told.append(StepRequest(request_id, computed, scheduled, known, blocks, has_all_blocks))
+
+    for new in output.scheduled_new_reqs:
+        tell(new.req_id, new.num_computed_tokens, new.block_ids, has_all_blocks=True)
+    cached, due = output.scheduled_cached_reqs, half.due
+    for index, request_id in enumerate(cached.req_ids):
+        blocks = cached.new_block_ids[index]
+        if blocks is not None or request_id in due:
+            is_resumed = request_id in cached.resumed_req_ids
+            tell(request_id, cached.num_computed_tokens[index], blocks or (), has_all_blocks=is_resumed)
+    return StepRecord(told, output.total_num_scheduled_tokens, is_busy=bool(cached.req_ids))
