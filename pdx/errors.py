@@ -17,6 +17,7 @@ PdxError
 │   ├── ChannelBroken     the peer or the way to it is gone; connect again
 │   ├── WriteRefused      the receiver has not granted (any more) what was to be written
 │   └── TransferAborted   it was asked to stop
+├── TierError             a tier could not store or load a chunk; it counts as a miss
 ├── GpuError              a GPU or its driver did not do what was asked
 │   ├── GpuUnavailable    no such GPU, driver or library here; use host memory
 │   ├── GpuMemoryFull     the GPU cannot hold it; ask for less
@@ -107,6 +108,14 @@ class WriteRefused(ChannelError):
 
 class TransferAborted(ChannelError):
     """The write was aborted before all of it was sent."""
+
+
+class TierError(PdxError):
+    """A tier could not store or load a chunk. `kind` is one word, by which such errors are counted."""
+
+    def __init__(self, text: str, kind: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class GpuError(PdxError):

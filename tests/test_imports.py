@@ -48,7 +48,7 @@ OTHERS = {
     "pdx.security": "msgspec zmq",
     "pdx.cuda": "msgspec",
     "pdx.proxy": "aiohttp msgspec prometheus_client zmq",
-    "pdx.store": "msgspec",
+    "pdx.store": "msgspec xxhash",
     "pdx.transports": "*",
     "pdx.node.peers": "msgspec zmq",
     "pdx.node": "msgspec zmq",

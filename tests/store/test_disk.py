@@ -1,0 +1,477 @@
+"""The disk tier against a model, and its rules one by one. The folders are real; threads are the tier's own."""
+
+import os
+import random
+import tempfile
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from disk_bed import MIB, Bed, content, is_root, key, small_disk
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pdx.errors import ConfigError
+from pdx.store import chunk_file
+from pdx.store.disk import THREADS
+from pdx.store.tier import Job, Part
+
+CHARGE = 40_960  # of the cap, for a chunk of 32 KiB: a header, the bytes, and perhaps a list of its blocks
+
+
+@pytest.fixture
+def make(tmp_path):
+    beds = []
+
+    def make_bed(**given):
+        beds.append(Bed(tmp_path, **given))
+        return beds[-1]
+
+    yield make_bed
+    for bed in beds:
+        bed.close()
+
+
+@pytest.fixture
+def bed(make):
+    return make()
+
+
+class Gate:
+    """Threads that call a function of `chunk_file` wait at it until `open`."""
+
+    def __init__(self, monkeypatch, name):
+        self.arrived = threading.Semaphore(0)
+        self._opened = threading.Event()
+        real = getattr(chunk_file, name)
+
+        def gated(*args):
+            self.arrived.release()
+            assert self._opened.wait(60)
+            return real(*args)
+
+        monkeypatch.setattr(chunk_file, name, gated)
+
+    def open(self):
+        self._opened.set()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gates = []
+
+    def make_gate(name):
+        gates.append(Gate(monkeypatch, name))
+        return gates[-1]
+
+    yield make_gate
+    for one in gates:
+        one.open()
+
+
+# ---- bytes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "layers"), [(1, 1), (4096, 4), (5000, 7), (20 * MIB, 3), (9 * MIB + 1, 5), (70_000, 4096), (40, 64)]
+)
+def test_what_is_loaded_is_what_was_stored(make, nbytes, layers):
+    bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
+    assert bed.store(7, nbytes=nbytes, layers=layers)
+    assert bed.file(7).stat().st_blocks * 512 <= chunk_file.disk_bytes(nbytes, layers)
+    bed.restart()
+    [held] = bed.tier.find([key(7)], 1)
+    assert (held.nbytes, held.layers) == (nbytes, layers)
+    assert bed.load(7, nbytes=nbytes, layers=layers) is None
+
+
+def test_a_chunk_is_there_when_all_its_shards_are(bed):
+    assert bed.store(1, 0, shards=2)
+    assert not bed.has(1, 2)
+    assert bed.store(1, 1, shards=2)
+    assert bed.has(1, 2)
+    assert not bed.has(1, 1)
+    assert not bed.has(1, 3)
+    assert bed.load(1, 0) is None
+    assert bed.load(1, 1) is None
+
+
+def test_a_lookup_ends_at_the_first_key_that_is_missing(bed):
+    for number in (0, 1, 3):
+        assert bed.store(number)
+    assert len(bed.tier.find([key(number) for number in range(4)], 1)) == 2
+
+
+def test_a_file_says_for_which_layout_it_is(bed):
+    assert bed.store(1)
+    assert chunk_file.inspect(bed.file(1)).layout == b"layout"
+
+
+def test_what_is_there_is_not_stored_again(bed):
+    assert bed.store(1)
+    assert bed.start_store(1) is None
+    written = bed.file(1).stat()
+    assert bed.store(2, shards=2)
+    copy = bed.copy([key(2)], 2)
+    assert list(bed.tier.admit(copy).keys) == [0]  # a shard is missing
+    bed.tier.store(Job(copy.number, [Part(key(2), 0, 4, 0, 4, bed.slot(0))], bed.slot_bytes))
+    assert bed.end(copy) is None
+    assert bed.file(1).stat().st_mtime_ns == written.st_mtime_ns
+
+
+def test_bytes_of_a_slot_that_is_anothers_now_are_neither_kept_nor_overwritten(bed):
+    assert bed.store(1)
+    slot = bed.slot(3)
+    bed.arena.generations[slot.offset // 4096] += 1
+    bed.put(slot, content(9, 0, slot.nbytes))
+    copy = bed.copy([key(2)])
+    bed.tier.admit(copy)
+    bed.tier.store(Job(copy.number, [Part(key(2), 0, 4, 0, 4, slot)], slot.nbytes))
+    assert bed.end(copy).kind == "stale"
+    bed.tier.load(Job(99, [Part(key(1), 0, 4, 0, 4, slot)], slot.nbytes))
+    while 99 not in bed.over:
+        bed.turn()
+    assert bed.over[99].kind == "stale"
+    assert bytes(bed.arena.data[slot.offset : slot.offset + slot.nbytes]) == content(9, 0, slot.nbytes)
+    assert bed.files == [bed.file(1)]
+    assert bed.has(1)
+
+
+# ---- the cap --------------------------------------------------------------------------------
+
+
+def test_what_was_not_used_for_longest_makes_room(make):
+    bed = make(limit_bytes=4 * CHARGE)
+    assert bed.charge == CHARGE
+    for number in range(4):
+        assert bed.store(number)
+    assert bed.has(0)  # a look is a use
+    assert bed.store(4)
+    assert [bed.has(number) for number in (0, 1, 2, 3, 4)] == [True, False, True, True, True]
+    assert not bed.file(1).exists()
+    assert bed.counters["disk_evicted"] == 1
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning(make):
+    bed = make(limit_bytes=4 * CHARGE)
+    for number in range(4):
+        assert bed.store(number)
+    assert len(bed.tier.find([key(number) for number in range(4)], 1)) == 4
+    assert bed.store(9)
+    assert [bed.has(number) for number in range(4)] == [True, True, True, False]
+
+
+def test_a_chunk_larger_than_the_cap_is_left_out(make):
+    bed = make(limit_bytes=40_000)
+    assert bed.start_store(1) is None
+    assert bed.counters["disk_too_large"] == 1
+
+
+def test_a_smaller_cap_than_before_removes_what_was_not_used_for_longest(bed):
+    for number in range(8):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, [5, 3, 8, 1, 7, 2, 6, 4][number]))
+    bed.limit_bytes = 3 * bed.charge
+    bed.restart()
+    bed.settle()
+    assert [number for number in range(8) if bed.has(number)] == [2, 4, 6]
+    assert len(bed.files) == 3
+    assert bed.tier.used_bytes == 3 * bed.charge
+
+
+def test_a_load_is_a_use_that_outlives_the_process(bed):
+    for number in range(3):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, number))
+    assert bed.load(0) is None
+    bed.limit_bytes = 2 * bed.charge
+    bed.restart()
+    bed.settle()
+    assert [number for number in range(3) if bed.has(number)] == [0, 2]
+
+
+def test_nothing_more_is_taken_while_much_waits(make, gate):
+    bed = make(max_waiting_bytes=3 * (32 << 10))
+    write = gate("write")
+    copies = [bed.start_store(number, at=number) for number in range(4)]
+    assert bed.start_store(9) is None
+    assert bed.counters["disk_too_slow"] == 1
+    write.open()
+    assert [bed.end(copy) for copy in copies] == [None] * 4
+    assert bed.store(9)
+
+
+@is_root
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cap_holds_at_every_moment(tmp_path, seed):
+    """The file system is exactly as large as the cap (and the lock): one byte more would be an error of the disk."""
+    random_ = random.Random(seed)
+    with small_disk(tmp_path / "tier", MIB // 2 + 8192) as folder:
+        bed = Bed(folder.parent, limit_bytes=MIB // 2, slots=8)
+        try:
+            copies = []
+            for _ in range(600):
+                number = random_.randrange(200)
+                nbytes = random_.choice([100, 5000, 12_288])  # these take exactly their charge
+                copies.append(bed.start_store(number, at=len(copies) % 8, nbytes=nbytes, layers=1))
+                if len(copies) == 8:
+                    for copy in copies:
+                        if copy is not None:
+                            bed.end(copy)
+                    copies.clear()
+            bed.settle()
+            assert bed.counters["disk_full"] == 0
+            assert bed.counters["disk_stored"] > 100
+            assert bed.counters["disk_evicted"] > 50
+            assert bed.disk_bytes <= bed.tier.used_bytes <= MIB // 2
+        finally:
+            bed.close()
+
+
+# ---- many at once ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_under_way_at_once_each_job_ends_once_and_the_account_is_true(make, seed):
+    bed = make(limit_bytes=12 * CHARGE)
+    random_ = random.Random(seed)
+    for _ in range(60):
+        copies, loads = [], []
+        for at in range(16):
+            number = random_.randrange(20)
+            what = random_.random()
+            if what < 0.5:
+                copies.append(bed.start_store(number, at=at))
+            elif what < 0.8 and bed.has(number):
+                loads.append((number, at, bed.start_load(number, at=at)))
+            elif what < 0.9:
+                bed.tier.evict([key(number)])
+            elif copies and copies[-1] is not None:
+                bed.tier.cancel(copies[-1])
+        for copy in copies:
+            if copy is not None:
+                error = bed.end(copy)
+                assert error is None or error.kind in ("cancelled", "busy")
+        for number, at, copy in loads:
+            error = bed.end(copy)
+            assert error is None or error.kind == "missing"
+            if error is None:
+                assert bed.bytes_at(bed.slot(at)) == content(number, 0, bed.slot_bytes)
+    bed.settle()
+    assert bed.tier.used_bytes == len(bed.files) * bed.charge <= bed.limit_bytes
+    assert bed.tier.num_chunks == len(bed.files)
+    assert bed.counters["disk_missing"] == 0
+    assert {path.suffix for path in bed.files} <= {".chunk"}
+
+
+def test_loads_have_a_thread_whatever_is_stored(bed, gate):
+    assert bed.store(0)
+    write = gate("write")
+    copies = [bed.start_store(number, at=number) for number in range(1, 9)]
+    for _ in range(THREADS - 1):
+        assert write.arrived.acquire(timeout=60)
+    assert bed.end(bed.start_load(0, at=10)) is None
+    assert not write.arrived.acquire(blocking=False)
+    write.open()
+    assert [bed.end(copy) for copy in copies] == [None] * 8
+
+
+def test_what_is_forgotten_while_it_is_stored_is_not_there_afterwards(bed, gate):
+    rename = gate("write")
+    copy = bed.start_store(1)
+    assert rename.arrived.acquire(timeout=60)
+    assert bed.tier.evict([key(1)]) == 0
+    rename.open()
+    assert bed.end(copy).kind == "cancelled"
+    bed.settle()
+    assert not bed.has(1)
+    assert bed.files == []
+    assert bed.tier.used_bytes == 0
+
+
+def test_what_is_forgotten_right_after_it_was_stored_is_removed(bed):
+    copy = bed.start_store(1)
+    call = bed.calls.get(timeout=60)  # the file is there, and the control loop has not heard
+    bed.tier.evict([key(1)])
+    call()
+    assert bed.end(copy) is None
+    bed.settle()
+    assert not bed.has(1)
+    assert bed.files == []
+    assert bed.tier.used_bytes == 0
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end(bed, monkeypatch):
+    assert bed.store(1)
+    real = os.preadv
+
+    def preadv_after_the_file_is_gone(*args):
+        bed.file(1).unlink(missing_ok=True)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv_after_the_file_is_gone)
+    assert bed.load(1) is None
+
+
+def test_what_is_evicted_before_it_is_read_is_a_miss_and_no_fault(bed, gate):
+    assert bed.store(1)
+    read = gate("read")
+    copy = bed.start_load(1)
+    assert read.arrived.acquire(timeout=60)
+    assert bed.tier.evict([key(1)]) == 1
+    while bed.file(1).exists():
+        bed.turn()
+    read.open()
+    assert bed.end(copy).kind == "missing"
+    assert bed.counters["disk_missing"] == 0
+
+
+def test_a_cancelled_store_leaves_no_file(bed, gate):
+    write = gate("write")
+    copy = bed.start_store(1)
+    assert write.arrived.acquire(timeout=60)
+    bed.tier.cancel(copy)
+    write.open()
+    assert bed.end(copy).kind == "cancelled"
+    assert bed.files == []
+    assert bed.tier.used_bytes == 0
+
+
+def test_closing_ends_every_job(bed, gate):
+    write = gate("write")
+    copies = [bed.start_store(number, at=number) for number in range(8)]
+    assert write.arrived.acquire(timeout=60)
+    write.open()
+    bed.close_tier()
+    bed.tier.close()
+    assert {copy.number for copy in copies} == set(bed.over)
+    assert {path.suffix for path in bed.files} <= {".chunk"}
+
+
+# ---- starting -------------------------------------------------------------------------------
+
+
+def test_the_index_is_read_while_the_node_serves(bed, gate):
+    for number in range(3):
+        assert bed.store(number)
+    bed.close_tier()
+    inspect = gate("inspect")
+    bed.open(wait=False)
+    assert inspect.arrived.acquire(timeout=60)
+    assert not bed.has(1)
+    assert bed.start_store(9) is None  # until it is known how much is there
+    assert bed.counters["disk_not_counted"] == 1
+    bed.tier.evict([key(2)])
+    inspect.open()
+    while not bed.is_counted:
+        bed.turn()
+    bed.settle()
+    assert bed.load(1) is None
+    assert not bed.has(2)
+    assert not bed.file(2).exists()
+    assert bed.store(9)
+
+
+def test_files_that_no_tier_wrote_stay(bed):
+    assert bed.store(1)
+    mine = [bed.root / "notes.txt", bed.root / "ab" / "notes.txt", bed.root / "01" / bed.file(2).name]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    bed.restart()
+    assert bed.has(1)
+    assert all(path.read_text() == "mine" for path in mine)
+    assert bed.counters["disk_foreign"] == 2
+
+
+def test_two_nodes_never_share_a_folder(bed):
+    with pytest.raises(ConfigError, match=rf"another node \(process {os.getpid()}\).*--disk"):
+        bed.open()
+    assert bed.store(1)
+    bed.restart()
+    assert bed.has(1)
+
+
+def test_the_folder_is_this_users_alone(bed, tmp_path):
+    assert bed.root.stat().st_mode & 0o777 == 0o700
+    bed.close_tier()
+    bed.root.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 0700"):
+        bed.open()
+    bed.root.chmod(0o700)
+    bed.open()
+
+
+# ---- the model ------------------------------------------------------------------------------
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """The model is the order of use and each chunk's size; the tier must agree after each rule."""
+
+    numbers = st.integers(0, 15)
+
+    @initialize(limit=st.integers(1, 10))
+    def start(self, limit):
+        self.folder = tempfile.TemporaryDirectory()
+        self.bed = Bed(Path(self.folder.name), limit_bytes=limit * 24_576, slot_bytes=16 << 10)
+        self.model = OrderedDict()  # number -> bytes
+
+    def charge(self, nbytes):
+        return chunk_file.disk_bytes(nbytes, 4)
+
+    @rule(number=numbers, nbytes=st.sampled_from([4, 1000, 8192, 16 << 10]))
+    def store(self, number, nbytes):
+        is_stored = self.bed.store(number, nbytes=nbytes)
+        if number in self.model:
+            assert not is_stored
+            self.model.move_to_end(number)
+            return
+        charge = self.charge(nbytes)
+        assert is_stored == (charge <= self.bed.limit_bytes)
+        if is_stored:
+            while charge + sum(map(self.charge, self.model.values())) > self.bed.limit_bytes:
+                self.model.popitem(last=False)
+            self.model[number] = nbytes
+
+    @rule(number=numbers)
+    def load(self, number):
+        assert self.bed.has(number) == (number in self.model)
+        if number in self.model:
+            self.model.move_to_end(number)
+            assert self.bed.load(number, nbytes=self.model[number]) is None
+
+    @rule(numbers=st.lists(numbers, max_size=4))
+    def evict(self, numbers):
+        there = set(numbers) & self.model.keys()
+        assert self.bed.tier.evict([key(number) for number in numbers]) == len(there)
+        self.bed.settle()
+        for number in there:
+            del self.model[number]
+
+    @rule(limit=st.integers(1, 10))
+    def restart(self, limit):
+        self.bed.limit_bytes = limit * 24_576
+        order = sorted(self.model, key=lambda one: (self.bed.file(one).stat().st_mtime_ns, str(self.bed.file(one))))
+        self.bed.restart()
+        self.bed.settle()
+        self.model = OrderedDict((number, self.model[number]) for number in order)
+        while sum(map(self.charge, self.model.values())) > self.bed.limit_bytes:
+            self.model.popitem(last=False)
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "model"):
+            assert self.bed.files == sorted(self.bed.file(number) for number in self.model)
+            assert list(self.bed.tier._index) == [key(number) for number in self.model]
+            assert self.bed.disk_bytes <= self.bed.tier.used_bytes <= self.bed.limit_bytes
+
+    def teardown(self):
+        if hasattr(self, "bed"):
+            self.bed.close()
+            self.folder.cleanup()
+
+
+TestDiskMachine = DiskMachine.TestCase
+TestDiskMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -1,0 +1,325 @@
+"""Each fault of a disk costs a miss and a counter. The faults are real but for those that a test's name calls fake."""
+
+import array
+import errno
+import fcntl
+import logging
+import os
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+from disk_bed import MIB, Bed, content, is_root, key, small_disk
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdx.errors import TierError
+from pdx.store import chunk_file
+from pdx.store.disk import FULL_S, MAX_ERRORS, PAUSE_S
+
+_GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
+
+
+@pytest.fixture
+def bed(tmp_path):
+    bed = Bed(tmp_path)
+    yield bed
+    bed.close()
+
+
+@contextmanager
+def immutable(path):
+    """Nothing can be made or removed in this folder, not even by root."""
+    fd = os.open(path, os.O_RDONLY)
+
+    def put(bit):
+        flags = array.array("l", [0])
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        flags[0] = flags[0] & ~_IMMUTABLE | bit
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
+
+    try:
+        try:
+            put(_IMMUTABLE)
+        except OSError as error:
+            pytest.skip(f"no immutable folders here: {error}")
+        yield
+        put(0)
+    finally:
+        os.close(fd)
+
+
+def lost(bed, number, kind):
+    """The load of a chunk fails so; afterwards it is not there, and others are."""
+    error = bed.load(number)
+    assert isinstance(error, TierError)
+    assert error.kind == kind
+    assert bed.counters[f"disk_{kind}"] == 1
+    assert not bed.has(number)
+    assert not os.path.lexists(bed.file(number))
+    assert bed.tier.used_bytes == bed.charge * len(bed.files)
+    assert bed.store(number)
+    assert bed.load(number) is None
+
+
+# ---- reading --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, 24, 100, 4095, 4096, 4097, 20_000, 36_863])
+def test_a_truncated_file_is_a_miss(bed, nbytes):
+    assert bed.store(1)
+    assert bed.store(2)
+    os.truncate(bed.file(1), nbytes)
+    lost(bed, 1, "truncated")
+    assert bed.load(2) is None
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, 24, 100, 4095, 4096, 36_863])
+def test_a_truncated_file_is_removed_when_a_node_starts(bed, nbytes):
+    assert bed.store(1)
+    assert bed.store(2)
+    os.truncate(bed.file(1), nbytes)
+    bed.restart()
+    assert bed.counters["disk_truncated"] == 1
+    assert not bed.has(1)
+    assert bed.load(2) is None
+    assert bed.files == [bed.file(2)]
+    assert bed.tier.used_bytes == bed.charge
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_any_flipped_bit_is_found_and_costs_a_miss_or_nothing(bed, data):
+    assert bed.has(1) or bed.store(1)
+    size = bed.file(1).stat().st_size
+    used = 24 + chunk_file._PREFIX.unpack(bed.file(1).read_bytes()[:24])[2]  # what follows is empty up to 4 KiB
+    at = data.draw(st.one_of(st.integers(0, used - 1), st.integers(4096, size - 1)))
+    restart = data.draw(st.booleans())
+    with bed.file(1).open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << data.draw(st.integers(0, 7))]))
+    if restart:
+        bed.restart()
+        assert bed.has(1) == (at >= 4096)
+    if bed.has(1):
+        assert bed.load(1).kind in ("corrupt", "truncated", "outdated")
+    assert not bed.has(1)
+    assert bed.files == []
+    assert bed.tier.used_bytes == 0
+
+
+def test_what_a_machine_without_power_left_is_a_miss(bed):
+    """File systems may know a file's name and size before its bytes are on the disk."""
+    for number, (first, last) in enumerate([(0, 36_864), (4096, 36_864), (0, 4096), (32_768, 36_864)]):
+        assert bed.store(number)
+        with bed.file(number).open("r+b") as file:
+            file.seek(first)
+            file.write(bytes(last - first))
+    bed.restart()
+    assert [bed.has(number) for number in range(4)] == [False, True, False, True]
+    assert bed.counters["disk_corrupt"] == 2
+    assert [bed.load(number).kind for number in (1, 3)] == ["corrupt", "corrupt"]
+    assert bed.files == []
+
+
+def test_a_file_in_the_place_of_another_is_a_miss(bed):
+    assert bed.store(1)
+    assert bed.store(2)
+    bed.file(1).write_bytes(bed.file(2).read_bytes())
+    lost(bed, 1, "corrupt")
+    bed.file(1).write_bytes(bed.file(2).read_bytes())
+    bed.restart()
+    assert not bed.has(1)
+    assert bed.load(2) is None
+
+
+def test_a_file_of_another_format_is_removed(bed):
+    assert bed.store(1)
+    header = bytearray(bed.file(1).read_bytes())
+    header[8] += 1
+    bed.file(1).write_bytes(header)
+    bed.restart()
+    assert bed.counters["disk_outdated"] == 1
+    assert bed.files == []
+
+
+def test_a_file_removed_behind_our_back_is_a_miss(bed):
+    assert bed.store(1)
+    bed.file(1).unlink()
+    lost(bed, 1, "missing")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["fifo", "link"])
+def test_what_is_no_file_is_not_read(bed, make):
+    assert bed.store(1)
+    bed.file(1).unlink()
+    make(bed.file(1))
+    lost(bed, 1, "corrupt")
+
+
+def test_a_folder_that_is_gone_costs_misses_and_comes_back_with_the_next_store(bed):
+    assert bed.store(1)
+    bed.file(1).unlink()
+    bed.file(1).parent.rmdir()
+    lost(bed, 1, "missing")
+
+
+@pytest.mark.parametrize("fake", [errno.EIO, errno.ETIMEDOUT])
+def test_a_fake_read_error_is_a_miss(bed, monkeypatch, fake):
+    assert bed.store(1)
+    real = os.preadv
+
+    def failing(fd, buffers, offset):
+        monkeypatch.setattr(os, "preadv", real)
+        raise OSError(fake, os.strerror(fake))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    lost(bed, 1, "read_failed")
+
+
+# ---- writing --------------------------------------------------------------------------------
+
+
+@is_root
+def test_a_full_disk_keeps_what_it_has_and_new_chunks_replace_old_ones(tmp_path, caplog):
+    with small_disk(tmp_path / "tier", 4 * 36_864 + 8192) as folder:
+        bed = Bed(folder.parent, limit_bytes=64 * MIB)
+        try:
+            assert [bed.store(number) for number in range(6)] == [True, True, True, True, False, True]
+            assert bed.counters["disk_full"] == 1
+            assert [bed.has(number) for number in range(6)] == [False, True, True, True, False, True]
+            assert all(path.suffix == ".chunk" for path in bed.files)
+            assert bed.load(3) is None
+            bed.now += FULL_S  # others may have made room
+            assert [bed.store(number) for number in (6, 7)] == [False, True]
+            assert bed.counters["disk_full"] == 2
+            assert sum("disk_full" in line for line in caplog.messages) == 2  # a minute lies between them
+        finally:
+            bed.close()
+
+
+@is_root
+def test_a_read_only_disk_is_read(tmp_path):
+    with small_disk(tmp_path / "tier", MIB) as folder:
+        bed = Bed(folder.parent)
+        try:
+            assert bed.store(1)
+            subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+            try:
+                subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+                assert not bed.store(2)
+                assert bed.counters["disk_read_only"] == 1
+                assert bed.load(1) is None
+            finally:
+                subprocess.run(["umount", "-l", str(folder)], check=True)
+            assert bed.store(2)
+        finally:
+            bed.close()
+
+
+def test_a_folder_that_nothing_may_be_written_to(bed):
+    assert bed.store(1)
+    with immutable(bed.file(1).parent):
+        bed.limit_bytes = 0
+        bed.restart()  # what is there must go, and cannot
+        bed.settle()
+        assert bed.counters["disk_denied"] == 1
+        assert bed.load(1) is None
+        assert bed.tier.used_bytes == bed.charge
+    bed.limit_bytes = MIB
+    bed.restart()
+    with immutable(bed.root):
+        assert not bed.store(0x0203)
+        assert bed.counters["disk_denied"] == 2
+    assert bed.store(0x0203)
+
+
+def test_what_cannot_be_removed_still_counts(bed):
+    assert bed.store(1)
+    bed.file(1).with_suffix(".partial").write_bytes(bytes(50_000))
+    with immutable(bed.root / "00"):
+        bed.restart()
+        assert bed.tier.used_bytes == bed.charge + bed.file(1).with_suffix(".partial").stat().st_blocks * 512
+    bed.restart()
+    assert bed.counters["disk_unfinished"] == 2
+    assert bed.tier.used_bytes == bed.charge
+    assert bed.files == [bed.file(1)]
+
+
+@pytest.mark.parametrize("fake", [errno.EIO, errno.EFBIG])
+@pytest.mark.parametrize("call", ["pwritev", "rename", "ftruncate"])
+def test_a_fake_write_error_leaves_no_file(bed, monkeypatch, call, fake):
+    def failing(*args):
+        raise OSError(fake, os.strerror(fake))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        assert not bed.store(1)
+    assert bed.counters["disk_write_failed"] == 1
+    assert bed.files == []
+    assert bed.tier.used_bytes == 0
+    assert bed.store(1)
+
+
+def test_after_some_write_errors_there_is_a_pause(bed, monkeypatch, caplog):
+    assert bed.store(0)
+    calls = []
+
+    def fake(*args):
+        calls.append(args)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fake)
+        assert not any(bed.store(number) for number in range(1, 10))
+        assert len(calls) == bed.counters["disk_write_failed"] == MAX_ERRORS
+        assert bed.counters["disk_paused"] == 9 - MAX_ERRORS
+        assert bed.load(0) is None
+        bed.now += PAUSE_S
+        assert not any(bed.store(number) for number in range(1, 10))
+        assert len(calls) == MAX_ERRORS + 1  # one attempt, and the next pause
+    bed.now += PAUSE_S
+    assert all(bed.store(number) for number in range(1, 5))
+    warnings = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warnings) == 2  # one of each kind in a minute
+
+
+def test_an_error_nobody_expected_ends_the_job_and_nothing_else(bed, monkeypatch):
+    def failing(*args):
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", failing)
+        assert not bed.store(1)
+    assert bed.counters["disk_failed"] == 1
+    assert bed.store(1)
+    assert bed.load(1) is None
+
+
+def test_a_folder_that_cannot_be_listed_by_a_fake_error_is_not_written_to(bed, monkeypatch):
+    """What is there is not known then, so the cap could not be kept."""
+    assert bed.store(1)
+
+    def failing(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    bed.close_tier()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", failing)
+        bed.open(wait=False)
+        while not bed.counters["disk_read_failed"]:
+            bed.turn()
+    assert not bed.store(2)
+    assert not bed.has(1)
+
+
+def test_a_load_into_a_slot_leaves_the_neighbours_alone(bed):
+    assert bed.store(1)
+    for at in (1, 3):
+        bed.put(bed.slot(at), content(at, 0, bed.slot_bytes))
+    assert bed.load(1, at=2) is None
+    for at in (1, 3):
+        assert bed.bytes_at(bed.slot(at)) == content(at, 0, bed.slot_bytes)
+    assert bed.tier.find([key(1)], 1)
