@@ -95,7 +95,7 @@ class Loop:
         self._store = Store(arena)
         self._way = StandIn()
         self._way.max_inflight_bytes = WINDOW_BYTES
-        self._copies = Copies([self._store], group_bytes=GROUP_BYTES, counters=Counter())
+        self._copies = Copies(self._store, group_bytes=GROUP_BYTES, counters=Counter())
         self._slots = [self._push(chunks) for _ in range(pushes)]
 
     def _push(self, chunks: int) -> list[Slot]:
@@ -103,7 +103,7 @@ class Loop:
         claim = Claim(keys=keys, nbytes=LAYERS * SLICE_BYTES, layers=LAYERS, owner=WRITER, writers=[WRITER])
         _, slots, _ = self._store.reserve(claim)
         assert len(slots) == chunks
-        self._copies.store(self._way, 0, keys, 1, priority=Priority.HANDOFF, deadline=60.0)
+        self._copies.store(self._way, keys, 1, priority=Priority.HANDOFF, deadline=60.0)
         self._copies.granted(TO, self._way.copies[-1], Grant(range(chunks), slots))
         return slots
 

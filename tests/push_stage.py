@@ -143,7 +143,7 @@ class SendingStage(StoreStage):
         self.window_bytes = window_bytes
         self.way = FakeWay(over=lambda number, is_complete: self.over.append((number, is_complete)))
         self.way.max_inflight_bytes = window_bytes
-        self.copies = Copies([self.store], group_bytes=group_bytes, counters=self.counters)
+        self.copies = Copies(self.store, group_bytes=group_bytes, counters=self.counters)
 
     def start(
         self,
@@ -157,7 +157,6 @@ class SendingStage(StoreStage):
         """Push these chunks."""
         return self.copies.store(
             way or self.way,
-            0,
             [key(number) for number in numbers],
             shards,
             priority=Priority.HANDOFF,

@@ -195,7 +195,7 @@ class Lookups:
                 return False
             if self._transfers.is_under_way(ask.transfer) or self._store.is_filling(ask.keys[hits], ask.shards):
                 return True
-        if self._tiers.may_come(0, ask.keys, hits, ask.shards):
+        if self._tiers.may_come(ask.keys, hits, ask.shards):
             return True
         try:
             return self._peers.may_come(ask, hits)

@@ -77,11 +77,10 @@ class Service:
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock)
         self.transfers = Transfers(self.counters)
-        self.copies = Copies([self.store], group_bytes=config.group_bytes, counters=self.counters)
+        self.copies = Copies(self.store, group_bytes=config.group_bytes, counters=self.counters)
         self.tiers = Tiers(
-            [self.store],
+            self.store,
             self.copies,
-            [[]],
             store_s=config.push_s,
             load_s=config.fetch_s,
             counters=self.counters,
@@ -271,8 +270,7 @@ class Service:
         )
         granted, slots, full = self.store.reserve(claim)
         if ask.transfer is not None and not full:
-            offsets = [slot.offset for slot in slots]
-            self.transfers.open(ask.transfer, offsets, now + MAX_TRANSFER_S, _source(session))
+            self.transfers.open(ask.transfer, slots, now + MAX_TRANSFER_S, _source(session))
         is_pushed = False
         if ask.push_to and (ask.partial or not full):
             try:

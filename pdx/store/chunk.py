@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdx.memory.arena import round_up
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
@@ -12,6 +14,7 @@ class Chunk:
     """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it."""
 
     __slots__ = (
+        "arenas",
         "before",
         "deadline",
         "filled",
@@ -35,7 +38,8 @@ class Chunk:
     def __init__(self, key: bytes, shard: int, slot: Slot, layers: int) -> None:
         self.key = key
         self.shard = shard
-        self.shards = 1  # of its key, this one included
+        self.shards = 1  # of its key, this one included …
+        self.arenas: Sequence[int] = ()  # … and where they lie, see `pdx.store.store.Store`
         self.slot = slot
         self.layers = layers
         self.room_bytes = round_up(slot.nbytes)  # what its slot takes of the arena
@@ -49,7 +53,7 @@ class Chunk:
         self.transfer: str | None = None
         self.deadline = 0.0
         self.before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
-        self.older: Chunk | None = None  # its neighbours on the shelf; None: it is not there (`pdx.store.shelf`)
+        self.older: Chunk | None = None  # its neighbours in `pdx.store.eviction.Lru`; None: it is not there
         self.newer: Chunk | None = None
 
     def __repr__(self) -> str:

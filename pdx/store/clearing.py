@@ -38,9 +38,10 @@ class Clearing:
     Its cost is bounded by what it finds, and by `LOOKS` chunks where it finds nothing.
     """
 
-    def __init__(self, allocator: Allocator, index: Index, size: int, wanted: int) -> None:
+    def __init__(self, allocator: Allocator, index: Index, arena: int, size: int, wanted: int) -> None:
         self._allocator = allocator
         self._index = index
+        self._arena = arena
         self._size = size
         self._wanted = wanted
         self._looks = LOOKS + 8 * wanted + size // GRANULE_BYTES
@@ -132,7 +133,7 @@ class Clearing:
 
     def _grow(self, window: Window) -> bool:
         """Take in what lies before it, then what lies behind it, until one slot more fits; whether it does."""
-        slots = self._index.slots
+        slots = self._index.slots[self._arena]
         is_barred = False  # before it
         while not self._gain(window):
             if self._looks <= 0:
@@ -172,10 +173,10 @@ class Clearing:
         self.victims[chunk] = None
 
     def _clear_other_shards(self, chunks: list[Chunk]) -> None:
-        """The other shards of these go with them: a chunk that lacks one is worth nothing."""
+        """The other shards of these in this arena go with them: a chunk that lacks one is worth nothing."""
         for chunk in chunks:
             for other in self._index.of(chunk.key):
-                if other in self.victims or not other.is_evictable:
+                if other.slot.arena != self._arena or other in self.victims or not other.is_evictable:
                     continue
                 if other.room_bytes == self._size:
                     self._clear_alone(other)

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pdx.errors import ArenaTooSmall, PdxError, ProtocolError
+from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
 from pdx.store.deadlines import Deadlines
@@ -52,9 +53,8 @@ class Queue:
 class Copies:
     """All copies of a node. Owned by the control loop; the clock is a parameter."""
 
-    def __init__(self, stores: Sequence[Store], *, group_bytes: int, counters: Counter[str]) -> None:
-        """`stores`: one per arena of this node, by the arena's number."""
-        self._stores = stores
+    def __init__(self, store: Store, *, group_bytes: int, counters: Counter[str]) -> None:
+        self._store = store
         self._group_bytes = group_bytes
         self._counters = counters
         self._numbers = itertools.count(1)
@@ -97,27 +97,30 @@ class Copies:
     def store(
         self,
         tier: Tier,
-        arena: int,
         keys: Sequence[bytes],
         shards: int,
         *,
+        arenas: Sequence[int] = (),
+        to: Sequence[int] = (),
         priority: Priority,
         deadline: float,
         transfer: str | None = None,
         layout: bytes = b"",
         want: int = 0,
     ) -> int:
-        """Copy the leading run of these keys that is in an arena, or being filled there; how many chunks that are."""
-        store = self._stores[arena]
+        """Copy the leading run of these keys that is here, or being filled, to a tier; how many chunks that are.
+
+        `arenas`: where the chunks lie, see `Store`; `to`: where they go, if the tier is that of this node's arenas.
+        """
         found: list[tuple[bytes, list[Chunk]]] = []
         for key in keys:
-            chunks = store.known(key, shards)
+            chunks = self._store.known(key, shards, arenas)
             if chunks is None or chunks[0].slot.nbytes < chunks[0].layers:  # a slice without a byte cannot be copied
                 break
             found.append((key, chunks))
         for run in alike(found):
             chunks = [chunk for _, of_key in run for chunk in of_key]
-            store.hold(chunks)
+            self._store.hold(chunks)
             self._add(
                 Copy(
                     next(self._numbers),
@@ -130,15 +133,14 @@ class Copies:
                     transfer=transfer,
                     layout=layout,
                     want=want,
+                    arenas=to,
                 )
             )
         return len(found)
 
-    def load(
-        self, tier: Tier, arena: int, keys: Sequence[bytes], shards: int, *, priority: Priority, deadline: float
-    ) -> int:
-        """Copy the leading run of these keys that a tier has into an arena, as far as there is room; how many keys are
-        filled by that copy from now on."""
+    def load(self, tier: Tier, keys: Sequence[bytes], shards: int, *, priority: Priority, deadline: float) -> int:
+        """Copy the leading run of these keys that a tier has into the first arena, as far as there is room there; how
+        many keys are filled by that copy from now on."""
         held = tier.find(keys, shards)
         count = 0
         for size, run in itertools.groupby(zip(keys, held, strict=False), key=lambda pair: pair[1]):
@@ -153,12 +155,12 @@ class Copies:
                 deadline=deadline,
             )
             try:
-                granted, slots, is_full = self._stores[arena].reserve(claim)
+                granted, slots, is_full = self._store.reserve(claim)
             except ArenaTooSmall:
                 self._counters["loads_without_room"] += 1
                 return count
             if granted:
-                chunks = [self._stores[arena].at(slot) for slot in slots]
+                chunks = [self._store.at(slot) for slot in slots]
                 keys_of_copy = [wanted[index] for index in granted]
                 self._add(
                     Copy(
@@ -289,9 +291,9 @@ class Copies:
         for copy in dead:
             self._source_is_gone(copy)
 
-    def is_loading(self, arena: int, key: bytes, shards: int) -> bool:
-        """Whether a load fills this key in an arena."""
-        chunks = self._stores[arena].known(key, shards)
+    def is_filled_here(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
+        """Whether a copy fills this key in an arena of this node."""
+        chunks = self._store.known(key, shards, arenas)
         return chunks is not None and any(chunk.writer == NODE and chunk.state is State.FILLING for chunk in chunks)
 
     def cancel(self, transfer: str) -> None:
@@ -387,11 +389,14 @@ class Copies:
     def _land(self, job: Job) -> None:
         """The slices of a job are in the arena: fill them, and seal what is whole."""
         for part in job.parts:
-            store = self._stores[part.slot.arena]
-            chunks = store.fill([part.slot], part.first_layer, part.count, NODE)
-            if chunks[0].is_complete:
-                store.seal(chunks)
-            self.landed += chunks
+            self.land(part.slot, part.first_layer, part.count)
+
+    def land(self, slot: Slot, first_layer: int, count: int) -> None:
+        """A copy has filled these slices of a slot that is the node's own to fill; a chunk that is whole is sealed."""
+        chunks = self._store.fill([slot], first_layer, count, NODE)
+        if chunks[0].is_complete:
+            self._store.seal(chunks)
+        self.landed += chunks
 
     # ---- ending -----------------------------------------------------------------------------
 
@@ -421,14 +426,17 @@ class Copies:
 
     def _end_load(self, copy: Copy) -> None:
         """What was not loaded never will be: its room is free again."""
-        left = [chunk for chunk in copy.chunks if not chunk.is_complete]
-        for chunk in left:
-            self._stores[chunk.slot.arena].let_go([chunk])
+        self.give_back([chunk.slot for chunk in copy.chunks])
+
+    def give_back(self, slots: Iterable[Slot]) -> None:
+        """Nothing more is written to these slots, which are the node's own to fill: those not sealed are free again."""
+        left = self._store.unfinished(slots)
+        self._store.let_go(left)
         self.landed += left
 
     def _unhold(self, copy: Copy, chunks: Sequence[Chunk]) -> None:
         if chunks and not copy.is_load:
-            self._stores[chunks[0].slot.arena].unhold(chunks)
+            self._store.unhold(chunks)
 
     def _remove(self, copy: Copy) -> None:
         del self._copies[copy.number]

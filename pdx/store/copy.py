@@ -116,6 +116,7 @@ class Copy:
         transfer: str | None = None,
         layout: bytes = b"",
         want: int = 0,
+        arenas: Sequence[int] = (),
     ) -> None:
         self.number = number
         self.tier = tier
@@ -128,6 +129,7 @@ class Copy:
         self.transfer = transfer
         self.layout = layout
         self.want = want  # the question of a peer that this copy answers; 0: of none
+        self.arenas = arenas  # where shard 0, 1, … goes, if the tier is that of this node's arenas
         self.held_bytes = sum(chunk.slot.nbytes for chunk in chunks)
         self.items: list[Item] = []
         self.state = CopyState.QUEUED

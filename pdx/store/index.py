@@ -45,9 +45,10 @@ class Index:
     All attributes are for others to read only.
     """
 
-    def __init__(self) -> None:
-        self._keys: dict[bytes, tuple[Chunk, ...]] = {}  # key -> FILLING or SEALED chunks, one per shard, by shard
-        self.slots: dict[int, Chunk] = {}  # offset -> chunk in any state but FREE
+    def __init__(self, arenas: int = 1) -> None:
+        # key -> FILLING or SEALED chunks, by shard; with several arenas one per shard and arena
+        self._keys: dict[bytes, tuple[Chunk, ...]] = {}
+        self.slots: list[dict[int, Chunk]] = [{} for _ in range(arenas)]  # offset -> chunk in any state but FREE
         self.writers: Groups[int] = Groups()  # session -> FILLING or QUARANTINED chunks that it writes
         self.owners: Groups[int] = Groups()  # session -> FILLING chunks that it answers for
         self.transfers: Groups[str] = Groups()  # transfer -> its FILLING chunks, and its SEALED tails
@@ -57,12 +58,22 @@ class Index:
         self.pins = 0  # of all chunks together
         self.pinned_bytes = 0  # of chunks with a pin
 
-    def of(self, key: bytes, shards: int | None = None) -> tuple[Chunk, ...]:
-        """The chunks of `key`, filling or sealed, in the first `shards` shards (in all by default) that have one."""
+    def of(self, key: bytes, shards: int | None = None, arenas: Sequence[int] = ()) -> tuple[Chunk, ...]:
+        """The chunks of `key`, filling or sealed, in the first `shards` shards (in all by default) that have one.
+
+        `arenas`: of each shard, the arena whose chunk is meant; the node's first by default. Without `shards` those of
+        all arenas.
+        """
         chunks = self._keys.get(key, ())
-        if shards is None or not chunks or chunks[-1].shard < shards:
+        if shards is None or not chunks:
             return chunks
-        return tuple(chunk for chunk in chunks if chunk.shard < shards)
+        if len(self.slots) == 1:
+            return chunks if chunks[-1].shard < shards else tuple(chunk for chunk in chunks if chunk.shard < shards)
+        return tuple(
+            chunk
+            for chunk in chunks
+            if chunk.shard < shards and chunk.slot.arena == (arenas[chunk.shard] if arenas else 0)
+        )
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
@@ -75,7 +86,7 @@ class Index:
                 self._keys[chunk.key] = (chunk,)
             else:
                 self._keys[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
-            self.slots[chunk.slot.offset] = chunk
+            self.slots[chunk.slot.arena][chunk.slot.offset] = chunk
             of_writer.setdefault(chunk.writer, []).append(chunk)
             self.nbytes[chunk.state] += chunk.slot.nbytes
         for writer, written in of_writer.items():
@@ -106,7 +117,7 @@ class Index:
             if state is State.FREE:
                 if chunk.pins:
                     self.pin(chunk, -chunk.pins)
-                del self.slots[chunk.slot.offset]
+                del self.slots[chunk.slot.arena][chunk.slot.offset]
             else:
                 self.chunks[state] += 1
                 self.nbytes[state] += nbytes

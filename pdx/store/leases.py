@@ -12,7 +12,7 @@ from pdx.errors import ChunkMissing
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import WRITABLE, State, Step
-from pdx.store.room import Room
+from pdx.store.slot_pool import SlotPool
 
 
 class Lease(msgspec.Struct):
@@ -26,8 +26,8 @@ class Lease(msgspec.Struct):
 class Leases:
     """All leases and holds. It alone counts a chunk's readers, and frees what only they kept."""
 
-    def __init__(self, room: Room, counters: Counter[str]) -> None:
-        self._room = room
+    def __init__(self, pools: Sequence[SlotPool], counters: Counter[str]) -> None:
+        self._pools = pools
         self._counters = counters
         self._leases: dict[int, Lease] = {}
         self._of_session: dict[int, dict[int, None]] = {}  # session -> numbers of its leases
@@ -73,7 +73,7 @@ class Leases:
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Count one more reader of each of these, filled or still being filled."""
         for chunk in chunks:
-            self._room.shelf.take(chunk)
+            self._pools[chunk.slot.arena].policy.remove(chunk)
             chunk.leases += 1
 
     def unhold(self, chunks: Sequence[Chunk]) -> None:
@@ -89,9 +89,10 @@ class Leases:
             elif chunk.tail:  # it was for this one reader
                 tails.append(chunk)
             elif not chunk.pins:
-                self._room.shelf.put(chunk)
-        self._room.free(retired, Step.UNLEASED)
-        self._room.free(tails, Step.EVICT)
+                self._pools[chunk.slot.arena].policy.insert(chunk)
+        for number, pool in enumerate(self._pools):
+            for chunks_left, step in ((retired, Step.UNLEASED), (tails, Step.EVICT)):
+                pool.free([chunk for chunk in chunks_left if chunk.slot.arena == number], step)
 
     def _end(self, number: int) -> None:
         lease = self._leases.pop(number)

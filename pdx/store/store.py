@@ -1,4 +1,4 @@
-"""The chunk store of one arena: reserve, fill, seal, look up, lease, evict.
+"""The chunk store of a node's arenas: reserve, fill, seal, look up, lease, evict.
 
 Owned by the node's control loop: one thread, no locks, no I/O, the clock is a parameter. It never moves a byte; it
 says where bytes may go and which are there. Least recently used chunks go first, the end of a prompt before its
@@ -17,10 +17,11 @@ from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
+from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.index import Index
 from pdx.store.leases import Leases
 from pdx.store.lifecycle import WRITABLE, State, Step
-from pdx.store.room import Room
+from pdx.store.slot_pool import SlotPool
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     owner: int  # session that answers for the reservation
     writers: Sequence[int]  # session that fills shard 0, 1, …
+    arenas: Sequence[int] = ()  # where shard 0, 1, … goes; the first arena of the node by default
     tail_nbytes: int = 0  # not 0: the last key is a tail of so many bytes
     partial: bool = False
     transfer: str | None = None
@@ -50,33 +52,48 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         chunk.owner, chunk.writer = self.owner, self.writers[shard]
         chunk.transfer, chunk.deadline = self.transfer, self.deadline
         chunk.tail = self.is_tail(index)
-        chunk.shards = len(self.writers)
+        chunk.shards, chunk.arenas = len(self.writers), self.arenas
         return chunk
 
 
 class Store:
     """What becomes of chunks: who may write, find, read, keep and forget them, and until when.
 
-    The index finds their records, the room grants and takes back their slots, the leases count who reads them.
+    The index finds their records, a pool per arena grants and takes back their slots, the leases count who reads them.
+    A chunk of one key and shard may lie in several arenas; each of those is a chunk of its own, and `arenas` says for
+    each shard which one is meant.
     """
 
-    def __init__(self, arena: Arena, clock: Callable[[], float] = time.monotonic, *, nbytes: int | None = None) -> None:
-        """`nbytes`: how much of the arena, from its beginning, is for chunks; all of it by default."""
+    def __init__(
+        self,
+        arena: Arena,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        nbytes: int | None = None,
+        more: Sequence[Arena] = (),
+        policy: Callable[[], EvictionPolicy] = Lru,
+    ) -> None:
+        """`arena` has number 0, those in `more` follow. `nbytes`: how much of the first, from its beginning, is for
+        chunks; all of it by default. `policy`: makes what decides in each arena which chunks go first.
+        """
         self._clock = clock
-        self.total_bytes = nbytes or arena.nbytes
         self.counters: Counter[str] = Counter()
-        self._index = Index()
-        self._slots: Mapping[int, Chunk] = self._index.slots  # offset -> chunk in any state but FREE
-        self._room = Room(arena, self.total_bytes, self._index, self.counters)
-        self._leases = Leases(self._room, self.counters)
+        self._index = Index(1 + len(more))
+        self._slots: Mapping[int, Chunk] = self._index.slots[0]  # of the first arena, by offset
+        sizes = [nbytes or arena.nbytes, *(each.nbytes for each in more)]
+        self.pools = [
+            SlotPool(number, each, size, self._index, policy(), self.counters)
+            for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
+        ]
+        self._leases = Leases(self.pools, self.counters)
 
     # ---- looking up and leasing -------------------------------------------------------------
 
-    def find(self, keys: Iterable[bytes], shards: int) -> list[list[Chunk]]:
+    def find(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[list[Chunk]]:
         """The leading run of keys that are sealed in every shard: one list of `shards` chunks per hit."""
         hits: list[list[Chunk]] = []
         for key in keys:
-            chunks = self._index.of(key, shards)
+            chunks = self._index.of(key, shards, arenas)
             if len(chunks) != shards:
                 break
             for chunk in chunks:
@@ -85,14 +102,27 @@ class Store:
             hits.append(list(chunks))
         return hits
 
-    def known(self, key: bytes, shards: int) -> list[Chunk] | None:
+    def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
-        chunks = self._index.of(key, shards)
+        chunks = self._index.of(key, shards, arenas)
         return list(chunks) if len(chunks) == shards else None
 
-    def is_filling(self, key: bytes, shards: int) -> bool:
+    def is_filling(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
         """Whether every shard of `key` is there or on its way, and at least one is on its way."""
-        return any(chunk.state is State.FILLING for chunk in self.known(key, shards) or ())
+        return any(chunk.state is State.FILLING for chunk in self.known(key, shards, arenas) or ())
+
+    def anywhere(
+        self, key: bytes, shards: int, but: Sequence[int], *, is_filling: bool = False
+    ) -> tuple[int, ...] | None:
+        """The arenas, by shard, beside those in `but` where every shard of `key` is sealed, or (`is_filling`) may still
+        be filled; None: one is missing.
+        """
+        found: dict[int, int] = {}
+        for chunk in self._index.of(key):
+            may_be_read = is_filling or chunk.state is State.SEALED
+            if may_be_read and chunk.shard < shards and chunk.slot.arena != but[chunk.shard]:
+                found.setdefault(chunk.shard, chunk.slot.arena)
+        return tuple(found[shard] for shard in range(shards)) if len(found) == shards else None
 
     def lease(self, chunks: Iterable[Chunk], session: int, seconds: float) -> int:
         """Keep these sealed chunks for `seconds`; returns the lease's number."""
@@ -120,7 +150,7 @@ class Store:
     def touch(self, chunks: Sequence[Chunk]) -> None:
         """Count as used just now."""
         for chunk in reversed(chunks):  # the end of the prompt becomes the older one
-            self._room.shelf.touch(chunk)
+            self.pools[chunk.slot.arena].policy.access(chunk)
 
     # ---- reserving and filling --------------------------------------------------------------
 
@@ -135,22 +165,31 @@ class Store:
         if len(set(claim.keys)) != len(claim.keys):
             raise ProtocolError("a key stands twice in one reservation")
         shards = len(claim.writers)
-        wanted = [index for index, key in enumerate(claim.keys) if self._is_absent(key, shards)]
-        sizes = [round_up(claim.size(index)) * shards for index in wanted]
-        total = sum(sizes)
-        least = max(sizes, default=0) if claim.partial else total
-        if least > self.total_bytes:
-            raise ArenaTooSmall(f"{least} bytes do not fit into an arena of {self.total_bytes} bytes")
-        if total > self._room.available_bytes and not claim.partial:
-            self.counters["reserve_full"] += 1
-            return [], [], True
-        places = self._room.grant([claim.size(index) for index in wanted], shards, partial=claim.partial)
-        granted = wanted[: len(places)]
-        chunks = [
-            claim.chunk(index, shard, slot)
-            for index, slots in zip(granted, places, strict=True)
-            for shard, slot in enumerate(slots)
-        ]
+        wanted = [index for index, key in enumerate(claim.keys) if self._is_absent(key, shards, claim.arenas)]
+        of_pool: dict[int, int] = Counter(claim.arenas or [0] * shards)  # arena -> shards that go there
+        sizes = [claim.size(index) for index in wanted]
+        room_sizes = [round_up(nbytes) for nbytes in sizes]
+        for arena, count in of_pool.items():
+            pool, total = self.pools[arena], sum(room_sizes) * count
+            least = max(room_sizes, default=0) * count if claim.partial else total
+            if least > pool.total_bytes:
+                raise ArenaTooSmall(f"{least} bytes do not fit into an arena of {pool.total_bytes} bytes")
+            if total > pool.available_bytes and not claim.partial:
+                self.counters["reserve_full"] += 1
+                return [], [], True
+        granted, places = wanted, {}
+        for arena, count in of_pool.items():
+            places[arena] = self.pools[arena].grant(sizes[: len(granted)], count, partial=claim.partial)
+            granted = granted[: len(places[arena])]
+        if len(of_pool) > 1:  # what one arena has no room for is no use in another
+            for arena, got in places.items():
+                self.pools[arena].give_back([slot for slots in got[len(granted) :] for slot in slots])
+        chunks = []
+        for at, index in enumerate(granted):
+            slots = {arena: iter(got[at]) for arena, got in places.items()}
+            for shard in range(shards):
+                slot = next(slots[claim.arenas[shard] if claim.arenas else 0])
+                chunks.append(claim.chunk(index, shard, slot))
         for chunk, before in zip(chunks[shards:], chunks, strict=False):
             chunk.before = before
         self._index.add(chunks)
@@ -158,15 +197,15 @@ class Store:
         self.counters["reserve_full"] += full
         return granted, [chunk.slot for chunk in chunks], full
 
-    def _is_absent(self, key: bytes, shards: int) -> bool:
+    def _is_absent(self, key: bytes, shards: int, arenas: Sequence[int]) -> bool:
         """Whether `key` must be written. What is left of a chunk that lost a shard is dropped here."""
-        present = self._index.of(key, shards)
+        present = self._index.of(key, shards, arenas)
         if not present:
             return True
         if len(present) == shards or any(chunk.state is State.FILLING for chunk in present):
             return False
         for chunk in present:
-            self._room.drop(chunk)
+            self.pools[chunk.slot.arena].drop(chunk)
         return True
 
     def fill(self, slots: Iterable[Slot], first_layer: int, layers: int, session: int) -> list[Chunk]:
@@ -200,13 +239,13 @@ class Store:
 
     def _shelve(self, sealed: Sequence[Chunk]) -> None:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
-        shelf = self._room.shelf
         evictable = dict.fromkeys(chunk for chunk in sealed if chunk.is_evictable)
         for chunk in reversed(evictable):  # the end of what was sealed at once becomes the older one
-            if chunk.before not in evictable and chunk.before not in shelf:
-                shelf.put(chunk)
+            policy = self.pools[chunk.slot.arena].policy
+            if chunk.before not in evictable and chunk.before not in policy:
+                policy.insert(chunk)
         for chunk in evictable:
-            shelf.put(chunk, chunk.before)
+            self.pools[chunk.slot.arena].policy.insert(chunk, chunk.before)
         for chunk in sealed:
             chunk.before = None
 
@@ -221,27 +260,31 @@ class Store:
         given = [chunk for chunk in dict.fromkeys(chunks) if chunk.state in WRITABLE]
         self.counters["aborted"] += sum(chunk.state is State.FILLING for chunk in given)
         for chunk in given:
-            if chunk.leases:  # a push still reads it
-                self._room.retire(chunk)
-        self._room.free([chunk for chunk in given if chunk.state in WRITABLE], Step.LET_GO)
+            if chunk.leases:  # a copy still reads it
+                self.pools[chunk.slot.arena].retire(chunk)
+        for number, pool in enumerate(self.pools):
+            left = [chunk for chunk in given if chunk.slot.arena == number and chunk.state in WRITABLE]
+            if left:
+                pool.free(left, Step.LET_GO)
 
     def at(self, slot: Slot) -> Chunk:
         """The chunk in this slot.
 
         :raises StaleSlot: the slot belongs to somebody else now.
         """
-        chunk = self._slots.get(slot.offset)
-        if chunk is None or chunk.slot != slot:
+        chunk = self._get(slot)
+        if chunk is None:
             raise StaleSlot(f"{slot} is nobody's slot")
         return chunk
 
+    def _get(self, slot: Slot) -> Chunk | None:
+        slots = self._index.slots
+        chunk = slots[slot.arena].get(slot.offset) if slot.arena < len(slots) else None
+        return chunk if chunk is not None and chunk.slot == slot else None
+
     def unfinished(self, slots: Iterable[Slot]) -> list[Chunk]:
         """The chunks in those of these slots that somebody may still write; the others are sealed or gone."""
-        return [
-            chunk
-            for slot in slots
-            if (chunk := self._slots.get(slot.offset)) is not None and chunk.slot == slot and chunk.state in WRITABLE
-        ]
+        return [chunk for slot in slots if (chunk := self._get(slot)) is not None and chunk.state in WRITABLE]
 
     def _written(self, slot: Slot, session: int) -> Chunk:
         chunk = self.at(slot)
@@ -251,16 +294,16 @@ class Store:
 
     # ---- pinning and deleting ---------------------------------------------------------------
 
-    def pin(self, keys: Iterable[bytes], shards: int, *, pinned: bool) -> int:
+    def pin(self, keys: Iterable[bytes], shards: int, *, pinned: bool, arenas: Sequence[int] = ()) -> int:
         """Pin or unpin sealed chunks (counted); returns how many keys were there."""
-        shelf = self._room.shelf
         count = 0
         for key in keys:
-            for chunks in self.find([key], shards):
+            for chunks in self.find([key], shards, arenas):
                 count += 1
                 for chunk in chunks:
                     self._index.pin(chunk, 1 if pinned else -1)
-                    (shelf.put if chunk.is_evictable else shelf.take)(chunk)
+                    policy = self.pools[chunk.slot.arena].policy
+                    (policy.insert if chunk.is_evictable else policy.remove)(chunk)
         return count
 
     def delete(self, keys: Iterable[bytes]) -> int:
@@ -270,14 +313,14 @@ class Store:
             sealed = [chunk for chunk in self._index.of(key) if chunk.state is State.SEALED]
             count += bool(sealed)
             for chunk in sealed:
-                self._room.drop(chunk)
+                self.pools[chunk.slot.arena].drop(chunk)
         return count
 
     def drop_tails(self, transfer: str) -> None:
         """Forget what was sealed for this transfer alone; what is being read is freed with its last lease."""
         for chunk in self._index.transfers.of(transfer):
             if chunk.state is State.SEALED:
-                self._room.drop(chunk)
+                self.pools[chunk.slot.arena].drop(chunk)
 
     def unsealed(self, transfer: str) -> list[Chunk]:
         """The chunks of this transfer that are still being filled."""
@@ -305,14 +348,19 @@ class Store:
     # ---- numbers ----------------------------------------------------------------------------
 
     @property
+    def total_bytes(self) -> int:
+        """Bytes for chunks, of all arenas."""
+        return sum(pool.total_bytes for pool in self.pools)
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that are nobody's."""
-        return self._room.free_bytes
+        return sum(pool.free_bytes for pool in self.pools)
 
     @property
     def available_bytes(self) -> int:
         """Bytes that would be nobody's if everything were evicted that may be."""
-        return self._room.available_bytes
+        return sum(pool.available_bytes for pool in self.pools)
 
     @property
     def num_leases(self) -> int:

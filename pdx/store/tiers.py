@@ -1,11 +1,14 @@
-"""What lies below each arena of a node: tiers that get what is sealed in the arena, and have what it does not have.
+"""What the arenas of a node have beside and below them: where sealed chunks are stored, and missing ones come from.
 
-This is the policy of a node's own tiers: every chunk that is sealed in an arena is stored in the first tier below it,
-as long as that tier keeps up, and is loaded from the first tier that has it. No sockets, no threads, no I/O here.
+This is the policy of a node's own tiers. A chunk that is sealed in an arena of a GPU is copied to the node's first
+arena, and what is sealed there is stored in the tier below it, as long as that tier keeps up. A chunk that is missing
+where a session wants it comes from another arena, or from the first tier below that has it. No sockets, no threads, no
+I/O here.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -18,61 +21,66 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Tier
 
-BACKLOG_SHARE = 0.25  # of an arena that may be held because it waits to be stored below
+BACKLOG_SHARE = 0.25  # of the memory for chunks that may be held because it waits to be stored in one tier
 
 
 class Tiers:
-    """The tiers below the arenas of a node. Owned by the control loop."""
+    """The tiers of a node but its peers. Owned by the control loop."""
 
     def __init__(
         self,
-        stores: Sequence[Store],
+        store: Store,
         copies: Copies,
-        below: Sequence[Sequence[Tier]],
         *,
+        arenas: Tier | None = None,
+        below: Sequence[Tier] = (),
         store_s: float,
         load_s: float,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`below`: by arena, the tiers below it, the fastest first. A store or load that takes longer than `store_s` or
-        `load_s` is given up.
+        """`arenas`: the tier that copies between the arenas, if there are several; `below`: the tiers below the first
+        arena, the fastest first. A store or load that takes longer than `store_s` or `load_s` is given up.
         """
-        self.below = below
-        self._stores = stores
+        self.arenas = arenas
+        self.below = list(below)
+        self._store = store
         self._copies = copies
         self._store_s = store_s
         self._load_s = load_s
         self._counters = counters
         self._clock = clock
-        self._sealed: list[dict[bytes, int]] = [{} for _ in stores]  # by arena: key -> shards, since the last `turn`
+        self._sealed: dict[tuple[int, tuple[int, ...]], dict[bytes, None]] = {}  # (shards, arenas) -> keys; see `turn`
+
+    # ---- storing ----------------------------------------------------------------------------
 
     def changed(self, chunks: Iterable[Chunk]) -> None:
         """Slices of these chunks were filled, or they are whole, or never will be."""
         for chunk in chunks:
-            arena = chunk.slot.arena
-            if chunk.state is State.SEALED and not chunk.tail and self.below[arena]:
-                self._sealed[arena][chunk.key] = chunk.shards
+            if chunk.state is State.SEALED and not chunk.tail and self._next(chunk.arenas) is not None:
+                self._sealed.setdefault((chunk.shards, tuple(chunk.arenas)), {})[chunk.key] = None
+
+    def _next(self, arenas: Sequence[int]) -> Tier | None:
+        """Where chunks that are sealed in these arenas are stored."""
+        if any(arenas):
+            return self.arenas
+        return self.below[0] if self.below else None
 
     def turn(self) -> None:
         """Store what was sealed since the last call. To be called after each turn of the control loop."""
-        for arena, sealed in enumerate(self._sealed):
-            if not sealed:
-                continue
-            self._sealed[arena] = {}
-            store = self._stores[arena]
-            whole: dict[int, list[bytes]] = {}
-            for key, shards in sealed.items():
-                if store.find([key], shards):  # else another shard is still being filled, or it is gone already
-                    whole.setdefault(shards, []).append(key)
-            for shards, keys in whole.items():
-                self._store(arena, keys, shards)
+        sealed, self._sealed = self._sealed, {}
+        for (shards, arenas), keys in sealed.items():
+            # Of others another shard is still being filled, or they are gone already.
+            whole = [key for key in keys if self._store.find([key], shards, arenas)]
+            tier = self._next(arenas)
+            if whole and tier is not None:
+                self._spill(tier, whole, shards, arenas)
 
-    def _store(self, arena: int, keys: list[bytes], shards: int) -> None:
-        tier, store = self.below[arena][0], self._stores[arena]
+    def _spill(self, tier: Tier, keys: list[bytes], shards: int, arenas: tuple[int, ...]) -> None:
+        store = self._store
         left = int(store.total_bytes * BACKLOG_SHARE) - self._copies.stored_bytes(tier.name)
         fitting = 0
-        for chunks in store.find(keys, shards):
+        for chunks in store.find(keys, shards, arenas):
             left -= sum(chunk.slot.nbytes for chunk in chunks)
             if left < 0:
                 break
@@ -80,36 +88,72 @@ class Tiers:
         self._counters["stores_dropped"] += len(keys) - fitting
         if fitting:
             deadline = self._clock() + self._store_s
-            self._copies.store(tier, arena, keys[:fitting], shards, priority=Priority.STORE, deadline=deadline)
+            self._copies.store(tier, keys[:fitting], shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
 
-    def may_come(self, arena: int, keys: Sequence[bytes], hits: int, shards: int) -> bool:
-        """Whether what is missing behind the first `hits` keys is on its way from a tier below, or is from now on.
+    # ---- loading ----------------------------------------------------------------------------
+
+    def may_come(
+        self, keys: Sequence[bytes], hits: int, shards: int, arenas: Sequence[int] = (), *, transfer: str | None = None
+    ) -> bool:
+        """Whether what is missing behind the first `hits` keys in `arenas` is on its way there, or is from now on.
 
         The chunks that are hit stay where they are while room is found for the others. A tier that was too slow is left
-        alone for a while: who waits for its chunks computes them sooner.
+        alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is still being filled
+        elsewhere is copied, slice by slice.
         """
-        if self._copies.is_loading(arena, keys[hits], shards):
+        missing = keys[hits]
+        if self._copies.is_filled_here(missing, shards, arenas):
             return True
-        store = self._stores[arena]
-        hit = [chunk for chunks in store.find(keys[:hits], shards) for chunk in chunks]
+        hit = [chunk for chunks in self._store.find(keys[:hits], shards, arenas) for chunk in chunks]
+        self._store.hold(hit)
+        try:
+            if any(arenas) and self.arenas is not None:
+                if self._from_another_arena(keys[hits:], shards, arenas, transfer):
+                    return True
+                if self._copies.is_filled_here(missing, shards):
+                    return True  # on its way to the first arena, and then on
+            return self._from_below(keys[hits:], shards)
+        finally:
+            self._store.unhold(hit)
+
+    def _from_another_arena(
+        self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None
+    ) -> bool:
+        assert self.arenas is not None
+        found = [(key, self._store.anywhere(key, shards, arenas, is_filling=transfer is not None)) for key in keys]
+        for source, run in itertools.groupby(found, key=lambda pair: pair[1]):
+            if source is None:
+                return False
+            deadline = self._clock() + self._load_s
+            priority = Priority.AWAITED if transfer is None else Priority.HANDOFF
+            wanted = [key for key, _ in run]
+            return bool(
+                self._copies.store(
+                    self.arenas,
+                    wanted,
+                    shards,
+                    arenas=source,
+                    to=arenas,
+                    priority=priority,
+                    deadline=deadline,
+                    transfer=transfer,
+                )
+            ) and self._copies.is_filled_here(wanted[0], shards, arenas)
+        return False
+
+    def _from_below(self, keys: Sequence[bytes], shards: int) -> bool:
         now = self._clock()
-        for tier in self.below[arena]:
+        for tier in self.below:
             if now - self._copies.late_at.get(tier.name, -math.inf) < self._load_s:
                 self._counters["loads_from_slow_tiers"] += 1
-                continue
-            if not tier.find(keys[hits : hits + 1], shards):
-                continue
-            store.hold(hit)
-            try:
+            elif tier.find(keys[:1], shards):
                 deadline = now + self._load_s
-                if self._copies.load(tier, arena, keys[hits:], shards, priority=Priority.AWAITED, deadline=deadline):
+                if self._copies.load(tier, keys, shards, priority=Priority.AWAITED, deadline=deadline):
                     return True
-            finally:
-                store.unhold(hit)
         return False
 
     def close(self) -> None:
         """End all jobs of all tiers. Idempotent."""
-        for tiers in self.below:
-            for tier in tiers:
+        for tier in [self.arenas, *self.below]:
+            if tier is not None:
                 tier.close()

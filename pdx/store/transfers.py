@@ -13,6 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 
@@ -31,13 +32,13 @@ class Progress(StrEnum):
 
 
 class Transfer(msgspec.Struct):
-    """One transfer: the slots that are not sealed yet, by offset, and the peers' offers that are not over.
+    """One transfer: the slots that are not sealed yet, and the peers' offers that are not over.
 
     `source` is who made it known: a process, a peer, or the proxy.
     """
 
     source: str
-    pending: set[int]
+    pending: set[Slot]
     progress: Progress
     deadline: float
     offers: int = 0
@@ -62,14 +63,14 @@ class Transfers:
     def __len__(self) -> int:
         return self._under_way
 
-    def open(self, name: str, offsets: Iterable[int], deadline: float, source: str) -> None:
+    def open(self, name: str, slots: Iterable[Slot], deadline: float, source: str) -> None:
         """Its chunks are reserved. Calling it again adds chunks; a transfer given up stays given up."""
         transfer = self._transfers.get(name)
         if transfer is None:
             transfer = self._add(name, source, Progress.UNDER_WAY, deadline)
         if transfer.progress is Progress.GIVEN_UP:
             return
-        transfer.pending.update(offsets)
+        transfer.pending.update(slots)
         is_complete = not transfer.pending and not transfer.offers
         self._turn(transfer, Progress.SEALED if is_complete else Progress.UNDER_WAY)
         self._end_at(name, transfer, max(transfer.deadline, deadline))
@@ -104,7 +105,7 @@ class Transfers:
         for chunk in chunks:
             transfer = self._transfers.get(chunk.transfer or "")
             if transfer is not None:
-                transfer.pending.discard(chunk.slot.offset)
+                transfer.pending.discard(chunk.slot)
                 self._settle(chunk.transfer or "", transfer, now)
 
     def aborted(self, chunks: Iterable[Chunk], now: float) -> None:

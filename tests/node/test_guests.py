@@ -48,7 +48,6 @@ class Stage(SendingStage):
     def push(self, name, keys, shards, *, transfer, layout, want):
         return self.copies.store(
             self.way,
-            0,
             keys,
             shards,
             priority=Priority.HANDOFF,

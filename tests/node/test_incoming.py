@@ -344,9 +344,9 @@ def looked_up(monkeypatch):
     keys = []
     of = Index.of
 
-    def counted(index, key, shards=None):
+    def counted(index, key, *of_which):
         keys.append(key)
-        return of(index, key) if shards is None else of(index, key, shards)
+        return of(index, key, *of_which)
 
     monkeypatch.setattr(Index, "of", counted)
     return keys

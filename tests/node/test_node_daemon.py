@@ -184,7 +184,7 @@ def test_slots_of_one_life_of_a_node_are_not_current_in_the_next(address):
     seen = []
     for _ in range(2):
         with Daemon(NodeConfig(address=address, arena_bytes=MIB)) as daemon:
-            generations = set(daemon.service.store._room._generations)
+            generations = set(daemon.service.store.pools[0]._generations)
             assert len(generations) == 1
             seen.append(generations.pop())
     assert seen[0] != seen[1], "one in two thousand millions may be equal"

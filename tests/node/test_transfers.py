@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from pdx.memory.slot import Slot
 from pdx.store.transfers import KEPT_S, MAX_TRANSFERS, Transfers
 
 MANY = MAX_TRANSFERS + 25
@@ -38,7 +39,7 @@ def test_of_one_source_the_oldest_are_forgotten_and_counted(transfers, counters,
 
 
 def test_one_source_does_not_crowd_out_anothers(transfers):
-    transfers.open("yours", [4096], 600.0, "peer alpha")
+    transfers.open("yours", [Slot(4096, 1, 0)], 600.0, "peer alpha")
     give_up(transfers, MANY, "process 7", "mine")
     assert transfers.is_under_way("yours")
 
@@ -63,7 +64,7 @@ def test_what_is_over_makes_place_for_its_source_again(transfers, counters):
 
 
 def test_the_count_of_those_under_way_follows_each_of_them(transfers):
-    transfers.open("a", [4096], 10.0, "process 7")
+    transfers.open("a", [Slot(4096, 1, 0)], 10.0, "process 7")
     transfers.expect("b", 20.0, "peer alpha")
     transfers.expect("b", 30.0, "peer alpha")
     transfers.open("c", [], 10.0, "process 7")

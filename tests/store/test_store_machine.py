@@ -454,7 +454,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.pinned_bytes == sum(record.slot.nbytes for record in self.live.values() if record.pins)
         assert self.store.num_leases == len(self.leases)
         assert self.store.free_bytes == self.free_bytes()
-        self.store._room._allocator.check()
+        self.store.pools[0]._allocator.check()
         assert writing(self.store) == {r.slot.offset for r in self.live.values() if r.state in WRITABLE}
 
     def teardown(self):

@@ -111,12 +111,12 @@ class Stage:
         self.arena = Arena.create(Path(folder) / "arena", granules * GRANULE_BYTES)
         self.store = Store(self.arena, lambda: self.now)
         self.counters = Counter()
-        self.copies = Copies([self.store], group_bytes=1 << 20, counters=self.counters)
+        self.copies = Copies(self.store, group_bytes=1 << 20, counters=self.counters)
         self.tier = DictTier(self.arena, lambda: self.copies)
         self.tiers = Tiers(
-            [self.store],
+            self.store,
             self.copies,
-            [[self.tier]],
+            below=[self.tier],
             store_s=20.0,
             load_s=5.0,
             counters=self.counters,
@@ -155,7 +155,7 @@ class Stage:
 
     def may_come(self, numbers, shards=1):
         hits = self.hits(numbers, shards)
-        may = hits < len(numbers) and self.tiers.may_come(0, [key(number) for number in numbers], hits, shards)
+        may = hits < len(numbers) and self.tiers.may_come([key(number) for number in numbers], hits, shards)
         self.turn()
         return may
 
@@ -386,7 +386,7 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9))
     def cancel_of_a_store(self, number):
         self.stage.copies.store(
-            self.stage.tier, 0, [key(number)], 1, priority=Priority.REBALANCE, deadline=self.stage.now + 3
+            self.stage.tier, [key(number)], 1, priority=Priority.REBALANCE, deadline=self.stage.now + 3
         )
         self.stage.turn()
 

@@ -319,8 +319,7 @@ class Incoming:
         self._step(landing, ReceiverStep.GRANT)
         landing.deadline = now + self._push_s
         if offer.transfer is not None:
-            offsets = [slot.offset for slot in slots]
-            self._transfers.open(offer.transfer, offsets, landing.deadline, landing.source)
+            self._transfers.open(offer.transfer, slots, landing.deadline, landing.source)
         session.send(Granted(offer.push, granted, slots))
 
     # ---- landing ----------------------------------------------------------------------------

@@ -202,7 +202,6 @@ class Ways:
                 del self._flows[next(iter(self._flows))]
         return self.copies.store(
             self.way(name),
-            0,
             keys,
             shards,
             priority=Priority.AWAITED if want else Priority.HANDOFF,

@@ -1,4 +1,4 @@
-"""The memory of one arena: slots for chunks that come, taken from chunks that may go."""
+"""The slots of one arena: for chunks that come, taken from chunks that may go."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from pdx.memory.slot import Slot
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
 from pdx.store.clearing import Clearing
+from pdx.store.eviction import EvictionPolicy
 from pdx.store.index import Index
 from pdx.store.lifecycle import Step
-from pdx.store.shelf import Shelf
 
 
-class Room:
+class SlotPool:
     """Grants slots, evicts chunks for them, and takes slots back. It alone changes generations.
 
-    What may be evicted is on `shelf`; who makes a chunk evictable, or not, puts it there and takes it off.
+    What may be evicted is in `policy`; who makes a chunk evictable, or not, inserts it there and removes it.
     """
 
-    def __init__(self, arena: Arena, nbytes: int, index: Index, counters: Counter[str]) -> None:
+    def __init__(
+        self, number: int, arena: Arena, nbytes: int, index: Index, policy: EvictionPolicy, counters: Counter[str]
+    ) -> None:
+        """`number`: of the arena in its node; `nbytes`: how much of it, from its beginning, is for chunks."""
+        self.total_bytes = nbytes
+        self._number = number
         self._generations = arena.generations
         self._allocator = Allocator(nbytes)
         self._index = index
         self._counters = counters
         self._stopped_at: dict[int, Chunk] = {}  # size that was not found -> where the next search for it goes on
-        self.shelf = Shelf()
+        self.policy = policy
 
     @property
     def free_bytes(self) -> int:
@@ -38,7 +43,7 @@ class Room:
     @property
     def available_bytes(self) -> int:
         """Bytes that would be nobody's if everything were evicted that may be."""
-        return self._allocator.free_bytes + self.shelf.nbytes
+        return self._allocator.free_bytes + self.policy.nbytes
 
     def grant(self, sizes: Sequence[int], shards: int, *, partial: bool) -> list[list[Slot]]:
         """New slots for chunks of these sizes, in order: for each a list of one slot per shard.
@@ -64,19 +69,22 @@ class Room:
         whole = len(leading) // shards if partial or len(leading) == len(sizes) * shards else 0
         self._allocator.free_many([offset for got in taken for offset in got][whole * shards :])
         return [
-            [Slot(offset, nbytes, self._next_generation(offset)) for offset in leading[at * shards : (at + 1) * shards]]
+            [
+                Slot(offset, nbytes, self._next_generation(offset), self._number)
+                for offset in leading[at * shards : (at + 1) * shards]
+            ]
             for at, nbytes in enumerate(sizes[:whole])
         ]
 
     def _make_room(self, nbytes: int, count: int, *, partial: bool) -> None:
         """Evict, so that `count` slots of `nbytes` more fit, with `partial` some of them; nothing if they would not."""
         size = round_up(nbytes)
-        clearing = Clearing(self._allocator, self._index, size, count)
-        clearing.search(self.shelf.since(self._stopped_at.get(size)))
+        clearing = Clearing(self._allocator, self._index, self._number, size, count)
+        clearing.search(self.policy.victims(self._stopped_at.get(size)))
         self._stopped_at = {size: clearing.stopped_at} if clearing.stopped_at is not None else {}
         victims = list(clearing.victims) if partial or clearing.is_enough else []
         for chunk in victims:
-            self.shelf.take(chunk)
+            self.policy.remove(chunk)
         self._counters["evicted"] += len(victims)
         self.free(victims, Step.EVICT)
 
@@ -85,15 +93,19 @@ class Room:
         if chunk.leases:
             self.retire(chunk)
         else:
-            self.shelf.take(chunk)
+            self.policy.remove(chunk)
             self.free([chunk], Step.EVICT)
+
+    def give_back(self, slots: Sequence[Slot]) -> None:
+        """These slots were granted and are not used: they never held a chunk."""
+        self._allocator.free_many([slot.offset for slot in slots])
 
     def retire(self, chunk: Chunk) -> None:
         """Nobody may find or write it any more; the last of those who read it frees it."""
         self._index.step([chunk], Step.DELETE)
 
     def free(self, chunks: Sequence[Chunk], step: Step) -> None:
-        """These chunks are off the shelf, and nobody reads or writes them: forget them, and give their room back."""
+        """Forget these chunks, which nobody reads or writes and the policy does not have, and give their room back."""
         self._index.step(chunks, step)
         for chunk in chunks:
             chunk.before = None
