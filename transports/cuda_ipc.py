@@ -11,25 +11,25 @@ behind which the writer has begun to die does not count.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
+from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu, why_no_gpu
-from pdx.cuda.memory import Handle
+from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.cuda.page_lock import PageLock
-from pdx.errors import ChannelUnavailable, GpuError, ProtocolError
-from pdx.transports import local_socket
+from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolError
+from pdx.telemetry.host import process_stat
 from pdx.transports.channel import Availability, GpuMemory, Memory, Piece
-from pdx.transports.cuda_source import Copy, CudaSource, locked
-from pdx.transports.local_region import LocalListener, LocalRegion, Source
-from pdx.transports.local_socket import Address
-from pdx.transports.shm import open_file
+from pdx.transports.local import Address, LocalListener, LocalRegion, Source, availability, hand_over
+from pdx.transports.shm import Mapping, open_file
 
 _FIX = "pip install 'pdx-transport[gpu]', on a host with an NVIDIA GPU and its driver"
 _HOST_TO_HOST = "neither side's memory is a GPU's; use shm"
@@ -42,6 +42,108 @@ class Luggage(msgspec.Struct, array_like=True, frozen=True):
 
 
 _luggage = msgspec.msgpack.Decoder(Luggage)
+_log = logging.getLogger(__name__)
+
+
+class Copy(NamedTuple):
+    """`nbytes` bytes from the address `source` to the address `target`."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+class CudaSource:
+    """A writer's memory as its reader has opened it: a GPU's, or a file of the host's. Owns the mapping and a copying
+    stream. The thread of one connection copies and closes."""
+
+    def __init__(self, gpu: Gpu, block: DeviceMemory | Mapping, *, lock: PageLock | None = None, pid: int = 0) -> None:
+        """`gpu` copies. `pid`: the process with which the memory goes, 0 if it outlives its writer."""
+        self.address = block.address
+        self.nbytes = block.nbytes
+        self._gpu = gpu
+        self._block = block
+        self._lock = lock
+        self._pid = pid
+        self._stream: CopyStream | None = None
+
+    def __repr__(self) -> str:
+        return f"<CudaSource {self._block} copied by {self._gpu.uuid}>"
+
+    @classmethod
+    def open_device(cls, gpu: Gpu, handle: Handle, fd: int, pid: int) -> CudaSource:
+        """Map memory of a GPU that the process `pid` has handed over, for copies by `gpu`. `fd` stays the caller's.
+
+        :raises ProtocolError: there is no descriptor where there must be one.
+        :raises ChannelUnavailable: it is gone, or cannot be opened here; the text says why.
+        """
+        is_mortal = handle.kind == "ipc"
+        if not is_mortal and fd < 0:
+            raise ProtocolError("a greeting without a descriptor of its memory")
+        if is_mortal and pid == 0:
+            raise ChannelUnavailable("the writer is in another process namespace, so its death would not be noticed")
+        try:
+            return cls(gpu, DeviceMemory.open(handle, fd, on=gpu), pid=pid if is_mortal else 0)
+        except GpuError as error:
+            raise ChannelUnavailable(str(error)) from error
+
+    @classmethod
+    def open_file(cls, gpu: Gpu, fd: int) -> CudaSource:
+        """Map a file in host memory, and page-lock it in the background, for copies by `gpu`. `fd` stays the caller's.
+
+        :raises ProtocolError: there is no descriptor.
+        :raises ChannelUnavailable: it is no file of ours, or cannot be mapped.
+        """
+        if fd < 0:
+            raise ProtocolError("a greeting without a file")
+        mapping = Mapping.open(fd)
+        return cls(gpu, mapping, lock=locked(mapping, gpu, is_read_only=True))
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Make these copies, all together; none runs on when this has returned or raised.
+
+        :raises ConnectionError: the process with which the memory goes is on its way: bytes may have been others.
+        :raises ChannelBroken: CUDA cannot.
+        """
+        try:
+            if self._stream is None:
+                self._stream = CopyStream(self._gpu)
+            try:
+                for each in copies:
+                    self._stream.copy(each.target, each.source, each.nbytes)
+            finally:
+                self._stream.wait()
+        except GpuError as error:
+            self._give_up()
+            raise ChannelBroken(f"cannot copy from {self!r}: {error}") from error
+        if self._pid and ((stat := process_stat(self._pid)) is None or stat.is_exiting):
+            raise ConnectionError("the writer died, and its memory with it")
+
+    def close(self) -> None:
+        """Unmap everything; no thread copies any more. What CUDA does not give back it has logged."""
+        self._give_up()
+        if self._lock is not None:
+            self._lock.close()
+        self._block.close()
+
+    def _give_up(self) -> None:
+        """End the stream, which waits once more: what did begin must not land when nobody expects it any more."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+def locked(block: Mapping | Memory, gpu: Gpu, *, is_read_only: bool = False) -> PageLock | None:
+    """Page-lock host memory in the background. Where that is refused, copies are slower, which is logged."""
+
+    def refused(why: str) -> None:
+        _log.warning("channel cuda_ipc copies slowly: %s", why)
+
+    try:
+        return PageLock(block.address, block.nbytes, gpu, anchor=block, on_refused=refused, is_read_only=is_read_only)
+    except RuntimeError as error:  # no more threads can be had
+        refused(str(error))
+        return None
 
 
 class CudaIpcListener(LocalListener):
@@ -79,9 +181,9 @@ class CudaIpcListener(LocalListener):
             self._lock_own(gpu)
         return source
 
-    def _copy(self, stream: socket.socket, source: Source, pieces: list[Piece]) -> None:
+    def _copy(self, source: Source, pieces: list[Piece]) -> None:
         assert isinstance(source, CudaSource)
-        source.copy(stream, self._copies(source, pieces))
+        source.copy(self._copies(source, pieces))
 
     def _copies(self, source: CudaSource, pieces: list[Piece]) -> Iterator[Copy]:
         for piece in pieces:
@@ -97,6 +199,7 @@ class CudaIpcRegion(LocalRegion):
     """Memory of a GPU, or host memory that maps a file. Registering the latter makes no CUDA context."""
 
     scheme: ClassVar[str] = "cuda_ipc"
+    streams: ClassVar[int] = 1  # a GPU's engine copies as fast behind one, and memory is mapped and page-locked once
 
     def __init__(self, memory: Memory, host: str, wake: Callable[[], None], fd: int) -> None:
         super().__init__(memory, host, wake)
@@ -105,7 +208,7 @@ class CudaIpcRegion(LocalRegion):
     @classmethod
     def availability(cls) -> Availability:
         """Where a driver finds a GPU. Makes no CUDA context."""
-        found = local_socket.availability()
+        found = availability()
         if found.is_ok and (why := why_no_gpu()):
             return Availability(is_ok=False, why=why, fix=_FIX)
         return found
@@ -139,14 +242,14 @@ class CudaIpcRegion(LocalRegion):
 
     def _hand_over(self, stream: socket.socket) -> None:
         if not isinstance(self._memory, GpuMemory):
-            local_socket.hand_over(stream, msgspec.msgpack.encode(Luggage(None)), self._fd)
+            hand_over(stream, msgspec.msgpack.encode(Luggage(None)), self._fd)
             return
         try:
             handle, fd = self._memory.export()
         except GpuError as error:
             raise ChannelUnavailable(f"cannot hand {self._memory} over: {error}") from error
         try:
-            local_socket.hand_over(stream, msgspec.msgpack.encode(Luggage(handle)), fd)
+            hand_over(stream, msgspec.msgpack.encode(Luggage(handle)), fd)
         finally:
             if fd >= 0:
                 os.close(fd)

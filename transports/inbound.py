@@ -2,12 +2,12 @@
 
 A stream belongs to a stranger until its greeting names an open session. Strangers are few and have a deadline; one that
 comes when all places are taken takes that of the one which has had the most time. Whatever is wrong with a stream ends
-its channel and nothing else. Subclasses say what a payload is.
+that stream and nothing else. Subclasses say what a payload is.
 """
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import logging
 import socket
 import threading
@@ -18,27 +18,25 @@ from collections.abc import Callable
 from typing import Any
 
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
-from pdx.transports.arrivals import Arrival, Arrivals
-from pdx.transports.channel import Memory, Piece, RemoteRegion
+from pdx.transports.channel import Memory, Piece, RemoteRegion, merged
 from pdx.transports.frames import (
-    GREETING_HEAD_BYTES,
+    GREETING_BYTES,
     HEAD_BYTES,
     OK,
     REFUSED,
     UNKNOWN,
     UNREACHABLE,
     Ack,
-    Greeting,
+    Body,
     Head,
-    cut,
-    greeting_bytes,
     inline_body,
     pack_ack,
     pack_answer,
+    unpack_body,
     unpack_greeting,
     unpack_head,
 )
-from pdx.transports.sessions import Session, SessionListener, Sessions
+from pdx.transports.sessions import Session, SessionListener
 from pdx.transports.streams import fill, send_all, shut
 
 MAX_STRANGERS = 64  # at once
@@ -48,40 +46,6 @@ GREETING_S = 5.0
 _ACCEPT_PAUSE_S = 0.05  # after an accept that failed, as without free descriptors: no busy loop
 
 _log = logging.getLogger(__name__)
-
-
-class Group:
-    """The streams of one channel, seen from its reader. Its listener changes `streams` and `is_open` under its lock."""
-
-    def __init__(self, session: Session, greeting: Greeting) -> None:
-        self.session = session
-        self.id = greeting.group
-        self.size = greeting.streams
-        self.streams: dict[int, socket.socket] = {}
-        self.is_open = True
-        self.luggage: Any = None  # what a backend keeps for it
-        self._lock = threading.Lock()  # guards the arrivals
-        self._arrivals = Arrivals()
-
-    def begin(self, head: Head, packed: bytes, sessions: Sessions) -> Arrival:
-        """A part is about to arrive; its write was checked, all of it, and may land unless `entered` is None."""
-        with self._lock:
-            arrival = self._arrivals.begin(head, packed)
-            if len(arrival.came) == 1:
-                arrival.entered = sessions.enter(self.session, arrival.body.pieces)
-            return arrival
-
-    def end_part(self, arrival: Arrival) -> bool:
-        """Whether that was the last part."""
-        with self._lock:
-            return self._arrivals.end_part(arrival)
-
-    def give_up(self, sessions: Sessions) -> None:
-        """No stream is left: nothing that has begun will go on."""
-        with self._lock:
-            for arrival in self._arrivals.unfinished():
-                if arrival.entered is not None:
-                    sessions.leave(self.session, arrival.entered)
 
 
 class StreamListener(SessionListener):
@@ -99,11 +63,11 @@ class StreamListener(SessionListener):
         self._lock = threading.Lock()
         self._streams: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, object] = {}  # with their origins, in the order they came
-        self._groups: dict[tuple[bytes, bytes], Group] = {}
+        self._joined: dict[socket.socket, Session] = {}
         self.faults: Counter[str] = Counter()  # what was wrong with streams, by kind
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self._streams)} streams of {len(self._groups)} channels>"
+        return f"<{type(self).__name__} {len(self._streams)} streams, {len(self._joined)} of sessions>"
 
     @property
     def strangers(self) -> int:
@@ -128,16 +92,17 @@ class StreamListener(SessionListener):
         :raises ProtocolError: it is not wanted.
         """
 
-    @abstractmethod
-    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool) -> None:
-        """Take what belongs to the greeting, within the stream's timeout; the token was right.
+    def _admit(self, stream: socket.socket) -> Any:
+        """Take what belongs to the greeting, within the stream's timeout; the token was right. What it is goes to
+        `_land` and `_dismiss`.
 
         :raises ChannelUnavailable: the memory of this peer cannot be reached.
         """
 
     @abstractmethod
-    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece]) -> None:
-        """Bring the payload of these pieces, all of which may land, into memory.
+    def _land(self, stream: socket.socket, luggage: Any, pieces: list[Piece]) -> None:
+        """Bring the payload of these pieces, all of which may land, into memory. Nothing lands when this has returned
+        or raised.
 
         :raises OSError: the stream ended or broke before it was complete.
         :raises ChannelBroken: it cannot be brought there.
@@ -145,10 +110,10 @@ class StreamListener(SessionListener):
 
     @abstractmethod
     def _drop(self, stream: socket.socket, nbytes: int) -> None:
-        """Take the payload of a refused part off the stream."""
+        """Take the payload of a refused write off the stream."""
 
-    def _dismiss(self, group: Group) -> None:
-        """The last stream of the group is gone."""
+    def _dismiss(self, luggage: Any) -> None:
+        """The stream is over."""
 
     def start(self) -> None:
         """Begin to accept."""
@@ -163,9 +128,9 @@ class StreamListener(SessionListener):
         """See `Listener.expel`."""
         self._sessions.expel(token)
         with self._lock:
-            for group in self._groups.values():
-                if group.session.token == token:
-                    self._end(group)
+            for stream, session in self._joined.items():
+                if session.token == token:
+                    shut(stream)
 
     def close(self) -> None:
         """End all sessions; when it returns no thread of it is left, and nothing more lands."""
@@ -229,126 +194,80 @@ class StreamListener(SessionListener):
 
     def _serve(self, stream: socket.socket) -> None:
         """The root of the thread of one stream."""
-        group: Group | None = None
+        is_greeted = False
+        luggage: Any = None
         try:
-            try:
-                group = self._greeted(stream)
-            finally:
-                with self._lock:
-                    self._strangers.pop(stream, None)
-            if group is not None:
+            session = self._greeted(stream)
+            if session is not None:
+                luggage = self._admit(stream)
+                send_all(stream, [pack_answer(OK)])
+                is_greeted = True
                 stream.settimeout(None)
-                self._receive(stream, group)
+                self._receive(stream, session, luggage)
         except ProtocolError as error:
-            self._fault("greeting" if group is None else "frame", error)
+            self._fault("frame" if is_greeted else "greeting", error)
         except OSError as error:
-            self._fault("silence" if group is None else "lost", error)
+            self._fault("lost" if is_greeted else "silence", error)
+        except ChannelUnavailable as error:
+            self._fault("unreachable", error)
+            with contextlib.suppress(OSError):
+                send_all(stream, [pack_answer(UNREACHABLE, str(error) or "it cannot be reached")])
         except ChannelBroken as error:
             self._fault("broken", error)
         finally:
-            self._forget(stream, group)
+            self._dismiss(luggage)
+            with self._lock:
+                stream.close()
+                for streams in (self._streams, self._strangers, self._joined):
+                    streams.pop(stream, None)
 
-    def _greeted(self, stream: socket.socket) -> Group | None:
-        """The group that this stream has joined; None if it may not."""
-        deadline = time.monotonic() + GREETING_S
+    def _greeted(self, stream: socket.socket) -> Session | None:
+        """The session that this stream belongs to from now on; None if it may not."""
         self._vet(stream)
-        head = bytearray(GREETING_HEAD_BYTES)
-        if not fill(stream, head, deadline=deadline):
+        packed = bytearray(GREETING_BYTES)
+        if not fill(stream, packed, deadline=time.monotonic() + GREETING_S):
             return None
-        packed = bytearray(greeting_bytes(head))
-        if not fill(stream, packed, deadline=deadline):
-            raise ProtocolError("an empty greeting")
-        greeting = unpack_greeting(packed)
-        group = self._join(stream, greeting)
-        if group is None:
-            send_all(stream, [pack_answer(greeting.token, UNKNOWN)])
-            self._fault("token", "a token that opens nothing")
-            return None
-        try:
-            why = self._why_not(stream, group, greeting)
-            send_all(stream, [pack_answer(greeting.token, UNREACHABLE if why else OK, why)])
-        except (OSError, ProtocolError):
-            self._leave(stream, group)
-            raise
-        if why:
-            self._leave(stream, group)
-            return None
-        return group
+        session = self._sessions.find(unpack_greeting(packed))
+        if session is not None:
+            with self._lock:
+                if sum(each is session for each in self._joined.values()) >= MAX_STREAMS_OF_A_SESSION:
+                    raise ProtocolError(f"more than {MAX_STREAMS_OF_A_SESSION} streams of one session")
+                if session.is_open:  # not expelled meanwhile: under the lock, so that `expel` has shut all there are
+                    self._joined[stream] = session
+                    self._strangers.pop(stream, None)  # from now on nobody takes its place
+                    return session
+        self._fault("token", "a token that opens nothing")
+        send_all(stream, [pack_answer(UNKNOWN)])
+        return None
 
-    def _why_not(self, stream: socket.socket, group: Group, greeting: Greeting) -> str:
-        try:
-            self._admit(stream, group, is_first=greeting.index == 0)
-        except ChannelUnavailable as error:
-            self._fault("unreachable", error)
-            return str(error) or "it cannot be reached"
-        return ""
-
-    def _join(self, stream: socket.socket, greeting: Greeting) -> Group | None:
-        session = self._sessions.find(greeting.token)
-        if session is None:
-            return None
-        with self._lock:
-            if not session.is_open:  # expelled meanwhile: under the lock, so that `expel` has shut all there are
-                return None
-            mine = [group for group in self._groups.values() if group.session is session]
-            if sum(len(group.streams) for group in mine) >= MAX_STREAMS_OF_A_SESSION:
-                raise ProtocolError(f"more than {MAX_STREAMS_OF_A_SESSION} streams of one session")
-            key = (session.token, greeting.group)
-            group = self._groups.setdefault(key, Group(session, greeting))
-            if not group.is_open or group.size != greeting.streams or greeting.index in group.streams:
-                raise ProtocolError(f"stream {greeting.index} of {greeting.streams} does not belong to its group")
-            group.streams[greeting.index] = stream
-            self._strangers.pop(stream, None)  # from now on nobody takes its place
-        return group
-
-    def _receive(self, stream: socket.socket, group: Group) -> None:
+    def _receive(self, stream: socket.socket, session: Session, luggage: Any) -> None:
         head_bytes = bytearray(HEAD_BYTES)
-        # A writer whose notifications are not taken is not read from: it fills its window and the kernel's buffers.
-        while self._sessions.wait_for_room(group.session) and fill(stream, head_bytes):
+        number = 0
+        # A writer whose notifications are not taken is not read from: it fills the kernel's buffers.
+        while self._sessions.wait_for_room(session) and fill(stream, head_bytes):
             head = unpack_head(head_bytes)
-            if not hmac.compare_digest(head.token, group.session.token):
-                raise ProtocolError("a frame with another session's token")
-            packed = inline_body(head, head_bytes)
-            arrival = group.begin(head, packed or _body(stream, head), self._sessions)
-            pieces = cut(arrival.body.pieces, head.part, head.parts)
-            if arrival.entered is None:
-                self._drop(stream, sum(piece.nbytes for piece in pieces))
-            else:
-                self._land(stream, group, pieces)
-            if group.end_part(arrival):
-                self._acknowledge(stream, group, arrival)
+            if head.number != number:
+                raise ProtocolError(f"write {head.number} came where write {number} was to come")
+            body = unpack_body(inline_body(head, head_bytes) or _body(stream, head))
+            is_landed = self._take_write(stream, session, luggage, body)
+            send_all(stream, [pack_ack(Ack(number, OK if is_landed else REFUSED))])
+            number += 1
 
-    def _acknowledge(self, stream: socket.socket, group: Group, arrival: Arrival) -> None:
-        status = OK
-        if arrival.entered is None:
-            self._fault("refused", f"write {arrival.number} is not inside granted spans")
-            status = REFUSED
-        elif not self._sessions.land(group.session, arrival.entered, arrival.body.notify):
+    def _take_write(self, stream: socket.socket, session: Session, luggage: Any, body: Body) -> bool:
+        """The whole write is checked before a byte of it lands. False: refused."""
+        entered = self._sessions.enter(session, body.pieces)
+        if entered is None:
+            self._drop(stream, sum(piece.nbytes for piece in body.pieces))
+            self._fault("refused", "a write that is not inside granted spans")
+            return False
+        try:
+            self._land(stream, luggage, merged(body.pieces))
+        except BaseException:
+            self._sessions.leave(session, entered)
+            raise
+        if not self._sessions.land(session, entered, body.notify):
             raise ConnectionError("the session is over")
-        send_all(stream, [pack_ack(Ack(group.session.token, arrival.number, status))])
-
-    def _forget(self, stream: socket.socket, group: Group | None) -> None:
-        if group is not None:
-            self._leave(stream, group)
-        with self._lock:
-            stream.close()
-            self._streams.pop(stream, None)
-
-    def _leave(self, stream: socket.socket, group: Group) -> None:
-        """One stream less; the others end, too, and the last one tidies up."""
-        with self._lock:
-            group.streams = {index: each for index, each in group.streams.items() if each is not stream}
-            self._end(group)
-            if group.streams:
-                return
-            del self._groups[group.session.token, group.id]
-        group.give_up(self._sessions)
-        self._dismiss(group)
-
-    def _end(self, group: Group) -> None:
-        group.is_open = False
-        for stream in group.streams.values():
-            shut(stream)
+        return True
 
     def _fault(self, kind: str, reason: object) -> None:
         """Count it; the first of a kind is logged, so that nobody can fill the log."""

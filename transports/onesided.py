@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from pdx.telemetry.host import host_id, process_stat
 from pdx.transports.channel import MAX_UNTAKEN_BYTES, NOTIFICATION_BYTES, TOKEN_BYTES, Notification
 
 HELLO, WRITE, BYE = range(3)
@@ -46,13 +46,17 @@ class Process(msgspec.Struct, array_like=True, frozen=True):
     def is_gone(self) -> bool:
         """Whether it is known to exist no more; a zombie counts as existing."""
         boot, namespace = _place()
-        return (self.boot, self.namespace) == (boot, namespace) and _started(self.pid) != self.started
+        if (self.boot, self.namespace) != (boot, namespace):
+            return False
+        stat = process_stat(self.pid)
+        return stat is None or stat.started != self.started
 
 
 def this_process() -> bytes:
     """What a HELLO carries."""
     pid = os.getpid()
-    return msgspec.msgpack.encode(Process(*_place(), pid, _started(pid) or 0))
+    stat = process_stat(pid)
+    return msgspec.msgpack.encode(Process(*_place(), pid, 0 if stat is None else stat.started))
 
 
 def compose(token: bytes, kind: int, name: bytes, payload: bytes) -> bytes:
@@ -224,13 +228,4 @@ def _process(encoded: bytes) -> Process | None:
 
 @functools.cache
 def _place() -> tuple[str, str]:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
-
-
-def _started(pid: int) -> int | None:
-    """In clock ticks since boot; None if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
+    return host_id(), os.readlink("/proc/self/ns/pid")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -68,8 +69,8 @@ def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
             sock.sendall(buffer)
 
 
-def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int) -> Sequence[Buffer]:
-    """Send what the kernel takes at once, not much more than `limit` bytes; what is left of `buffers`. Never blocks.
+def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int = sys.maxsize) -> Sequence[Buffer]:
+    """Send what the kernel takes at once, at most `limit` bytes; what is left of `buffers`. Never blocks.
 
     :raises OSError: the stream broke.
     """

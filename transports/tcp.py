@@ -1,8 +1,8 @@
 """TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy.
 
-A channel is a group of streams; large writes are cut into parts that travel over all of them. Nothing here is
-encrypted: the session's token, which came over the authenticated control link, opens a stream and is in every frame,
-but whoever can read the network can read it. Streams may be idle for ever; `_prepare` says how dead peers are noticed.
+A channel is two streams, and each write goes over one of them. Nothing here is encrypted: the session's token, which
+came over the authenticated control link, opens a stream, but whoever can read the network can read it. Streams may be
+idle for ever; `_prepare` says how dead peers are noticed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from msgspec import Meta
 
 from pdx.errors import ChannelUnavailable
 from pdx.transports.channel import Availability, Memory, Piece, RemoteRegion, check_on_host
-from pdx.transports.inbound import Group, StreamListener
-from pdx.transports.outbound import StreamChannel, open_streams
-from pdx.transports.stream_region import StreamRegion
+from pdx.transports.inbound import StreamListener
+from pdx.transports.outbound import StreamChannel, StreamRegion, open_streams
 from pdx.transports.streams import Buffer, fill, fill_all
 
 STREAMS = 2
@@ -65,10 +64,7 @@ class TcpListener(StreamListener):
     def _vet(self, stream: socket.socket) -> None:
         _prepare(stream)
 
-    def _admit(self, stream: socket.socket, group: Group, *, is_first: bool) -> None:
-        """Nothing belongs to the greeting."""
-
-    def _land(self, stream: socket.socket, group: Group, pieces: list[Piece]) -> None:
+    def _land(self, stream: socket.socket, luggage: None, pieces: list[Piece]) -> None:
         view = self._memory.view
         fill_all(stream, [view[piece.remote : piece.remote + piece.nbytes] for piece in pieces])
 

@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import threading
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +19,7 @@ from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
 from pdx.errors import GpuError, GpuHandleDead, GpuMemoryFull, GpuUnavailable
+from pdx.telemetry.host import process_stat
 
 MAX_NBYTES = 1 << 44
 _IPC_HANDLE_BYTES = 64
@@ -309,17 +309,13 @@ def _cannot_open(name: str, outcome: driver.Outcome, handle: Handle) -> GpuError
     why = str(driver.failure(name, outcome))
     if outcome.error == "CUDA_ERROR_OUT_OF_MEMORY":
         return driver.failure(name, outcome)
-    if handle.kind == "ipc" and not _lives(handle.pid):  # which error that gives is not documented
+    try:
+        stat = process_stat(handle.pid)
+    except OSError:  # no descriptor is left, as little for the driver
+        stat = None
+    if handle.kind == "ipc" and (stat is None or stat.state in "ZX"):
+        # Which error that gives is not documented.
         return GpuHandleDead(f"process {handle.pid}, which exported it, is gone (or in another PID namespace): {why}")
     if (ours := driver.version()) != handle.driver:
         why += f"; its exporter's CUDA driver has version {handle.driver}, this process's {ours}"
     return GpuUnavailable(f"memory of process {handle.pid} on GPU {handle.gpu} cannot be opened here: {why}")
-
-
-def _lives(pid: int) -> bool:
-    """Whether the process runs; one that was killed but not waited for does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")

@@ -6,8 +6,10 @@ import functools
 import os
 import select
 from pathlib import Path
+from typing import NamedTuple
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PF_EXITING = 0x4  # of the kernel's flags of a process
 
 
 @functools.cache  # a kernel keeps its name, and a node that has no descriptor left must still know it
@@ -38,3 +40,21 @@ def runs_here(host: str, pid: int) -> bool:
         return not poller.poll(0)
     finally:
         os.close(pidfd)
+
+
+class ProcessStat(NamedTuple):
+    """What the kernel says of a process."""
+
+    state: str  # one letter: Z and X are dead
+    is_exiting: bool  # gone or on its way: the kernel says so before it takes away anything of the process
+    started: int  # in clock ticks since boot
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """What /proc/PID/stat says; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return ProcessStat(fields[0], bool(int(fields[6]) & _PF_EXITING), int(fields[19]))

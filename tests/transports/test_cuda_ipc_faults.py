@@ -6,7 +6,6 @@ import logging
 import mmap
 import os
 import random
-import secrets
 import socket
 import subprocess
 import sys
@@ -21,15 +20,15 @@ from pdx.cli import loopback
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
+from pdx.telemetry.host import process_stat
 from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
 from pdx.testing.channel_stage import MIB, Peer, Stage, wait_until
 from pdx.testing.fake_cuda import FakeCuda, fake_cuda
-from pdx.transports import local_socket
+from pdx.transports import local
 from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion
-from pdx.transports.cuda_ipc import CudaIpcRegion, Luggage
-from pdx.transports.cuda_source import Copy, CudaSource
-from pdx.transports.frames import ACK_BYTES, OK, UNREACHABLE, Greeting, pack_greeting, unpack_ack
-from pdx.transports.local_socket import Credentials
+from pdx.transports.cuda_ipc import Copy, CudaIpcRegion, CudaSource, Luggage
+from pdx.transports.frames import ACK_BYTES, OK, UNREACHABLE, pack_greeting, unpack_ack
+from pdx.transports.local import Credentials
 from pdx.transports.registry import find, schemes
 
 HOLDINGS = ("handles", "reserved", "mapped", "registered", "streams", "events")
@@ -80,7 +79,7 @@ def test_host_to_host_is_for_shm(fake):
             writer.region.connect(remote)
         assert "the peer cannot" not in str(refusal.value)  # it was not even asked
         # Nor if the writer believes that the reader's memory is a GPU's.
-        address = msgspec.structs.replace(local_socket.address_in(remote), gpu="GPU-somewhere")
+        address = msgspec.structs.replace(local.address_in(remote), gpu="GPU-somewhere")
         with pytest.raises(ChannelUnavailable, match="peer cannot reach.*shm"):
             writer.region.connect(msgspec.structs.replace(remote, detail=msgspec.msgpack.encode(address)))
 
@@ -107,7 +106,7 @@ def test_another_user_gets_no_handle(fake, monkeypatch):
     with stage_of(GpuBlock) as stage:
         writer, reader = stage.side(), stage.side()
         _, remote = reader.session((0, MIB))
-        monkeypatch.setattr(local_socket, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
+        monkeypatch.setattr(local, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
         with pytest.raises(ChannelBroken, match="user"):
             writer.region.connect(remote)
         assert fake.calls["cuMemExportToShareableHandle"] == 0
@@ -169,7 +168,7 @@ def _storm_and_kill(stage: Stage, reader, peer: Peer, remote: RemoteRegion, coun
     seen = len(reader.take())
     if count == _CONNECTING:
         peer.send("connect", msgspec.msgpack.encode(remote).hex(), 5.0)
-        wait_until(lambda: reader.region.listen().faults or reader.region.listen()._groups, "it has come")
+        wait_until(lambda: reader.region.listen().faults or reader.region.listen()._joined, "it has come")
     else:
         peer.do("storm", peer.connect(remote), [0, 0, 2 * MIB], 30)
         stage.notified(reader, seen + count)
@@ -212,21 +211,26 @@ def test_a_writer_that_dies_during_a_copy(fake, kind):
         assert not reader.region.listen().faults["broken"]
 
 
+def is_exiting(pid):
+    stat = process_stat(pid)
+    return stat is None or stat.is_exiting
+
+
 def test_legacy_memory_goes_when_its_process_begins_to_die(fake):
     """Its memory may be gone before its connection is: a copy behind that does not count."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         gpu = Gpu.find("0")
-        with closing(GpuBlock(MIB)) as target, socket.socket() as connection:
+        with closing(GpuBlock(MIB)) as target:
             block = DeviceMemory.create(gpu, MIB)
             source = CudaSource(gpu, block, pid=process.pid)
             copies = [Copy(target.memory.address, source.address, 4096)]
-            source.copy(connection, copies)
+            source.copy(copies)
             process.kill()
-            wait_until(lambda: local_socket.has_begun_to_exit(process.pid), "it is dying")
+            wait_until(lambda: is_exiting(process.pid), "it is dying")
             with pytest.raises(ConnectionError, match="died"):
-                source.copy(connection, copies)
+                source.copy(copies)
             source.close()
-    assert local_socket.has_begun_to_exit(process.pid)  # nor is it there when it was waited for
+    assert is_exiting(process.pid)  # nor is it there when it was waited for
     assert not fake.leftovers()
 
 
@@ -335,9 +339,9 @@ def handed(remote: RemoteRegion, packed: bytes, fd: int) -> Iterator[tuple[socke
     """A raw stream that hands this over, and the answer to its greeting."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
-        sock.connect(f"\0pdx-cuda_ipc-{local_socket.address_in(remote).name}")
-        sock.sendall(pack_greeting(Greeting(remote.token, secrets.token_bytes(16), 0, 1)))
-        local_socket.hand_over(sock, packed, fd)
+        sock.connect(f"\0pdx-cuda_ipc-{local.address_in(remote).name}")
+        sock.sendall(pack_greeting(remote.token))
+        local.hand_over(sock, packed, fd)
         answer = sock.recv(ACK_BYTES)
         yield sock, unpack_ack(answer).status if answer else None
 
@@ -385,8 +389,8 @@ def test_luggage_that_never_comes_or_is_too_long(fake):
         for sent in (b"\xff\xff", b"\x00\x20short", b"\x00"):
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(10)
-                sock.connect(f"\0pdx-cuda_ipc-{local_socket.address_in(remote).name}")
-                sock.sendall(pack_greeting(Greeting(remote.token, secrets.token_bytes(16), 0, 1)) + sent)
+                sock.connect(f"\0pdx-cuda_ipc-{local.address_in(remote).name}")
+                sock.sendall(pack_greeting(remote.token) + sent)
                 sock.shutdown(socket.SHUT_WR)
                 assert sock.recv(1) == b""
         assert reader.region.listen().faults

@@ -15,12 +15,11 @@ import pytest
 from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage, wait_until
-from pdx.transports import local_socket, shm
+from pdx.transports import local, shm
 from pdx.transports.channel import Memory, Piece, RemoteRegion
-from pdx.transports.frames import ACK_BYTES, OK, Greeting, Head, pack_body, pack_greeting, pack_part, unpack_ack
-from pdx.transports.local_socket import Address, Credentials
-from pdx.transports.mapping import Mapping
-from pdx.transports.shm import ShmRegion
+from pdx.transports.frames import ACK_BYTES, OK, pack_body, pack_greeting, pack_write, unpack_ack
+from pdx.transports.local import Address, Credentials
+from pdx.transports.shm import Mapping, ShmRegion
 
 
 class TestShm(ChannelConformance):
@@ -48,7 +47,7 @@ def greeted(remote, fds):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
         sock.connect(f"\0pdx-shm-{address_of(remote).name}")
-        sock.sendall(pack_greeting(Greeting(remote.token, secrets.token_bytes(16), 0, 1)))
+        sock.sendall(pack_greeting(remote.token))
         socket.send_fds(sock, [b"\0\0"], fds)
         answer = sock.recv(ACK_BYTES)
         yield sock, unpack_ack(answer).status if answer else None
@@ -100,7 +99,7 @@ def test_another_user_is_not_listened_to(monkeypatch):
     with Stage(ShmRegion) as stage:
         side = stage.side(MIB)
         _, remote = side.session((0, MIB))
-        monkeypatch.setattr(local_socket, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
+        monkeypatch.setattr(local, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(f"\0pdx-shm-{address_of(remote).name}")
             assert sock.recv(1) == b""
@@ -116,7 +115,7 @@ def test_another_user_is_not_told_the_token(monkeypatch):
         server.bind(f"\0pdx-shm-{name}")
         server.listen()
         detail = msgspec.msgpack.encode(msgspec.structs.replace(address_of(remote), name=name))
-        monkeypatch.setattr(local_socket, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
+        monkeypatch.setattr(local, "peer_of", lambda stream: Credentials(1, os.geteuid() + 1))
         with pytest.raises(ChannelBroken, match="user"):
             side.region.connect(msgspec.structs.replace(remote, detail=detail))
         taken, _ = server.accept()
@@ -147,8 +146,7 @@ def test_a_write_from_beyond_the_writers_memory(tmp_path):
         for piece in (Piece(0, 0, 4097), Piece(4096, 0, 1), Piece(1 << 48, 0, 1)):
             with greeted(remote, [fd]) as (sock, status):
                 assert status == OK
-                body = pack_body([piece], b"")
-                sock.sendall(b"".join(pack_part(Head(token, 0, 0, 1, len(body)), body)))
+                sock.sendall(b"".join(pack_write(0, pack_body([piece], b""))))
                 assert sock.recv(1) == b""
         assert bytes(side.view) == before
         assert not side.take()
@@ -161,8 +159,7 @@ def test_a_copy_behind_which_the_writer_has_closed_is_not_notified(monkeypatch):
         side = stage.side(MIB)
         token, remote = side.session((0, MIB))
         with greeted(remote, [fd]) as (sock, _):
-            body = pack_body([Piece(0, 0, 4096)], b"late")
-            frame = b"".join(pack_part(Head(token, 0, 0, 1, len(body)), body))
+            frame = b"".join(pack_write(0, pack_body([Piece(0, 0, 4096)], b"late")))
             move = ctypes.memmove
 
             def slow(*arguments):
@@ -189,8 +186,8 @@ def test_a_descriptor_that_is_taken_over_is_not_inherited():
     ours, theirs = socket.socketpair()
     with ours, theirs, file_of(1) as fd:
         ours.settimeout(10)
-        local_socket.hand_over(theirs, b"luggage", fd)
-        packed, taken = local_socket.take_over(ours)
+        local.hand_over(theirs, b"luggage", fd)
+        packed, taken = local.take_over(ours)
         try:
             assert packed == b"luggage"
             assert not os.get_inheritable(taken)

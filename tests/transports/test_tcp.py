@@ -24,19 +24,18 @@ from pdx.transports.frames import (
     ACK_BYTES,
     HEAD_BYTES,
     MAX_BODY_BYTES,
-    MIN_PART_BYTES,
     OK,
     REFUSED,
     UNKNOWN,
     Ack,
-    Greeting,
-    Head,
     pack_ack,
     pack_body,
     pack_greeting,
-    pack_part,
+    pack_write,
     unpack_ack,
 )
+from pdx.transports.inbound import StreamListener
+from pdx.transports.outbound import StreamChannel
 from pdx.transports.tcp import Address, TcpRegion
 
 
@@ -66,13 +65,12 @@ class Target:
             sock.sendall(each)
         return sock
 
-    def greeting(self, **changes):
-        fields = {"token": self.token, "group": secrets.token_bytes(16), "index": 0, "streams": 1}
-        return pack_greeting(Greeting(**{**fields, **changes}))
+    def greeting(self, token=None):
+        return pack_greeting(token or self.token)
 
-    def greeted(self, *data, **changes):
+    def greeted(self, *data):
         """A stream with a right greeting."""
-        sock = self.stream(self.greeting(**changes))
+        sock = self.stream(self.greeting())
         assert self.answer(sock) == OK
         for each in data:
             sock.sendall(each)
@@ -86,10 +84,9 @@ class Target:
             return None
         return unpack_ack(data).status if data else None
 
-    def part(self, pieces, *, number=0, part=0, parts=1, notify=b"evil", token=None, body=None):
-        packed = pack_body(pieces, notify) if body is None else body
-        head = Head(token or self.token, number, part, parts, len(packed))
-        return b"".join(pack_part(head, packed))
+    def frame(self, pieces, *, number=0, notify=b"evil", body=None):
+        """All of a write but its payload."""
+        return b"".join(pack_write(number, pack_body(pieces, notify) if body is None else body))
 
     def ended(self, sock):
         """The listener has closed this stream."""
@@ -132,14 +129,10 @@ HALF = [Piece(0, 0, 4096)]
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01" + bytes(200),
-        b"PDX\x02" + bytes(100),
-        b"PDX\x01\xff\xff\xff\xff" + bytes(100),
-        b"PDX\x01\x00\x00\x01\x01" + bytes(300),
-        b"PDX\x01\x00\x00\x00\x00",
-        b"PDX\x01\x00\x00\x00\x02\xc1\xc1",
-        b"PDX\x01\x00\x00\x00\x20" + b"\x91" * 32,
+        b"PDX\x01" + bytes(100),
+        b"PDX\xff" + bytes(100),
     ],
-    ids=["http", "tls", "version", "4 GB", "too long", "empty", "no msgpack", "nested"],
+    ids=["http", "tls", "version", "far version"],
 )
 def test_garbage_instead_of_a_greeting(target, data):
     assert target.ended(target.stream(data))
@@ -147,24 +140,27 @@ def test_garbage_instead_of_a_greeting(target, data):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"index": 1}, {"index": 15, "streams": 2}, {"streams": 17}, {"streams": 0}, {"index": -1}], ids=str
+    "rest",
+    [b"\xff\xff\xff\xff" + bytes(100), b"\x00\x00\x01\x01" + bytes(300), b"\x00\x00\x00\x02\xc1" * 4, b"\x91" * 32],
+    ids=["4 GB", "too long", "no msgpack", "nested"],
 )
-def test_streams_that_do_not_fit(target, changes):
-    """CVE-2026-93838: every number is bounded."""
-    assert target.ended(target.stream(target.greeting(**changes)))
-    target.is_unharmed("greeting")
+def test_garbage_instead_of_a_token(target, rest):
+    """CVE-2026-93838: a greeting has one length, and nothing in it is decoded."""
+    sock = target.stream(b"PDX\x02" + rest)
+    assert target.answer(sock) in (UNKNOWN, None)
+    assert target.ended(sock)
+    target.is_unharmed("token")
 
 
-def test_the_same_stream_twice(target):
-    """A greeting that was replayed does not join the channel that it was first said for."""
-    group = secrets.token_bytes(16)
-    with target.greeted(group=group):
-        assert target.ended(target.stream(target.greeting(group=group)))
-    target.is_unharmed("greeting")
+def test_a_greeting_that_ends_early(target):
+    sock = target.stream(target.greeting()[:-1])
+    no_more(sock)
+    assert target.ended(sock)
+    target.is_unharmed("silence")
 
 
 def test_a_wrong_token(target):
-    with target.stream(target.greeting(token=secrets.token_bytes(16))) as sock:
+    with target.stream(target.greeting(secrets.token_bytes(16))) as sock:
         assert target.answer(sock) == UNKNOWN
         assert sock.recv(1) == b""
     target.is_unharmed("token")
@@ -183,9 +179,9 @@ def test_random_bytes(target, data, is_greeted):
 @pytest.mark.parametrize("changed", range(0, HEAD_BYTES, 5))
 def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
     """CVE-2026-103764: no number in a header decides where bytes go before it was checked."""
-    part = bytearray(target.part([Piece(0, 2 * MIB, 4096)]))
-    part[changed] ^= 0xFF
-    with target.greeted(bytes(part)) as sock:
+    frame = bytearray(target.frame([Piece(0, 2 * MIB, 4096)]))
+    frame[changed] ^= 0xFF
+    with target.greeted(bytes(frame)) as sock:
         with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough
             sock.sendall(bytes(4096))
         no_more(sock)
@@ -194,33 +190,25 @@ def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
 
 
 @pytest.mark.parametrize(
-    ("part", "fault"),
+    ("frame", "fault"),
     [
-        (lambda t: t.part(HALF, token=bytes(16)), "frame"),
-        (lambda t: t.part(HALF, number=256), "frame"),
-        (lambda t: t.part(HALF, number=2**64 - 1), "frame"),
-        (lambda t: t.part(HALF, part=1, parts=1), "frame"),
-        (lambda t: t.part(HALF, part=0, parts=17), "frame"),
-        (lambda t: t.part(HALF, part=0, parts=65535), "frame"),
-        (lambda t: t.part(HALF, part=0, parts=2), "frame"),
-        (lambda t: t.part(HALF, body=b"\xc1"), "frame"),
-        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[], b""])), "frame"),
-        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, 0, 0]], b""])), "frame"),
-        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, -1, 1]], b""])), "frame"),
-        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, 2**63, 1]], b""])), "frame"),
-        (lambda t: t.part(HALF, body=msgspec.msgpack.encode([[[0, 0, 2**60]], b""])), "frame"),
-        (lambda t: t.part([Piece(0, 0, 1)] * (MAX_PIECES + 1)), "frame"),
-        (lambda t: t.part(HALF, notify=bytes(70_000)), "frame"),
-        (lambda t: t.part(HALF, body=bytes(MAX_BODY_BYTES + 1)), "frame"),
+        (lambda t: t.frame(HALF, number=1), "frame"),
+        (lambda t: t.frame(HALF, number=256), "frame"),
+        (lambda t: t.frame(HALF, number=2**64 - 1), "frame"),
+        (lambda t: t.frame(HALF, body=b"\xc1"), "frame"),
+        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[], b""])), "frame"),
+        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, 0, 0]], b""])), "frame"),
+        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, -1, 1]], b""])), "frame"),
+        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, 2**63, 1]], b""])), "frame"),
+        (lambda t: t.frame(HALF, body=msgspec.msgpack.encode([[[0, 0, 2**60]], b""])), "frame"),
+        (lambda t: t.frame([Piece(0, 0, 1)] * (MAX_PIECES + 1)), "frame"),
+        (lambda t: t.frame(HALF, notify=bytes(70_000)), "frame"),
+        (lambda t: t.frame(HALF, body=bytes(MAX_BODY_BYTES + 1)), "frame"),
     ],
     ids=[
-        "another token",
+        "one ahead",
         "far ahead",
         "very far ahead",
-        "no such part",
-        "17 parts",
-        "65535 parts",
-        "too small for parts",
         "no msgpack",
         "no pieces",
         "an empty piece",
@@ -232,10 +220,10 @@ def test_a_damaged_head_writes_nothing_outside_the_grants(target, changed):
         "body too long",
     ],
 )
-def test_frames_that_cannot_be(target, part, fault):
+def test_frames_that_cannot_be(target, frame, fault):
     """CVE-2026-93838, CVE-2026-103764: each ends its stream before a byte of its payload is looked at."""
     sock = target.greeted()
-    data = part(target)
+    data = frame(target)
     with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough
         sock.sendall(data + bytes(4096))
     assert target.ended(sock)
@@ -244,40 +232,26 @@ def test_frames_that_cannot_be(target, part, fault):
 
 def test_a_replayed_frame(target):
     """A write that is over does not come again, though its span is granted still."""
-    part = target.part(HALF, notify=b"once")
-    with target.greeted(part, bytes(4096)) as sock:
+    frame = target.frame(HALF, notify=b"once")
+    with target.greeted(frame, bytes(4096)) as sock:
         assert target.answer(sock) == OK
         own = bytes(range(256)) * 16
         target.side.view[:4096] = own
-        sock.sendall(part + bytes(4096))
+        sock.sendall(frame + bytes(4096))
         assert target.ended(sock)
     wait_until(lambda: target.listener.faults["frame"], "it is counted")
     assert target.side.view[:4096] == own
     assert [each.payload for each in target.side.take() if each.token == target.token] == [b"once"]
 
 
-def test_parts_that_disagree(target):
-    """All parts of a write say the same; one that names another place is none of them."""
-    size = 2 * MIN_PART_BYTES
-    group = secrets.token_bytes(16)
-    first = target.greeted(target.part([Piece(0, 2 * MIB, size)], parts=2), group=group, index=0, streams=2)
-    second = target.greeted(group=group, index=1, streams=2)
-    second.sendall(target.part([Piece(0, 0, size)], part=1, parts=2))
-    with suppress(ConnectionResetError, BrokenPipeError):  # it saw enough of the other one
-        first.sendall(bytes(MIN_PART_BYTES))
-    assert target.ended(first)
-    assert target.ended(second)
-    target.is_unharmed("frame")
-
-
 def test_a_refused_write_is_taken_off_the_stream(target):
     """What follows it is understood, and refused or not for itself."""
     with target.greeted() as sock:
         for number in range(3):
-            sock.sendall(target.part([Piece(0, 0, 10), Piece(0, 2 * MIB, MIB)], number=number) + bytes(MIB + 10))
+            sock.sendall(target.frame([Piece(0, 0, 10), Piece(0, 2 * MIB, MIB)], number=number) + bytes(MIB + 10))
             assert target.answer(sock) == REFUSED
         target.is_unharmed("refused")
-        sock.sendall(target.part(HALF, number=3, notify=b"good") + bytes(4096))
+        sock.sendall(target.frame(HALF, number=3, notify=b"good") + bytes(4096))
         assert target.answer(sock) == OK
     assert bytes(target.side.view[:4096]) == bytes(4096)
 
@@ -285,7 +259,7 @@ def test_a_refused_write_is_taken_off_the_stream(target):
 @pytest.mark.parametrize("nbytes", [1, HEAD_BYTES // 2, HEAD_BYTES, HEAD_BYTES + 1, HEAD_BYTES + 1000])
 def test_a_frame_cut_short_frees_its_span(target, nbytes):
     """The peer stays, silent, in the middle of a frame: its span is in use until it is expelled, and then free."""
-    frame = target.part(HALF) + bytes([7]) * 4096
+    frame = target.frame(HALF) + bytes([7]) * 4096
     sock = target.greeted(frame[:nbytes])
     is_landing = nbytes >= HEAD_BYTES
     if is_landing:
@@ -349,7 +323,7 @@ def test_strangers_do_not_keep_others_out(target, monkeypatch):
     assert target.ended(strangers[0])
     strangers += [target.stream(host="127.0.3.1") for _ in range(inbound.MAX_STRANGERS)]
     wait_until(lambda: target.listener.faults["strangers"] >= inbound.MAX_STRANGERS, "all have come")
-    honest.sendall(target.part(HALF, notify=b"good") + bytes(4096))
+    honest.sendall(target.frame(HALF, notify=b"good") + bytes(4096))
     assert target.answer(honest) == OK
     for sock in [*strangers, honest]:
         sock.close()
@@ -357,11 +331,71 @@ def test_strangers_do_not_keep_others_out(target, monkeypatch):
 
 
 def test_streams_of_a_session_are_bounded(target):
-    streams = [target.greeted(streams=16) for _ in range(inbound.MAX_STREAMS_OF_A_SESSION)]
+    streams = [target.greeted() for _ in range(inbound.MAX_STREAMS_OF_A_SESSION)]
     assert target.ended(target.stream(target.greeting()))
     for sock in streams:
         sock.close()
     target.is_unharmed("greeting")
+
+
+def test_a_stream_has_one_thread_at_each_end():
+    with Stage(TcpRegion) as stage:
+        writer, reader = stage.side(MIB), stage.side(MIB)
+        _, remote = reader.session((0, MIB))
+        before = set(threading.enumerate())
+        writer.connect(remote)
+        names = sorted(thread.name for thread in set(threading.enumerate()) - before)
+        assert names == ["pdx-tcp-receive"] * TcpRegion.streams + ["pdx-tcp-send"] * TcpRegion.streams
+
+
+def test_small_writes_share_a_stream_and_large_ones_use_all(monkeypatch):
+    """The reader does not read, so nothing is over: what is under way decides."""
+    used = []
+    begin = StreamChannel._begin
+
+    def seen(channel, stream, transfer):
+        used.append(stream)
+        begin(channel, stream, transfer)
+
+    monkeypatch.setattr(StreamChannel, "_begin", seen)
+    with Stage(TcpRegion) as stage:
+        writer, reader = stage.side(), stage.side()
+        monkeypatch.setattr(StreamListener, "_receive", lambda *_: closing.wait(30))
+        closing = threading.Event()
+        channel = writer.connect(reader.session((0, 8 * MIB))[1])
+        for at in range(8):
+            channel.write([Piece(at * 4096, at * 4096, 4096)], b"")
+        assert len(set(used)) == 1
+        for at in range(TcpRegion.streams):
+            channel.write([Piece(at * 2 * MIB, at * 2 * MIB, 2 * MIB)], b"")
+        assert len(set(used)) == TcpRegion.streams
+        closing.set()
+
+
+def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel():
+    """A peer that says it has a write which is not wholly sent does not free the bytes of that write."""
+    size = 64 * MIB  # more than the kernel takes
+    region = TcpRegion.register(Memory(memoryview(bytearray(size))))
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        streams = []
+
+        def serve():
+            for _ in range(TcpRegion.streams):
+                streams.append(stack.enter_context(server.accept()[0]))
+                streams[-1].recv(4096)
+                streams[-1].sendall(pack_ack(Ack(0, OK)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
+        channel = region.connect(RemoteRegion("tcp", size, b"t" * 16, detail))
+        thread.join()
+        transfer = channel.write([Piece(0, 0, size)], b"")
+        streams[0].sendall(pack_ack(Ack(0, OK)))
+        wait_until(transfer.poll, "it is over")
+        assert isinstance(transfer.error, ChannelBroken)
+        assert "not under way" in str(transfer.error)
+    region.close()
 
 
 def test_it_listens_on_its_address_only(target):
@@ -415,7 +449,11 @@ def test_anonymous_memory_is_enough():
     region.close()
 
 
-@pytest.mark.parametrize("answer", [b"", b"PDX\x01" + bytes(25), b"HTTP/1.1 400 Bad Request\r\n\r\n\r\n\r\n"], ids=len)
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"PDX\x01" + bytes(25), b"PDX\x02" + bytes([9] * 25), b"HTTP/1.1 400 Bad Request\r\n\r\n\r\n\r\n"],
+    ids=len,
+)
 def test_a_listener_that_is_none_of_ours(answer):
     """Connecting fails; what it answers is read to a bound."""
     region = TcpRegion.register(Memory(memoryview(bytearray(4096))))
@@ -439,13 +477,12 @@ def test_a_listener_that_is_none_of_ours(answer):
 @pytest.mark.parametrize(
     "ack",
     [
-        Ack(bytes(16), 0, OK),
-        Ack(b"t" * 16, 1, OK),
-        Ack(b"t" * 16, 2**64 - 1, OK),
-        Ack(b"t" * 16, 0, UNKNOWN),
-        Ack(b"t" * 16, 0, 9),
+        Ack(1, OK),
+        Ack(2**64 - 1, OK),
+        Ack(0, UNKNOWN),
+        Ack(0, 9),
     ],
-    ids=["another token", "never begun", "far away", "no answer to a write", "no status"],
+    ids=["never begun", "far away", "no answer to a write", "no status"],
 )
 def test_acknowledgements_that_cannot_be(ack):
     """They break the channel, and nothing else."""
@@ -453,11 +490,13 @@ def test_acknowledgements_that_cannot_be(ack):
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
 
         def serve():
+            socks = []
             for _ in range(TcpRegion.streams):
-                sock = stack.enter_context(server.accept()[0])
-                sock.recv(4096)
-                sock.sendall(pack_ack(Ack(b"t" * 16, 0, OK)))
-            sock.sendall(pack_ack(ack))
+                socks.append(stack.enter_context(server.accept()[0]))
+                socks[-1].recv(4096)
+                socks[-1].sendall(pack_ack(Ack(0, OK)))
+            socks[0].recv(4096)  # the write has begun
+            socks[0].sendall(pack_ack(ack))
 
         thread = threading.Thread(target=serve)
         thread.start()

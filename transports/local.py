@@ -1,7 +1,13 @@
-"""Stream sockets between processes of one user on one host, and memory that is handed over through them.
+"""Channels between processes of one user on one host: the writer hands its memory over with the greeting of each
+stream, the reader copies from it.
 
-In the abstract namespace: nothing is left behind by a process that was killed. Anybody may connect, so both ends look
-at the other's user before they say anything.
+So the reader checks each write before a byte lands, no path from a peer is opened, nobody writes to anybody's memory
+(files are mapped to be read; CUDA maps a GPU's memory for both), and containers need not agree on paths. Then the
+writer sends the heads of writes, which say what is to be copied from where. Two streams are two copying threads in the
+reader.
+
+Sockets lie in the abstract namespace: nothing is left behind by a process that was killed. Anybody may connect, so both
+ends look at the other's user before they say anything.
 """
 
 from __future__ import annotations
@@ -13,25 +19,30 @@ import secrets
 import select
 import socket
 import struct
+import sys
 import time
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from pdx.errors import ChannelUnavailable, ProtocolError
-from pdx.transports.channel import Availability, RemoteRegion
-from pdx.transports.streams import fill
+from pdx.telemetry.host import host_id
+from pdx.transports.channel import Availability, Memory, Piece, RemoteRegion
+from pdx.transports.inbound import StreamListener
+from pdx.transports.outbound import StreamChannel, StreamRegion, open_streams
+from pdx.transports.streams import Buffer, fill
 
+STREAMS = 2
 MAX_LUGGAGE_BYTES = 512
 _BACKLOG = 64
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = "/proc/self/ns/net"
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _LENGTH = struct.Struct("!H")
 _INT_BYTES = array.array("i").itemsize
-_PF_EXITING = 0x4  # of the kernel's flags of a process
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
@@ -55,7 +66,7 @@ class Credentials(NamedTuple):
 
 def availability() -> Availability:
     """On Linux."""
-    if not _BOOT.exists() or not hasattr(socket, "SO_PEERCRED"):
+    if sys.platform != "linux":
         return Availability(is_ok=False, why="this is not Linux", fix="use tcp")
     return Availability(is_ok=True)
 
@@ -163,15 +174,6 @@ def is_shut(stream: socket.socket) -> bool:
     return bool(poller.poll(0))
 
 
-def has_begun_to_exit(pid: int) -> bool:
-    """Whether this process is gone or on its way: the kernel says so before it takes away anything of it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return bool(int(stat.rpartition(")")[2].split()[6]) & _PF_EXITING)
-
-
 def _rest(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
     rest = bytearray(nbytes)
     if nbytes and not fill(stream, rest, deadline=deadline):
@@ -181,8 +183,112 @@ def _rest(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 @functools.cache  # no process of ours changes either, and a node without descriptors must go on inviting peers
 def _here() -> tuple[str, str]:
-    return _BOOT.read_text().strip(), os.readlink(_NETWORK)
+    return host_id(), os.readlink(_NETWORK)
 
 
 def _socket_name(scheme: str, name: str) -> str:
     return f"\0pdx-{scheme}-{name}"
+
+
+class Source(Protocol):
+    """A writer's memory as its reader has opened it."""
+
+    nbytes: int
+
+    def close(self) -> None:
+        """Nobody reads it any more. Once."""
+
+
+class LocalChannel(StreamChannel):
+    """Sends heads only; `close` is final for the reader, too: it looks at the stream behind each copy."""
+
+    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
+        return ()
+
+
+class LocalListener(StreamListener):
+    """Copies from the writers' memory. A stream's luggage is the `Source` that was handed over through it."""
+
+    def __init__(self, scheme: str, memory: Memory, wake: Callable[[], None]) -> None:
+        """:raises ChannelUnavailable: it cannot listen."""
+        self.scheme = scheme
+        super().__init__(memory, wake, listen(scheme))
+
+    @abstractmethod
+    def _open(self, packed: bytes, fd: int, pid: int) -> Source:
+        """Open what the process `pid` has handed over; `fd` is closed behind this call, -1 if there was none.
+
+        :raises ProtocolError: it is nothing that a writer hands over.
+        :raises ChannelUnavailable: it cannot be opened here.
+        """
+
+    @abstractmethod
+    def _copy(self, source: Source, pieces: list[Piece]) -> None:
+        """Copy these pieces, which lie inside both memories. No copy runs on when this has returned or raised.
+
+        :raises ConnectionError: the writer is gone, and its bytes may have been others.
+        :raises ChannelBroken: they cannot be copied.
+        """
+
+    def _detail(self) -> bytes:
+        return address_of(self._server, self._memory.gpu)
+
+    def _origin(self, stream: socket.socket, address: Any) -> Credentials:
+        return peer_of(stream)
+
+    def _vet(self, stream: socket.socket) -> None:
+        if (uid := peer_of(stream).uid) != os.geteuid():
+            raise ProtocolError(f"a connection of user {uid}")
+
+    def _admit(self, stream: socket.socket) -> Source:
+        # The stream still has the deadline of the greeting.
+        packed, fd = take_over(stream)
+        try:
+            return self._open(packed, fd, peer_of(stream).pid)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _land(self, stream: socket.socket, luggage: Source, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if piece.nbytes > luggage.nbytes - piece.local:
+                raise ProtocolError(f"{piece} lies outside of the writer's {luggage.nbytes} bytes")
+        self._copy(luggage, pieces)
+        # A writer that closes its channel shuts the stream first and uses its memory again then: a copy behind which
+        # the stream is still open was made of the right bytes. Any other must not be notified.
+        if is_shut(stream):
+            raise ConnectionError("the writer has closed the channel")
+
+    def _drop(self, stream: socket.socket, nbytes: int) -> None:
+        """There is no payload."""
+
+    def _dismiss(self, luggage: Source | None) -> None:
+        if luggage is not None:
+            luggage.close()
+
+
+class LocalRegion(StreamRegion):
+    """Memory that can be handed to another process."""
+
+    crosses_wire: ClassVar[bool] = False
+    streams: ClassVar[int] = STREAMS
+
+    @abstractmethod
+    def _hand_over(self, stream: socket.socket) -> None:
+        """Send this region's memory, to be read.
+
+        :raises ChannelUnavailable: it cannot be handed over.
+        :raises OSError: the stream broke.
+        """
+
+    def _check(self, address: Address) -> None:
+        """:raises ChannelUnavailable: the memory behind this address is not for this region."""
+
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> LocalChannel:
+        address = address_in(remote)
+        self._check(address)
+        dial = partial(connect, self.scheme, address)
+        streams = open_streams(dial, remote.token, self.streams, timeout_s, self._hand_over)
+        channel = LocalChannel(self._memory.nbytes, remote, wake)
+        channel.start(streams)
+        return channel
