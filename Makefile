@@ -43,11 +43,11 @@ docs: $(READY)  ## the site, into build/site (a broken link or anchor is an erro
 	$(BIN)/sphinx-build -E -W --keep-going -n -q -c docs -d build/doctrees . build/site
 
 bench: $(READY)  ## measure
-	@$(BIN)/python -m pdx.bench.all
+	@$(BIN)/python -m pdx.bench
 
 gpu-test:  ## the tests that need an NVIDIA GPU, and the kernels under compute-sanitizer where it is installed
 	$(GPU_PYTHON) -m pytest tests/gpu $(ARGS)
-	$(GPU_PYTHON) -m pdx.bench.gpu_sanitizer
+	$(GPU_PYTHON) -m pdx.bench.gpu.sanitizer
 
 gpu-bench:  ## measure what needs an NVIDIA GPU (ARGS="--only kernels,pinned" for a part)
 	@$(GPU_PYTHON) -m pdx.bench.gpu $(ARGS)

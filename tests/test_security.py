@@ -110,10 +110,10 @@ def test_every_place_that_listens_is_known():
     """Each of them is tested for what it listens on: here, and in tests/transports for the channels."""
     binds = {where.partition(":")[0] for where, node in nodes(ast.Attribute) if node.attr == "bind"}
     assert {path for path in binds if not path.startswith("transports/")} == {
-        "pdx/cuda/handover.py",  # tests/node/test_gpu_handover.py
+        "pdx/cuda/handover.py",  # tests/cuda/test_gpu_handover.py
         "pdx/security/authenticator.py",
-        "pdx/security/entry.py",  # tests/node/test_desk.py
-        "pdx/security/front.py",  # tests/node/test_front.py
+        "pdx/security/entry.py",  # tests/security/test_desk.py
+        "pdx/security/front.py",  # tests/security/test_front.py
         "pdx/security/door.py",
         "proxy/server.py",  # the admin socket: tests/proxy/test_proxy_clients.py
         "pdx/cli/ports.py",  # it does not listen: it only keeps ports that are free
@@ -200,7 +200,7 @@ def test_names_without_end_open_no_sockets(place):
 def test_one_peer_cannot_speak_in_the_session_of_another(place):
     """CVE-2026-112266, CVE-2026-96762/96763: who guesses a number of somebody else's push reaches only its own.
 
-    What the node makes of it: tests/node/test_incoming.py.
+    What the node makes of it: tests/node/peers/test_incoming.py.
     """
     stage = Stage(place)
     try:

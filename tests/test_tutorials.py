@@ -89,7 +89,7 @@ def test_a_piece_that_was_changed_is_noticed():
     assert not is_piece("return self.worker.finished_loads()\nself.worker.end_forward()\n", program)
 
 
-# ---- two instances (engines are started by tests/engines and by the demo) -----------------------
+# ---- two instances (engines are started by tests/end_to_end and by the demo) -----------------------
 
 
 def test_the_connector_is_configured_as_pdx_serve_does_it():

@@ -14,7 +14,7 @@ from pdx.cli.listed import Counts
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdx.bench.system import Bed, System
+    from pdx.bench.systems.system import Bed, System
 
 TINY = "tiny"
 GIB, MIB = 1 << 30, 1 << 20
@@ -80,8 +80,8 @@ def breakdown(
     Writes result.json after every batch, then breakdown.json (the figures and their goals) and pictures. Ctrl-C ends
     it early: what was measured by then is kept, and the exit status is 130.
     """
-    from pdx.bench.breakdown import Settings
-    from pdx.bench.breakdown_run import Plan, run
+    from pdx.bench.breakdown.run import Plan, run
+    from pdx.bench.breakdown.turns import Settings
 
     settings = Settings(
         tokens=tuple(sorted(tokens)),
@@ -114,7 +114,7 @@ def choose_systems(names: str) -> tuple[dict[str, System], dict[str, str]]:
 
     :raises ConfigError: a name is unknown.
     """
-    from pdx.bench.systems import SYSTEMS
+    from pdx.bench.systems.names import SYSTEMS
 
     wanted = list(SYSTEMS) if names == "all" else [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in SYSTEMS]
@@ -130,9 +130,9 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
 
     :raises ConfigError: not the folder of a model whose KV cache has a known size.
     """
-    from pdx.bench.model_facts import model_facts
-    from pdx.bench.places import SCRATCH
-    from pdx.bench.system import Bed, is_cpu_build
+    from pdx.bench.harness.model_facts import model_facts
+    from pdx.bench.harness.places import SCRATCH
+    from pdx.bench.systems.system import Bed, is_cpu_build
 
     own: tuple[str, ...] = ("--disable-uvicorn-access-log",)
     if model is None:
@@ -163,7 +163,7 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
 
 def room_for_engines(bed: Bed) -> int:
     """How many engines there is memory for now."""
-    from pdx.bench.fleet import engines_that_fit
+    from pdx.bench.systems.fleet import engines_that_fit
     from pdx.cli.serve import flag
 
     kv_bytes = flag(bed.flags, KV_FLAG)

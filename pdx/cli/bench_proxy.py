@@ -14,8 +14,8 @@ from rich.text import Text
 from pdx.cli.listed import Counts, Names
 
 if TYPE_CHECKING:
-    from pdx.bench.proxy_load import Row
-    from pdx.bench.proxy_run import ProxyRun
+    from pdx.bench.proxy.load import Row
+    from pdx.bench.proxy.run import ProxyRun
 
 INTERRUPTED = 130  # as a shell shows SIGINT
 WIDTH = 150  # of tables that are not on a terminal
@@ -72,11 +72,11 @@ def proxy(
 
     Ctrl-C ends it and keeps what was measured (exit status 130).
     """
-    from pdx.bench.proxy_run import ProxyRun, Settings
-    from pdx.bench.proxy_stage import stage
-    from pdx.bench.result_file import ResultFile
-    from pdx.bench.stand_in_engine import Pace
-    from pdx.bench.steps import Steps
+    from pdx.bench.harness.result_file import ResultFile
+    from pdx.bench.harness.steps import Steps
+    from pdx.bench.proxy.run import ProxyRun, Settings
+    from pdx.bench.proxy.stage import stage
+    from pdx.bench.proxy.stand_in_engine import Pace
 
     _check(modes, concurrency=concurrency, prompt_tokens=prompt_tokens, tokens=tokens)
     run = ProxyRun(Settings(modes, concurrency, prompt_tokens, tokens, requests, Pace(first_ms, pace_ms)))

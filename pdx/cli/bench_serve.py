@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pdx.bench.goodput import Slo
-    from pdx.bench.serve import Settings
-    from pdx.bench.serve_client import Server
+    from pdx.bench.serve.client import Server
+    from pdx.bench.serve.goodput import Slo
+    from pdx.bench.serve.run import Settings
 
 INTERRUPTED = 130
 WORKLOADS = ("random", "long-document", "chat", "shared-prompt")
@@ -130,9 +130,9 @@ def serve(
 
     Figures are those of `vllm bench serve`, by its keys. Ctrl-C keeps what was measured.
     """
-    from pdx.bench.goodput import Slo
-    from pdx.bench.serve import Settings
-    from pdx.bench.serve_workloads import Workload, make_shape
+    from pdx.bench.serve.goodput import Slo
+    from pdx.bench.serve.run import Settings
+    from pdx.bench.serve.workloads import Workload, make_shape
 
     workload = Workload(shape["workload"])
     settings = Settings(
@@ -163,7 +163,7 @@ def serve(
 
 def _labels(addresses: list[str], labels: tuple[str, ...]) -> list[str]:
     """:raises ConfigError: there are not as many labels as services, or two files would have one name."""
-    from pdx.bench.serve_report import file_name
+    from pdx.bench.serve.report import file_name
     from pdx.errors import ConfigError
 
     found = list(labels) or [address.partition("://")[2].rstrip("/") for address in addresses]
@@ -196,11 +196,11 @@ def _measure(
     is_detailed: bool,
 ) -> int:
     """Run it, show it and keep it; returns the exit status."""
-    from pdx.bench.serve import Run, check_limits
-    from pdx.bench.serve_client import find_server, load
-    from pdx.bench.serve_progress import ServeProgress
-    from pdx.bench.serve_report import Report
-    from pdx.bench.serve_text import Writer
+    from pdx.bench.serve.client import find_server, load
+    from pdx.bench.serve.progress import ServeProgress
+    from pdx.bench.serve.report import Report
+    from pdx.bench.serve.run import Run, check_limits
+    from pdx.bench.serve.text import Writer
 
     async def look() -> list[Server]:
         return [await find_server(url, label, model, admin) for url, label, admin in places]

@@ -16,8 +16,8 @@ from pdx.cli.listed import ByteSizes, Counts, Names
 from pdx.cli.status import size
 
 if TYPE_CHECKING:
-    from pdx.bench.spread import Spread
-    from pdx.bench.store_run import StoreRun
+    from pdx.bench.harness.spread import Spread
+    from pdx.bench.store.run import StoreRun
 
 INTERRUPTED = 130  # as a shell shows SIGINT
 WIDTH = 150  # of tables that are not on a terminal
@@ -62,9 +62,9 @@ def store(
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("pdx bench store copies with PyTorch: pip install 'pdx-transport[torch]'")
-    from pdx.bench.result_file import ResultFile
-    from pdx.bench.steps import Steps
-    from pdx.bench.store_run import Settings, StoreRun, default_tiers
+    from pdx.bench.harness.result_file import ResultFile
+    from pdx.bench.harness.steps import Steps
+    from pdx.bench.store.run import Settings, StoreRun, default_tiers
 
     run = StoreRun(Settings(tiers or tuple(default_tiers()), sizes, chunks, rounds, index, questions))
     run.begin()
@@ -104,7 +104,7 @@ def show(run: StoreRun, console: Console) -> None:
 
 
 def _tiers(run: StoreRun) -> Table:
-    from pdx.bench.tiers import title
+    from pdx.bench.store.tiers import title
 
     settings = run.settings
     words = f"GB/s of {settings.chunks} chunks, median of {settings.rounds} rounds; ms of one chunk, p50 / p99"
@@ -128,7 +128,7 @@ def _tiers(run: StoreRun) -> Table:
 
 
 def _index(run: StoreRun) -> Table:
-    from pdx.bench.lookups import PROMPT_KEYS
+    from pdx.bench.store.lookups import PROMPT_KEYS
 
     words = f"{run.settings.questions:,} questions of one client; ms, p50 / p99"
     table = Table(title=f"lookups: {words}", title_justify="left")

@@ -18,7 +18,7 @@ from pdx.errors import ConfigError
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 if TYPE_CHECKING:
-    from pdx.bench.channel_trial import Told
+    from pdx.bench.channels.trial import Told
 
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
 INTERRUPTED = 130
@@ -61,9 +61,9 @@ def transfer(
     """
     check_channels(channels)
     try:
-        from pdx.bench import transfer as bench
-        from pdx.bench.channel_trial import check_room
-        from pdx.bench.interrupts import Interrupts
+        from pdx.bench.channels import transfer as bench
+        from pdx.bench.channels.trial import check_room
+        from pdx.bench.harness.interrupts import Interrupts
     except ImportError as error:
         raise ConfigError(f"this bench needs more packages ({error}): pip install 'pdx-transport[bench]'") from error
     depths = [_number(word) for word in in_flight.split(",")]
@@ -122,8 +122,8 @@ class Teller:
 
     def tell(self, scheme: str, message: Told) -> None:
         """What has just been measured, or could not be."""
-        from pdx.bench.bandwidth_plot import size_text
-        from pdx.bench.channel_trial import Failed
+        from pdx.bench.channels.bandwidth import size_text
+        from pdx.bench.channels.trial import Failed
 
         assert self._task is not None
         if isinstance(message, Failed):

@@ -13,7 +13,7 @@ from rich.console import Console
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pdx.bench.plan_options import Options
+    from pdx.bench.plan.options import Options
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SHARE = click.FloatRange(0.01, 1.0)
@@ -65,7 +65,7 @@ def plan(*, check: Path | None, at: int, out: Path | None, as_json: bool, **opti
     pdx plan --check result.json        the model against what `pdx bench breakdown` measured
     pdx plan --calibrate result.json    the same questions for the machine that was measured
     """
-    from pdx.bench.plan_options import Options
+    from pdx.bench.plan.options import Options
 
     asked = msgspec.convert(options, Options)
     if check is None:
@@ -75,15 +75,15 @@ def plan(*, check: Path | None, at: int, out: Path | None, as_json: bool, **opti
 
 
 def _plan(options: Options, out: Path | None, as_json: bool) -> None:
-    from pdx.bench.plan_model import make
-    from pdx.bench.plan_options import ask
-    from pdx.bench.plan_tables import show
+    from pdx.bench.plan.model import make
+    from pdx.bench.plan.options import ask
+    from pdx.bench.plan.tables import show
 
     asked = ask(options)
     pair = {"prefillers": options.prefillers, "decoders": options.decoders}
     found = make(asked.case, hardware=asked.hardware, links=asked.links, **pair, with_curve=out is not None)
     if out is not None:
-        from pdx.bench.plan_plots import draw, pyplot
+        from pdx.bench.plan.plots import draw, pyplot
 
         pyplot()  # refuse before anything is written
         _save(found, out / "plan.json")
@@ -96,9 +96,9 @@ def _plan(options: Options, out: Path | None, as_json: bool) -> None:
 
 
 def _check(options: Options, path: Path, at: int, out: Path | None, as_json: bool) -> None:
-    from pdx.bench.plan_check import check, speeds, table
-    from pdx.bench.plan_fit import load_result
-    from pdx.bench.plan_shapes import find_model
+    from pdx.bench.plan.check import check, speeds, table
+    from pdx.bench.plan.fit import load_result
+    from pdx.bench.plan.shapes import find_model
 
     shapes = find_model(options.model) if options.model else None
     found = check(load_result(path), system=options.system, at=at, shapes=shapes)

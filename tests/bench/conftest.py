@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdx.bench.system import Bed
+from pdx.bench.systems.system import Bed
 from pdx.cli import placement
 
 

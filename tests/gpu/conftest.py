@@ -6,22 +6,18 @@ With PDX_FAKE_GPU=1 those that need the driver alone run on the fake one, which 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_child import GpuChild
+
+from pdx.cuda.gpu import Gpu, all_gpus, why_no_gpu
+from pdx.cuda.memory import num_mapped
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "kernels"))  # paged_cases
-
-from gpu_child import GpuChild  # noqa: E402
-
-from pdx.cuda.gpu import Gpu, all_gpus, why_no_gpu  # noqa: E402
-from pdx.cuda.memory import num_mapped  # noqa: E402
-
 IS_FAKE = os.environ.get("PDX_FAKE_GPU") == "1"
 FAKE_BYTES = 256 << 20
 

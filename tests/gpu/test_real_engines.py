@@ -16,9 +16,9 @@ pytest.importorskip("zmq")
 
 from node_harness import NodeProcess, wait_until  # noqa: E402
 
-from pdx.bench.reference_engine import ReferenceEngine  # noqa: E402
-from pdx.bench.reference_model import Shapes  # noqa: E402
-from pdx.bench.reference_pair import NODES, EngineProcess, hand_over, legs, nodes_for  # noqa: E402
+from pdx.bench.reference.engine import ReferenceEngine  # noqa: E402
+from pdx.bench.reference.model import Shapes  # noqa: E402
+from pdx.bench.reference.pair import NODES, EngineProcess, hand_over, legs, nodes_for  # noqa: E402
 from pdx.config import ConnectorConfig  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.memory import num_mapped  # noqa: E402

@@ -1,6 +1,6 @@
 """The copy kernel natively: the cases of tests/kernels, every kind of memory it reaches, and what it must not do.
 
-`test_whole_batches` is what compute-sanitizer watches (see bench/gpu_sanitizer.py).
+`test_whole_batches` is what compute-sanitizer watches (see bench/gpu/sanitizer.py).
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ sys.stdin.read()
 
 
 def test_two_nodes_push_over_cuda_ipc(cuda: Gpu) -> None:
-    from pdx.bench.pair import TO, node_pair
+    from pdx.bench.harness.nodes import TO, node_pair
 
     free = cuda.free_bytes()
     with node_pair("cuda_ipc", 64 * MIB, gpu="0") as (a, b):

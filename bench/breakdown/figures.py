@@ -1,0 +1,357 @@
+"""The numbers that people quote, from a `records.Result`, and the goals they are held to. Arithmetic only.
+
+Systems are compared inside a round, because machines are shared and their speed drifts: a ratio is the median over the
+rounds of (the other's / ours).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from pdx.bench.breakdown.records import Request, Result, Trace
+from pdx.bench.harness.report import Figure, at_least, at_most, plain
+
+OURS = "pdx"  # the system that goals are about
+OTHER = "nixl"  # the one it is compared with
+OTHER_YIELDING = "nixl-yield"  # the same without its polling thread's share
+ALONE = "plain"
+TO_CLIENT = 10.0
+TO_RUNNABLE = 2.5
+COPIES, EXTRA_MS = 1.3, 15.0
+TTFT = 1.05
+TTFT_TOGETHER = 1.5
+ITL = 1.0
+TOGETHER = 4  # requests at once for which goals hold
+GOAL_TOKENS = (4000, 8000)  # lengths for which goals were set; they are applied at all others, too
+OVERHEAD = 1.01
+SHARE = 0.01
+SMALLEST_MS = 1.0  # what two clocks and a metric may be off; a shorter handoff counts as this
+RECOMPUTED = 256  # prompt tokens: a decode engine that computes more than a last block or chunk did not get them
+
+COPYING = "with the copying inside prefill"
+
+Value = Callable[[Request], float | None]
+
+
+def to_client_ms(request: Request) -> float | None:
+    """The client's first token without the prefill engine's work and queue; None: not known.
+
+    What that token passes through is in it: for PDX, which sends the prefill engine's, one engine's API and tokenizer;
+    for the others those of both, and the decode engine's first step.
+    """
+    if request.engines is None or request.decode_first_ms is None:
+        return None
+    return request.ttft_ms - request.engines.prefill_queue_ms - request.engines.prefill_ms
+
+
+def to_runnable_ms(request: Request) -> float | None:
+    """The decode engine's first token without both engines' work and the prefill engine's queue; None: not known.
+
+    HTTP and the tokenizer are in it, for every system alike. So is the decode engine's first step if it computed
+    prompt tokens that it should have been handed.
+    """
+    if request.engines is None or request.decode_first_ms is None:
+        return None
+    engines = request.engines
+    first_ms = engines.decode_first_ms if engines.computed_tokens <= RECOMPUTED else 0.0
+    work_ms = engines.prefill_queue_ms + engines.prefill_ms + first_ms
+    return request.decode_first_ms - work_ms
+
+
+def to_client_with_queue_ms(request: Request) -> float | None:
+    """As `to_client_ms`, with the time that the request waited in the prefill engine's queue. Nobody else was there,
+    so that is the connector's own doing. The first milliseconds of looking chunks up and asking for room are not in
+    it: they are part of a scheduling step, which the engine's metrics count as prefill."""
+    handoff = to_client_ms(request)
+    return None if handoff is None or request.engines is None else handoff + request.engines.prefill_queue_ms
+
+
+def with_copying(handoff: Value) -> Value:
+    """The same handoff, with what the prefill engine's forward pass stood still for copying: its own metrics count
+    that as prefill. Only where pages are copied inside the forward pass, as on a CPU."""
+
+    def value(request: Request) -> float | None:
+        found = handoff(request)
+        return None if found is None or request.parts is None else found + request.parts.gather.exposed_ms
+
+    return value
+
+
+def handoff_ms(trace: Trace) -> float | None:
+    """From the end of prefill until the decode engine may run, by PDX's timeline."""
+    marks = trace.marks
+    return marks["runnable"] - marks["prefill_end"] if marks.keys() >= {"runnable", "prefill_end"} else None
+
+
+def figures(result: Result) -> list[Figure]:
+    """All of them; those without data are missing, see `missing`."""
+    found: list[Figure] = []
+    for tokens in sorted({request.prompt_tokens for request in result.requests}):
+        found += _alone(result, tokens)
+        for concurrency in sorted({request.concurrency for request in result.requests} - {1}):
+            found += _together(result, tokens, concurrency)
+    return found + _answers(result) + _overhead(result)
+
+
+def missing(result: Result) -> list[str]:
+    """Goals that this result says nothing about, or not enough, and why."""
+    ran = {request.system for request in result.requests}
+    if result.again and not {OURS, OTHER} & (ran | result.not_run.keys()):
+        return []  # a run about reuse: goals are about pairs
+    lacking = [
+        f"{what}: {name} did not run ({result.not_run.get(name, 'not asked for')})"
+        for name, what in ((OURS, "all goals"), (OTHER, "handoffs, TTFT and ITL against it"), (ALONE, "TTFT, answers"))
+        if name not in ran
+    ]
+    if OTHER in ran and OTHER_YIELDING not in ran:
+        why = result.not_run.get(OTHER_YIELDING, "not asked for")
+        lacking.append(f"how much of {OTHER}'s figures is its polling thread's: {OTHER_YIELDING} did not run ({why})")
+    if result.overhead is None:
+        lacking.append("the benchmark's own overhead was not measured")
+    measured = {(request.prompt_tokens, request.concurrency) for request in result.requests}
+    for tokens in GOAL_TOKENS:
+        absent = [str(number) for number in (1, TOGETHER) if (tokens, number) not in measured]
+        if tokens not in {length for length, _ in measured}:
+            lacking.append(f"prompts of {tokens:,} tokens were not measured")
+        elif absent:
+            lacking.append(f"{tokens:,} tokens were not measured with {' and '.join(absent)} at once")
+    have = {figure.name for figure in figures(result) if figure.goal}
+    return lacking + [f"{name}: not known of any round" for name in _due(measured, ran) if name not in have]
+
+
+def _due(measured: Iterable[tuple[int, int]], ran: set[str]) -> Iterator[str]:
+    """Names of the figures with goals that such requests of these systems must give."""
+    for tokens, concurrency in sorted(measured):
+        if concurrency == 1:
+            head = f"{tokens:,} tokens:"
+            if {OURS, OTHER} <= ran:
+                yield f"{head} handoff, {OTHER} / {OURS}, client's first token"
+                yield f"{head} handoff, {OTHER} / {OURS}, decoder may run"
+            if {OURS, ALONE} <= ran:
+                yield f"{head} TTFT, {OURS} / prefill alone"
+            if OURS in ran:
+                yield f"{head} {OURS}: prefill's end until the decoder may run, by its timeline"
+        elif concurrency == TOGETHER and {OURS, OTHER} <= ran:
+            for what in ("TTFT", "ITL"):
+                yield f"{tokens:,} tokens, {concurrency} at once: mean {what}, {OTHER} / {OURS}"
+
+
+def _alone(result: Result, tokens: int) -> list[Figure]:
+    """Of requests that had everything for themselves."""
+    rows = {system: _rows(result, system, tokens, 1) for system in _systems(result)}
+    head = f"{tokens:,} tokens:"
+    copying = _with_copying(result)
+    found = []
+    for system, requests in rows.items():
+        for what, unit, value in (
+            ("TTFT", "ms", _ttft),
+            ("handoff to the client's first token", "ms", to_client_ms),
+            ("the same with the prefill engine's queue", "ms", to_client_with_queue_ms),
+            ("handoff until the decoder may run", "ms", to_runnable_ms),
+            *((f"{what}, {COPYING}", "ms", value) for what, value in copying.items() if system.startswith(OURS)),
+            ("share of bytes moved when prefill ended", "", _hidden),
+            ("prompt tokens that the decoder computed", "", _computed),
+        ):
+            values = _values(requests, value)
+            if values:
+                found.append(plain(f"{head} {system}: {what}", statistics.median(values), unit, _spread(values)))
+    for system, requests in rows.items():
+        if system != ALONE:
+            ratios = _ratios(requests, rows.get(ALONE, []), _prefill)
+            found += _ratio(f"{head} prefill by its engine's metrics, {system} / {ALONE}", ratios, None)
+    found += _memcpy(result, tokens, head)
+    for system in rows:
+        if system.startswith(OURS):
+            found += _against(result, rows, system, head)
+    return found
+
+
+def _with_copying(result: Result) -> dict[str, Value]:
+    """Handoffs whose copying is to be counted, too, where the engines' metrics call it prefill."""
+    if result.settings.get("is_gather_beside"):  # not said by older results, all of CPUs
+        return {}
+    return {
+        "handoff to the client's first token": with_copying(to_client_ms),
+        "handoff until the decoder may run": with_copying(to_runnable_ms),
+    }
+
+
+def _against(result: Result, rows: Mapping[str, list[Request]], system: str, head: str) -> list[Figure]:
+    """One PDX system against each other pair and against plain vLLM, request by request."""
+    found = []
+    copying = [
+        (f"{what.partition(' the ')[2]}, {COPYING}", value, None) for what, value in _with_copying(result).items()
+    ]
+    for other in rows:
+        if other.startswith(OURS):
+            continue
+        is_goal = (system, other) == (OURS, OTHER)
+        for what, value, bound in (
+            ("client's first token", to_client_ms, TO_CLIENT),
+            ("client's first token with the queue", to_client_with_queue_ms, None),
+            ("decoder may run", to_runnable_ms, TO_RUNNABLE),
+            *copying,
+        ):
+            ratios = _ratios(rows[other], rows[system], value, smallest=SMALLEST_MS)
+            name = f"{head} handoff, {other} / {system}, {what}"
+            found += _ratio(name, ratios, bound if is_goal else None)
+        if other == ALONE:
+            ratios = _ratios(rows[system], rows[other], _ttft)
+            name = f"{head} TTFT, {system} / prefill alone"
+            found += _ratio(name, ratios, TTFT if system == OURS else None, is_upper=True)
+    return found
+
+
+def _memcpy(result: Result, tokens: int, head: str) -> list[Figure]:
+    """The handoff by PDX's own timeline, against a copy of the same bytes."""
+    nbytes = tokens * int(result.model.get("kv_bytes_per_token", 0))
+    copies = [each.copy_ms for each in result.copies if each.nbytes == nbytes]
+    if not copies:
+        return []
+    copy_ms = statistics.median(copies)
+    found = [plain(f"{head} one memcpy of its KV", copy_ms, "ms", f"{nbytes:,} B")]
+    for system in _systems(result):
+        traces = [each for each in result.traces if (each.system, each.prompt_tokens) == (system, tokens)]
+        handoffs = [handoff for each in traces if (handoff := handoff_ms(each)) is not None]
+        if not handoffs:
+            continue
+        name = f"{head} {system}: prefill's end until the decoder may run, by its timeline"
+        bound, value = round(COPIES * copy_ms + EXTRA_MS, 1), statistics.median(handoffs)
+        note = f"1.3 memcpy + 15 ms; {_spread(handoffs)}"
+        found.append(at_most(name, value, "ms", bound, note) if system == OURS else plain(name, value, "ms", note))
+    return found
+
+
+def _together(result: Result, tokens: int, concurrency: int) -> list[Figure]:
+    """Of requests sent at once: means over those of a round."""
+    rows = {system: _rows(result, system, tokens, concurrency) for system in _systems(result)}
+    head = f"{tokens:,} tokens, {concurrency} at once:"
+    found = []
+    for system, requests in rows.items():
+        for what, value in (("mean TTFT", _ttft), ("mean ITL", _itl)):
+            means = list(_means(requests, value).values())
+            if means:
+                found.append(plain(f"{head} {system}: {what}", statistics.median(means), "ms", _spread(means)))
+    for system in rows:
+        for other in rows if system.startswith(OURS) else ():
+            if other.startswith(OURS):
+                continue
+            is_goal = (system, other, concurrency) == (OURS, OTHER, TOGETHER)
+            for what, value, bound in (("TTFT", _ttft, TTFT_TOGETHER), ("ITL", _itl, ITL)):
+                own, theirs = _means(rows[system], value), _means(rows[other], value)
+                values = [theirs[round_] / own[round_] for round_ in sorted(own.keys() & theirs.keys())]
+                ratios = _Ratios(values, len({each.round for each in (*rows[system], *rows[other])}))
+                found += _ratio(f"{head} mean {what}, {other} / {system}", ratios, bound if is_goal else None)
+    return found
+
+
+def _answers(result: Result) -> list[Figure]:
+    compared = [request.is_same for request in result.requests if request.is_same is not None]
+    if not compared:
+        return []
+    note = f"{len(compared):,} of {sum(request.system != ALONE for request in result.requests):,} compared"
+    return [at_least("answers equal to plain vLLM's", sum(compared) / len(compared), "", 1.0, note)]
+
+
+def _overhead(result: Result) -> list[Figure]:
+    overhead = result.overhead
+    if overhead is None:
+        return []
+    interval = (
+        f"95 %: {overhead.e2e_ratio_low:.4f} to {overhead.e2e_ratio_high:.4f}, {overhead.pairs} pairs; "
+        "the shortest prompt, alone"
+    )
+    direct = f"{overhead.spans_per_request:.0f} spans of {overhead.span_us:.2f} µs in each request"
+    found = [
+        at_most("time with tracing / without", overhead.e2e_ratio, "", OVERHEAD, interval),
+        at_most("tracing's share of a request, counted", overhead.span_share, "", SHARE, direct),
+    ]
+    core_share = overhead.bench_core_share
+    if core_share is None and overhead.bench_cpu_share is not None and "cpus" in result.machine:
+        core_share = overhead.bench_cpu_share * int(result.machine["cpus"])
+    if core_share is not None:
+        found.append(plain("share of one core that this process used", core_share, "", "while requests ran"))
+    return found
+
+
+def _systems(result: Result) -> list[str]:
+    """Those that measured something, in the result's order."""
+    ran = {request.system for request in result.requests}
+    return [name for name in result.systems if name in ran] + sorted(ran - result.systems.keys())
+
+
+def _rows(result: Result, system: str, tokens: int, concurrency: int) -> list[Request]:
+    key = (system, tokens, concurrency)
+    return [each for each in result.requests if (each.system, each.prompt_tokens, each.concurrency) == key]
+
+
+def _values(requests: Iterable[Request], value: Value) -> list[float]:
+    return [found for request in requests if (found := value(request)) is not None]
+
+
+class _Ratios(NamedTuple):
+    values: list[float]
+    rounds: int  # in which either side was measured
+    raised: int = 0  # values in which one side counts as SMALLEST_MS
+
+
+def _ratios(over: Iterable[Request], under: Iterable[Request], value: Value, *, smallest: float = 0.0) -> _Ratios:
+    """Of requests of the same round that were alone; what is below `smallest` counts as that."""
+    above, below = ({request.round: value(request) for request in requests} for requests in (over, under))
+    pairs = [(above[round_], below[round_]) for round_ in sorted(above.keys() & below.keys())]
+    known = [(upper, lower) for upper, lower in pairs if upper is not None and lower is not None]
+    raised = sum(min(pair) < smallest for pair in known)
+    clamped = [(max(upper, smallest), max(lower, smallest)) for upper, lower in known]
+    values = [upper / lower for upper, lower in clamped if lower]
+    return _Ratios(values, len(above.keys() | below.keys()), raised)
+
+
+def _means(requests: Iterable[Request], value: Value) -> dict[int, float]:
+    """By round."""
+    grouped: dict[int, list[float]] = {}
+    for request in requests:
+        found = value(request)
+        if found is not None:
+            grouped.setdefault(request.round, []).append(found)
+    return {round_: statistics.fmean(values) for round_, values in grouped.items()}
+
+
+def _ratio(name: str, ratios: _Ratios, bound: float | None, *, is_upper: bool = False) -> list[Figure]:
+    values = ratios.values
+    if not values:
+        return []
+    of = f" of {ratios.rounds} rounds" if len(values) < ratios.rounds else ""
+    below = f"; {ratios.raised} below {SMALLEST_MS:g} ms counted as that" if ratios.raised else ""
+    value, note = statistics.median(values), f"median of {len(values)}{of}; {_spread(values)}{below}"
+    if bound is None:
+        return [plain(name, value, "×", note)]
+    return [(at_most if is_upper else at_least)(name, value, "×", bound, note)]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{min(values):,.2f} to {max(values):,.2f}"
+
+
+def _ttft(request: Request) -> float:
+    return request.ttft_ms
+
+
+def _itl(request: Request) -> float | None:
+    return request.mean_itl_ms
+
+
+def _hidden(request: Request) -> float | None:
+    return request.hidden_share
+
+
+def _prefill(request: Request) -> float | None:
+    return request.engines.prefill_ms if request.engines is not None else None
+
+
+def _computed(request: Request) -> float | None:
+    """Of a pair's decode engine."""
+    if request.engines is None or request.decode_first_ms is None:
+        return None
+    return request.engines.computed_tokens

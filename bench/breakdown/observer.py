@@ -1,0 +1,231 @@
+"""Sends a batch of requests to one running system and finds out where their time went, after they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from pdx.bench.breakdown import parts
+from pdx.bench.breakdown.parts import Clock
+from pdx.bench.breakdown.records import Engines, Parts
+from pdx.bench.harness import interrupts
+from pdx.bench.harness.ask import Answer, ask, session
+from pdx.bench.harness.engines import wait_until
+from pdx.bench.systems import engine_cache
+from pdx.bench.systems.engine_metrics import Watch
+from pdx.telemetry import trace
+from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
+from pdx.telemetry.trace import TraceSpan
+
+if TYPE_CHECKING:
+    from pdx.bench.systems.system import Running, System
+
+COUNTED_S = 10.0  # until an engine's metrics have the last request
+TOLD_S = 10.0  # until the proxy has every moment: nodes report once a second
+WRITTEN_S = 5.0  # until every span is in a file
+NO_PARTS = "what the engines or the proxy should have told, so there are no parts"
+
+
+class Asker:
+    """The one HTTP client of a run. For one thread.
+
+    `wall_s` and `cpu_s`: how long requests were under way, and what this process used of the processor meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.wall_s = 0.0
+        self.cpu_s = 0.0
+        self._runner = asyncio.Runner()
+        self._session: aiohttp.ClientSession | None = None
+
+    def __enter__(self) -> Asker:
+        self._runner.__enter__()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._session is not None:
+            self._runner.run(_close(self._session))
+        self._runner.close()
+
+    def together(self, url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
+        """Post all (request id, body) at once; their answers in the same order.
+
+        :raises AskFailed: one of them was not answered; the others are then given up.
+        """
+        start_at, used_s = time.perf_counter(), time.process_time()
+        try:
+            return interrupts.run(self._together(url, bodies), by=self._runner.run)
+        finally:
+            self.wall_s += time.perf_counter() - start_at
+            self.cpu_s += time.process_time() - used_s
+
+    async def _together(self, url: str, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
+        if self._session is None:
+            self._session = session()
+        tasks = [asyncio.ensure_future(ask(self._session, url, body, name)) for name, body in bodies]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _close(session: aiohttp.ClientSession) -> None:
+    await session.close()
+    await asyncio.sleep(0)  # its sockets are closed by the loop, one step later
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One answered request and what is known of it."""
+
+    answer: Answer
+    engines: Engines | None = None
+    parts: Parts | None = None
+    decode_first_ms: float | None = None
+    moved_bytes: int = 0
+    hidden_share: float | None = None
+    clock: Clock | None = None
+    spans: list[TraceSpan] = field(default_factory=list)
+    lacks: str = ""  # what should be known and is not
+
+
+class Observer:
+    """Of one running system. `traces`: the folder where its processes leave spans, None: they do not."""
+
+    def __init__(
+        self, system: System, running: Running, asker: Asker, traces: Path | None, *, is_gather_beside: bool
+    ) -> None:
+        self._system = system
+        self._running = running
+        self._asker = asker
+        self._traces = traces
+        self._is_gather_beside = is_gather_beside
+
+    def ask(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
+        """Send them, and find out nothing."""
+        return self._asker.together(self._running.url, bodies)
+
+    def empty_cache(self) -> None:
+        """The own prefix cache of a system with one engine, not what its connector keeps.
+
+        :raises CacheNotReset: it is not emptied.
+        """
+        engine_cache.reset(self._running.url)
+
+    def observe(self, bodies: Sequence[tuple[str, dict[str, Any]]]) -> list[Seen]:
+        """Send them together and wait for everything that is told of them.
+
+        :raises AskFailed, OSError: the system did not answer.
+        """
+        watch = Watch(self._running.prefill_url, self._running.decode_url, lambda have: wait_until(have, COUNTED_S))
+        answers = self.ask(bodies)
+        engines = watch.end(len(answers))
+        if self._system.is_pdx:
+            return self._from_timelines(answers, engines)
+        if self._system.engines == 1:
+            whole = parts.of_one_engine([answer.ttft_ms for answer in answers], engines) if engines else None
+            return [Seen(answer, engines, whole, lacks="" if whole else NO_PARTS) for answer in answers]
+        return self._from_moments(answers, engines)
+
+    def _from_moments(self, answers: Sequence[Answer], engines: Engines | None) -> list[Seen]:
+        found = [self._running.moments(answer.request_id) for answer in answers]
+        known = [moments for moments in found if moments is not None]
+        mean = parts.of_moments(known, engines) if engines and len(known) == len(answers) else None
+        return [
+            Seen(
+                answer=answer,
+                engines=engines,
+                parts=mean,
+                decode_first_ms=None if at is None else at["decode_first"] - answer.sent_ns / 1e6,
+                lacks="" if mean else NO_PARTS,
+            )
+            for answer, at in zip(answers, found, strict=True)
+        ]
+
+    def _from_timelines(self, answers: Sequence[Answer], engines: Engines | None) -> list[Seen]:
+        transfers = [answer.transfer for answer in answers]
+        timelines = self._timelines(transfers)
+        sums = [breakdown(moments) for moments in timelines]
+        spans, are_whole = self._spans(transfers, sums)
+        clocks = [Clock(moments) for moments in timelines]
+        wholes = self._parts(clocks, spans, engines)
+        lacks = "" if are_whole else "some spans, so gather and wire are too short"
+        return [
+            Seen(
+                answer=answer,
+                engines=engines,
+                parts=wholes[index],
+                decode_first_ms=(clock[Event.DECODE_FIRST] - answer.sent_ns) / 1e6 if clock.is_complete else None,
+                moved_bytes=sums[index].pushed_bytes or sums[index].moved_bytes,
+                hidden_share=sums[index].hidden_share,
+                clock=clock if clock.is_complete else None,
+                spans=spans[index],
+                lacks=lacks if wholes[index] is not None else NO_PARTS,
+            )
+            for index, (answer, clock) in enumerate(zip(answers, clocks, strict=True))
+        ]
+
+    def _parts(
+        self, clocks: Sequence[Clock], spans: Sequence[list[TraceSpan]], engines: Engines | None
+    ) -> Sequence[Parts | None]:
+        """Of each request of a batch; None of all if something is not known of one."""
+        if engines is None or not all(clock.is_complete for clock in clocks):
+            return [None for _ in clocks]
+        queued = parts.queued_ms([clock.to_admitted_ms for clock in clocks], engines.prefill_queue_ms)
+        return [
+            parts.of_transfer(
+                clock,
+                spans[index],
+                queued_ms=queued[index],
+                first_step_ms=engines.decode_first_ms,
+                is_gather_beside=self._is_gather_beside,
+            )
+            for index, clock in enumerate(clocks)
+        ]
+
+    def _timelines(self, transfers: Sequence[str]) -> list[list[Moment]]:
+        found: list[list[Moment]] = []
+
+        def are_told() -> bool:
+            found[:] = [self._running.timeline(transfer) or [] for transfer in transfers]
+            return all(map(_is_told, found))
+
+        wait_until(are_told, TOLD_S)
+        return found
+
+    def _spans(self, transfers: Sequence[str], sums: Sequence[Breakdown]) -> tuple[list[list[TraceSpan]], bool]:
+        """The spans of each transfer, and whether they have all the bytes that were gathered and sent."""
+        found: list[list[TraceSpan]] = [[] for _ in transfers]
+        folder = self._traces
+        if folder is None:
+            return found, False
+
+        def are_written() -> bool:
+            everything = trace.read(folder)
+            found[:] = [[span for span in everything if span.transfer == transfer] for transfer in transfers]
+            return all(
+                _nbytes(spans, "gather") >= each.moved_bytes and _nbytes(spans, "wire") >= each.pushed_bytes
+                for spans, each in zip(found, sums, strict=True)
+            )
+
+        return found, wait_until(are_written, WRITTEN_S)
+
+
+def _is_told(moments: Sequence[Moment]) -> bool:
+    """Whether everything has been reported; between two nodes that is more."""
+    events = {moment.event for moment in moments}
+    needed = parts.NEEDED | {Event.SEALED}
+    return events >= (needed | {Event.PUSHED, Event.LANDED} if Event.ACROSS in events else needed)
+
+
+def _nbytes(spans: Sequence[TraceSpan], lane: str) -> int:
+    return sum(span.nbytes for span in spans if span.lane == lane)

@@ -1,0 +1,315 @@
+"""Runs the latency breakdown: the same prompts to every system in turns, and where the time of each request went.
+
+What was measured is in `Breakdown.result` at any time, and in a file after every batch. Nothing here shows anything;
+a `Watcher` is told.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from pdx.bench.breakdown import overhead as breakdown_overhead
+from pdx.bench.breakdown import parts, records
+from pdx.bench.breakdown.bodies import Bodies
+from pdx.bench.breakdown.observer import Asker, Observer, Seen
+from pdx.bench.breakdown.records import Again, Copy, Kind, Request, Result
+from pdx.bench.harness.ask import AskFailed
+from pdx.bench.harness.interrupts import whole
+from pdx.bench.systems.engine_cache import CacheNotReset
+from pdx.errors import PdxError
+
+if TYPE_CHECKING:
+    from pdx.bench.systems.fleet import Fleet
+    from pdx.bench.systems.system import Running, System
+
+PLAIN = "plain"  # the system whose answers are right
+SAVED_S = 1.5  # for what a connector still saves when the answer is there
+TOKEN_WEIGHT = 50  # a token of the answer takes as long as so many of the prompt, for the progress bar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is asked."""
+
+    tokens: tuple[int, ...]
+    concurrency: tuple[int, ...]
+    output_tokens: int
+    rounds: int
+    warmups: int  # batches of the largest kind after each start of a system
+    overhead_pairs: int  # 0: the benchmark's own overhead is not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One batch of one system: `concurrency` requests of `tokens` at once."""
+
+    round: int
+    tokens: int
+    concurrency: int
+    system: str
+
+    def __str__(self) -> str:
+        return f"{self.system}, {self.concurrency} × {self.tokens:,} tokens, round {self.round + 1}"
+
+
+class Watcher(Protocol):
+    """Is told what goes on; amounts are of work, in no unit."""
+
+    def begin(self, amount: float) -> None:
+        """So much is to be done."""
+
+    def now(self, what: str) -> None:
+        """This begins."""
+
+    def done(self, amount: float, line: str) -> None:
+        """It is done, and this came of it."""
+
+    def note(self, line: str) -> None:
+        """Something worth knowing happened."""
+
+
+def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> list[Turn]:
+    """All batches. If all systems run at the same time they take turns within each point, each beginning as often;
+    otherwise within each round, so that none is started more often than rounds need."""
+    points = list(product(settings.tokens, settings.concurrency))
+    turns = []
+    for round_ in range(settings.rounds):
+        if all_at_once:
+            for index, (tokens, concurrency) in enumerate(points):
+                turns += [Turn(round_, tokens, concurrency, name) for name in _rotated(systems, round_ + index)]
+        else:
+            for name in _rotated(systems, round_):
+                turns += [Turn(round_, tokens, concurrency, name) for tokens, concurrency in points]
+    return turns
+
+
+def _rotated(names: Sequence[str], by: int) -> list[str]:
+    first = by % len(names) if names else 0
+    return [*names[first:], *names[:first]]
+
+
+class Breakdown:
+    """One run. State: the result, the texts to compare, who has failed, and the observers of what runs. One thread.
+
+    `traces`: a private folder in which each PDX system has its spans, by name. `copy_ms`: waits until engines sleep and
+    times one memcpy of so many bytes; None: neither.
+    """
+
+    def __init__(
+        self,
+        result: Result,
+        path: Path,
+        settings: Settings,
+        *,
+        systems: Mapping[str, System],
+        fleet: Fleet,
+        bodies: Bodies,
+        traces: Path,
+        watcher: Watcher,
+        copy_ms: Callable[[int], float] | None,
+        is_gather_beside: bool,
+    ) -> None:
+        self.result = result
+        self._path = path
+        self._settings = settings
+        self._systems = systems
+        self._fleet = fleet
+        self._bodies = bodies
+        self._traces = traces
+        self._watcher = watcher
+        self._copy_ms = copy_ms
+        self._is_gather_beside = is_gather_beside
+        self._observers: dict[str, tuple[Running, Observer]] = {}
+        self._texts: dict[tuple[str, int, int, int, int], str] = {}
+        singles = {name for name, system in systems.items() if not system.is_pair}
+        self._reusing = singles if any(systems[name].keeps for name in singles) else set()
+        self._hits: dict[tuple[str, int, int], str] = {}  # answers to other questions about a document
+
+    def run(self) -> None:
+        """Measure everything; after an interruption `result` has what was measured until then.
+
+        Systems that cannot be started or stop answering are named in `result.not_run`, and the others go on.
+        """
+        turns = order(self._settings, list(self._systems), all_at_once=self._fleet.holds_all)
+        self._watcher.begin(sum(map(self._amount, turns)))
+        with whole(Asker()) as asker:
+            for turn in turns:
+                self._watcher.now(str(turn))
+                line = self._take(turn, asker)
+                self._watcher.done(self._amount(turn), f"{turn}: {line}")
+            if self._settings.overhead_pairs:
+                self._measure_overhead(asker)
+        self.result.is_complete = True
+        records.save(self.result, self._path)
+
+    def _amount(self, turn: Turn) -> float:
+        return turn.concurrency * (turn.tokens + TOKEN_WEIGHT * self._settings.output_tokens)
+
+    def _take(self, turn: Turn, asker: Asker) -> str:
+        """One batch of a system that has not failed; what is to be said of it."""
+        if turn.system in self.result.not_run:
+            return "left out"
+        try:
+            observer = self._observer(turn.system, asker)
+            names = [f"{turn.round} {turn.tokens} {turn.concurrency} {index}" for index in range(turn.concurrency)]
+            seen = observer.observe(self._bodies.make(turn.system, turn.tokens, names))
+            self._check(seen, turn)
+        except (AskFailed, PdxError, OSError) as error:
+            self._give_up(turn, error)
+            return "failed"
+        self._keep(turn, seen)
+        if turn.concurrency == 1 and turn.system in self._reusing:
+            self._ask_again(turn, names[0], observer, seen[0])
+        self._take_copy(turn)
+        self._compare()
+        records.save(self.result, self._path)
+        return _line(self.result.requests[-turn.concurrency :], seen)
+
+    def _ask_again(self, turn: Turn, name: str, observer: Observer, cold: Seen) -> None:
+        """The prompt of a batch once more, then another question about its document to an engine with an empty cache.
+
+        :raises AskFailed, OSError: the system did not answer.
+        """
+        same, other = self._bodies.again(turn.system, turn.tokens, name)
+        (own,) = observer.observe([same])
+        time.sleep(SAVED_S)
+        try:
+            observer.empty_cache()
+        except CacheNotReset as error:
+            self._reusing.discard(turn.system)
+            self._watcher.note(f"{turn.system}: prompts that were seen before are left out: {error}")
+            return
+        (hit,) = observer.observe([other])
+        kind = Kind.HIT if self._systems[turn.system].keeps else Kind.LOST
+        self._hits[turn.system, turn.round, turn.tokens] = hit.answer.text
+        for each, seen in ((Kind.COLD, cold), (Kind.OWN, own), (kind, hit)):
+            found = seen.engines.found if seen.engines else None
+            if found is None:
+                raise AskFailed("the engine's metrics do not tell where the tokens of a prompt were found")
+            is_same = own.answer.text == cold.answer.text if each is Kind.OWN else None
+            again = Again(turn.system, turn.round, turn.tokens, each, seen.answer.ttft_ms, found, is_same)
+            self.result.again.append(again)
+
+    def _take_copy(self, turn: Turn) -> None:
+        """Time the reference, while no engine takes processor time."""
+        if self._copy_ms is not None:
+            self._fleet.rest()
+            nbytes = turn.tokens * int(self.result.model["kv_bytes_per_token"])
+            self.result.copies.append(Copy(turn.round, nbytes, self._copy_ms(nbytes)))
+
+    def _observer(self, name: str, asker: Asker) -> Observer:
+        """Of the system as it runs now; one that was just started has been warmed up."""
+        if name not in self._fleet.running:
+            self._watcher.now(f"starting {name}")
+        running = self._fleet.get(name)
+        known = self._observers.get(name)
+        if known is not None and known[0] is running:
+            return known[1]
+        system = self._systems[name]
+        traces = self._traces / name if system.is_pdx else None
+        observer = Observer(system, running, asker, traces, is_gather_beside=self._is_gather_beside)
+        tokens, together = max(self._settings.tokens), max(self._settings.concurrency)
+        for number in range(self._settings.warmups):
+            self._watcher.now(f"warming up {name}, {number + 1} of {self._settings.warmups}")
+            observer.observe(self._bodies.make(name, tokens, [f"warm {number} {index}" for index in range(together)]))
+        self._observers[name] = (running, observer)
+        return observer
+
+    def _check(self, seen: Sequence[Seen], turn: Turn) -> None:
+        for each in seen:
+            counts = (each.answer.prompt_tokens, each.answer.output_tokens)
+            if counts != (turn.tokens, self._settings.output_tokens):
+                asked = f"{turn.tokens} prompt tokens and {self._settings.output_tokens} of answer"
+                raise AskFailed(f"asked for {asked}, got {counts[0]} and {counts[1]}")
+
+    def _give_up(self, turn: Turn, error: Exception) -> None:
+        has_measured = any(request.system == turn.system for request in self.result.requests)
+        where = f"stopped answering ({turn}): " if has_measured else ""
+        self.result.not_run[turn.system] = f"{where}{error}"
+        self._watcher.note(f"{turn.system} is left out from here on: {where}{error}")
+        records.save(self.result, self._path)
+
+    def _keep(self, turn: Turn, seen: Sequence[Seen]) -> None:
+        for index, each in enumerate(seen):
+            answer = each.answer
+            self._texts[turn.system, turn.round, turn.tokens, turn.concurrency, index] = answer.text
+            self.result.requests.append(
+                Request(
+                    system=turn.system,
+                    round=turn.round,
+                    prompt_tokens=answer.prompt_tokens,
+                    concurrency=turn.concurrency,
+                    index=index,
+                    ttft_ms=answer.ttft_ms,
+                    itl_ms=answer.itl_ms,
+                    e2e_ms=answer.e2e_ms,
+                    output_tokens=answer.output_tokens,
+                    decode_first_ms=each.decode_first_ms,
+                    is_same=None,
+                    parts=each.parts,
+                    engines=each.engines,
+                    moved_bytes=each.moved_bytes,
+                    hidden_share=each.hidden_share,
+                )
+            )
+            if each.clock is not None and turn.concurrency == 1:
+                self._keep_trace(turn, each.clock, each)
+
+    def _keep_trace(self, turn: Turn, clock: parts.Clock, seen: Seen) -> None:
+        """The moments of every request that was alone; the spans of the first one of each length."""
+        has_spans = any(
+            trace.spans and (trace.system, trace.prompt_tokens) == (turn.system, turn.tokens)
+            for trace in self.result.traces
+        )
+        spans = [] if has_spans else seen.spans
+        self.result.traces.append(parts.trace_of(turn.system, turn.tokens, clock, spans))
+
+    def _compare(self) -> None:
+        """Every answer with plain vLLM's to the same prompt, once both are there."""
+        for at, request in enumerate(self.result.requests):
+            if request.is_same is None and request.system != PLAIN:
+                key = (request.round, request.prompt_tokens, request.concurrency, request.index)
+                right, own = self._texts.get((PLAIN, *key)), self._texts.get((request.system, *key))
+                if right is not None:
+                    self.result.requests[at] = msgspec.structs.replace(request, is_same=own == right)
+        for at, again in enumerate(self.result.again):
+            right = self._hits.get((PLAIN, again.round, again.prompt_tokens))
+            if again.kind is Kind.HIT and again.is_same is None and right is not None:
+                own = self._hits[again.system, again.round, again.prompt_tokens]
+                self.result.again[at] = msgspec.structs.replace(again, is_same=own == right)
+
+    def _measure_overhead(self, asker: Asker) -> None:
+        """On the first PDX system that still answers."""
+        name = next((each for each in self._pdx_systems() if each not in self.result.not_run), None)
+        if name is None:
+            return
+        tokens, pairs = min(self._settings.tokens), self._settings.overhead_pairs
+        self._watcher.now(f"the benchmark's own overhead on {name}, {pairs} pairs")
+        bodies = (self._bodies.make(name, tokens, [f"overhead {number}"]) for number in range(2 * pairs))
+        try:
+            for overhead in breakdown_overhead.measure(self._observer(name, asker), bodies, self._traces / name, asker):
+                self.result.overhead = overhead
+                records.save(self.result, self._path)
+        except (AskFailed, PdxError, OSError) as error:
+            self._watcher.note(f"{name} stopped answering while the overhead was measured: {error}")
+
+    def _pdx_systems(self) -> Iterator[str]:
+        return (name for name, system in self._systems.items() if system.is_pdx)
+
+
+def _line(batch: Sequence[Request], seen: Sequence[Seen]) -> str:
+    """What came of a batch, in short."""
+    ttft_ms = statistics.fmean(request.ttft_ms for request in batch)
+    gaps = [gap for request in batch for gap in request.itl_ms]
+    itl = f", {statistics.fmean(gaps):.1f} ms between tokens" if gaps else ""
+    wrong = "; an answer DIFFERS from plain vLLM's" if any(request.is_same is False for request in batch) else ""
+    lacks = next((f"; it lacks {each.lacks}" for each in seen if each.lacks), "")
+    return f"first token after {ttft_ms:,.0f} ms{itl}{wrong}{lacks}"

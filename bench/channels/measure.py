@@ -1,0 +1,253 @@
+"""Each channel against the technology under it, called directly: `python -m pdx.bench.channels [SCHEME…]`.
+
+Messages of 4 KB to 16 MB from one process to another, one and many in flight. Both sides walk through the same two
+256 MiB of shared memory, so that caches help nobody; both are timed in the same rounds, one after the other. Writes
+`results/channels.json` and `results/channels.png`. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from rich.table import Table
+
+from pdx.bench.channels.raw import RAW, Flow, Raw, RawShm, SharedFile
+from pdx.bench.channels.receiver import Receiver
+from pdx.bench.harness.places import RESULTS
+from pdx.bench.harness.report import Figure, at_least, console, machine, plain, publish, significant
+from pdx.bench.harness.timing import measure
+from pdx.errors import ChannelUnavailable
+from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
+from pdx.transports.registry import find
+
+MIB = 1 << 20
+RING = 256 * MIB
+SIZES = tuple((4 << 10) << (2 * step) for step in range(7))  # 4 KB … 16 MB
+MANY = 8
+PASS_BYTES = 128 * MIB  # in one measurement, unless that would be more than
+PASS_MESSAGES = 1024
+REPEATS = 7
+GOALS = {"shm": 0.9, "tcp": 0.9, "nixl": 0.9, "ucx": 0.85}
+CHECKED = 4 * MIB  # bytes of a message when it is seen that all bytes arrive
+LARGE = 1 * MIB  # goals hold from here on
+NOTIFY = b"bench"
+POLL_S = 0.0002  # between looks at what does not wake us
+MEMCPY = "memcpy"  # where a scheme is named: no channel, to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured case; rates in GB/s of bytes sent, medians. None: the raw technology was not measured."""
+
+    scheme: str
+    nbytes: int
+    in_flight: int
+    raw_gb_s: float | None
+    gb_s: float
+    ratio: float | None  # ours / raw, median over the rounds
+    one_thread_gb_s: float = 0.0  # shm: memcpy by one thread, where `raw` has more
+
+    @property
+    def us_per_message(self) -> float:
+        """Microseconds from the end of one message to the end of the next."""
+        return self.nbytes / self.gb_s / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured. `ring`: bytes that each side walks through, a multiple of `CHECKED`; a size times the messages
+    in flight must fit in."""
+
+    sizes: tuple[int, ...] = SIZES
+    depths: tuple[int, ...] = (1, MANY)
+    repeats: int = REPEATS
+    has_raw: bool = True
+    ring: int = RING
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """(size, in flight) in the order in which they are measured."""
+        return [(size, depth) for depth in self.depths for size in self.sizes]
+
+
+class Sender:
+    """Our channel as `Raw.send` has the raw one."""
+
+    def __init__(self, region: type[Region], file: SharedFile) -> None:
+        self._bell = threading.Event()
+        self.region = region.register(file.memory, wake=self._bell.set)
+        self._ring = file.memory.nbytes
+        self._channel: Channel | None = None
+
+    def connect(self, remote: RemoteRegion) -> None:
+        """To a receiver."""
+        self._channel = self.region.connect(remote)
+
+    def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
+        """See `Channel.write`."""
+        assert self._channel is not None
+        return self._channel.write(pieces, notify)
+
+    def send(self, flow: Flow) -> None:
+        """All messages; returns when all are acknowledged."""
+        under_way: deque[Transfer] = deque()
+        for offset in flow.offsets(self._ring):
+            under_way.append(self.write([Piece(offset, offset, flow.nbytes)], NOTIFY))
+            if len(under_way) == flow.depth:
+                self.finish(under_way.popleft())
+        while under_way:
+            self.finish(under_way.popleft())
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait until it is over, as a node does."""
+        while True:
+            self._bell.clear()
+            if transfer.poll():
+                break
+            self._bell.wait(POLL_S if self.region.is_polled else 5.0)
+        if transfer.error is not None:
+            raise transfer.error
+
+
+class Walk:
+    """Hands out flows that go on where the last one ended."""
+
+    def __init__(self, nbytes: int, depth: int, ring: int) -> None:
+        self.count = max(depth, min(PASS_MESSAGES, PASS_BYTES // nbytes))
+        self.nbytes = nbytes
+        self._depth = depth
+        self._at = 0
+        self._used = ring - ring % nbytes
+
+    def __call__(self, send: Callable[[Flow], None]) -> Callable[[], None]:
+        """Send the next flow so."""
+
+        def call() -> None:
+            flow = Flow(self._at, self.nbytes, self.count, self._depth)
+            self._at = (self._at + self.nbytes * self.count) % self._used
+            send(flow)
+
+        return call
+
+
+def check(send: Callable[[Flow], None], source: SharedFile, target: SharedFile, what: str) -> None:
+    """A pass over everything must make the two memories equal."""
+    target.array[:] = 0
+    send(Flow(0, CHECKED, target.memory.nbytes // CHECKED, 4))
+    if not numpy.array_equal(source.array, target.array):
+        raise RuntimeError(f"{what} did not bring all bytes")
+
+
+def measure_scheme(scheme: str, options: Options, folder: Path, on_row: Callable[[Row], None]) -> None:
+    """All cases of one channel, each told as soon as it is measured. `folder`, in /dev/shm, is the caller's to remove.
+
+    The raw technology is measured where there is one of that name. That all bytes arrive is seen first.
+
+    :raises ChannelUnavailable: it does not work here.
+    """
+    region = find(scheme)
+    found = region.availability()
+    if not found.is_ok:
+        raise ChannelUnavailable(found.why)
+    source = SharedFile(folder / "source", options.ring)
+    source.array[:] = numpy.frombuffer(numpy.random.default_rng(7).bytes(options.ring), dtype=numpy.uint8)
+    with Receiver(scheme, folder / "target", options.ring) as receiver:
+        target = SharedFile(receiver.path, options.ring)
+        sender = Sender(region, source)
+        raw = RAW[scheme](source.memory) if options.has_raw and scheme in RAW else None
+        try:
+            sender.connect(receiver.remote)
+            check(sender.send, source, target, f"channel {scheme}")
+            if raw is not None:
+                raw.connect(receiver.raw_detail)
+                check(raw.send, source, target, f"raw {scheme}")
+            for size, depth in options.cases:
+                on_row(_row(scheme, sender, raw, Walk(size, depth, options.ring), depth, options.repeats))
+        finally:
+            if raw is not None:
+                raw.close()
+            sender.region.close()
+
+
+def measure_memcpy(options: Options, folder: Path, on_row: Callable[[Row], None]) -> None:
+    """One thread copies from one such memory to another, message by message: no channel does that with less."""
+    source, target = (SharedFile(folder / name, options.ring) for name in ("source", "target"))
+
+    def copy(flow: Flow) -> None:
+        for offset in flow.offsets(options.ring):
+            ctypes.memmove(target.memory.address + offset, source.memory.address + offset, flow.nbytes)
+
+    for size in options.sizes:
+        walk = Walk(size, 1, options.ring)
+        timing = measure({"copy": walk(copy)}, reference="copy", repeats=options.repeats)["copy"]
+        on_row(Row(MEMCPY, size, 1, None, significant(timing.rate(walk.count * size / 1e9)), None))
+
+
+def _row(scheme: str, sender: Sender, raw: Raw | None, walk: Walk, depth: int, repeats: int) -> Row:
+    calls = {"ours": walk(sender.send)}
+    if raw is not None:
+        calls = {"raw": walk(raw.send), **calls}
+    if isinstance(raw, RawShm) and depth > 1:
+        calls["one thread"] = walk(raw.copy_alone)
+    timings = measure(calls, reference="raw" if raw is not None else "ours", repeats=repeats)
+    amount = walk.count * walk.nbytes / 1e9
+    rates = {name: significant(timing.rate(amount)) for name, timing in timings.items()}
+    ratio = significant(timings["ours"].ratio) if raw is not None else None
+    return Row(scheme, walk.nbytes, depth, rates.get("raw"), rates["ours"], ratio, rates.get("one thread", 0.0))
+
+
+def show(rows: list[Row]) -> None:
+    """All rows as a table."""
+    table = Table(title=f"channels against what is under them, GB/s, median of {REPEATS}", title_justify="left")
+    for column in ("channel", "bytes", "in flight", "raw", "ours", "ours / raw"):
+        table.add_column(column, justify="left" if column == "channel" else "right")
+    for row in rows:
+        rates = ("" if rate is None else f"{rate:.3f}" for rate in (row.raw_gb_s, row.gb_s, row.ratio))
+        table.add_row(row.scheme, f"{row.nbytes:,}", str(row.in_flight), *rates)
+    console.print(table)
+
+
+def figures(rows: list[Row], skipped: dict[str, str]) -> list[Figure]:
+    """The medians over the large sizes that goals are set for."""
+    found = []
+    for scheme in dict.fromkeys(row.scheme for row in rows):
+        for depth, words in ((1, "one in flight"), (MANY, f"{MANY} in flight")):
+            large = [row for row in rows if (row.scheme, row.in_flight) == (scheme, depth) and row.nbytes >= LARGE]
+            ratio = statistics.median(row.ratio or 0.0 for row in large)
+            parts = ", ".join(f"{row.nbytes // MIB} MB {row.gb_s:.2f} of {row.raw_gb_s or 0.0:.2f}" for row in large)
+            name = f"{scheme}, {words}: share of the raw rate at ≥ 1 MB"
+            found.append(at_least(name, ratio, "", GOALS[scheme], f"GB/s: {parts}"))
+            if large[0].one_thread_gb_s:
+                alone = statistics.median(row.gb_s / row.one_thread_gb_s for row in large)
+                found.append(plain(f"{scheme}, {words}: against memcpy by one thread", alone, ""))
+    return found + [plain(f"{scheme}: skipped", 0.0, "", why) for scheme, why in skipped.items()]
+
+
+def main() -> None:
+    from pdx.bench.channels.bandwidth import draw
+
+    rows: list[Row] = []
+    skipped: dict[str, str] = {}
+    for scheme in sys.argv[1:] or RAW:
+        with tempfile.TemporaryDirectory(prefix="pdx-bench-", dir="/dev/shm") as folder:
+            try:
+                measure_scheme(scheme, Options(), Path(folder), rows.append)
+            except ChannelUnavailable as error:
+                skipped[scheme] = str(error)
+    show(rows)
+    if len(sys.argv) > 1:
+        return  # a look at some of them is no result
+    title = f"channels against the technology under them, median of {REPEATS} rounds"
+    draw(rows, RESULTS / "channels.png", machine(), f"Median of {REPEATS} rounds")
+    details: dict[str, Any] = {"rows": [asdict(row) for row in rows], "skipped": skipped}
+    publish("channels", title, figures(rows, skipped), details)

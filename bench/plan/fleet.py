@@ -1,0 +1,312 @@
+"""Two ways to serve a workload with so many engines, and what each costs its requests.
+
+Disaggregated: a line before the prefill engines (M/G/c), then decode engines with a steady batch (Little's law).
+Mixed: each engine does both, prompts in chunks beside the tokens that it decodes. Seconds, tokens; pure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Literal
+
+import msgspec
+
+from pdx.bench.plan.engine import INF, Engine
+from pdx.bench.plan.queue import Line, poisson_high, steady
+from pdx.bench.plan.transfer import Overlap, group_of, overlap
+from pdx.bench.plan.units import show_time
+from pdx.bench.plan.workload import Link, Slo, Workload
+
+MOST_REQUESTS = 1e5  # on one engine, where its memory is not known
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a mean request's way to its second token; `second_gap_s` is between its first two tokens."""
+
+    request_s: float  # HTTP, tokenizer
+    queue_s: float
+    load_s: float  # of what is reused
+    prefill_s: float
+    wire_s: float  # that is not hidden
+    wire_hidden_s: float
+    control_s: float
+    scatter_s: float
+    first_decode_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """The prefill engine's token goes to the client at once."""
+        return self.request_s + self.queue_s + self.load_s + self.prefill_s
+
+    @property
+    def handoff_s(self) -> float:
+        """Prefill has ended -> the decode engine may run."""
+        return self.wire_s + self.control_s + self.scatter_s
+
+    @property
+    def second_gap_s(self) -> float:
+        """First token -> second token."""
+        return self.handoff_s + self.first_decode_s
+
+    @property
+    def total_s(self) -> float:
+        """All that is not hidden."""
+        return self.ttft_s + self.second_gap_s
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """Why a deployment does not do, and which of its engines are too few (or cannot at any number)."""
+
+    part: Literal["prefill", "decode"]
+    text: str
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """What a deployment gives its requests. `limits`: why it cannot, or does not keep the SLO; empty: it does."""
+
+    kind: str  # disaggregated or mixed
+    prefillers: int  # mixed: all of them
+    decoders: int  # mixed: 0
+    tp: int
+    chunk: int
+    prefill_utilisation: float  # mixed: share of the time that belongs to steps with a chunk
+    decode_batch: float  # requests that decode on one engine, mean
+    decode_batch_most: float  # that fit into its memory
+    ttft_s: float
+    ttft_high_s: float  # kept by the SLO's share; never below the mean, which few slow ones can lift above it
+    itl_s: float
+    itl_high_s: float  # the same
+    longest_gap_s: (
+        float  # between two tokens: at the handoff, once per request; mixed: at every chunk of another's prompt
+    )
+    request: Request | None = None
+    overlap: Overlap | None = None
+    limits: list[Limit] = []
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return (self.prefillers + self.decoders) * self.tp
+
+    @property
+    def is_stable(self) -> bool:
+        """Lines do not grow for ever."""
+        return self.ttft_high_s < INF and self.itl_high_s < INF
+
+    @property
+    def is_kept(self) -> bool:
+        """The SLO is."""
+        return not self.limits
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The steady state of one engine that decodes: Little's law, batch = rate x tokens x time per token."""
+
+    mean: float
+    step_s: float
+    step_high_s: float
+
+
+def prompt_service_s(engine: Engine, work: Workload, tokens: int) -> float:
+    """What one prompt takes of a prefill engine."""
+    reused = work.reused(tokens)
+    return engine.prefill_s(tokens - reused, reused)
+
+
+def prefill_line(engine: Engine, work: Workload, servers: int) -> Line:
+    """Before so many prefill engines."""
+    return Line(work.rate, [prompt_service_s(engine, work, tokens) for tokens in work.prompts()], servers)
+
+
+def steady_batch(engine: Engine, rate: float, work: Workload, share: float) -> Batch | None:
+    """Of one decode engine that gets `rate` requests per second; None: no batch that fits is steady.
+
+    Requests that decode are independent of each other, so there are Poisson many of them, and a request sees the mean
+    number of others beside itself.
+    """
+    context, tokens = work.context, work.output_tokens - 1
+    mean = steady(lambda batch: rate * tokens * engine.step_s(1 + batch, context), _most(engine, work))
+    if mean is None:
+        return None
+    high = poisson_high(mean, share)
+    return Batch(mean, engine.step_s(1 + mean, context), engine.step_s(1 + high, context))
+
+
+def max_batch(engine: Engine, work: Workload) -> float:
+    """Requests whose KV fits into one engine."""
+    return engine.kv_room_tokens / (work.mean_prompt + work.output_tokens)
+
+
+def _most(engine: Engine, work: Workload) -> float:
+    """Others beside a request that decodes."""
+    return min(max_batch(engine, work), MOST_REQUESTS) - 1
+
+
+def transfer(engine: Engine, link: Link, work: Workload, tokens: int) -> Overlap:
+    """One prompt's way to the decode engine's node: what is reused leaves first, the rest layer by layer."""
+    shapes, reused = engine.shapes, work.reused(tokens)
+    steps = engine.prefill_steps(tokens - reused, reused)
+    if reused:
+        steps = [(reused, 0.0), *steps]
+    return overlap(
+        steps,
+        layers=shapes.layers,
+        layer_token_bytes=engine.kv_token_bytes / shapes.layers,
+        wire_bytes_s=link.wire_bytes_s,
+        group=group_of(engine.kv_token_bytes / shapes.layers / engine.tp, shapes.layers),
+        latency_s=link.latency_s,
+    )
+
+
+def disaggregated(
+    engine: Engine, work: Workload, slo: Slo, link: Link, *, prefillers: int, decoders: int, request_s: float
+) -> Service:
+    """What so many prefill and decode engines do."""
+    line = prefill_line(engine, work, prefillers)
+    batch = steady_batch(engine, work.rate / decoders, work, slo.share)
+    lengths = work.prompts()
+    ways = [transfer(engine, link, work, tokens) for tokens in lengths]
+    loads_s = statistics.fmean(work.load_s(tokens, engine.kv_token_bytes) for tokens in lengths)
+    exposed_s = statistics.fmean(way.exposed_s for way in ways)
+    request = Request(
+        request_s=request_s,
+        queue_s=line.wait_s,
+        load_s=loads_s,
+        prefill_s=line.service_s,
+        wire_s=exposed_s,
+        wire_hidden_s=max(0.0, statistics.fmean(way.wire_s for way in ways) - exposed_s),
+        control_s=link.control_s,
+        scatter_s=work.mean_prompt * engine.kv_token_bytes / link.scatter_bytes_s,
+        first_decode_s=batch.step_s if batch else INF,
+    )
+    gaps = max(1, work.output_tokens - 1)  # one of them has the handoff in it
+    itl_s = request.first_decode_s + request.handoff_s / gaps
+    high_s = batch.step_high_s if batch else INF
+    service = Service(
+        kind="disaggregated",
+        prefillers=prefillers,
+        decoders=decoders,
+        tp=engine.tp,
+        chunk=engine.budget,
+        prefill_utilisation=line.utilisation,
+        decode_batch=batch.mean if batch else INF,
+        decode_batch_most=max_batch(engine, work),
+        ttft_s=request.ttft_s,
+        ttft_high_s=max(request.ttft_s, request_s + loads_s + line.response_s(slo.share)),
+        itl_s=itl_s,
+        longest_gap_s=max(high_s, request.second_gap_s),
+        itl_high_s=max(itl_s, high_s, request.second_gap_s if 1 / gaps > 1 - slo.share else 0.0),
+        request=request,
+        overlap=ways[len(ways) // 2],
+    )
+    load = work.rate * statistics.fmean(way.nbytes for way in ways) / link.wire_bytes_s
+    busy: dict[Literal["prefill", "decode"], float] = {"prefill": load / prefillers, "decode": load / decoders}
+    return msgspec.structs.replace(
+        service, limits=_limits(service, slo, busy) + _reuse_limits(engine, work, prefillers)
+    )
+
+
+def mixed(engine: Engine, work: Workload, slo: Slo, *, engines: int, chunk: int, request_s: float) -> Service:
+    """What so many ordinary engines do, with prompts in chunks of at most `chunk` tokens beside the decoding."""
+    lengths = work.prompts()
+    steps = MixedSteps(engine, work, work.rate / engines, chunk)
+    room, tokens = max_batch(engine, work), work.output_tokens - 1
+    batch = steady(lambda mean: work.rate / engines * tokens * steps.at(1 + mean).itl_s, _most(engine, work))
+    loads_s = statistics.fmean(work.load_s(tokens, engine.kv_token_bytes) for tokens in lengths)
+    mean = steps.at(1 + batch) if batch is not None else MixedState(INF, INF, steps.at(0.0).busy, INF)
+    high = steps.at(1 + poisson_high(batch, slo.share)) if batch is not None else mean
+    ttft_s = ttft_high_s = INF
+    if batch is not None and mean.busy < 1:
+        line = Line(work.rate, [steps.count(tokens) * mean.with_chunk_s for tokens in lengths], engines)
+        head_s = request_s + loads_s + (1 - mean.busy) * mean.alone_s / 2  # what is left of the step under way
+        ttft_s = head_s + line.wait_s + line.service_s
+        ttft_high_s = max(ttft_s, head_s + line.response_s(slo.share))
+    is_often = work.rate / engines * steps.chunks * mean.itl_s > 1 - slo.share  # of all steps, those with a chunk
+    service = Service(
+        kind="mixed",
+        prefillers=engines,
+        decoders=0,
+        tp=engine.tp,
+        chunk=chunk,
+        prefill_utilisation=mean.busy,
+        decode_batch=INF if batch is None else batch,
+        decode_batch_most=room,
+        ttft_s=ttft_s,
+        ttft_high_s=ttft_high_s,
+        itl_s=mean.itl_s,
+        longest_gap_s=high.with_chunk_s,
+        itl_high_s=max(mean.itl_s, high.with_chunk_s if is_often else high.alone_s),
+    )
+    return msgspec.structs.replace(service, limits=_limits(service, slo, {}) + _reuse_limits(engine, work, engines))
+
+
+class MixedState(msgspec.Struct, frozen=True):
+    """With some batch: a step with a chunk and one without, the share of time in the former, mean time per token."""
+
+    with_chunk_s: float
+    alone_s: float
+    busy: float
+    itl_s: float
+
+
+class MixedSteps:
+    """The two kinds of steps of a mixed engine that gets `rate` requests per second.
+
+    Chunks come at a known rate, so steps with one take rate x chunks x their time; in the rest it decodes alone.
+    """
+
+    def __init__(self, engine: Engine, work: Workload, rate: float, chunk: int) -> None:
+        new = [tokens - work.reused(tokens) for tokens in work.prompts()]
+        self._engine, self._work, self._budget, self._rate = engine, work, chunk, rate
+        self.chunks = statistics.fmean(len(engine.chunks(tokens, chunk)) for tokens in new)  # per request
+        self._size = statistics.fmean(new) / self.chunks
+        self._before = work.mean_prompt - statistics.fmean(new) / 2  # tokens before a chunk, on average
+
+    def count(self, tokens: int) -> int:
+        """Chunks of such a prompt."""
+        return len(self._engine.chunks(tokens - self._work.reused(tokens), self._budget))
+
+    def at(self, batch: float) -> MixedState:
+        """While so many requests decode."""
+        context = self._work.context
+        with_chunk_s = self._engine.step_s(batch, context, self._size, self._before)
+        alone_s = self._engine.step_s(max(batch, 1.0), context)
+        busy = self._rate * self.chunks * with_chunk_s
+        per_s = self._rate * self.chunks + (1 - busy) / alone_s
+        return MixedState(with_chunk_s, alone_s, busy, 1 / per_s if busy < 1 else INF)
+
+
+def _reuse_limits(engine: Engine, work: Workload, engines: int) -> list[Limit]:
+    """What is reused comes over a link of each engine, which has to carry it."""
+    if not work.reuse:
+        return []
+    tokens = statistics.fmean(work.reused(tokens) for tokens in work.prompts())
+    busy = work.rate / engines * tokens * engine.kv_token_bytes / work.reuse_bytes_s
+    text = f"the link that reused KV comes over would have to carry {busy:.0%} of what it can"
+    return [Limit("prefill", text)] if busy >= 1 else []
+
+
+def _limits(service: Service, slo: Slo, wires: dict[Literal["prefill", "decode"], float]) -> list[Limit]:
+    """Why not, in words."""
+    found = []
+    many = f"{service.prefillers} engine" + "s" * (service.prefillers > 1)
+    high = f"p{slo.share * 100:g}"
+    if service.prefill_utilisation >= 1:
+        busy = f"{service.prefill_utilisation:.0%} of the time there is"
+        found.append(Limit("prefill", f"prompts come faster than {many} can prefill them: they take {busy}"))
+    elif service.ttft_high_s > slo.ttft_s:
+        text = f"TTFT: {high} is {show_time(service.ttft_high_s)}, more than {show_time(slo.ttft_s)}"
+        found.append(Limit("prefill", text))
+    if service.itl_high_s == INF:
+        most = math.floor(min(service.decode_batch_most, MOST_REQUESTS))
+        text = f"decoding falls behind: no batch is steady, and at most {most:,} requests fit into one engine"
+        found.append(Limit("decode", text))
+    elif service.itl_high_s > slo.itl_s:
+        text = f"ITL: {high} is {show_time(service.itl_high_s)}, more than {show_time(slo.itl_s)}"
+        found.append(Limit("decode", text))
+    return found + [
+        Limit(role, f"the link of each {role} engine would have to carry {busy:.0%} of what it can")
+        for role, busy in wires.items()
+        if busy >= 1
+    ]

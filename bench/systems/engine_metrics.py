@@ -1,0 +1,133 @@
+"""What vLLM's own /metrics say of a batch of requests: read before and after it, and subtracted."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdx.bench.breakdown.records import Engines, Found
+
+READ_S = 10.0
+QUEUE = "vllm:request_queue_time_seconds_sum"  # arrived in the scheduler -> scheduled
+FIRST = "vllm:time_to_first_token_seconds_sum"  # arrived at the API server -> first token
+PREFILL = "vllm:request_prefill_time_seconds_sum"  # scheduled -> first token
+FINISHED = "vllm:request_prefill_time_seconds_count"
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+SOURCES = {"computed": "local_compute", "local": "local_cache_hit", "external": "external_kv_transfer"}
+_SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of all requests that an engine has finished."""
+
+    finished: float
+    queue_s: float
+    prefill_s: float
+    first_s: float
+    computed_tokens: float
+    local_tokens: float = 0.0  # of prompts, found in the engine's own prefix cache
+    external_tokens: float = 0.0  # of prompts, found by its KV connector
+
+    @property
+    def found(self) -> Found:
+        """All tokens of prompts by where they were found."""
+        return Found(self.computed_tokens, self.local_tokens, self.external_tokens)
+
+    def since(self, before: Sums) -> Sums:
+        """What was added."""
+        return Sums(
+            self.finished - before.finished,
+            self.queue_s - before.queue_s,
+            self.prefill_s - before.prefill_s,
+            self.first_s - before.first_s,
+            self.computed_tokens - before.computed_tokens,
+            self.local_tokens - before.local_tokens,
+            self.external_tokens - before.external_tokens,
+        )
+
+
+def parse(text: str) -> Sums:
+    """The sums in one page of /metrics, over all models and engine indices; what is missing is 0."""
+    found = {QUEUE: 0.0, PREFILL: 0.0, FIRST: 0.0, FINISHED: 0.0, **dict.fromkeys(SOURCES, 0.0)}
+    for name, labels, value in _SAMPLE.findall(text):
+        if name == BY_SOURCE:
+            for key, source in SOURCES.items():
+                found[key] += float(value) * (f'source="{source}"' in labels)
+        elif name in found:
+            found[name] += float(value)
+    return Sums(found[FINISHED], found[QUEUE], found[PREFILL], found[FIRST], *(found[key] for key in SOURCES))
+
+
+def read(url: str) -> Sums:
+    """The sums of the engine at `url`.
+
+    :raises OSError: it does not answer.
+    """
+    return parse(page(url))
+
+
+def page(url: str) -> str:
+    """The page of /metrics of the server at `url`.
+
+    :raises OSError: it does not answer.
+    """
+    with _direct.open(f"{url}/metrics", timeout=READ_S) as response:
+        return str(response.read().decode())
+
+
+def engines(prefill: Sums, decode: Sums | None) -> Engines | None:
+    """Means over a batch. `decode`: None with one engine, which then does everything. None: nothing finished."""
+    if prefill.finished < 1 or (decode is not None and decode.finished < 1):
+        return None
+    return Engines(
+        prefill_queue_ms=_queue_ms(prefill),
+        prefill_ms=1e3 * prefill.prefill_s / prefill.finished,
+        decode_queue_ms=_queue_ms(decode) if decode else 0.0,
+        decode_first_ms=1e3 * decode.prefill_s / decode.finished if decode else 0.0,
+        computed_tokens=decode.computed_tokens / decode.finished if decode else 0.0,
+        found=_mean_found(decode or prefill),
+    )
+
+
+def _mean_found(sums: Sums) -> Found:
+    """Of one request."""
+    found, count = sums.found, sums.finished
+    return Found(found.computed / count, found.local / count, found.external / count)
+
+
+def _queue_ms(sums: Sums) -> float:
+    """How long a request waited for its turn, on average.
+
+    vLLM's own figure begins when the scheduler has taken the request, which it does not do while a step runs. That
+    matters where requests come together: there everything counts from the API server on, some IPC included.
+    """
+    queue_s = sums.queue_s if sums.finished == 1 else max(sums.queue_s, sums.first_s - sums.prefill_s)
+    return 1e3 * queue_s / sums.finished
+
+
+class Watch:
+    """The two engines of a system, around one batch. `wait(condition)` looks until it holds or time is up."""
+
+    def __init__(self, prefill_url: str, decode_url: str, wait: Callable[[Callable[[], bool]], bool]) -> None:
+        self._urls = (prefill_url, decode_url) if decode_url != prefill_url else (prefill_url,)
+        self._wait = wait
+        self._before = [read(url) for url in self._urls]
+
+    def end(self, requests: int) -> Engines | None:
+        """What the engines say of the `requests` sent since; None: they did not finish exactly so many.
+
+        Engines count a request when it ends, a moment after its last token has left.
+        """
+        added: list[Sums] = []
+
+        def have_counted() -> bool:
+            added[:] = [read(url).since(before) for url, before in zip(self._urls, self._before, strict=True)]
+            return all(sums.finished >= requests for sums in added)
+
+        if not self._wait(have_counted) or any(sums.finished != requests for sums in added):
+            return None
+        return engines(added[0], added[1] if len(added) > 1 else None)

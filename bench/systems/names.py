@@ -1,0 +1,14 @@
+"""All systems that a benchmark can compare, by name."""
+
+from __future__ import annotations
+
+from pdx.bench.systems.baselines import baselines
+from pdx.bench.systems.pdx import PdxAlone, PdxSmallChunks, PdxSystem
+from pdx.bench.systems.system import Bed, CannotRun, Running, System
+
+__all__ = ["SYSTEMS", "Bed", "CannotRun", "Running", "System"]
+
+CHANNELS = (None, "tcp", "shm", "nixl", "ucx")
+ON_GPUS = (PdxSystem(None, gpu="0"), PdxSystem("cuda_ipc", gpu="0,1"))
+PDX = (*(PdxSystem(channel) for channel in CHANNELS), *ON_GPUS, PdxAlone(), PdxSmallChunks())
+SYSTEMS: dict[str, System] = {system.name: system for system in (*PDX, *baselines())}

@@ -1,0 +1,233 @@
+"""PDX as a system to compare: `pdx up` with one node, or with two nodes and one channel; one engine and its node."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+import urllib.error
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from pdx.bench.systems import server
+from pdx.bench.systems.baselines import Plain, Ports
+from pdx.bench.systems.system import (
+    VLLM,
+    Bed,
+    CannotRun,
+    Command,
+    Running,
+    Servers,
+    System,
+    engine_command,
+    is_cpu_build,
+    vllm_missing,
+)
+from pdx.cli import guard
+from pdx.cli.ports import free_ports
+from pdx.cli.serve import connector_option
+from pdx.client.api import connect
+from pdx.config import runtime_folder
+from pdx.errors import PdxError
+from pdx.telemetry.timeline import Moment
+from pdx.transports.registry import find
+
+PORT = 8000  # in what one would type
+ANNOUNCED_S = 30.0  # from readiness until engines have told their node their addresses
+POLL_S = 0.1
+STOP_S = 4 * guard.GRACE_S  # `pdx up` ends its proxy, engines and nodes one after the other, each within GRACE_S
+PDX = (sys.executable, "-P", "-m", "pdx.cli.main")
+UP = (*PDX, "up")
+LIBRARIES = {
+    "nixl": ("nixl", "nixl-cu12", "nixl-cu13"),
+    "ucx": ("ucxx-cu12", "libucx-cu12"),
+    "cuda_ipc": ("cuda-bindings",),
+}
+
+
+class PdxSystem(System):
+    """`channel`: of two nodes; None: one node for both engines. `gpu`: of the arenas, as `pdx up --gpu` takes it."""
+
+    is_pdx = True
+
+    def __init__(self, channel: str | None, gpu: str = "") -> None:
+        self.channel = channel
+        self.gpu = gpu
+        alone = "pdx-gpu" if gpu else "pdx"
+        self.name = alone if channel is None else f"pdx-{channel}"
+        where = f", arenas on GPU {gpu}" if gpu else ""
+        self.title = ("PDX, one node" if channel is None else f"PDX, two nodes, {channel}") + where
+        self.packages = ("pdx-transport", *VLLM, *LIBRARIES.get(channel or "", ()))
+
+    def why_not(self) -> str:
+        """See `System.why_not`."""
+        if missing := vllm_missing():
+            return missing
+        if self.gpu and is_cpu_build():
+            return "needs an NVIDIA GPU and vLLM's build for it"
+        if self.channel is None:
+            return ""
+        try:
+            found = find(self.channel).availability()
+        except PdxError as error:
+            return str(error)
+        return "" if found.is_ok else f"{found.why}; {found.fix}".rstrip("; ")
+
+    def commands(self, bed: Bed) -> list[str]:
+        """See `System.commands`."""
+        command = self._command(bed, PORT, PORT + 1)
+        return [command.line()]
+
+    def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
+        """See `System.start`."""
+        port, admin_port = free_ports(2)
+        logs = bed.logs / self.name
+        command = self._command(bed, port, admin_port, logs, trace)
+        with ExitStack() as undo:
+            servers = Servers(logs, STOP_S)
+            undo.callback(servers.close)
+            servers.start([command])
+            running = PdxRunning(servers, port, admin_port, is_one_node=self.channel is None)
+            running.find_engines()
+            undo.pop_all()
+        return running
+
+    def _command(
+        self, bed: Bed, port: int, admin_port: int, logs: Path | None = None, trace: Path | None = None
+    ) -> Command:
+        options = ["--port", str(port), "--admin", f"127.0.0.1:{admin_port}", "--debug-headers", "--arena", bed.arena]
+        if self.channel is not None:
+            options += ["--channel", self.channel]
+        if self.gpu:
+            options += ["--gpu", self.gpu]
+        if logs is not None:
+            options += ["--logs", str(logs)]
+        return Command(
+            name="up",
+            program=(*UP, str(bed.model)),
+            typed="pdx up MODEL",
+            options=(*options, "--", *bed.engine_flags()),
+            url=f"http://127.0.0.1:{port}",
+            env=bed.env if trace is None else {**bed.env, "PDX_TRACE": str(trace)},
+        )
+
+
+class PdxAlone(Plain):
+    """One engine and its node, as `pdx serve both` has them: the node keeps what the engine computed."""
+
+    keeps = True
+    packages = ("pdx-transport", *VLLM)
+
+    def __init__(self) -> None:
+        super().__init__("pdx-both", "PDX, one engine and its node")
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        """See `Baseline.store_command`."""
+        socket = _socket(ports)
+        return Command(
+            name="node",
+            program=(*PDX, "node", "--address", f"ipc://{socket}", "--proxy", ""),
+            typed="pdx node",
+            options=("--arena", bed.arena),
+            url=f"ipc://{socket}",
+            leaves=(socket,),
+        )
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """See `Baseline.engine_commands`."""
+        home, _ = bed.homes()
+        engine = engine_command(bed, "engine", ports.prefill, env=home)
+        node = ("--node", f"ipc://{_socket(ports)}", "--no-start-node", "--proxy", "")
+        program = (*PDX, "serve", "both", str(bed.model), *node)
+        return [replace(engine, program=program, typed="pdx serve both MODEL")]
+
+
+class PdxSmallChunks(PdxAlone):
+    """The same with smaller chunks, which `pdx serve` has no option for: what a hit computes again is less."""
+
+    CHUNK_TOKENS = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = f"{self.name}-{self.CHUNK_TOKENS}"
+        self.title = f"{self.title}, chunks of {self.CHUNK_TOKENS} tokens"
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """See `Baseline.engine_commands`."""
+        home, _ = bed.homes()
+        engine = engine_command(bed, "engine", ports.prefill, env=home)
+        settings = {"chunk_tokens": self.CHUNK_TOKENS}
+        here = {"node": f"ipc://{_socket(ports)}", "start_node": False, "proxy": ""}
+        program = (*engine.program, *connector_option(settings | here))
+        return [replace(engine, program=program, typed=f"{engine.typed} {shlex.join(connector_option(settings))}")]
+
+
+def _socket(ports: Ports) -> Path:
+    """Where the engine of these ports meets its node."""
+    return runtime_folder() / f"bench-{ports.prefill}.sock"
+
+
+class PdxRunning(Running):
+    """A `pdx up` of its own."""
+
+    def __init__(self, servers: Servers, port: int, admin_port: int, *, is_one_node: bool) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._admin_url = f"http://127.0.0.1:{admin_port}"
+        self.prefill_url = ""
+        self.decode_url = ""
+        self._servers = servers
+        self._folder = runtime_folder() / f"up-{port}"
+        self._is_one_node = is_one_node
+
+    def find_engines(self) -> None:
+        """Wait until the nodes know where the engines are.
+
+        :raises CannotRun: they do not in time.
+        """
+        self.prefill_url, self.decode_url = (
+            self._until(lambda role=role: self._engine(role), f"the {role} engine's address")  # type: ignore[misc]
+            for role in ("prefill", "decode")
+        )
+
+    def _engine(self, role: str) -> str:
+        node = "node" if self._is_one_node else role
+        with connect(f"ipc://{self._folder}/{node}.sock") as attached:
+            for one in attached.status().attached:
+                if one.role == role and one.url:
+                    return one.url
+        return ""
+
+    def _until(self, ask: Callable[[], str], what: str) -> str:
+        deadline = time.monotonic() + ANNOUNCED_S
+        while not (answer := ask()):
+            if time.monotonic() > deadline:
+                raise CannotRun(f"no node learned {what} within {ANNOUNCED_S:.0f} s")
+            time.sleep(POLL_S)
+        return answer
+
+    def timeline(self, transfer: str) -> list[Moment] | None:
+        """See `Running.timeline`."""
+        try:
+            found = server.get(f"{self._admin_url}/pdx/requests/{transfer}")
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return None
+            raise
+        return msgspec.json.decode(found, type=_Timeline).moments
+
+    def died(self) -> str:
+        """See `Running.died`."""
+        return self._servers.died()
+
+    def close(self) -> None:
+        """See `Running.close`."""
+        self._servers.close()
+
+
+class _Timeline(msgspec.Struct):
+    moments: list[Moment]

@@ -1,0 +1,331 @@
+"""The runner of the breakdown with systems that are not there: fair turns, failures, what is kept of a run."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from fake_systems import FakeFleet, FakeSystem
+
+from pdx.bench.breakdown import observer, records
+from pdx.bench.breakdown import overhead as breakdown_overhead
+from pdx.bench.breakdown import turns as breakdown
+from pdx.bench.breakdown.bodies import Bodies
+from pdx.bench.breakdown.records import Result
+from pdx.bench.breakdown.turns import Breakdown, Settings, Turn, order
+from pdx.bench.harness.prompts import Prompts
+from pdx.telemetry import trace
+
+SETTINGS = {
+    "tokens": (20, 50),
+    "concurrency": (1, 3),
+    "output_tokens": 4,
+    "rounds": 2,
+    "warmups": 1,
+    "overhead_pairs": 0,
+}
+POINTS = 4
+
+
+class Watcher:
+    def __init__(self, on_done=lambda: None):
+        self.planned, self.reached, self.lines = 0.0, 0.0, []
+        self._on_done = on_done
+
+    def begin(self, amount):
+        self.planned = amount
+
+    def now(self, what):
+        self.lines.append(what)
+
+    def done(self, amount, line):
+        self.reached += amount
+        self.lines.append(line)
+        self._on_done()
+
+    def note(self, line):
+        self.lines.append(line)
+
+
+class Run:
+    """One breakdown of fake systems; `run()` returns its result."""
+
+    def __init__(self, folder, names=("pdx", "nixl", "plain"), *, holds_all=True, on_done=lambda: None, **settings):
+        self.journal = []
+        self.systems = {name: FakeSystem(name, self.journal) for name in names}
+        self.path = folder / "result.json"
+        self.watcher = Watcher(on_done)
+        self.copies = []
+        self.settings = Settings(**SETTINGS | settings)
+        self._folder = folder
+        self._holds_all = holds_all
+
+    def run(self):
+        for name in self.systems:
+            (self._folder / name).mkdir(mode=0o700)
+            trace.switch(self._folder / name, True)
+        fleet = self.fleet = FakeFleet(self.systems, self._folder, holds_all=self._holds_all)
+        result = Result(machine={}, model={"kv_bytes_per_token": 8}, settings={}, systems={}, not_run={})
+        try:
+            Breakdown(
+                result,
+                self.path,
+                self.settings,
+                systems=self.systems,
+                fleet=fleet,
+                bodies=Bodies(Prompts(None), "tiny", self.settings.output_tokens),
+                traces=self._folder,
+                watcher=self.watcher,
+                copy_ms=lambda nbytes: self.copies.append(nbytes) or 1.5,
+                is_gather_beside=False,
+            ).run()
+        finally:
+            fleet.close()
+        return result
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def test_systems_take_turns_and_each_begins_as_often():
+    turns = order(Settings(**SETTINGS | {"rounds": 3}), ["a", "b", "c"], all_at_once=True)
+    assert len(turns) == len(set(turns)) == 3 * POINTS * 3
+    points = [turns[start : start + 3] for start in range(0, len(turns), 3)]
+    for group in points:
+        assert len({(turn.round, turn.tokens, turn.concurrency) for turn in group}) == 1
+        assert {turn.system for turn in group} == {"a", "b", "c"}
+    firsts = [group[0].system for group in points]
+    assert {firsts.count(name) for name in "abc"} == {POINTS}
+
+
+def test_systems_that_do_not_fit_together_take_turns_by_the_round():
+    turns = order(Settings(**SETTINGS), ["a", "b"], all_at_once=False)
+    assert [turn.system for turn in turns] == ["a"] * POINTS + ["b"] * POINTS + ["b"] * POINTS + ["a"] * POINTS
+    assert turns[0] == Turn(0, 20, 1, "a")
+
+
+def test_a_whole_run(folder):
+    run = Run(folder)
+    result = run.run()
+    assert result.is_complete
+    assert result.not_run == {}
+    assert len(result.requests) == 2 * 3 * 2 * (1 + 3)
+    assert records.load(run.path) == result
+    assert {request.is_same for request in result.requests if request.system != "plain"} == {True}
+    assert {request.is_same for request in result.requests if request.system == "plain"} == {None}
+    assert [copy.nbytes for copy in result.copies] == ([20 * 8] * 6 + [50 * 8] * 6) * 2
+    assert run.copies == [copy.nbytes for copy in result.copies]
+    assert run.fleet.num_rests == len(run.copies)  # nobody takes time meanwhile
+    assert run.watcher.reached == run.watcher.planned > 0
+
+
+def test_all_systems_get_the_same_prompts_and_none_twice(folder):
+    run = Run(folder)
+    run.run()
+    asked = {name: [prompt for system, prompt in run.journal if system == name] for name in run.systems}
+    assert set(asked["pdx"]) == set(asked["nixl"]) == set(asked["plain"])
+    assert all(len(prompts) == len(set(prompts)) for prompts in asked.values())
+    assert len({prompt[:8] for prompt in asked["pdx"]}) == len(asked["pdx"])
+
+
+def test_what_is_known_of_a_request(folder):
+    result = Run(folder).run()
+    of = {name: [each for each in result.requests if each.system == name] for name in ("pdx", "nixl", "plain")}
+    assert all(each.parts is not None and each.engines is not None for each in result.requests)
+    assert [each.engines.prefill_ms for each in result.requests] == pytest.approx([10] * len(result.requests))
+    assert {each.parts.gather.exposed_ms for each in of["pdx"]} == {1}
+    assert {each.parts.scatter.exposed_ms for each in of["pdx"]} == {2}
+    assert all(each.decode_first_ms >= 20 for each in of["pdx"])
+    assert all(each.decode_first_ms >= 40 for each in of["nixl"])
+    assert {each.decode_first_ms for each in of["plain"]} == {None}
+    assert {each.parts.is_mean for each in of["nixl"] if each.concurrency == 3} == {True}
+    alone = [each for each in result.traces if each.spans]
+    assert [(each.system, each.prompt_tokens) for each in alone] == [("pdx", 20), ("pdx", 50)]
+    assert len(result.traces) == 2 * 2  # the moments of every PDX request that was alone
+
+
+def test_every_start_is_followed_by_warm_ups_that_do_not_count(folder):
+    run = Run(folder, holds_all=False, warmups=2)
+    result = run.run()
+    assert {system.num_started for system in run.systems.values()} == {2}
+    assert run.watcher.lines.count("starting nixl") == 2
+    asked = sum(system == "pdx" for system, _ in run.journal)
+    assert asked == 2 * 2 * (1 + 3) + 2 * 2 * 3  # batches of the largest kind
+    assert len(result.requests) == 2 * 3 * 2 * (1 + 3)
+
+
+def test_a_system_that_cannot_start_is_named_and_the_others_go_on(folder):
+    run = Run(folder)
+    run.systems["nixl"].cannot = "no UCX here"
+    result = run.run()
+    assert result.not_run == {"nixl": "no UCX here"}
+    assert result.is_complete
+    assert {request.system for request in result.requests} == {"pdx", "plain"}
+
+
+def test_a_system_that_stops_answering_keeps_what_it_measured(folder):
+    run = Run(folder)
+    run.systems["nixl"].fails = lambda number: number > 3 + 1 + 3 + 1
+    result = run.run()
+    assert "stopped answering (nixl, 3 × 50 tokens, round 1)" in result.not_run["nixl"]
+    assert "500: out of order" in result.not_run["nixl"]
+    assert sum(request.system == "nixl" for request in result.requests) == 1 + 3 + 1
+    assert sum(request.system == "pdx" for request in result.requests) == 2 * 2 * (1 + 3)
+    assert any("nixl is left out" in line for line in run.watcher.lines)
+
+
+def test_another_answer_than_plain_vllms(folder):
+    run = Run(folder)
+    run.systems["nixl"].is_wrong = True
+    result = run.run()
+    assert {request.is_same for request in result.requests if request.system == "nixl"} == {False}
+    assert {request.is_same for request in result.requests if request.system == "pdx"} == {True}
+    assert any("DIFFERS" in line for line in run.watcher.lines)
+
+
+def test_without_plain_nothing_is_compared(folder):
+    result = Run(folder, ("pdx",)).run()
+    assert {request.is_same for request in result.requests} == {None}
+
+
+def test_an_answer_of_another_length_is_a_failure(folder, monkeypatch):
+    run = Run(folder, ("plain",), output_tokens=4)
+    monkeypatch.setattr("fake_systems.answer", lambda prompt, tokens: "abc")
+    assert "asked for 20 prompt tokens and 4 of answer, got 20 and 3" in run.run().not_run["plain"]
+
+
+def test_interrupted_between_batches(folder):
+    """SIGINT reaches the run wherever it is; what was measured by then is in the result and in its file."""
+    count = []
+
+    def interrupt():
+        count.append(1)
+        if len(count) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = Run(folder, on_done=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    kept = records.load(run.path)
+    assert not kept.is_complete
+    assert {request.system for request in kept.requests} == {"pdx", "nixl", "plain"}
+
+
+def test_spans_that_never_come_are_said_to_be_missing(folder, monkeypatch):
+    monkeypatch.setattr(observer, "WRITTEN_S", 0.0)
+    monkeypatch.setattr("fake_systems.Tracer.flush", lambda self: None)
+    run = Run(folder, ("pdx",), rounds=1)
+    assert all(request.parts.gather.total_ms == 0 for request in run.run().requests)
+    assert sum("it lacks some spans" in line for line in run.watcher.lines) == POINTS
+
+
+def test_moments_that_never_come_cost_the_parts_and_not_the_run(folder, monkeypatch):
+    monkeypatch.setattr(observer, "TOLD_S", 0.0)
+    monkeypatch.setattr("fake_systems.Server.timeline", lambda self, transfer: None)
+    run = Run(folder, ("pdx", "plain"))
+    result = run.run()
+    assert result.is_complete
+    assert sum("so there are no parts" in line for line in run.watcher.lines) == 2 * POINTS
+    assert {request.parts for request in result.requests if request.system == "pdx"} == {None}
+    assert result.traces == []
+
+
+def test_overhead_of_the_benchmark(folder):
+    run = Run(folder, tokens=(20,), concurrency=(1,), rounds=1, overhead_pairs=4)
+    found = run.run().overhead
+    assert found.pairs == 4
+    assert found.spans_per_request == 1
+    assert 0 < found.e2e_ratio_low <= found.e2e_ratio <= found.e2e_ratio_high
+    assert 0 < found.span_us < 1000
+    assert 0 < found.span_share < 1
+    assert 0 < found.bench_core_share <= 1.5
+    spans = trace.read(folder / "pdx")
+    assert len(spans) == 1 + 1 + 4  # a warm-up, a request, and every other one afterwards
+    assert run.systems["nixl"].num_asked == 1 + 1
+
+
+def test_the_share_of_this_process_is_that_of_one_core(tmp_path, monkeypatch):
+    monkeypatch.setattr(breakdown_overhead, "time_span_us", lambda: 1.0)
+    monkeypatch.setattr(breakdown_overhead, "_count_spans", lambda folder, transfer: 1)
+    asked = SimpleNamespace(ask=lambda bodies: [SimpleNamespace(e2e_ms=1.0, transfer="t")])
+    asker = SimpleNamespace(cpu_s=0.5, wall_s=10.0)
+    (found,) = breakdown_overhead.measure(asked, iter([[], []]), tmp_path, asker)
+    assert found.bench_core_share == 0.05
+
+
+@pytest.fixture
+def asked_at_once(monkeypatch):
+    """Nobody waits for what a connector still saves."""
+    monkeypatch.setattr(breakdown, "SAVED_S", 0.0)
+
+
+REUSE = ("pdx-both", "lmcache", "plain")
+
+
+def test_engines_that_keep_something_are_asked_again_about_what_they_know(folder, asked_at_once):
+    run = Run(folder, REUSE, rounds=1, concurrency=(1,), warmups=0)
+    result = run.run()
+    assert result.is_complete
+    assert [(each.system, each.prompt_tokens, each.kind) for each in result.again] == [
+        *((name, 20, kind) for name in REUSE for kind in ("cold", "own", "lost" if name == "plain" else "hit")),
+        *((name, 50, kind) for name in (*REUSE[1:], *REUSE[:1]) for kind in ("cold", "own", last_of(name))),
+    ]
+    assert all(each.is_as_meant for each in result.again)
+    found = {(each.system, each.kind): each.found for each in result.again if each.prompt_tokens == 50}
+    assert found["lmcache", "cold"] == records.Found(computed=50, local=0, external=0)
+    assert found["lmcache", "own"] == records.Found(computed=1, local=49, external=0)
+    assert found["lmcache", "hit"] == records.Found(computed=16, local=0, external=34)
+    assert found["plain", "lost"] == records.Found(computed=50, local=0, external=0)
+    assert {each.is_same for each in result.again if each.kind in ("own", "hit")} == {True}
+    assert records.load(run.path) == result
+    for name in REUSE:
+        prompts = [prompt for system, prompt in run.journal if system == name]
+        for cold, own, other in (prompts[:3], prompts[3:]):
+            assert cold == own
+            assert (other[:-16], other[-16:] == cold[-16:]) == (cold[:-16], False)
+
+
+def last_of(name):
+    return "lost" if name == "plain" else "hit"
+
+
+def test_only_requests_that_were_alone_are_repeated(folder, asked_at_once):
+    result = Run(folder, REUSE, rounds=1, concurrency=(1, 2), tokens=(20,)).run()
+    assert len(result.again) == 3 * 3
+    assert len(result.requests) == 3 * (1 + 2)
+
+
+def test_without_an_engine_that_keeps_something_nothing_is_repeated(folder):
+    run = Run(folder, ("nixl", "plain"))
+    assert run.run().again == []
+
+
+def test_a_hit_that_was_computed_again_is_none(folder, asked_at_once):
+    run = Run(folder, REUSE, rounds=1, concurrency=(1,), tokens=(50,))
+    run.systems["lmcache"].forgets = True
+    hits = {each.system: each for each in run.run().again if each.kind == "hit"}
+    assert {name: each.is_as_meant for name, each in hits.items()} == {"pdx-both": True, "lmcache": False}
+
+
+def test_a_wrong_answer_from_a_hit_is_noticed(folder, asked_at_once):
+    run = Run(folder, REUSE, rounds=1, concurrency=(1,), tokens=(50,))
+    run.systems["lmcache"].is_wrong = True
+    again = run.run().again
+    assert {(each.system, each.is_same) for each in again if each.kind == "hit"} == {
+        ("pdx-both", True),
+        ("lmcache", False),
+    }
+
+
+def test_an_engine_whose_cache_cannot_be_emptied_is_measured_without_it(folder, asked_at_once):
+    run = Run(folder, REUSE, rounds=2, concurrency=(1,), tokens=(50,))
+    run.systems["lmcache"].is_closed = True
+    result = run.run()
+    assert {each.system for each in result.again} == {"pdx-both", "plain"}
+    assert sum(request.system == "lmcache" for request in result.requests) == 2
+    told = [line for line in run.watcher.lines if "VLLM_SERVER_DEV_MODE=1" in line]
+    assert len(told) == 1
+    assert told[0].startswith("lmcache: prompts that were seen before are left out: http://")

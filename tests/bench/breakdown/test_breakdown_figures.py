@@ -1,0 +1,253 @@
+"""The goals of the breakdown: each is found, each can be missed, and what was not measured is named."""
+
+import json
+
+import msgspec
+import pytest
+from breakdown_samples import everything, overhead, parts, request, result, trace
+
+from pdx.bench import __main__ as all_benches
+from pdx.bench.breakdown.figures import figures, missing
+from pdx.bench.breakdown.records import Copy, Engines, Overhead
+from pdx.bench.breakdown.tables import client_table, parts_table
+
+GOALS = {
+    "handoff, nixl / pdx, client's first token": 20.0,
+    "handoff, nixl / pdx, decoder may run": 200 / 35,
+    "pdx: prefill's end until the decoder may run, by its timeline": 35.0,
+    "TTFT, pdx / prefill alone": 1.0,
+    "mean TTFT, nixl / pdx": 4001.5 / 2001.5,
+    "mean ITL, nixl / pdx": 40 / 30,
+    "answers equal to plain vLLM's": 1.0,
+    "time with tracing / without": 1.001,
+    "tracing's share of a request, counted": 0.0001,
+}
+
+
+def goals(found):
+    """Those figures that have one."""
+    return {figure.name.rpartition("tokens: ")[2].rpartition("at once: ")[2]: figure for figure in found if figure.goal}
+
+
+def values(result_):
+    """Of all figures, by name."""
+    return {figure.name: figure.value for figure in figures(result_)}
+
+
+def changed(requests, system, **fields):
+    """The same requests, but for these fields of one system's."""
+    return [
+        msgspec.structs.replace(each, **{name: value(each) for name, value in fields.items()})
+        if each.system == system
+        else each
+        for each in requests
+    ]
+
+
+def test_every_goal_is_there_and_reached():
+    found = goals(figures(result(everything())))
+    assert found.keys() == GOALS.keys()
+    for name, value in GOALS.items():
+        assert found[name].value == pytest.approx(value, rel=1e-3), name
+        assert found[name].is_met, name
+
+
+SLOW = {
+    "handoff, nixl / pdx, client's first token": ("pdx", {"ttft_ms": lambda each: each.ttft_ms + 11}),
+    "handoff, nixl / pdx, decoder may run": ("pdx", {"decode_first_ms": lambda each: each.decode_first_ms + 46}),
+    "TTFT, pdx / prefill alone": ("plain", {"ttft_ms": lambda each: each.ttft_ms * 0.95}),
+    "mean TTFT, nixl / pdx": ("nixl", {"ttft_ms": lambda each: 2990.0}),
+    "mean ITL, nixl / pdx": ("pdx", {"itl_ms": lambda each: [30.0, 51.0]}),
+    "answers equal to plain vLLM's": ("nixl", {"is_same": lambda each: each.round != 1}),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_goal_that_requests_miss(name):
+    system, fields = SLOW[name]
+    found = goals(figures(result(changed(everything(), system, **fields))))
+    assert not found[name].is_met
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("pdx: prefill's end until the decoder may run, by its timeline", {"traces": [trace(handoff_ms=41.1)]}),
+        ("time with tracing / without", {"overhead": overhead(e2e_ratio=1.011)}),
+        ("tracing's share of a request, counted", {"overhead": overhead(span_share=0.011)}),
+    ],
+)
+def test_a_goal_that_the_run_misses(name, fields):
+    assert not goals(figures(result(everything(), **fields)))[name].is_met
+
+
+def test_ratios_are_of_requests_of_the_same_round():
+    requests = [
+        request("pdx", 0),
+        request("pdx", 1, ttft_ms=2000.0),
+        request("plain", 0),
+        request("plain", 1, ttft_ms=2000.0),
+    ]
+    found = {figure.name: figure.value for figure in figures(result(requests))}
+    assert found["4,000 tokens: TTFT, pdx / prefill alone"] == 1.0
+
+
+def test_a_handoff_that_vanishes_keeps_ratios_finite():
+    requests = [request("pdx", to_client=-3.0), request("nixl", to_client=200.0)]
+    found = goals(figures(result(requests)))["handoff, nixl / pdx, client's first token"]
+    assert (found.value, found.note) == (200.0, "median of 1; 200.00 to 200.00; 1 below 1 ms counted as that")
+
+
+def test_copying_inside_prefill_is_told_apart():
+    requests = [
+        request("pdx", parts=parts(gather=71.0)),
+        request("nixl", to_client=200.0, to_runnable=200.0),
+    ]
+    found = values(result(requests))
+    head = "4,000 tokens:"
+    assert found[f"{head} handoff, nixl / pdx, client's first token"] == pytest.approx(20.0)
+    copying = "with the copying inside prefill"
+    assert found[f"{head} pdx: handoff to the client's first token, {copying}"] == pytest.approx(81.0)
+    assert found[f"{head} pdx: handoff until the decoder may run, {copying}"] == pytest.approx(106.0)
+    assert found[f"{head} handoff, nixl / pdx, client's first token, {copying}"] == pytest.approx(200 / 81, rel=1e-3)
+    assert found[f"{head} handoff, nixl / pdx, decoder may run, {copying}"] == pytest.approx(200 / 106, rel=1e-3)
+    beside = values(result(requests, settings={"rounds": 3, "is_gather_beside": True}))
+    assert found.keys() > beside.keys()
+    assert not any(copying in name for name in beside)
+
+
+def test_prefill_is_compared_with_that_of_plain_vllm():
+    slow = Engines(4.0, 2000.0, 35.0, 30.0, 0.0)
+    found = values(result([request("pdx"), request("nixl", engines=slow), request("plain")]))
+    for system, ratio in (("nixl", 2.0), ("pdx", 1.0)):
+        assert found[f"4,000 tokens: prefill by its engine's metrics, {system} / plain"] == ratio
+
+
+def test_prompts_that_the_decoder_had_to_compute_are_the_handoffs_fault():
+    late = request("pdx", engines=Engines(4.0, 1000.0, 35.0, 500.0, 2000.0), decode_first_ms=1004.0 + 35.0 + 500.0)
+    found = values(result([late, request("pdx", 1)]))
+    assert found["4,000 tokens: pdx: handoff until the decoder may run"] == pytest.approx((535.0 + 35.0) / 2)
+    assert found["4,000 tokens: pdx: prompt tokens that the decoder computed"] == (2000 + 1) / 2
+
+
+def test_tokens_that_came_together_count_one_by_one():
+    assert request("pdx", itl_ms=[90.0], output_tokens=4).mean_itl_ms == 30.0
+    assert request("pdx", itl_ms=[], output_tokens=1).mean_itl_ms is None
+    merged = changed(everything(), "pdx", itl_ms=lambda each: [60.0])
+    assert goals(figures(result(merged)))["mean ITL, nixl / pdx"].value == pytest.approx(40 / 30, rel=1e-3)
+
+
+def test_rounds_that_do_not_count_are_said():
+    requests = [request(system, round_, to_client=20.0) for system in ("pdx", "nixl") for round_ in range(3)]
+    requests[1] = msgspec.structs.replace(requests[1], decode_first_ms=None)
+    found = goals(figures(result(requests)))["handoff, nixl / pdx, client's first token"]
+    assert found.note == "median of 2 of 3 rounds; 1.00 to 1.00"
+
+
+def test_answers_that_were_not_compared_are_said():
+    lost = changed(everything(), "nixl", is_same=lambda each: None if each.round else True)
+    assert goals(figures(result(lost)))["answers equal to plain vLLM's"].note == "35 of 45 compared"
+
+
+def test_results_of_before_tell_the_same_of_one_core():
+    before = msgspec.convert(
+        {**msgspec.to_builtins(overhead(bench_core_share=None)), "bench_cpu_share": 0.02}, Overhead
+    )
+    found = values(result(everything(), overhead=before, machine={"date": "2026-01-01", "cpus": 4}))
+    assert found["share of one core that this process used"] == pytest.approx(0.08)
+
+
+def test_only_pdx_against_nixl_has_goals():
+    requests = everything()
+    requests += [msgspec.structs.replace(each, system="pdx-tcp") for each in requests if each.system == "pdx"]
+    requests += [msgspec.structs.replace(each, system="mooncake") for each in requests if each.system == "nixl"]
+    found = figures(result(requests))
+    assert goals(found).keys() == GOALS.keys()
+    names = {figure.name for figure in found}
+    assert "4,000 tokens: handoff, mooncake / pdx, decoder may run" in names
+    assert "4,000 tokens: handoff, nixl / pdx-tcp, decoder may run" in names
+
+
+def test_copies_of_other_lengths_do_not_count():
+    copies = [Copy(0, 4000 << 16, 20.0), Copy(0, 1000 << 16, 5.0)]
+    found = {figure.name: figure.value for figure in figures(result(everything(), copies=copies))}
+    assert found["4,000 tokens: one memcpy of its KV"] == 20.0
+
+
+def test_what_was_not_measured_is_named():
+    short = "prompts of 8,000 tokens were not measured"
+    assert missing(result(everything())) == [short]
+    alone = [each for each in everything() if each.concurrency == 1]
+    assert missing(result(alone)) == ["4,000 tokens were not measured with 4 at once", short]
+    both = everything() + [msgspec.structs.replace(each, prompt_tokens=8000) for each in everything()]
+    more = {"traces": [trace(), trace(tokens=8000)], "copies": [Copy(0, tokens << 16, 20.0) for tokens in (4000, 8000)]}
+    assert missing(result(both, **more)) == []
+    assert missing(result([*everything(), request("pdx", tokens=8000)], **more)) == [
+        "8,000 tokens were not measured with 4 at once",
+        "8,000 tokens: handoff, nixl / pdx, client's first token: not known of any round",
+        "8,000 tokens: handoff, nixl / pdx, decoder may run: not known of any round",
+        "8,000 tokens: TTFT, pdx / prefill alone: not known of any round",
+    ]
+    without = [each for each in both if (each.system, each.prompt_tokens) != ("nixl", 8000)]
+    assert [line.partition(": not known")[0] for line in missing(result(without, **more))] == [
+        "8,000 tokens: handoff, nixl / pdx, client's first token",
+        "8,000 tokens: handoff, nixl / pdx, decoder may run",
+        "8,000 tokens, 4 at once: mean TTFT, nixl / pdx",
+        "8,000 tokens, 4 at once: mean ITL, nixl / pdx",
+    ]
+    polling = [each for each in both if each.system != "nixl-yield"]
+    assert missing(result(polling, **more)) == [
+        "how much of nixl's figures is its polling thread's: nixl-yield did not run (not asked for)"
+    ]
+    found = " ".join(missing(result([request("pdx")], not_run={"nixl": "no UCX"}, overhead=None)))
+    for words in (
+        "nixl did not run (no UCX)",
+        "plain did not run (not asked for)",
+        "overhead was not",
+        "4,000 tokens were not measured with 4 at once",
+    ):
+        assert words in found
+
+
+DETAILS = {
+    "settings": {
+        "tokens": [8000],
+        "concurrency": [1, 4],
+        "systems": ["pdx", "nixl"],
+        "rounds": 5,
+        "max_engines": 2,
+        "overhead_pairs": 0,
+    },
+    "systems": {"pdx": {"versions": {"vllm": "0.32.0"}}},
+    "not_run": {"lmcache": "lmcache is not installed"},
+    "missing": ["the benchmark's own overhead was not measured"],
+}
+MACHINE = {"date": "2026-01-01", "cpu": "some", "cpus": 2, "load_at_end": 0.5, "python": "3", "versions": {"nixl": "1"}}
+
+
+def test_a_breakdown_in_numbers_says_what_was_typed(tmp_path, monkeypatch):
+    monkeypatch.setattr(all_benches, "RESULTS", tmp_path)
+    kept = {"title": "a title", "machine": MACHINE, "figures": []}
+    (tmp_path / "breakdown-8000.json").write_text(json.dumps({"bench": "breakdown", **kept, "details": DETAILS}))
+    shown = all_benches.table("breakdown-8000")
+    typed = "pdx bench breakdown --tokens 8000 --concurrency 1,4 --systems pdx,nixl --rounds 5 --max-engines 2"
+    assert f"\n`{typed} --no-overhead`, 2026-01-01, 2-core some" in shown
+    assert "Python 3, nixl 1, vllm 0.32.0; load at the end 0.5." in shown
+    assert shown.startswith("### a title: 8,000 tokens; pdx, nixl\n")
+    assert "- lmcache did not run, or not to the end: lmcache is not installed\n" in shown
+    assert "- no goal checked: the benchmark's own overhead was not measured\n" in shown
+    (tmp_path / "gpu-ipc.json").write_text(json.dumps({"bench": "gpu-ipc", **kept, "details": {}}))
+    assert "\n`python -m pdx.bench.gpu --only ipc`, " in all_benches.table("gpu-ipc")
+
+
+def test_nothing_measured():
+    empty = result([], copies=[], traces=[], overhead=None)
+    assert figures(empty) == []
+    assert client_table(empty).row_count == parts_table(empty).row_count == 0
+
+
+def test_tables_have_a_row_for_each_kind_of_request():
+    found = result(
+        [*everything(), request("pdx", parts=None, engines=None, itl_ms=[], moved_bytes=0, hidden_share=None)]
+    )
+    assert client_table(found).row_count == parts_table(found).row_count == 8

@@ -1,0 +1,207 @@
+"""`pdx bench` and `pdx bench breakdown` as commands: what is refused, what is written, and what Ctrl-C keeps."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from fake_systems import FakeSystem
+from plot_samples import bandwidth
+
+from pdx.bench.breakdown import records
+from pdx.bench.breakdown import report as breakdown_report
+from pdx.bench.breakdown import run as breakdown_run
+from pdx.bench.breakdown.run import Plan
+from pdx.bench.breakdown.turns import Settings
+from pdx.bench.channels import transfer
+from pdx.bench.harness.report import machine
+from pdx.bench.store import memcpy
+from pdx.bench.systems.system import Bed
+from pdx.cli.bench import BENCHES
+from pdx.cli.bench_breakdown import room_for_engines
+from pdx.cli.main import main
+
+PROGRAM = Path(__file__).with_name("breakdown_program.py")
+SMALL = ["--tokens", "20,50", "--concurrency", "1,2", "--rounds", "2", "--warmups", "1", "--output-tokens", "4"]
+PNG = b"\x89PNG"
+CONFIG = {
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 1000,
+    "torch_dtype": "float32",
+}
+KV_BYTES = 2 * 1 * 8 * 4
+WAIT_S = 150  # it imports much and draws pictures, on machines that may be busy
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@contextlib.contextmanager
+def started(hangs, model, out, *options):
+    command = [sys.executable, str(PROGRAM), str(hangs), "--model", str(model), "--out", str(out), *SMALL, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # if it has not ended
+
+
+def test_every_bench_has_a_page_of_help():
+    listed = CliRunner().invoke(main, ["bench", "--help"]).output
+    for name in BENCHES:
+        assert name in listed
+        assert CliRunner().invoke(main, ["bench", name, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--systems", "pdx,nicl"], "unknown system 'nicl' (known: pdx, "),
+        (["--tokens", "1000,many"], "'many'"),
+        (["--concurrency", "0"], "'0'"),
+        (["--output-tokens", "1"], "1 is not in the range"),
+        (["--model", "/nowhere"], "'/nowhere' does not exist"),
+        (["--model", "."], "has no config.json"),
+    ],
+)
+def test_what_is_refused(options, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pdx.bench.systems.pdx.PdxSystem.why_not", lambda self: "")
+    result = CliRunner().invoke(main, ["bench", "breakdown", *options])
+    assert result.exit_code in (1, 2)
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("kv_bytes", "engines"), [(1 << 30, 7), (None, 4)])
+def test_engines_at_a_time_are_as_many_as_memory_holds(kv_bytes, engines, monkeypatch):
+    monkeypatch.setattr("pdx.bench.systems.fleet.is_cpu_build", lambda: True)
+    monkeypatch.setattr("pdx.bench.systems.fleet.available_bytes", lambda: 29 << 30)
+    flags = () if kv_bytes is None else ("--kv-cache-memory-bytes", str(kv_bytes))
+    assert room_for_engines(Bed(Path("model"), "some-model", flags, {}, Path("logs"), 1000, "1GiB")) == engines
+
+
+@pytest.mark.timeout(200)
+def test_a_whole_run_writes_everything(model, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "transfer").mkdir()
+    beside = transfer.Result(machine=machine(), settings={}, rows=bandwidth(), is_complete=True)
+    (tmp_path / "transfer" / "transfer.json").write_bytes(msgspec.json.encode(beside))
+    with started(0, model, out, "--systems", "all", "--max-engines", "7", "--overhead-pairs", "2") as process:
+        told, progress = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, progress
+    result = records.load(out / "result.json")
+    assert result.is_complete
+    assert result.not_run == {"pdx-tcp": "the log says why"}
+    assert len(result.requests) == 3 * 2 * 2 * (1 + 2)
+    assert result.model["kv_bytes_per_token"] == KV_BYTES
+    assert result.settings["rounds"] == 2
+    assert result.systems["nixl"].commands == ["serve nixl"]
+    assert result.overhead.pairs == 2
+    figures = json.loads((out / "breakdown.json").read_text())
+    assert figures["details"]["not_run"] == result.not_run
+    assert figures["details"]["systems"]["nixl"]["commands"] == ["serve nixl"]
+    assert "\n    serve nixl\n" in told
+    last = json.loads(told.splitlines()[-1])
+    assert last["bench"] == "breakdown"
+    assert last["answers equal to plain vLLM's"] == 1.0
+    assert last.keys() == {"bench", *(figure["name"] for figure in figures["figures"])}
+    for name in (
+        "breakdown.png",
+        "ttft-cdf.png",
+        "itl-cdf.png",
+        "concurrency.png",
+        "bandwidth.png",
+        "timeline-pdx-50.png",
+    ):
+        assert (out / name).read_bytes().startswith(PNG)
+    assert "nixl, 2 × 50 tokens, round 2: first token after" in progress
+    assert "warming up plain, 1 of 1" in progress
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
+    out = tmp_path / "out"
+    hangs = 2 + 1 + 2 + 1  # two warm-ups, a batch of one, one of two, and then
+    with started(hangs, model, out, "--systems", "pdx,nixl", "--max-engines", "4", "--no-overhead") as process:
+        for line in process.stderr:
+            if line.rstrip().endswith("ms between tokens") and "pdx, 1 × 50 tokens" in line:
+                break  # next is the batch that hangs; before or in it
+        process.send_signal(signal.SIGINT)
+        told, progress = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, progress
+    result = records.load(out / "result.json")
+    assert not result.is_complete
+    assert [request.system for request in result.requests].count("nixl") == 1 + 2
+    assert json.loads(told.splitlines()[-1])["bench"] == "breakdown"
+    assert (out / "breakdown.png").read_bytes().startswith(PNG)
+    assert "interrupted; what was measured is kept" in progress
+
+
+def plan(model, out, *systems, not_run=()):
+    settings = Settings(tokens=(20,), concurrency=(1,), output_tokens=4, rounds=1, warmups=0, overhead_pairs=0)
+    return Plan(
+        settings=settings,
+        systems={system.name: system for system in systems},
+        not_run=dict(not_run),
+        bed=Bed(model, "some-model", ("--dtype", "float32"), {}, out / "logs", 1000, "1GiB"),
+        max_engines=8,
+        out=out,
+        is_tiny=False,
+    )
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    monkeypatch.setattr(memcpy, "CALM_S", 0.0)
+    monkeypatch.setattr(breakdown_report, "draw_all", lambda result, folder, bandwidth: [])
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def test_a_wrong_answer_is_a_failure(model, out):
+    wrong = FakeSystem("nixl", [], is_wrong=True)
+    assert breakdown_run.run(plan(model, out, wrong, FakeSystem("plain", []))) == 1
+    assert records.load(out / "result.json").is_complete
+
+
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["in front", "in the background"])
+def sigint(request):
+    """What a process that a shell starts there does on SIGINT."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield request.param
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_sigterm_is_as_good_as_ctrl_c(model, out, sigint, number):
+    """It comes while a request is under way; the handlers before are in place again afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    ended = FakeSystem("nixl", [], hangs=lambda asked: os.kill(os.getpid(), number) is None)
+    assert breakdown_run.run(plan(model, out, FakeSystem("plain", []), ended)) == 130
+    assert [request.system for request in records.load(out / "result.json").requests] == ["plain"]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == [sigint, before]
+
+
+def test_nothing_measured_is_a_failure(model, out, capsys):
+    cannot = FakeSystem("nixl", [], cannot="no UCX here")
+    assert breakdown_run.run(plan(model, out, cannot, not_run={"lmcache": "not installed"})) == 1
+    kept = records.load(out / "result.json")
+    assert kept.not_run == {"lmcache": "not installed", "nixl": "no UCX here"}
+    told = capsys.readouterr().out
+    assert "nixl did not run: no UCX here" in told
+    assert "lmcache did not run: not installed" in told
+    assert not (out / "breakdown.json").exists()

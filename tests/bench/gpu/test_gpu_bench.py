@@ -1,0 +1,489 @@
+"""The GPU benches and the tests of tests/gpu, as far as they can be tried without a GPU: on a fake driver, in small."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch  # noqa: E402
+
+import pdx.bench.gpu.__main__ as gpu_benches  # noqa: E402
+from pdx.bench.gpu import bed as gpu_bed  # noqa: E402
+from pdx.bench.gpu import hook as gpu_hook  # noqa: E402
+from pdx.bench.gpu import ipc_stage as gpu_ipc_stage  # noqa: E402
+from pdx.bench.gpu import kernels as gpu_kernels  # noqa: E402
+from pdx.bench.gpu import llama as gpu_llama  # noqa: E402
+from pdx.bench.gpu import nixl as gpu_nixl  # noqa: E402
+from pdx.bench.gpu import sanitizer as gpu_sanitizer  # noqa: E402
+from pdx.bench.gpu.__main__ import BROKEN, NO_GPU, SECTIONS, Section, why_not  # noqa: E402
+from pdx.bench.gpu.hook import Meter, hook_figures  # noqa: E402
+from pdx.bench.gpu.hook import Row as HookRow  # noqa: E402
+from pdx.bench.gpu.ipc import ARENA, CHANNEL, COPY, NIXL, ipc_figures  # noqa: E402
+from pdx.bench.gpu.ipc import Row as IpcRow  # noqa: E402
+from pdx.bench.gpu.kernels import IN_ORDER, SHUFFLED, kernel_figures, pinned_figures  # noqa: E402
+from pdx.bench.gpu.kernels import Row as KernelRow  # noqa: E402
+from pdx.bench.gpu.llama import Handoff, Prefill, llama_figures  # noqa: E402
+from pdx.bench.gpu.nixl import READ, WRITE, VramNixl, lanes  # noqa: E402
+from pdx.bench.harness.places import ROOT  # noqa: E402
+from pdx.bench.harness.report import Figure  # noqa: E402
+from pdx.bench.harness.timing import measure  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+NOTHING_VISIBLE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in the repository's root, without any GPU."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**NOTHING_VISIBLE, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+# ---- without a GPU --------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+    done = run("-m", "pdx.bench.gpu", "--only", "kernels")
+    assert done.returncode == NO_GPU
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("pdx.bench.gpu needs an NVIDIA GPU: ")
+
+
+def test_the_sanitizer_says_why_it_does_not_run() -> None:
+    done = run("-m", "pdx.bench.gpu.sanitizer")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("compute-sanitizer is not run: ")
+
+
+def test_the_sanitizer_watches_kernel_tests_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every tool, and its own exit status is an error."""
+    commands: list[list[str]] = []
+
+    def fake_run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, gpu_sanitizer.FOUND if "initcheck" in command else 0)
+
+    monkeypatch.setattr(gpu_sanitizer, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(gpu_sanitizer, "find", lambda: "compute-sanitizer")
+    monkeypatch.setattr(gpu_sanitizer.subprocess, "run", fake_run)
+    assert gpu_sanitizer.main() == 1
+    assert [command[command.index("--tool") + 1] for command in commands] == ["memcheck", "initcheck"]
+    memcheck = commands[0]
+    assert memcheck[memcheck.index("--report-api-errors") + 1] == "no"
+    path, _, names = gpu_sanitizer.TESTS
+    assert all(path in command and names in command for command in commands)
+    tests = (ROOT / path).read_text()
+    assert all(f"def {name}(" in tests for name in names.split(" or "))
+
+
+def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
+    done = run("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ skipped in", done.stdout, re.MULTILINE), done.stdout
+    reasons = {line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("SKIPPED")}
+    assert len(reasons) == 1
+    assert reasons.pop().startswith("needs an NVIDIA GPU: ")
+
+
+def test_the_tests_of_memory_pass_on_the_fake_driver_and_without_plugins() -> None:
+    """Which says that the tests themselves work, and need no pytest-timeout."""
+    files = [f"tests/gpu/test_real_{name}.py" for name in ("memory", "page_lock")]
+    done = run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-p", "no:timeout", PDX_FAKE_GPU="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^1\d passed, 1 skipped in", done.stdout, re.MULTILINE), done.stdout
+
+
+# ---- the command line -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "kernels,typo"], "typo: known are kernels, pinned, ipc, llama, hook"),
+        (["--only", ","], "known are"),
+        (["--bed", "toy"], "--out FOLDER"),
+        (["--only", "hook", "--repeats", "3"], "--repeats and --prompts are for --only llama"),
+        (["--only", "llama", "--repeats", "0"], "'0' is no positive number"),
+        (["--only", "llama", "--prompts", "8192,"], "'' is no positive number"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_benches.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_section_whose_packages_are_missing_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(SECTIONS, "ipc", Section("pdx.bench.gpu.ipc", "ipc", ("torch", "no_such_package")))
+    assert gpu_benches.main(["--bed", "toy", "--only", "ipc", "--out", str(tmp_path)]) == 0
+    assert "ipc is skipped: it needs no_such_package" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_section_does_not_keep_others_from_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran = []
+
+    def fake_run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command[command.index("--here") + 1])
+        return subprocess.CompletedProcess(command, int(ran[-1] == "kernels"))
+
+    monkeypatch.setattr(gpu_benches.subprocess, "run", fake_run)
+    assert gpu_benches.main(["--bed", "toy", "--out", str(tmp_path)]) == BROKEN
+    assert ran == list(SECTIONS)
+    assert "kernels broke" in capsys.readouterr().out
+
+
+def test_sections_name_what_they_import() -> None:
+    assert not [why for section in SECTIONS.values() if (why := why_not(section))]
+
+
+# ---- whole sections, in small ---------------------------------------------------------------
+
+
+def results(folder: Path, *sections: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    done = run("-m", "pdx.bench.gpu", "--bed", "toy", "--only", ",".join(sections), "--out", str(folder), *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: json.loads((folder / f"gpu-{name}.json").read_text()) for name in sections}
+
+
+def check_common(name: str, result: dict[str, Any]) -> None:
+    assert result["bench"] == f"gpu-{name}"
+    machine = result["machine"]
+    assert machine["bed"] == "toy"
+    assert machine["gpu"].startswith("Fake")
+    assert machine["cuda_driver"] >= 12000
+    assert {"date", "python", "versions", "kernel_driver", "torch_cuda"} <= set(machine)
+    assert {"triton", "cuda-bindings"} <= set(machine["gpu_versions"])
+    assert all(figure["is_met"] is not None for figure in result["figures"] if figure["goal"])
+
+
+def test_kernels_and_pinned_on_the_fake_driver(tmp_path: Path) -> None:
+    """Each case compares all bytes before it is timed."""
+    found = results(tmp_path, "kernels", "pinned")
+    for name, result in found.items():
+        check_common(name, result)
+    assert len(found["kernels"]["details"]["rows"]) == 2 * 2 * 2  # slices, orders, operations
+    assert {row["operation"] for row in found["pinned"]["details"]["rows"]} == {"gather", "scatter"}
+    assert [figure["goal"] for figure in found["pinned"]["figures"]] == ["≥ 0.9", "≥ 50"] * 2
+
+
+def test_ipc_between_two_processes_with_fake_drivers(tmp_path: Path) -> None:
+    """Also with digests of all pages, on both ways."""
+    result = results(tmp_path, "ipc")["ipc"]
+    check_common("ipc", result)
+    assert [row["way"] for row in result["details"]["rows"]] == [COPY, CHANNEL, ARENA]
+    skipped = [figure["name"] for figure in result["figures"] if "skipped" in figure["name"]]
+    assert skipped == ["NIXL reads page by page: skipped", "NIXL writes page by page: skipped"]
+
+
+def test_llama_with_engines_on_cpus(tmp_path: Path) -> None:
+    result = results(tmp_path, "llama", more=("--repeats", "1", "--prompts", "64"))["llama"]
+    check_common("llama", result)
+    assert "median of 1" in result["title"]
+    details = result["details"]
+    cases = [(each["prompt_tokens"], each["channel"]) for each in details["handoffs"]]
+    assert cases == [(64, ""), (64, "shm")]
+    assert details["copy_gb_s"] > 0
+    assert all(each["exposed_ms"] > 0 and 0 <= each["hidden_share"] <= 1 for each in details["handoffs"])
+    assert all(each["with_ms"] > 0 and each["without_ms"] > 0 for each in details["prefills"])
+
+
+def test_hook_with_an_engine_on_a_cpu(tmp_path: Path) -> None:
+    result = results(tmp_path, "hook")["hook"]
+    check_common("hook", result)
+    calls = {(row["call"], row["step"]): row["calls"] for row in result["details"]["rows"]}
+    # Two prompts of two pieces, three layers; three decode steps behind the one that gives the first token.
+    assert calls["save_layer", "prefill"] == 2 * 2 * 3
+    assert calls["save_layer", "decode"] == 3 * 3
+    assert calls["end_forward", "prefill"] >= 2 * 2
+
+
+def test_figures_are_medians_of_at_least_20_runs() -> None:
+    tables = [gpu_kernels.KERNEL_SIZES, gpu_kernels.PINNED_SIZES, gpu_ipc_stage.SIZES, gpu_llama.SIZES, gpu_hook.SIZES]
+    assert len(tables) == len(SECTIONS)
+    assert min(table[gpu_bed.REAL].repeats for table in tables) >= 20
+
+
+# ---- arithmetic -----------------------------------------------------------------------------
+
+
+def by_name(figures: list[Figure], part: str) -> Figure:
+    [found] = [figure for figure in figures if part in figure.name]
+    return found
+
+
+def kernel_row(operation: str, page_kib: int, slice_kib: int, order: str, ratio: float, gb_s: float = 60.0) -> Any:
+    return KernelRow(operation, page_kib * KIB, slice_kib * KIB, order, gb_s, 100.0, ratio)
+
+
+def test_kernel_figures_hold_the_slowest_case_to_its_goal() -> None:
+    rows = [
+        kernel_row("gather", 16, 256, IN_ORDER, 0.85),
+        kernel_row("gather", 16, 1024, IN_ORDER, 0.92),
+        kernel_row("gather", 16, 4096, SHUFFLED, 0.81),
+        kernel_row("gather", 64, 1024, SHUFFLED, 0.79),
+        kernel_row("gather", 64, 1024, IN_ORDER, 0.89),
+        kernel_row("scatter", 16, 256, SHUFFLED, 0.95),
+    ]
+    figures = kernel_figures(rows)
+    sixteen, sixtyfour = by_name(figures, "gather, pages of 16 KB"), by_name(figures, "gather, pages of 64 KB")
+    assert (sixteen.value, sixteen.goal, sixteen.is_met) == (0.81, "≥ 0.8", True)
+    assert (sixtyfour.value, sixtyfour.is_met) == (0.79, False)
+    large = by_name(figures, "gather, slices of 1 MB")
+    assert (large.value, large.goal, large.is_met) == (0.89, "≥ 0.9", False)
+    assert by_name(figures, "scatter, pages of 16 KB").is_met
+    assert not [figure for figure in figures if "scatter, slices" in figure.name]
+    assert by_name(figures, "device copy, read").value == 100.0
+
+
+def test_pinned_figures_have_a_share_and_a_rate() -> None:
+    rows = [kernel_row("gather", 16, 1024, SHUFFLED, 0.95, 52.0), kernel_row("gather", 64, 1024, SHUFFLED, 0.91, 49.0)]
+    rows += [kernel_row("scatter", 16, 1024, SHUFFLED, 0.89, 51.0)]
+    shares = [(figure.value, figure.is_met) for figure in pinned_figures(rows)]
+    assert shares == [(0.91, True), (49.0, False), (0.89, False), (51.0, True)]
+
+
+UCX_SAYS = """
+[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
+[1795343691.24] [vm:1130 :0]   | A intra-node cfg#1                                                   |
+[1795343691.24] [vm:1130 :0]   | remote memory write by ucp_put* from cuda/GPU0 memory to cuda/GPU0   |
+[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
+[1795343691.24] [vm:1130 :0]   | Range     | Description |              Config                        |
+[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
+[1795343691.24] [vm:1130 :0]   | 0..8191   | short       | tcp/lo                                     |
+[1795343691.24] [vm:1130 :0]   | 8K..inf   | zero-copy   | cuda_ipc/cuda                              |
+[1795343691.24] [vm:1130 :0]   +--------+-------------+-----------------------------------------------+
+[1795343691.27] [vm:1130 :0]   | active message by ucp_am_send* from cuda/GPU0 memory |
+[1795343691.27] [vm:1130 :0]   | 0..inf | rendezvous | never/this |
+[1795343691.28] [vm:1130 :0]   | remote memory write by ucp_put* from host memory to host |
+[1795343691.28] [vm:1130 :0]   | 0..inf | zero-copy   | cma/memory                        |
+[1795343691.36] [vm:1130 :0]   | remote memory read by ucp_get*(multi) into cuda/GPU0 memory from cuda/GPU0 |
+[1795343691.36] [vm:1130 :0]   | 0..inf | software emulation | tcp/lo                                     |
+"""
+
+
+def test_the_lane_of_large_pieces_of_gpu_memory_is_read_from_what_ucx_says() -> None:
+    """A baseline that went over TCP is recognised."""
+    assert lanes(UCX_SAYS) == {READ: "tcp/lo", WRITE: "cuda_ipc/cuda"}
+    assert lanes("") == {}
+
+
+def test_nixl_writes_pages_and_reads_them() -> None:
+    """The same request in both directions; UCX's settings are there before UCX is."""
+    asked: list[tuple[str, list[Any], list[Any]]] = []
+    bindings = SimpleNamespace(
+        NIXL_READ="READ", NIXL_WRITE="WRITE", NIXL_SUCCESS=0, VRAM_SEG="vram", nixlXferDList=lambda kind, spans: spans
+    )
+    agent = SimpleNamespace(
+        createXferReq=lambda verb, mine, theirs, *rest: asked.append((verb, mine, theirs)),
+        postXferReq=lambda handle: None,
+        getXferStatus=lambda handle: 0,
+        releaseXferReq=lambda handle: None,
+    )
+    nixl = VramNixl.__new__(VramNixl)
+    nixl._bindings, nixl._agent, nixl._backends = bindings, agent, []
+    nixl.address, nixl.ordinal, nixl._peer, nixl._peer_address, nixl._peer_ordinal = 1000, 0, "peer", 5000, 1
+    for operation in (WRITE, READ):
+        nixl.move(operation, [0, 64], [128, 192], 64)
+    pairs = [([(1000, 64, 0)], [(5128, 64, 1)]), ([(1064, 64, 0)], [(5192, 64, 1)])]
+    assert asked == [(verb, *pair) for verb in ("WRITE", "READ") for pair in pairs]
+
+
+def test_ucx_is_told_to_read_over_cuda_ipc_and_to_say_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before it is loaded; what the user has set stays. Its log is no part of standard output."""
+    monkeypatch.setenv("UCX_PROTO_INFO", "n")
+    for name in ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_LOG_FILE"):
+        monkeypatch.setenv(name, "")  # puts back what was there
+        monkeypatch.delenv(name)
+    seen: list[dict[str, str]] = []
+
+    def availability() -> SimpleNamespace:
+        seen.append(gpu_nixl.ucx_settings())
+        return SimpleNamespace(is_ok=False, why="not here")
+
+    monkeypatch.setattr(gpu_nixl, "find", lambda scheme: SimpleNamespace(availability=availability))
+    monkeypatch.setattr(gpu_nixl.importlib.util, "find_spec", lambda name: name)
+    bed = SimpleNamespace(name=gpu_bed.REAL)
+    assert gpu_nixl.start_nixl(bed, torch.zeros(1), tmp_path) == (None, "not here")
+    assert seen[0]["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "y"
+    assert seen[0]["UCX_PROTO_INFO"] == "n"
+    assert seen[0]["UCX_LOG_FILE"] == f"{tmp_path}/ucx-%p.log"
+
+
+def test_ipc_figures_take_the_best_group_and_compare_with_the_faster_nixl() -> None:
+    rows = [
+        IpcRow(COPY, 0, 1000.0, 1.0, 1.0),
+        IpcRow(CHANNEL, 8 * MIB, 200.0, 0.2, 5.0),
+        IpcRow(CHANNEL, 32 * MIB, 260.0, 0.26, 3.8),
+        IpcRow(ARENA, 8 * MIB, 430.0, 0.43, 2.3),
+    ]
+    without = ipc_figures(rows, dict.fromkeys(NIXL, "nixl is not installed"), {})
+    share = by_name(without, "cuda_ipc, pages to pages: share of a device copy")
+    assert (share.value, share.is_met) == (0.26, None)
+    assert "32 MiB" in share.note
+    allowed = by_name(without, "cuda_ipc, pages to pages: share of what the bytes allow")
+    assert (allowed.value, allowed.goal, allowed.is_met) == (pytest.approx(0.78), "≥ 0.8", False)
+    allowed = by_name(without, "one arena, pages to pages: share of what the bytes allow")
+    assert (allowed.value, allowed.is_met) == (pytest.approx(0.86), True)
+    skipped = [figure.note for figure in without if "skipped" in figure.name]
+    assert skipped == ["nixl is not installed"] * 2
+    both = [IpcRow("NIXL reads", 0, 0.5, 0.0005, 2e3), IpcRow("NIXL writes", 0, 60.0, 0.06, 16.6)]
+    with_nixl = ipc_figures([*rows, *both], {}, {READ: "tcp/lo", WRITE: "cuda_ipc/cuda"})
+    times = by_name(with_nixl, "cuda_ipc, pages to pages: times NIXL")
+    assert (times.value, times.goal, times.is_met) == (pytest.approx(260 / 60, abs=1e-4), "≥ 5", False)
+    assert by_name(with_nixl, "NIXL reads page by page").note == "UCX used tcp/lo"
+    assert by_name(with_nixl, "NIXL writes page by page").note == "UCX used cuda_ipc/cuda"
+    assert by_name(with_nixl, "one arena, pages to pages: times NIXL").is_met
+
+
+def test_llama_figures_are_medians() -> None:
+    handoffs = [
+        Handoff(8192, "", exposed, hidden, 300.0, 1.0) for exposed, hidden in ((2.0, 0.99), (9.0, 0.9), (2.9, 0.98))
+    ]
+    handoffs += [Handoff(8192, "cuda_ipc", 3.1, 0.96, 300.0, 1.0), Handoff(32768, "", 4.0, 0.99, 1500.0, 2.5)]
+    prefills = [Prefill(8192, 101.0, 100.0), Prefill(8192, 110.0, 100.0), Prefill(8192, 100.5, 100.0)]
+    figures = llama_figures(handoffs, prefills, token_s=6.25e-8)
+    exposed = by_name(figures, "8,192 tokens, one node: exposed")
+    assert (exposed.value, exposed.goal, exposed.is_met) == (2.9, "≤ 3", True)
+    assert "worst 9.00" in exposed.note
+    assert "a copy of the bytes 0.51" in exposed.note
+    longer = by_name(figures, "32,768 tokens, one node: exposed")
+    assert (longer.value, longer.is_met) == (4.0, None), "half of the goal is the copy of the bytes alone"
+    assert "a copy of the bytes 2.05" in longer.note
+    assert by_name(figures, "8,192 tokens, one node: share").value == 0.98
+    assert not by_name(figures, "cuda_ipc: exposed").is_met
+    assert not by_name(figures, "cuda_ipc: share").is_met
+    slowed = by_name(figures, "slowed")
+    assert (slowed.value, slowed.goal, slowed.is_met) == (pytest.approx(0.01), "≤ 0.02", True)
+
+
+def test_hook_figures_and_the_meter() -> None:
+    meter = Meter(lambda value: value + 1)
+    assert meter(1) == 2
+    meter.step = "prefill"
+    for value in range(4):
+        meter(value)
+    [row] = meter.rows("save_layer")
+    assert (row.step, row.calls) == ("prefill", 4)
+    assert 0 < row.cpu_us <= row.cpu_us_99
+    rows = [HookRow("save_layer", "prefill", 10, 51.0, 70.0, 60.0), HookRow("begin", "prefill", 10, 99.0, 99.0, 99.0)]
+    hook, begin = hook_figures(rows)
+    assert (hook.value, hook.goal, hook.is_met) == (51.0, "≤ 50", False)
+    assert begin.is_met is None
+
+
+class FakeEvent:
+    """An event of a stream whose time is counted by hand."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.now_ms
+
+    def synchronize(self) -> None:
+        assert self.at <= FakeEvent.now_ms
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at - self.at
+
+
+def fake_flush() -> None:
+    """Takes seven milliseconds of the stream."""
+    FakeEvent.now_ms += 7.0
+
+
+def test_device_time_leaves_out_what_empties_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+
+    def takes(ms: float) -> Any:
+        def call() -> None:
+            FakeEvent.now_ms += ms
+
+        return call
+
+    found = measure(
+        {"copy": takes(2.0), "gather": takes(2.5)},
+        reference="copy",
+        repeats=3,
+        clock=lambda: gpu_bed.Moment(fake_flush),
+    )
+    assert found["copy"].median_s == pytest.approx(2e-3)
+    assert found["gather"].median_s == pytest.approx(2.5e-3)
+    assert found["gather"].ratio == pytest.approx(0.8)
+
+
+# ---- what a machine with a GPU is spared ----------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["gpu-test", "gpu-bench"])
+def test_make_finds_pdx_and_what_was_installed_beside_it(tmp_path: Path, target: str) -> None:
+    """A machine may have neither PDX nor the right to install it: `pip install --target .site msgspec pyzmq` is enough.
+
+    Children find it, too, which start with -P or have a folder of their own first in their path.
+    """
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n"{sys.executable}" -S -P -c "import sys; print(sys.path[:3], *sys.argv[1:])" "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "-s", target, f"PYTHON={python}"]
+    for given, expected in ((None, []), ("/elsewhere", ["/elsewhere"])):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"PYTHONPATH": given} if given else {}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        for line in done.stdout.splitlines():
+            assert line.startswith(repr([f"{ROOT}/.site", str(ROOT), *expected])[:-1]), line
+
+
+def test_a_file_that_a_driver_keeps_is_forgiven_once() -> None:
+    """It opens the file in whichever test first needs it; a test of ours that leaks does so again."""
+    spec = importlib.util.spec_from_file_location("the_conftest", Path(__file__).parents[2] / "conftest.py")
+    assert spec is not None
+    assert spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    known: set[str] = set()
+    eventfd, ours = Counter({"anon_inode:[eventfd]": 1}), Counter({"/dev/shm/pdx-arena": 1})
+    assert conftest.not_the_drivers({"open files": eventfd}, known) == {}
+    assert conftest.not_the_drivers({"open files": eventfd}, known) == {"open files": eventfd}
+    assert conftest.not_the_drivers({"open files": ours + Counter(pipe=1)}, known) == {"open files": ours}
+    threads = {"threads": Counter({"pdx-copied": 1})}
+    assert conftest.not_the_drivers(threads, known) == threads
+
+
+def test_tests_that_count_free_bytes_do_not_run_beside_others() -> None:
+    done = run(
+        *("-m", "pytest", "tests/gpu/test_real_memory.py", "-q", "-rs", "-p", "no:cacheprovider"),
+        PDX_FAKE_GPU="1",
+        PYTEST_XDIST_WORKER_COUNT="2",
+    )
+    assert re.search(r"^\d+ skipped in", done.stdout, re.MULTILINE), done.stdout
+    assert "run it without -n" in done.stdout

@@ -1,0 +1,231 @@
+"""What each message costs a node by how much it holds: steps are counted, not timed.
+
+A step is a line of the store's or the node's Python, or an element of a container of theirs that is walked through,
+in Python or within one call of C. The messages are those of `pdx.bench.node.scaling`, which times them.
+"""
+
+import sys
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+
+import pytest
+
+import pdx.node
+import pdx.store
+from pdx.bench.node import scaling_bed
+from pdx.bench.node.scaling_bed import Here, Load, drive
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.store.allocator import Allocator
+from pdx.store.store import Claim, Store
+from pdx.wire.messages import Cancel, Lookup, Reserve
+
+SMALL, LARGE = 600, 6_000
+CROWD = 12  # one lease, reservation, transfer of others for so many chunks
+SPARE = 1.1  # what the large one may cost of the small one's steps, and a few more
+MORE = 30
+MEASURED = tuple(str(Path(room.__file__).parent) for room in (pdx.store, pdx.node))
+PLAIN = (dict, OrderedDict, list, set)
+
+
+class Steps:
+    """Counts while it is entered; containers of what it watches are replaced by such that report their walks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._seen = {}  # id -> what was seen, and what stands for it now
+
+    def watch(self, thing):
+        """All containers that `thing` and the objects of ours in it hold."""
+        if id(thing) in self._seen or not type(thing).__module__.startswith(("pdx.store", "pdx.node")):
+            return
+        self._seen[id(thing)] = (thing, thing)
+        for name, value in list(getattr(thing, "__dict__", {}).items()):
+            if type(value) in PLAIN:
+                if id(value) not in self._seen:
+                    self._seen[id(value)] = (value, self.reporting(value))
+                setattr(thing, name, self._seen[id(value)][1])
+            self.watch(value)
+
+    def reporting(self, value):
+        """The same container, but whoever walks through it is counted."""
+        steps = self
+
+        def walk(method):
+            def walked(self, *arguments):
+                steps.count += len(self)
+                return method(self, *arguments)
+
+            return walked
+
+        plain = type(value)
+        names = ("__iter__", "__reversed__", "keys", "values", "items", "copy", "__contains__", "index", "remove")
+        if issubclass(plain, dict | set):
+            names = tuple(name for name in names if name not in ("__contains__", "remove"))
+        methods = {name: walk(getattr(plain, name)) for name in names if hasattr(plain, name)}
+        return type(plain.__name__, (plain,), methods)(value)
+
+    def __enter__(self):
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _called(self, frame, event, argument):
+        return self._line if frame.f_code.co_filename.startswith(MEASURED) else None
+
+    def _line(self, frame, event, argument):
+        self.count += 1
+        return self._line
+
+
+def is_flat(small, large):
+    return large <= small * SPARE + MORE
+
+
+@pytest.fixture
+def load(place, monkeypatch):
+    """A node's service with so many chunks, and much that waits for its end; with the steps that it takes."""
+    monkeypatch.setattr(scaling_bed, "WRITER_CHUNKS", 200)
+    beds = []
+
+    def make(chunks):
+        folder = place / str(chunks)
+        folder.mkdir()
+        bed = Here(folder, Load.arena_bytes(chunks + chunks // CROWD))
+        beds.append(bed)
+        made = Load(bed, chunks)
+        crowd(bed, chunks)
+        bed.pass_time = lambda: False  # the crowd's deadlines are not over
+        steps = Steps()
+        for part in (bed.service.store, bed.service.transfers, bed.service.sessions):
+            steps.watch(part)
+        return made, bed, steps
+
+    yield make
+    for bed in beds:
+        bed.__exit__(None, None, None)
+
+
+def crowd(bed, chunks):
+    """Others who lease, fill, wait and have given up, as many of them as there are chunks by the dozen."""
+    other = bed.attach()
+    found = [key.to_bytes(16, "little") for key in range(chunks)]
+    for number in range(chunks // CROWD):
+        name = f"transfer-of-another-{number}"
+        other.ask(Lookup([found[number]], lease_s=1e4))
+        other.ask(Reserve([b"other" + number.to_bytes(11, "little")], GRANULE_BYTES, transfer=name))
+        other.ask(Cancel(f"cancelled-{name}"))
+
+
+def steps_of(steps, call, *arguments):
+    """How many a call takes, and what it returns."""
+    before = steps.count
+    with steps:
+        answer = call(*arguments)
+    return steps.count - before, answer
+
+
+def round_of(load, steps):
+    """The steps of each message in a round."""
+    counts = defaultdict(int)
+
+    def take(name, call):
+        taken, answer = steps_of(steps, call)
+        counts[name] += taken
+        return answer
+
+    drive(load.round(), take)
+    return counts
+
+
+def test_a_message_costs_the_same_however_much_the_node_holds(load):
+    rounds = []
+    for chunks in (SMALL, LARGE):
+        made, _, steps = load(chunks)
+        round_of(made, steps)
+        rounds.append(round_of(made, steps))
+    small, large = rounds
+    assert len(small) == len(large) > 8
+    assert min(small.values()) > 10, "nothing was counted"
+    assert {name: (small[name], large[name]) for name in small if not is_flat(small[name], large[name])} == {}
+
+
+def test_a_tick_costs_what_ends_however_much_waits(load):
+    counts = []
+    for chunks in (SMALL, LARGE):
+        made, bed, steps = load(chunks)
+        bed.tick()
+        idle, _ = steps_of(steps, bed.tick)
+        client = bed.attach()
+        found = client.ask(Lookup([(chunks - 1).to_bytes(16, "little")], lease_s=0.5))
+        assert found.lease
+        bed._now += 1.0
+        busy, _ = steps_of(steps, bed.tick)
+        assert bed.service.store.counters["leases_expired"] == 1
+        counts.append((idle, busy))
+        assert made.chunks == chunks
+    (idle, busy), (large_idle, large_busy) = counts
+    assert 0 < idle < busy
+    assert is_flat(idle, large_idle)
+    assert is_flat(busy, large_busy)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store of so many granules, and the steps that it takes."""
+    arenas = []
+
+    def make(granules):
+        arenas.append(Arena.create(tmp_path / str(len(arenas)), granules * GRANULE_BYTES))
+        made, steps = Store(arenas[-1]), Steps()
+        steps.watch(made)
+        return made, steps
+
+    yield make
+    for arena in arenas:
+        arena.close()
+
+
+def reserve(store, first, count, granules=1):
+    keys = [number.to_bytes(16, "little") for number in range(first, first + count)]
+    claim = Claim(keys=keys, nbytes=granules * GRANULE_BYTES, layers=1, owner=1, writers=[1])
+    return store.reserve(claim)[1]
+
+
+def test_sealing_one_more_chunk_costs_the_same_however_long_the_prompt_is(store):
+    counts = []
+    for length in (50, 1_000):
+        made, steps = store(length)
+        for slot in reserve(made, 0, length):
+            taken, _ = steps_of(steps, lambda made=made, slot=slot: made.seal(made.fill([slot], 0, 1, 1)))
+        counts.append(taken)
+    assert is_flat(*counts), counts
+
+
+def test_a_search_for_room_that_is_not_there_is_bounded(store, monkeypatch):
+    monkeypatch.setattr("pdx.store.clearing.LOOKS", 100)
+    counts = []
+    for granules in (1_000, 8_000):
+        made, steps = store(granules)
+        slots = reserve(made, 0, granules)
+        made.seal(made.fill(slots, 0, 1, 1))
+        made.lease([made.at(slot) for slot in slots[::2]], 1, 1e6)
+        taken, granted = steps_of(steps, reserve, made, granules, 1, 2)
+        assert granted == []
+        assert made.counters["evicted"] == 0
+        counts.append(taken)
+    assert is_flat(*counts), counts
+
+
+@pytest.mark.parametrize("shattered", [False, True])
+def test_a_slot_is_freed_in_steps_of_its_own(shattered):
+    counts = []
+    for slots in (100, 10_000):
+        allocator, steps = Allocator(slots * GRANULE_BYTES), Steps()
+        steps.watch(allocator)
+        offsets = allocator.allocate_many(GRANULE_BYTES, slots)
+        if shattered:
+            allocator.free_many(offsets[1::2])
+        counts.append(steps_of(steps, allocator.free_many, offsets[::20][:5])[0])
+    assert is_flat(*counts), counts

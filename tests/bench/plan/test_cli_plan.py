@@ -1,0 +1,131 @@
+"""`pdx plan` as it is typed: what it says, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from plan_cases import measured
+
+from pdx.bench.breakdown import records
+from pdx.bench.plan.plots import pyplot
+from pdx.cli.main import main
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fonts():
+    """Loaded before the first test, because matplotlib keeps their files open."""
+    figure = pyplot().figure()
+    figure.suptitle("bold", weight="bold")
+    figure.add_subplot().set_title("$10^1$")
+    figure.draw_without_rendering()
+    pyplot().close(figure)
+
+
+def plan(*arguments):
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def size_of(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_it_says_how_many_and_whether(tmp_path):
+    result = plan("--model", "llama-3.1-70b", "--ttft", "2s", "--itl", "40ms", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "on 4 x h100 per engine" in result.output
+    assert "Yes: 40 GPUs keep the SLO" in result.output
+    assert "8 P + 2 D" in result.output
+    assert "32 Gbps" in result.output
+    said = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert said["verdict"]["helps"] == "yes"
+    assert len(said["curve"]) > 3
+    assert size_of(tmp_path / "out" / "plan.png") == (1560, 1128)
+    assert size_of(tmp_path / "out" / "crossover.png")[0] == 1560
+
+
+def test_json(tmp_path):
+    result = plan("--json", "--reuse", 0.5, "--reuse-link", "200Gbps", "--input-variation", 0.5, "--arena", "gpu")
+    said = json.loads(result.stdout)
+    assert said["kind"] == "pdx-plan"
+    assert said["case"]["work"]["reuse_bytes_s"] == 25e9
+    assert any("reuse pays" in reason for reason in said["verdict"]["reasons"])
+
+
+def test_what_nothing_keeps_is_drawn_too(tmp_path):
+    result = plan("--ttft", "10ms", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "Nothing keeps this SLO on this hardware" in result.output
+    assert size_of(tmp_path / "plan.png") == (1560, 1128)
+
+
+@pytest.fixture
+def result_file(tmp_path):
+    path = tmp_path / "result.json"
+    records.save(measured(), path)
+    return path
+
+
+def test_check(result_file, tmp_path):
+    result = plan("--check", result_file, "--at", 4000, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for word in ("prefill", "handoff", "TTFT", "ITL", "calibrated", "median error of what was predicted"):
+        assert word in result.output
+    said = json.loads((tmp_path / "out" / "plan-check.json").read_text())
+    assert said["kind"] == "pdx-plan-check"
+    assert json.loads(plan("--check", result_file, "--json").stdout)["calibration"]["system"] == "pdx"
+
+
+def test_calibrated(result_file):
+    result = plan("--calibrate", result_file, "--rate", 0.05, "--input", "4k", "--ttft", "20s", "--itl", "2s")
+    assert result.exit_code == 0, result.output
+    assert "tiny as measured with pdx at 1,000, 4,000, 8,000 tokens" in result.output
+    assert "GFLOPS" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "gpt-9"], "model 'gpt-9' is neither a file, nor one of"),
+        (["--gpu", "tpu"], "GPU 'tpu' is none of a100"),
+        (["--link", "400"], "'400' is not a speed; write for example 400Gbps"),
+        (["--ttft", "1"], "'1' is not a time"),
+        (["--input", "many"], "'many' is not a number of tokens"),
+        (["--rate", "0"], "a rate of 0 requests per second"),
+        (["--reuse", "0.5"], "--reuse needs the speed of the link"),
+        (["--reuse", "1"], "--reuse 1 is not a share"),
+        (["--share", "0.2"], "--share 0.2"),
+        (["--prefillers", "2"], "--prefillers and --decoders go together"),
+        (["--model", "llama-3.1-70b", "--tp", "1"], "do not fit into 1 x h100"),
+        (["--model", "llama-3.1-70b", "--tp", "1"], "--tp 4 would hold them"),
+        (["--model", "llama-3.1-405b", "--gpu", "l40s", "--tp", "8"], "--tp more than 16"),
+        (["--tp", "two"], "--tp 'two' is not a number of GPUs"),
+        (["--links", "32Gbps,fast"], "'fast' is not a speed"),
+        (["--memory", "lots", "--calibrate"], "lots"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, words, result_file):
+    result = plan(*arguments, *([result_file] if arguments[-1] == "--calibrate" else []))
+    assert result.exit_code == 1
+    assert words in " ".join(result.output.split())
+
+
+def test_neither_matplotlib_nor_numpy_is_needed_for_tables():
+    code = """
+import sys
+sys.modules["matplotlib"] = sys.modules["numpy"] = sys.modules["torch"] = None
+from click.testing import CliRunner
+from pdx.cli.main import main
+fine = CliRunner().invoke(main, ["plan"])
+refused = CliRunner().invoke(main, ["plan", "--out", "/nonexistent"])
+print(fine.exit_code, refused.exit_code, refused.output[-200:])
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("0 1"), done.stdout + done.stderr
+    assert "pip install 'pdx-transport[bench]'" in done.stdout

@@ -1,0 +1,76 @@
+"""Load or compute: crossovers solve the equation, move the right way, and lie where others found them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import engine
+
+from pdx.bench.plan.crossover import break_even_bytes_s, crossover, layered_load_s, load_s, perfect_buffer_bytes
+
+GBPS = 1e9 / 8
+
+
+@settings(max_examples=40)
+@given(st.floats(1e-6, 1e-4), st.floats(1e-11, 1e-8), st.floats(1e8, 1e11))
+def test_a_crossover_solves_the_equation(linear, quadratic, speed):
+    def prefill_s(tokens):
+        return linear * tokens + quadratic * tokens**2
+
+    found = crossover(prefill_s, 131_072, speed)
+    for turn in found.turns:
+        before, at = (prefill_s(n) - load_s(n, 131_072, speed) for n in (turn - 1, turn))
+        assert (before > 0) != (at > 0)
+    if found.load_from is not None:
+        assert prefill_s(found.load_from) >= load_s(found.load_from, 131_072, speed)
+        assert found.turns[-1:] in ([], [found.load_from])
+
+
+@settings(max_examples=12)
+@given(st.floats(1e8, 1e11), st.floats(1, 10))
+def test_more_bandwidth_never_moves_it_up(speed, times):
+    chosen = engine()
+    slow, fast = (crossover(chosen.prefill_s, chosen.kv_token_bytes, rate) for rate in (speed, speed * times))
+    assert (fast.load_from or 10**9) <= (slow.load_from or 10**9)
+
+
+@given(st.integers(64, 60_000))
+def test_break_even_is_even(tokens):
+    chosen = engine()
+    speed = break_even_bytes_s(chosen.prefill_s, chosen.kv_token_bytes, tokens)
+    assert load_s(tokens, chosen.kv_token_bytes, speed) == pytest.approx(chosen.prefill_s(tokens))
+
+
+def test_when_only_waiting_takes_longer_no_speed_is_enough():
+    assert break_even_bytes_s(lambda tokens: 1e-4, 1000, 10) == float("inf")
+
+
+def test_the_shape_of_the_lmcache_papers_figure_12():
+    """The slower the link, the longer a prompt must be; at 128 Gbps loading is faster at any useful length."""
+    chosen = engine("llama-3.1-8b", "h100")
+    found = [crossover(chosen.prefill_s, chosen.kv_token_bytes, rate * GBPS) for rate in (8, 16, 32, 64, 128)]
+    starts = [one.load_from or 10**9 for one in found]
+    assert starts == sorted(starts, reverse=True)
+    assert 2_000 < starts[2] < 32_000
+    assert starts[4] <= 256
+
+
+def test_cached_attentions_example():
+    """Their paper: 2K tokens of LLaMA-65B on four A100 prefill in 360 ms, 5 GB load in 192 ms at 26 GB/s."""
+    chosen = engine("llama-65b", "a100", 4)
+    assert chosen.prefill_s(2048) == pytest.approx(0.36, rel=0.5)
+    assert load_s(2048, chosen.shapes.kv_token_bytes, 26e9) == pytest.approx(0.192, rel=0.15)
+
+
+def test_loading_layer_by_layer():
+    assert layered_load_s(load=8.0, prefill=16.0, layers=8) == pytest.approx(17.0)  # the first load is waited for
+    assert layered_load_s(load=16.0, prefill=8.0, layers=8) == pytest.approx(17.0)  # the last prefill comes behind
+    assert layered_load_s(load=16.0, prefill=8.0, layers=8, buffered=8) == pytest.approx(8.0)
+    assert perfect_buffer_bytes(16.0, 8.0, 1e9) == 8e9
+    assert perfect_buffer_bytes(8.0, 16.0, 1e9) == 0
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 64), st.integers(0, 64))
+def test_overlap_is_between_the_longer_and_both(load, prefill, layers, buffered):
+    end = layered_load_s(load, prefill, layers, buffered)
+    assert prefill - 1e-9 <= end <= load + prefill + 1e-9
+    assert end <= layered_load_s(load, prefill, layers) + 1e-9

@@ -1,0 +1,128 @@
+"""The verdict: yes, no, it depends, and impossible, each for the case that deserves it, with the reason."""
+
+import msgspec
+import pytest
+from plan_cases import case, engine
+
+from pdx.bench.plan.machines import GPUS, Assumptions, speeds_of
+from pdx.bench.plan.model import judge, make
+from pdx.bench.plan.size import CHUNKS, best_mixed, best_split, most_rate, never, smallest_mixed, smallest_split
+
+LINKS = [4e9, 8e9, 16e9]
+
+
+def plan(chosen, **more):
+    return make(chosen, hardware="a machine", links=LINKS, with_curve=False, **more)
+
+
+def big(**change):
+    return msgspec.structs.replace(case(**change), engine=engine("llama-3.1-70b", "h100", 4))
+
+
+def test_long_prompts_and_a_strict_itl_want_disaggregation():
+    found = plan(big(ttft_s=2.0, itl_s=0.04))
+    assert found.verdict.helps == "yes"
+    assert found.split.gpus < found.mixed.gpus
+    assert f"{found.split.gpus} GPUs keep the SLO instead of {found.mixed.gpus}" in found.verdict.headline
+    assert found.split.is_kept
+    assert found.mixed.is_kept
+
+
+def test_only_eight_bits_are_multiplied_faster():
+    """Weights of 4 bits are unpacked to 16."""
+    flops = {nbytes: speeds_of(GPUS["h100"], Assumptions(), 1, nbytes).flops for nbytes in (0.5, 1, 2)}
+    assert flops[0.5] == flops[2] < flops[1]
+
+
+def test_a_low_load_does_not():
+    found = plan(case(rate=0.2))
+    assert found.verdict.helps == "no"
+    assert (found.split.gpus, found.mixed.gpus) == (2, 1)
+    assert "the load is low" in found.verdict.reasons[0]
+
+
+def test_short_prompts_do_not():
+    found = plan(case(rate=2, tokens=200))
+    assert found.verdict.helps == "no"
+    assert any("prompts are short" in reason for reason in found.verdict.reasons)
+
+
+def test_an_impossible_slo_says_what_limits_it():
+    found = plan(case(ttft_s=0.1, itl_s=0.005))
+    assert found.verdict.helps == "impossible"
+    assert (found.split, found.mixed) == (None, None)
+    ttft, itl = found.verdict.reasons
+    assert ttft.startswith("TTFT: without any queue a prompt takes 273 ms")
+    assert itl.startswith("ITL: one request alone takes")
+    assert "of weights" in itl
+
+
+def test_when_only_one_kind_keeps_it():
+    chosen = case()
+    split = smallest_split(chosen)
+    found = judge(chosen, split, None, split, None)
+    assert found.helps == "yes"
+    assert "mixed engines do not, whatever their number" in found.headline
+    assert "on mixed engines prompts interrupt decoding" in found.reasons[0]
+    slow = plan(case(itl_s=0.03, output=4))
+    assert slow.split is None
+    assert slow.verdict.helps == "no"
+    assert "the handoff is one of too few gaps" in slow.verdict.reasons[0]
+
+
+def test_a_slow_link_is_named():
+    found = plan(case(wire=0.3e9, rate=0.2))
+    assert any("the link is slower than prefill" in reason for reason in found.verdict.reasons)
+
+
+def test_a_given_deployment_is_judged():
+    found = plan(case(rate=30), prefillers=2, decoders=1)
+    assert found.verdict.helps == "no"
+    assert "2 prefill and 1 decode engines do not keep the SLO" in found.verdict.headline
+    assert "prompts come faster" in found.verdict.reasons[0]
+    assert 2 < found.split_rate < 7
+    assert case(rate=found.split_rate * 0.99).split(2, 1).is_kept
+    assert not case(rate=found.split_rate * 1.01).split(2, 1).is_kept
+
+
+@pytest.mark.parametrize("rate", [10, 18, 27])
+def test_the_smallest_is_the_smallest(rate):
+    chosen = case(rate=rate)
+    split = smallest_split(chosen)
+    assert split.is_kept
+    assert not chosen.split(split.prefillers - 1, split.decoders).is_kept
+    assert not chosen.split(split.prefillers, split.decoders - 1).is_kept
+    mixed = smallest_mixed(chosen)
+    assert mixed.is_kept
+    assert not any(chosen.mixed(mixed.prefillers - 1, chunk).is_kept for chunk in CHUNKS)
+
+
+def test_the_best_of_a_number_is_no_worse_than_any():
+    chosen = case()
+    best = best_split(chosen, 7)
+    others = [chosen.split(count, 7 - count) for count in range(1, 7)]
+    assert best in others
+    assert best.is_kept == any(service.is_kept for service in others)
+    assert best_mixed(chosen, 7).prefillers == 7
+    assert best_split(chosen.at(1000), 3) is None
+
+
+def test_the_most_that_is_served():
+    limit = most_rate(case(), lambda chosen: chosen.work.rate < 12.5)
+    assert limit == pytest.approx(12.5, rel=1e-6)
+    assert most_rate(case(), lambda chosen: False) == pytest.approx(0, abs=1e-9)
+
+
+def test_whatever_can_be_kept_is_found():
+    assert never(case()) == []
+    assert never(case(tokens=390_000, ttft_s=1000.0, itl_s=10.0, output=20_000))[-1].startswith("memory")
+
+
+def test_a_plan_is_plain_json():
+    found = make(case(), hardware="a machine", links=LINKS)
+    said = msgspec.json.decode(msgspec.json.encode(found))
+    assert said["kind"] == "pdx-plan"
+    assert [point["rate"] for point in said["curve"]] == sorted(point["rate"] for point in said["curve"])
+    gpus = [point["split_gpus"] for point in said["curve"]]
+    assert gpus == sorted(gpus)
+    assert len(said["crossovers"]) == len(said["loading"][0]["load_s"]) == 3

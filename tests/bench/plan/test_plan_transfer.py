@@ -1,0 +1,80 @@
+"""What hides: bytes are conserved, faster wires never hide less, and known cases come out in closed form."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_cases import case, engine
+
+from pdx.bench.plan.fleet import transfer
+from pdx.bench.plan.transfer import group_of, overlap
+
+STEPS = st.lists(st.tuples(st.integers(1, 8192), st.floats(1e-4, 2.0)), min_size=1, max_size=4)
+SHAPE = {"layers": 32, "layer_token_bytes": 4096}
+
+
+@given(STEPS, st.floats(1e6, 1e12), st.integers(1, 32), st.floats(0, 1e-3))
+def test_parts_add_up(steps, speed, group, latency_s):
+    way = overlap(steps, **SHAPE, wire_bytes_s=speed, group=group, latency_s=latency_s)
+    assert way.nbytes == pytest.approx(sum(tokens for tokens, _ in steps) * 32 * 4096)
+    assert way.prefill_s == pytest.approx(sum(seconds for _, seconds in steps))
+    assert 0 <= way.early_bytes <= way.nbytes * 1.000001
+    assert 0 <= way.exposed_s <= way.wire_s + latency_s + 1e-9
+    late = way.nbytes - way.early_bytes
+    # What is late goes at the wire's speed, at the end, without a pause.
+    assert late / speed == pytest.approx(way.exposed_s, rel=1e-6, abs=latency_s * 1.001 + 1e-9)
+
+
+@given(STEPS, st.floats(1e6, 1e11), st.floats(1.0, 100.0))
+def test_a_faster_wire_is_never_worse(steps, speed, times):
+    slow, fast = (overlap(steps, **SHAPE, wire_bytes_s=rate) for rate in (speed, speed * times))
+    assert fast.exposed_s <= slow.exposed_s + 1e-12
+    assert fast.early_bytes >= slow.early_bytes * (1 - 1e-9)
+
+
+@given(st.integers(1, 40_000), st.integers(1, 40_000), st.sampled_from([1e8, 1e9, 1e10, 1e11]))
+def test_longer_prompts_never_hide_fewer_bytes(one, other, speed):
+    chosen = case(wire=speed)
+    short, long = sorted((one, other))
+    ways = [transfer(chosen.engine, chosen.link, chosen.work, tokens) for tokens in (short, long)]
+    assert ways[0].early_bytes <= ways[1].early_bytes * (1 + 1e-9)
+
+
+def test_a_fast_wire_leaves_the_last_layer():
+    way = overlap([(1000, 0.32)], **SHAPE, wire_bytes_s=4096e6)
+    assert way.layer_wire_s == pytest.approx(0.001)
+    assert way.exposed_s == pytest.approx(0.001)
+    assert way.hidden_bytes_share == pytest.approx(31 / 32)
+    assert not way.is_wire_bound
+
+
+def test_a_slow_wire_hides_what_goes_while_prefill_lasts():
+    way = overlap([(1000, 0.032)], **SHAPE, wire_bytes_s=4096e5)
+    # Layers take 1 ms to compute and 10 ms to send; the wire starts with the end of the first.
+    assert way.exposed_s == pytest.approx(0.32 - 0.031)
+    assert way.hidden_time_share == pytest.approx(0.031 / 0.32)
+    assert way.is_wire_bound
+
+
+def test_nothing_to_send_is_hidden():
+    way = overlap([], **SHAPE, wire_bytes_s=1e9)
+    assert (way.hidden_bytes_share, way.hidden_time_share, way.exposed_s) == (1.0, 1.0, 0.0)
+
+
+def test_layers_travel_together_until_a_message_is_large():
+    assert group_of(4096, 32) == 1  # Llama-3.1-8B: 1 MiB per chunk and layer
+    assert group_of(8192, 8) == 1  # the benches' tiny model
+    assert group_of(1152, 61) == 4  # DeepSeek's latents
+    assert group_of(1, 8) == 8
+
+
+def test_the_measured_pushes_of_4000_tokens():
+    """bench/results/across.json: 32 layers of 8 MB, two of them per message, share 0.938 when prefill ended."""
+    for wire, prefill_s, share in ((1.66e9, 0.502, 0.938), (1.51e9, 0.598, 0.926), (4.4e9, 0.479, 0.938)):
+        way = overlap([(4096, prefill_s)], layers=32, layer_token_bytes=2048, wire_bytes_s=wire, group=2)
+        assert way.hidden_bytes_share == pytest.approx(share, abs=0.03)
+
+
+def test_an_engine_on_fast_gpus_hides_nearly_everything():
+    chosen = case()
+    way = transfer(engine("llama-3.1-70b", "h100", 4), chosen.link, chosen.work, 8000)
+    assert way.hidden_bytes_share == pytest.approx(76 / 80)  # four layers per message: 256 KiB per rank and layer

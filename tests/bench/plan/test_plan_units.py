@@ -1,0 +1,65 @@
+"""Speeds, times and counts: bits are not bytes, and what is none of them is named."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.bench.plan.units import parse_count, parse_rate, parse_time, show_bytes, show_rate, show_time
+from pdx.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_s"),
+    [
+        ("400Gbps", 50e9),
+        ("50GB/s", 50e9),
+        ("50 GBps", 50e9),
+        ("1.6Tb/s", 200e9),
+        ("100Mbit/s", 12.5e6),
+        ("8bps", 1),
+        ("0.5 gB/s", 5e8),
+    ],
+)
+def test_rates(text, bytes_s):
+    assert parse_rate(text) == bytes_s
+
+
+@pytest.mark.parametrize("text", ["400", "400G", "fast", "-1Gbps", "0Gbps", "400GBP/s", "", "1e3Gbps", "400 Gib/s"])
+def test_what_is_no_rate_is_named(text):
+    with pytest.raises(ConfigError, match="400Gbps") as caught:
+        parse_rate(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.integers(1, 10**6))
+def test_bits_are_an_eighth_of_bytes(number):
+    assert parse_rate(f"{number}Gbps") * 8 == pytest.approx(parse_rate(f"{number}GB/s"))
+
+
+def test_times_and_counts():
+    assert [parse_time(text) for text in ("30ms", "1.5s", "200us", "200 µs")] == pytest.approx([0.03, 1.5, 2e-4, 2e-4])
+    assert [parse_count(text) for text in ("8000", "8k", "1.5K", "1M")] == [8000, 8000, 1500, 10**6]
+
+
+@pytest.mark.parametrize("text", ["30", "ms", "1h", "-1s", ""])
+def test_what_is_no_time_is_named(text):
+    with pytest.raises(ConfigError, match="30ms"):
+        parse_time(text)
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "8kb", "-3", "1.0001k", ""])
+def test_what_is_no_count_is_named(text):
+    with pytest.raises(ConfigError, match="8000 or 8k"):
+        parse_count(text)
+
+
+def test_shown():
+    assert [show_time(value) for value in (2.5, 0.25, 0.0125, 5e-5, 0.0)] == [
+        "2.50 s",
+        "250 ms",
+        "12.50 ms",
+        "50 µs",
+        "0.00 ms",
+    ]
+    assert show_rate(50e9) == "400 Gbps (50 GB/s)"
+    assert [show_bytes(value) for value in (131_072, 141e9, 12)] == ["131 KB", "141 GB", "12 B"]

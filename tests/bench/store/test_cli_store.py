@@ -1,0 +1,200 @@
+"""`pdx bench store`: real nodes, few and small chunks."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_process import CliProcess
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.bench.harness.spread import spread_ms
+from pdx.bench.harness.steps import Steps
+from pdx.bench.store import run as store_run
+from pdx.bench.store import tiers
+from pdx.bench.store.engine_memory import SMALLEST, EngineMemory, Load
+from pdx.bench.store.run import Settings, StoreRun
+from pdx.bench.store.tiers import OwnArena, Stopwatch, Tier
+from pdx.cli.main import main
+from pdx.client.api import connect
+from pdx.cuda.gpu import why_no_gpu
+from pdx.errors import ChannelUnavailable, ConfigError
+
+SMALL = Load(chunk_bytes=64 << 10, chunks=2, rounds=2)
+
+
+def store(*options: str) -> Any:
+    return CliRunner().invoke(main, ["bench", "store", *options])
+
+
+def check_spread(found: dict[str, Any]) -> None:
+    assert 0 < found["p50_ms"] <= found["p99_ms"]
+    assert found["count"] > 0
+
+
+@pytest.mark.timeout(180)
+def test_a_small_run_has_every_figure(place: Path) -> None:
+    options = ["--tiers", "host,shm,tcp,gpu,disk,remote", "--sizes", "64KiB", "--chunks", "2", "--rounds", "2"]
+    more = ["--index", "600", "--questions", "20", "--out", str(place), "--json"]
+    result = store(*options, *more)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert result.stdout == (place / "store.json").read_text()
+    details = found["details"]
+    assert details["is_complete"]
+    present = {"host", "shm", "tcp"} | (set() if why_no_gpu() else {"gpu"})
+    assert {row["tier"] for row in details["rows"]} | details["missing"].keys() == present | {"gpu", "disk", "remote"}
+    assert present <= {row["tier"] for row in details["rows"]}
+    for row in details["rows"]:
+        rates = [row[name] for name in ("memcpy_gb_s", "write_gb_s", "read_gb_s")]
+        assert all(rate > 0 for rate in rates), row
+        assert row["chunk_bytes"] == 64 << 10
+        for spread in (row["store"], row["hit"], *row["phases"].values()):
+            check_spread(spread)
+    (index,) = details["index"]
+    assert index["chunks"] == 600
+    assert index["lookups_per_s"] > 0
+    assert index["keys_per_s"] > 0
+    for name in ("ping", "hit", "miss", "release", "prompt"):
+        check_spread(index[name])
+    assert len(found["figures"]) == 4 * len(details["rows"]) + 3
+    assert found["machine"]["cpus"] > 0
+
+
+def test_missing_tiers_are_named_with_the_reason(place: Path) -> None:
+    result = store("--tiers", "disk,remote", "--index", "", "--out", str(place))
+    assert result.exit_code == 1
+    assert "not part of PDX yet" in result.stdout
+    assert "nothing was measured: disk: not part of PDX yet" in result.stderr
+    missing = json.loads((place / "store.json").read_text())["details"]["missing"]
+    assert set(missing) == {"disk", "remote"}
+    assert all(why.startswith("not part of PDX yet: ") for why in missing.values())
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    if not why_no_gpu():
+        pytest.skip("there is a GPU")
+    assert tiers.why_missing("gpu") == tiers.why_missing("cuda_ipc") == why_no_gpu()
+    assert {"host", "gpu", "shm", "tcp", "nixl", "ucx", "cuda_ipc", "disk", "remote"} <= set(tiers.all_tiers())
+
+
+@pytest.mark.timeout(180)
+def test_an_interrupted_run_keeps_what_was_measured(place: Path) -> None:
+    options = ["--tiers", "host", "--sizes", "64KiB", "--chunks", "2", "--rounds", "1"]
+    endless = ["--index", "100000", "--questions", "100000000"]
+    with CliProcess(place, "bench", "store", *options, *endless, "--out", str(place)) as process:
+        process.until("[2/2]")
+        assert process.interrupt(signal.SIGINT) == 130, process.lines
+        assert not process.left_behind()
+        assert "ended early" in process.output
+    details = json.loads((place / "store.json").read_text())["details"]
+    assert [row["tier"] for row in details["rows"]] == ["host"]
+    assert details["index"] == []
+    assert not details["is_complete"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sizes", "3 apples"], "'3 apples' is not a size"),
+        (["--sizes", "5000"], "5000 bytes cannot be measured; take a multiple of 4 KiB"),
+        (["--tiers", "tape"], "no tier is named 'tape'; there are host, gpu, shm"),
+        (["--index", "10,0"], "'0' is not a whole number from 1 on"),
+        (["--chunks", "0"], "0 is not in the range"),
+    ],
+)
+def test_bad_options_are_refused(place: Path, options: Sequence[str], words: str) -> None:
+    result = store("--out", str(place), *options)
+    assert result.exit_code != 0
+    assert words in result.stderr
+    assert not list(place.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(place: Path) -> None:
+    (place / "file").touch()
+    result = store("--tiers", "host", "--out", str(place / "file" / "folder"))
+    assert result.exit_code == 1
+    assert "--out" in result.stderr
+    assert "[1/" not in result.stderr
+
+
+def test_a_tier_that_breaks_is_missing_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(name: str, load: Load) -> str:
+        if name == "shm":
+            raise ChannelUnavailable("its cable was cut")
+        measured.append((name, load.chunk_bytes))
+        return name
+
+    monkeypatch.setattr(store_run.tiers, "measure_tier", measure)
+    run = StoreRun(Settings(("shm", "host"), (4096, 8192), 1, 1, (), 1))
+    run.begin()
+    with Steps(run.steps) as steps:
+        run.measure(steps)
+    assert measured == [("host", 4096), ("host", 8192)]
+    assert run.missing == {"shm": "ChannelUnavailable: its cable was cut"}
+    assert run.is_complete
+
+
+class Forgetful(Tier):
+    """Says that it has written and read, and has done nothing."""
+
+    STORE = HIT = ()
+
+    def write(self, names: Sequence[str], watch: Stopwatch) -> float:
+        return 1.0
+
+    def read(self, names: Sequence[str], watch: Stopwatch) -> float:
+        return 1.0
+
+
+class Slow(OwnArena):
+    """Says that it takes hours."""
+
+    def write(self, names: Sequence[str], watch: Stopwatch) -> float:
+        return super().write(names, watch) + 36_000.0
+
+    def read(self, names: Sequence[str], watch: Stopwatch) -> float:
+        return super().read(names, watch) + 36_000.0
+
+
+def test_slow_is_not_zero() -> None:
+    with tiers.one_node(SMALL.arena_bytes) as address, connect(address) as node:
+        memory = EngineMemory(SMALL)
+        row = tiers._measure("host", Slow(node, memory, SMALL), SMALL, memory)
+    assert row.write_gb_s == pytest.approx(SMALL.total_bytes / 1e9 / 36_000, rel=1e-3)
+    assert row.read_gb_s == pytest.approx(row.write_gb_s, rel=1e-3)
+    assert min(row.write_ratio, row.read_ratio) > 0
+
+
+def test_other_bytes_are_noticed_before_anything_counts() -> None:
+    with pytest.raises(RuntimeError, match="own node gave back other bytes"):
+        tiers._measure("host", Forgetful(), SMALL, EngineMemory(SMALL))
+
+
+def test_more_shared_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match="of /dev/shm are needed"):
+        tiers.measure_tier("host", Load(1 << 40, 1, 1))
+
+
+@given(st.integers(1, 5000))
+def test_parts_make_up_a_chunk(units: int) -> None:
+    load = Load(units * SMALLEST, 1, 1)
+    pages = load.chunk_bytes // load.page_bytes
+    assert load.chunk_bytes % load.page_bytes == 0
+    assert pages % load.parts == 0
+    assert load.parts <= max(1, load.chunk_bytes >> 20)
+
+
+@given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=300))
+def test_a_spread_is_within_its_samples(samples: list[float]) -> None:
+    found = spread_ms(samples)
+    assert min(samples) - 1e-3 <= found.p50_ms <= found.p99_ms + 1e-3 <= max(samples) + 2e-3
+    assert found.count == len(samples)

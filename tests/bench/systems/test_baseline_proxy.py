@@ -1,0 +1,366 @@
+"""The baselines' proxy between two stand-in engines: what the legs say, what the client gets, what is closed."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pdx.bench.systems import baseline_proxy
+from pdx.bench.systems.baseline_proxy import Mode, Peer, Proxy, arguments, bootstrap_peer
+from pdx.bench.systems.baselines import PROXY, Ports
+from pdx.bench.systems.system import CannotRun, Command, Servers
+
+DEADLINE_S = 20.0
+# Odd on purpose: no event per chunk, no valid JSON, half a character at a chunk's end.
+CHUNKS = [b'data: {"a": 1}\n\ndata: {"b"', b": 2}\n\n\xc3", b"\xa4 data: [DONE]\n\n"]
+RETURNED = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "p"}
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 7, "min_tokens": 3, "stream": True, "stream_options": {"x": 1}}
+PEERS = {Mode.MOONCAKE: Peer("p-id", "http://boot:1")}
+AT_ONCE = (Mode.MOONCAKE,)
+
+
+class Engine:
+    """Notes what it is asked; answers a prefill leg with parameters, a stream with CHUNKS, both when allowed."""
+
+    def __init__(self):
+        self.seen, self.connections = [], set()
+        self.arrived, self.closed = asyncio.Event(), asyncio.Event()
+        self.allowed = asyncio.Event()
+        self.allowed.set()
+        self.status, self.answer, self.chunks, self.breaks = 200, {"kv_transfer_params": RETURNED}, CHUNKS, False
+        self.is_silent = False  # like a decode engine that waits for KV: headers, and nothing more
+
+    async def start(self):
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.serve)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/query", self.query)
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def models(self, request):
+        return web.json_response({"data": ["m"]})
+
+    async def query(self, request):
+        return web.json_response({"0": {"engine_id": "booted", "worker_addr": {}}})
+
+    async def serve(self, request):
+        self.seen.append((json.loads(await request.read()), request.headers))
+        self.connections.add(request.transport.get_extra_info("peername"))
+        self.arrived.set()
+        try:
+            return await self.reply(request)
+        except asyncio.CancelledError:
+            self.closed.set()
+            raise
+
+    async def reply(self, request):
+        if not self.seen[-1][0]["stream"]:
+            await self.allowed.wait()
+            return web.json_response(self.answer, status=self.status)
+        response = web.StreamResponse(status=self.status, headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        if self.is_silent:
+            await asyncio.Event().wait()
+        for chunk in self.chunks:
+            await response.write(chunk)
+            await self.allowed.wait()
+        if self.breaks:
+            request.transport.abort()
+        return response
+
+
+class Stage:
+    def __init__(self, prefill, decode, url, client):
+        self.prefill, self.decode, self.url, self.client = prefill, decode, url, client
+
+    async def post(self, body=BODY, **headers):
+        headers = {"X-Request-Id": "r1"} | headers
+        async with self.client.post(f"{self.url}/v1/completions", json=body, headers=headers) as answer:
+            return answer.status, answer.headers, await answer.read()
+
+    async def moments(self, request_id="r1"):
+        async with self.client.get(f"{self.url}/moments/{request_id}") as answer:
+            return answer.status, await answer.json(content_type=None)
+
+
+@asynccontextmanager
+async def stage(mode):
+    prefill, decode = Engine(), Engine()
+    await prefill.start()
+    await decode.start()
+    proxy = Proxy(mode, prefill.url, decode.url, PEERS.get(mode))
+    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as client:
+            yield Stage(prefill, decode, f"http://127.0.0.1:{runner.addresses[0][1]}", client)
+    finally:
+        for engine in (prefill, decode):
+            engine.allowed.set()
+        await runner.cleanup()
+        for engine in (prefill, decode):
+            await engine.runner.cleanup()
+
+
+def play(mode, scene):
+    async def main():
+        async with asyncio.timeout(2 * DEADLINE_S), stage(mode) as it:
+            await scene(it)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_client_gets_the_decode_engines_bytes(mode):
+    async def scene(it):
+        status, headers, raw = await it.post()
+        assert (status, raw) == (200, b"".join(CHUNKS))
+        assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert headers["X-Request-Id"] == "r1"
+
+    play(mode, scene)
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_what_the_legs_say(mode):
+    async def scene(it):
+        await it.post(Authorization="Bearer k")
+        ((prefill, prefill_headers),) = it.prefill.seen
+        ((decode, decode_headers),) = it.decode.seen
+        to_prefill, to_decode = prefill.pop("kv_transfer_params"), decode.pop("kv_transfer_params")
+        assert prefill == {"model": "m", "prompt": "hello", "max_tokens": 1, "stream": False}
+        assert decode == BODY
+        for headers in (prefill_headers, decode_headers):
+            assert (headers["X-Request-Id"], headers["Authorization"]) == ("r1", "Bearer k")
+        assert (to_prefill["do_remote_decode"], to_prefill["do_remote_prefill"]) == (True, False)
+        if mode is Mode.PULL:
+            assert to_decode == RETURNED
+        elif mode is Mode.PUSH:
+            assert to_decode == {name: RETURNED[name] for name in ("do_remote_prefill", "remote_engine_id")}
+        else:
+            assert (to_decode["do_remote_decode"], to_decode["do_remote_prefill"]) == (False, True)
+            assert to_decode["remote_engine_id"] == "p-id"
+            assert to_decode["transfer_id"] == to_prefill["transfer_id"] == "xfer-r1"
+            assert to_decode["remote_bootstrap_addr"] == "http://boot:1"
+
+    play(mode, scene)
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_decode_leg_waits_for_prefill_only_where_it_must(mode):
+    async def scene(it):
+        it.prefill.allowed.clear()
+        asking = asyncio.create_task(it.post())
+        await it.prefill.arrived.wait()
+        if mode in AT_ONCE:
+            await it.decode.arrived.wait()
+        else:
+            assert "decode_sent" not in (await it.moments())[1]
+        it.prefill.allowed.set()
+        assert (await asking)[0] == 200
+
+    play(mode, scene)
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_moments_are_complete_and_in_order(mode):
+    async def scene(it):
+        it.decode.allowed.clear()
+        asking = asyncio.create_task(it.post())
+        while "prefill_answered" not in (await it.moments())[1]:
+            pass  # with both at once, the client may have its answer before
+        it.decode.allowed.set()
+        await asking
+        status, moments = await it.moments()
+        order = ["received", "prefill_sent", "prefill_answered", "decode_sent", "decode_first", "done"]
+        assert (status, sorted(moments)) == (200, sorted(order))
+        if mode not in AT_ONCE:
+            assert sorted(order, key=moments.__getitem__) == order
+        assert moments["received"] <= min(moments.values())
+        assert moments["done"] >= moments["decode_first"] >= moments["decode_sent"]
+        assert (await it.moments("unknown"))[0] == 404
+
+    play(mode, scene)
+
+
+def test_first_bytes_do_not_wait_for_the_rest():
+    async def scene(it):
+        it.decode.allowed.clear()
+        async with it.client.post(f"{it.url}/v1/completions", json=BODY) as answer:
+            assert await answer.content.readany() == CHUNKS[0]
+            it.decode.allowed.set()
+            assert await answer.read() == b"".join(CHUNKS[1:])
+
+    play(Mode.PULL, scene)
+
+
+def test_connections_are_kept(monkeypatch):
+    monkeypatch.setattr(baseline_proxy, "KEEPALIVE_S", 60.0)  # however long this machine takes between two
+
+    async def scene(it):
+        for _ in range(3):
+            await it.post()
+        assert (len(it.prefill.seen), len(it.prefill.connections), len(it.decode.connections)) == (3, 1, 1)
+
+    play(Mode.PULL, scene)
+
+
+def test_only_the_last_requests_are_remembered(monkeypatch):
+    async def scene(it):
+        for name in ("a", "b", "c"):
+            await it.post(**{"X-Request-Id": name})
+        assert [(await it.moments(name))[0] for name in ("a", "b", "c")] == [404, 200, 200]
+
+    monkeypatch.setattr(baseline_proxy, "KEPT", 2)
+    play(Mode.PULL, scene)
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_prefill_refusal_is_the_clients_answer_and_ends_the_decode_leg(mode):
+    async def scene(it):
+        it.prefill.status, it.prefill.answer = 400, {"error": {"message": "too long"}}
+        it.prefill.allowed.clear()
+        it.decode.is_silent = True
+        asking = asyncio.create_task(it.post())
+        await (it.decode if mode in AT_ONCE else it.prefill).arrived.wait()
+        it.prefill.allowed.set()
+        status, _, raw = await asking
+        assert (status, json.loads(raw)) == (400, {"error": {"message": "too long"}})
+        if mode in AT_ONCE:
+            await it.decode.closed.wait()
+        else:
+            assert it.decode.seen == []
+
+    play(mode, scene)
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_decode_refusal_is_the_clients_answer_and_ends_prefill(mode):
+    async def scene(it):
+        it.decode.status = 429
+        if mode in AT_ONCE:
+            it.prefill.allowed.clear()
+        status, _, raw = await it.post()
+        assert (status, raw) == (429, b"".join(CHUNKS))
+        if mode in AT_ONCE:
+            await it.prefill.closed.wait()
+
+    play(mode, scene)
+
+
+def test_prefill_without_parameters_is_an_error():
+    async def scene(it):
+        it.prefill.answer = {"kv_transfer_params": None}
+        status, _, raw = await it.post()
+        assert status == 502
+        assert "has it a connector?" in json.loads(raw)["error"]["message"]
+        assert it.decode.seen == []
+
+    play(Mode.PULL, scene)
+
+
+def test_engine_that_is_not_there():
+    async def scene(it):
+        await it.decode.runner.cleanup()
+        status, _, raw = await it.post()
+        assert status == 502
+        assert f"the decode engine at {it.decode.url} did not answer" in json.loads(raw)["error"]["message"]
+
+    play(Mode.PULL, scene)
+
+
+def test_decode_engine_that_breaks_off_breaks_the_clients_connection():
+    async def scene(it):
+        it.decode.breaks = True
+        with pytest.raises(aiohttp.ClientError):
+            await it.post()
+        assert "done" not in (await it.moments())[1]
+
+    play(Mode.PULL, scene)
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+def test_client_that_leaves_closes_the_legs(mode):
+    async def scene(it):
+        it.decode.allowed.clear()
+        it.prefill.allowed.clear()
+        asking = asyncio.create_task(it.post())
+        await it.prefill.arrived.wait()
+        if mode in AT_ONCE:
+            await it.decode.arrived.wait()
+        asking.cancel()
+        await it.prefill.closed.wait()
+        if mode in AT_ONCE:
+            await it.decode.closed.wait()
+
+    play(mode, scene)
+
+
+def test_client_that_leaves_in_the_middle_closes_the_decode_leg():
+    async def scene(it):
+        it.decode.allowed.clear()
+        async with it.client.post(f"{it.url}/v1/completions", json=BODY) as answer:
+            assert await answer.content.readany() == CHUNKS[0]
+            answer.close()
+        await it.decode.closed.wait()
+
+    play(Mode.PULL, scene)
+
+
+def test_what_is_not_json_is_refused():
+    async def scene(it):
+        for raw in (b"{", b"[]", b"\xff"):
+            async with it.client.post(f"{it.url}/v1/completions", data=raw) as answer:
+                assert answer.status == 400
+        assert it.prefill.seen == []
+
+    play(Mode.PULL, scene)
+
+
+def test_health_models_and_bootstrap():
+    async def scene(it):
+        for path in ("/health", "/v1/models"):
+            async with it.client.get(it.url + path) as answer:
+                assert answer.status == 200
+        assert await bootstrap_peer(it.prefill.url) == Peer("booted", it.prefill.url)
+
+    play(Mode.PULL, scene)
+
+
+def test_command_line():
+    common = ["--prefill", "http://a", "--decode", "http://b", "--port", "1"]
+    assert arguments(["--mode", "pull", *common]).mode == "pull"
+    booted = ["--mode", "mooncake", *common]
+    assert arguments([*booted, "--bootstrap", "http://c"]).bootstrap == "http://c"
+    for argv in (booted, common, ["--mode", "pull"]):
+        with pytest.raises(SystemExit):
+            arguments(argv)
+    with pytest.raises(ValueError, match="needs to know the prefill engine"):
+        Proxy(Mode.MOONCAKE, "http://a", "http://b")
+
+
+def test_as_a_process(tmp_path):
+    port = Ports.free().proxy
+    options = ("--mode", "pull", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1", "--port")
+    command = Command("proxy", PROXY, "", (*options, str(port)), f"http://127.0.0.1:{port}")
+    servers = Servers(tmp_path)
+    try:
+        servers.start([command], timeout_s=30.0)
+        assert servers.died() == ""
+    finally:
+        servers.close()
+    assert (tmp_path / "proxy.log").read_text() == ""  # it ended without a word
+    lost = ("--mode", "mooncake", *options[2:], "1", "--bootstrap", command.url)
+    servers = Servers(tmp_path)
+    try:
+        with pytest.raises(CannotRun, match="proxy ended with status 1: baseline proxy: Cannot connect"):
+            servers.start([Command("proxy", PROXY, "", lost, command.url)], timeout_s=30.0)
+    finally:
+        servers.close()

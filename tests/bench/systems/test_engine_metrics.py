@@ -1,0 +1,103 @@
+"""vLLM's /metrics before and after a batch: the right sums, and only of requests that have ended."""
+
+import itertools
+
+import pytest
+
+from pdx.bench.breakdown.records import Found
+from pdx.bench.systems import engine_metrics
+from pdx.bench.systems.engine_metrics import Sums, Watch, engines, parse
+
+PAGE = """
+# HELP vllm:request_queue_time_seconds Histogram of time spent in WAITING phase for request.
+# TYPE vllm:request_queue_time_seconds histogram
+vllm:request_queue_time_seconds_bucket{engine="0",le="0.3",model_name="tiny"} 2.0
+vllm:request_queue_time_seconds_count{engine="0",model_name="tiny"} 2.0
+vllm:request_queue_time_seconds_sum{engine="0",model_name="tiny"} 0.25
+vllm:request_prefill_time_seconds_count{engine="0",model_name="tiny"} 2.0
+vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 1.5
+vllm:request_prefill_time_seconds_count{engine="1",model_name="tiny"} 1.0
+vllm:request_prefill_time_seconds_sum{engine="1",model_name="tiny"} 5e-01
+vllm:request_prefill_time_seconds_created{engine="0",model_name="tiny"} 1.7e+09
+vllm:time_to_first_token_seconds_sum{engine="0",model_name="tiny"} 2.5
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 129.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 871.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 64.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="tiny",source="device"} 64.0
+"""
+
+
+def test_sums_of_a_page():
+    found = {"computed_tokens": 129.0, "local_tokens": 64.0, "external_tokens": 871.0}
+    assert parse(PAGE) == Sums(finished=3.0, queue_s=0.25, prefill_s=2.0, first_s=2.5, **found)
+    assert parse("") == Sums(0, 0, 0, 0, 0)
+
+
+def test_means_of_a_batch():
+    found = engines(Sums(2, 0.2, 4.0, 4.1, 800), Sums(2, 0.5, 0.06, 0.5, 2))
+    assert (found.prefill_queue_ms, found.prefill_ms) == (100, 2000)
+    assert (found.decode_queue_ms, found.decode_first_ms, found.computed_tokens) == (250, 30, 1)
+
+
+def test_one_engine_does_everything():
+    found = engines(Sums(1, 0.1, 2.0, 2.1, 400), None)
+    assert (found.prefill_ms, found.decode_first_ms, found.computed_tokens) == (2000, 0, 0)
+
+
+def test_where_the_tokens_of_a_request_were_found():
+    before, after = Sums(1, 0, 0, 0, 100, 10, 0), Sums(3, 0, 0, 0, 120, 50, 400)
+    assert after.since(before).found == Found(computed=20, local=40, external=400)
+    assert after.since(before).found.prompt == 460
+    assert engines(after.since(before), None).found == Found(10, 20, 200)
+    assert engines(Sums(1, 0, 1, 0, 9), after.since(before)).found == Found(10, 20, 200)
+
+
+def test_nothing_finished():
+    assert engines(Sums(0, 0, 0, 0, 0), Sums(1, 0, 0, 0, 0)) is None
+
+
+def test_requests_that_come_together_wait_before_the_scheduler_has_them():
+    """A step runs; the scheduler takes the second request when it is over, and vLLM's queue time begins there."""
+    assert engines(Sums(2, 0.01, 4.0, 6.0, 0), None).prefill_queue_ms == 1000
+    assert engines(Sums(1, 0.01, 4.0, 6.0, 0), None).prefill_queue_ms == 10
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """What each URL's engine says, time after time; the last one stays."""
+    told = {}
+
+    def read(url):
+        return told[url].pop(0) if len(told[url]) > 1 else told[url][0]
+
+    monkeypatch.setattr(engine_metrics, "read", read)
+    return told
+
+
+def looks(times):
+    """A wait that looks so many times at most."""
+    return lambda condition: any(condition() for _ in itertools.repeat(None, times))
+
+
+def test_an_engine_counts_a_request_when_it_has_ended(pages):
+    pages["p"] = [Sums(5, 1, 10, 0, 0), Sums(6, 1.1, 12, 0, 0), Sums(7, 1.2, 14, 0, 0)]
+    pages["d"] = [Sums(3, 0, 0, 0, 0), Sums(3, 0, 0, 0, 0), Sums(5, 0.2, 0.1, 0, 4)]
+    found = Watch("p", "d", looks(5)).end(2)
+    assert found.prefill_ms == pytest.approx(2000)
+    assert (found.decode_queue_ms, found.computed_tokens) == (pytest.approx(100), 2)
+
+
+def test_a_request_that_is_never_counted(pages):
+    pages["p"] = [Sums(5, 1, 10, 0, 0), Sums(6, 1, 12, 0, 0)]
+    pages["d"] = [Sums(5, 0, 0, 0, 0)]
+    assert Watch("p", "d", looks(3)).end(1) is None
+
+
+def test_somebody_elses_requests_spoil_the_means(pages):
+    pages["p"] = [Sums(0, 0, 0, 0, 0), Sums(2, 0, 3, 0, 0)]
+    assert Watch("p", "p", looks(3)).end(1) is None
+
+
+def test_one_engine_is_read_once(pages):
+    pages["p"] = [Sums(0, 0, 0, 0, 0), Sums(1, 0, 3, 0, 0)]
+    assert Watch("p", "p", looks(3)).end(1).prefill_ms == 3000

