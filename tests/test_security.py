@@ -14,7 +14,7 @@ from node_harness import Wire, arenas_of, refused_node, wait_until
 import pdx.config
 import pdx.memory.keys
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.wire.messages import Cancel, Lookup, Push, Refused, Reserve
+from pdx.wire.messages import Admit, Cancel, Push, Refused
 from pdx.wire.peer_messages import LetGo, PeerBye
 
 ROOT = Path(__file__).parent.parent
@@ -172,9 +172,9 @@ def test_an_address_in_a_request_is_never_dialled(start_node, attach):
         wire = attach(node, kind="scheduler")
         keys = [b"k" * 16]
         transfer = "transfer-0123456789"
-        wire.ask(Lookup(keys, source=evil))
-        wire.ask(Lookup(keys, source=evil, transfer=transfer))
-        wire.ask(Reserve(keys, 4096, transfer=transfer, push_to=evil))
+        wire.ask(Admit(keys, source=evil))
+        wire.ask(Admit(keys, source=evil, transfer=transfer))
+        wire.ask(Admit(keys, 4096, transfer=transfer, push_to=evil, part="writes"))
         wire.ask(Push(keys, evil))
         status = wire.status()
         with pytest.raises(BlockingIOError):

@@ -22,7 +22,7 @@ from pdx.config import NodeConfig
 from pdx.memory.arena import Arena
 from pdx.node.start import start
 from pdx.store.store import Claim, Store
-from pdx.wire.messages import VERSION, Abort, Answer, Ask, Fill, Found, Hello, Lookup, Ping, Release, Reserve, Reserved
+from pdx.wire.messages import VERSION, Abort, Admit, Admitted, Answer, Ask, Fill, Hello, Ping, Release
 
 KEYS = 512  # 128k tokens at 256 per chunk
 CHUNK_BYTES = 16 << 10
@@ -54,8 +54,8 @@ class Bench:
 
     def seal(self, keys: list[bytes]) -> Answer:
         """Put chunks under these keys; returns the answer to the reservation."""
-        answer = self.call(Reserve(keys, CHUNK_BYTES, LAYERS))
-        assert isinstance(answer, Reserved)
+        answer = self.call(Admit(keys, CHUNK_BYTES, LAYERS))
+        assert isinstance(answer, Admitted)
         assert len(answer.granted) == len(keys)
         self.call(Fill(answer.slots, layers=LAYERS, seal=True))
         return answer
@@ -92,15 +92,15 @@ def on_fresh_arena(bench: Bench) -> None:
             bench.times.clear()
         misses = new_keys(KEYS)
         bench.timed("ping", Ping())
-        found = bench.timed("lookup", Lookup(hits, lease_s=30.0))
-        assert isinstance(found, Found)
+        found = bench.timed("lookup", Admit(hits, lease_s=30.0))
+        assert isinstance(found, Admitted)
         assert found.hits == KEYS
         bench.timed("release", Release(found.lease))
-        bench.timed("miss", Lookup(misses, lease_s=30.0))
-        reserved = bench.timed("reserve", Reserve(misses, CHUNK_BYTES, LAYERS))
-        assert isinstance(reserved, Reserved)
-        assert len(reserved.slots) == KEYS
-        bench.call(Abort(reserved.slots))
+        bench.timed("miss", Admit(misses, lease_s=30.0))
+        reserved = bench.timed("reserve", Admit(misses, CHUNK_BYTES, LAYERS))
+        assert isinstance(reserved, Admitted)
+        assert len(reserved.granted_slots) == KEYS
+        bench.call(Abort(reserved.granted_slots))
 
 
 def on_full_arena(bench: Bench) -> None:
@@ -112,10 +112,10 @@ def on_full_arena(bench: Bench) -> None:
             bench.times.clear()
         keys = new_keys(KEYS)
         bench.timed("ping", Ping())
-        reserved = bench.timed("evict", Reserve(keys, CHUNK_BYTES, LAYERS))
-        assert isinstance(reserved, Reserved)
-        assert len(reserved.slots) == KEYS
-        bench.call(Fill(reserved.slots, layers=LAYERS, seal=True))
+        reserved = bench.timed("evict", Admit(keys, CHUNK_BYTES, LAYERS))
+        assert isinstance(reserved, Admitted)
+        assert len(reserved.granted_slots) == KEYS
+        bench.call(Fill(reserved.granted_slots, layers=LAYERS, seal=True))
 
 
 def index_bytes() -> float:

@@ -33,7 +33,7 @@ from pdx.client.api import Node, connect
 from pdx.config import NodeConfig
 from pdx.node.start import start
 from pdx.security.curve_keys import KeyPair
-from pdx.wire.messages import VERSION, Fill, Hello, Lookup, Reserve, Reserved, ToNode, decode_from_node, encode
+from pdx.wire.messages import VERSION, Admit, Admitted, Fill, Hello, ToNode, decode_from_node, encode
 
 NAMES = ("alpha", "beta")  # beta pushes to alpha, which is flooded
 CONNECTS, HELLOS = 2000, 1000
@@ -230,9 +230,9 @@ def measure_proxy(seconds: float, limit: int) -> list[Figure]:
 def _fill(client: Node) -> list[bytes]:
     keys = [os.urandom(16) for _ in range(HITS)]
     for first in range(0, HITS, 1024):
-        reserved = client._connection.call(Reserve(keys[first : first + 1024], CHUNK_BYTES), ATTACH_S)
-        assert isinstance(reserved, Reserved)
-        client._connection.call(Fill(reserved.slots, seal=True), ATTACH_S)
+        reserved = client._connection.call(Admit(keys[first : first + 1024], CHUNK_BYTES), ATTACH_S)
+        assert isinstance(reserved, Admitted)
+        client._connection.call(Fill(reserved.granted_slots, seal=True), ATTACH_S)
     return keys
 
 
@@ -246,7 +246,7 @@ def _beside_lookups(address: str, keys: list[bytes]) -> tuple[list[float], float
         decode_from_node(dealer.recv())
         started_at = time.perf_counter()
         for number in range(LOOKUPS):
-            dealer.send(encode(ToNode(number + 2, True, Lookup(keys, lease_s=60.0))))
+            dealer.send(encode(ToNode(number + 2, True, Admit(keys, lease_s=60.0))))
         for _ in range(LOOKUPS):
             dealer.recv()
         return pinger.end()["times"], time.perf_counter() - started_at

@@ -28,7 +28,7 @@ from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
-from pdx.wire.messages import Fill, Reserve, Reserved
+from pdx.wire.messages import Admit, Admitted, Fill
 
 WRITER = 1
 LAYERS, STEP = 80, 32  # of a chunk; chunks of one prefill step of 8k tokens
@@ -194,8 +194,8 @@ class Prompts:
         keys = [named_key(name) for name in names]
         before = self._clock.seconds()
         landed = self._landed()
-        answer = self._connection.call(Reserve(keys, chunk_bytes, layers=CHUNK_LAYERS, push_to=TO), ANSWER_S)
-        assert isinstance(answer, Reserved)
+        answer = self._connection.call(Admit(keys, chunk_bytes, layers=CHUNK_LAYERS, push_to=TO), ANSWER_S)
+        assert isinstance(answer, Admitted)
         assert len(answer.slots) == chunks
         for layer in range(CHUNK_LAYERS):
             self._connection.call(Fill(answer.slots, layer, 1, seal=layer == CHUNK_LAYERS - 1), ANSWER_S)

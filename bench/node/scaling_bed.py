@@ -23,19 +23,17 @@ from pdx.node.start import start
 from pdx.wire.messages import (
     VERSION,
     Abort,
+    Admit,
+    Admitted,
     Answer,
     Ask,
     Bye,
     Cancel,
     Done,
     Fill,
-    Found,
     Hello,
-    Lookup,
     NodeStatus,
     Release,
-    Reserve,
-    Reserved,
     Status,
 )
 
@@ -106,7 +104,7 @@ class Here:
     def tick(self) -> None:
         """Deadlines, and answers to who waits."""
         self.service.tick()
-        for _ in self.service.lookups.late_answers():
+        for _ in self.service.admissions.late_answers():
             pass
 
     def spent_s(self) -> float:
@@ -211,12 +209,12 @@ class Load:
         Steps of one name belong together. The store holds the same before and after.
         """
         client = self._client
-        reserved = yield "reserve 64", lambda: client.ask(Reserve(self._keys(ASKED_CHUNKS), self._chunk_bytes))
-        yield "abort 64", lambda: client.ask(Abort(reserved.slots))
+        reserved = yield "reserve 64", lambda: client.ask(Admit(self._keys(ASKED_CHUNKS), self._chunk_bytes))
+        yield "abort 64", lambda: client.ask(Abort(reserved.granted_slots))
         writer = self.bed.attach()
-        writer.ask(Reserve(self._keys(WRITER_CHUNKS), self._chunk_bytes))  # from now on the store is full
-        reserved = yield "reserve 64, evicting", lambda: client.ask(Reserve(self._keys(64), self._chunk_bytes))
-        yield "seal 64", lambda: client.ask(Fill(reserved.slots, layers=1, seal=True))
+        writer.ask(Admit(self._keys(WRITER_CHUNKS), self._chunk_bytes))  # from now on the store is full
+        reserved = yield "reserve 64, evicting", lambda: client.ask(Admit(self._keys(64), self._chunk_bytes))
+        yield "seal 64", lambda: client.ask(Fill(reserved.granted_slots, layers=1, seal=True))
         yield from self._partial_chunk()
         yield from self._cancel()
         yield "status", lambda: client.ask(Status())
@@ -228,33 +226,33 @@ class Load:
     def _partial_chunk(self) -> Generator[Step, Any, None]:
         """A chunk and the end of a prompt, from one process to another."""
         client, keys, transfer = self._client, self._keys(2), self._transfer()
-        ask = Reserve(keys, self._chunk_bytes, tail_nbytes=_TAIL_BYTES, transfer=transfer)
+        ask = Admit(keys, self._chunk_bytes, tail_nbytes=_TAIL_BYTES, transfer=transfer, part="writes")
         name = "partial chunk: reserve, seal, look up, release"
         reserved = yield name, lambda: client.ask(ask)
-        assert len(reserved.slots) == len(keys)
-        yield name, lambda: client.ask(Fill(reserved.slots, layers=1, seal=True))
-        found = yield name, lambda: client.ask(Lookup(keys, lease_s=30.0, transfer=transfer))
+        assert len(reserved.granted_slots) == len(keys)
+        yield name, lambda: client.ask(Fill(reserved.granted_slots, layers=1, seal=True))
+        found = yield name, lambda: client.ask(Admit(keys, lease_s=30.0, transfer=transfer))
         assert found.hits == len(keys)
         yield name, lambda: client.ask(Release(found.lease))
 
     def _cancel(self) -> Generator[Step, Any, None]:
         client, transfer = self._client, self._transfer()
-        reserved = client.ask(Reserve(self._keys(CANCELLED_CHUNKS), self._chunk_bytes, transfer=transfer))
+        reserved = client.ask(Admit(self._keys(CANCELLED_CHUNKS), self._chunk_bytes, transfer=transfer, part="writes"))
         yield "cancel of 8 chunks", lambda: client.ask(Cancel(transfer))
-        assert isinstance(reserved, Reserved)
-        client.ask(Abort(reserved.slots))
+        assert isinstance(reserved, Admitted)
+        client.ask(Abort(reserved.granted_slots))
         yield "cancel of an unknown transfer", lambda: client.ask(Cancel(self._transfer()))
 
     def request(self, chunks: int, tail_bytes: int) -> None:
         """One prompt of which nothing is there: looked up, reserved, sealed, handed over, with a partial chunk."""
         client, keys, transfer = self._client, self._keys(chunks + 1), self._transfer()
-        client.ask(Lookup(keys, lease_s=30.0, transfer=transfer))
-        reserved = client.ask(Reserve(keys, self._chunk_bytes, tail_nbytes=tail_bytes, transfer=transfer))
-        assert isinstance(reserved, Reserved)
-        assert len(reserved.slots) == len(keys), reserved
-        client.ask(Fill(reserved.slots, layers=1, seal=True))
-        found = client.ask(Lookup(keys, lease_s=30.0, transfer=transfer))
-        assert isinstance(found, Found)
+        client.ask(Admit(keys, lease_s=30.0, transfer=transfer))
+        reserved = client.ask(Admit(keys, self._chunk_bytes, tail_nbytes=tail_bytes, transfer=transfer, part="writes"))
+        assert isinstance(reserved, Admitted)
+        assert len(reserved.granted_slots) == len(keys), reserved
+        client.ask(Fill(reserved.granted_slots, layers=1, seal=True))
+        found = client.ask(Admit(keys, lease_s=30.0, transfer=transfer))
+        assert isinstance(found, Admitted)
         assert found.hits == len(keys)
         assert isinstance(client.ask(Release(found.lease)), Done)
 
@@ -270,10 +268,10 @@ class Load:
     def _seal(self, count: int) -> None:
         for first in range(0, count, FILL_CHUNKS):
             keys = self._keys(min(FILL_CHUNKS, count - first))
-            reserved = self._client.ask(Reserve(keys, self._chunk_bytes))
-            assert isinstance(reserved, Reserved)
-            assert len(reserved.slots) == len(keys), f"no room for {len(keys)} chunks"
-            self._client.ask(Fill(reserved.slots, layers=1, seal=True))
+            reserved = self._client.ask(Admit(keys, self._chunk_bytes))
+            assert isinstance(reserved, Admitted)
+            assert len(reserved.granted_slots) == len(keys), f"no room for {len(keys)} chunks"
+            self._client.ask(Fill(reserved.granted_slots, layers=1, seal=True))
 
     def _keys(self, count: int) -> list[bytes]:
         self._names += count

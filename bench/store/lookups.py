@@ -17,7 +17,7 @@ from pdx.bench.harness.spread import Spread, spread
 from pdx.bench.store.tiers import IDLE_S, check_room, one_node
 from pdx.client.connection import Connection
 from pdx.errors import NodeUnavailable
-from pdx.wire.messages import VERSION, Answer, Ask, Fill, Found, Hello, Lookup, Ping, Release, Reserve, Reserved
+from pdx.wire.messages import VERSION, Admit, Admitted, Answer, Ask, Fill, Hello, Ping, Release
 
 CHUNK_BYTES = 4 << 10
 ROOM_BYTES = 16 << 20
@@ -85,10 +85,10 @@ class _Asked:
         """Seal so many chunks; returns their keys."""
         keys = [os.urandom(KEY_BYTES) for _ in range(chunks)]
         for first in range(0, chunks, PROMPT_KEYS):
-            reserved = self._connection.call(Reserve(keys[first : first + PROMPT_KEYS], CHUNK_BYTES), ANSWER_S)
-            if not isinstance(reserved, Reserved) or reserved.full:
+            reserved = self._connection.call(Admit(keys[first : first + PROMPT_KEYS], CHUNK_BYTES), ANSWER_S)
+            if not isinstance(reserved, Admitted) or reserved.full:
                 raise RuntimeError(f"the node has no room for chunk {first:,} of {chunks:,}: {reserved}")
-            self._connection.call(Fill(reserved.slots, layers=1, seal=True), ANSWER_S)
+            self._connection.call(Fill(reserved.granted_slots, layers=1, seal=True), ANSWER_S)
         return keys
 
     def all(self, keys: Sequence[bytes], rounds: int) -> None:
@@ -98,14 +98,14 @@ class _Asked:
         for turn in range(rounds):
             self._timed("ping", Ping())
             self._hit("hit", [draw.choice(keys)], "release")
-            self._timed("miss", Lookup([os.urandom(KEY_BYTES)], lease_s=LEASE_S))
+            self._timed("miss", Admit([os.urandom(KEY_BYTES)], lease_s=LEASE_S))
             if turn % PROMPTS == 0:
                 first = draw.randrange(len(keys) - prompt + 1)
                 self._hit("prompt", keys[first : first + prompt], "")
 
     def _hit(self, name: str, keys: Sequence[bytes], release: str) -> None:
-        found = self._timed(name, Lookup(list(keys), lease_s=LEASE_S))
-        if not isinstance(found, Found) or found.hits != len(keys):
+        found = self._timed(name, Admit(list(keys), lease_s=LEASE_S))
+        if not isinstance(found, Admitted) or found.hits != len(keys):
             raise RuntimeError(f"not all of {len(keys)} chunks are there any more: {found}")
         if release:
             self._timed(release, Release(found.lease))

@@ -25,21 +25,19 @@ from pdx.memory.slot import Slot
 from pdx.wire.messages import (
     VERSION,
     Abort,
+    Admit,
+    Admitted,
     Answer,
     Ask,
     Delete,
     Done,
     Fill,
-    Found,
     Hello,
-    Lookup,
     NodeStatus,
     Pin,
     Push,
     Release,
     Renew,
-    Reserve,
-    Reserved,
     Status,
     ToNode,
     decode_to_node,
@@ -93,12 +91,14 @@ class Node:
         :raises ChunkExists: somebody fills or filled a chunk of that name.
         :raises ArenaFull: no room now. :raises ArenaTooSmall: never.
         """
-        answer = self._call(Reserve([named_key(name)], nbytes, layers=parts, push_to=push_to), Reserved)
+        if nbytes == 0:
+            raise ProtocolError("a chunk has at least one byte; nbytes is 0")
+        answer = self._call(Admit([named_key(name)], nbytes, layers=parts, push_to=push_to), Admitted)
         if answer.full:
             raise ArenaFull(f"no room for {nbytes} bytes now: the rest is leased, pinned or being filled")
         if not answer.granted:
             raise ChunkExists(f"a chunk named {name!r} is there or being filled; delete it first")
-        return WritableChunk(self, name, answer.slots[0], parts)
+        return WritableChunk(self, name, answer.granted_slots[0], parts)
 
     def get(self, name: str, *, lease_s: float = 60.0, wait_s: float | None = None, source: str = "") -> ReadableChunk:
         """The sealed chunk of that name, kept for `lease_s` or until released; waits up to `wait_s` for it.
@@ -108,11 +108,11 @@ class Node:
 
         :raises ChunkMissing: there is none, or it did not come in time.
         """
-        lookup = Lookup([named_key(name)], lease_s=lease_s, source=source)
+        ask = Admit([named_key(name)], lease_s=lease_s, source=source)
         wait_s = wait_s if wait_s is not None else _FETCH_S if source else 0.0
         deadline = time.monotonic() + wait_s
         while True:
-            answer = self._call(lookup, Found)
+            answer = self._call(ask, Admitted)
             if answer.hits:
                 return ReadableChunk(self, name, answer.slots[0], answer.lease)
             if time.monotonic() >= deadline:
@@ -128,7 +128,7 @@ class Node:
 
     def lookup(self, names: Sequence[str]) -> int:
         """How many of the leading names are there, sealed."""
-        return self._call(Lookup([named_key(name) for name in names]), Found).hits
+        return self._call(Admit([named_key(name) for name in names]), Admitted).hits
 
     def pin(self, *names: str) -> None:
         """Keep these chunks until as many `unpin`s; pins do not end with this process.

@@ -28,16 +28,15 @@ from pdx.memory.arena import Arena
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
     Abort,
+    Admitted,
     Answer,
     Ask,
     Bye,
     Fill,
-    Found,
     Hello,
     Ping,
     Refused,
     Release,
-    Reserved,
     ToNode,
     Welcome,
     decode_from_node,
@@ -331,10 +330,11 @@ class Connection:
         """Nobody waits for this any more: what it grants is given back (by `close`, if that was called)."""
         if self._stop.is_set():
             return
-        if isinstance(answer, Reserved) and answer.slots:
-            self._dispatch(Abort(answer.slots, unused=True))
-        elif isinstance(answer, Found) and answer.lease:
-            self._dispatch(Release(answer.lease))
+        if isinstance(answer, Admitted):
+            if answer.granted_slots:
+                self._dispatch(Abort(answer.granted_slots, unused=True))
+            if answer.lease:
+                self._dispatch(Release(answer.lease))
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):

@@ -1,4 +1,4 @@
-"""What the scheduler half asks the node about one request, from the first lookup to the last release.
+"""What the scheduler half asks the node about one request, from its one question to the last release.
 
 A request is *decided* when its hits are leased and its misses have slots, or when that is known to be impossible.
 Until then vLLM is told to ask again in the next step. All waiting in one step together takes no longer than `ASK_S`,
@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
@@ -20,24 +19,12 @@ from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import (
-    MAX_KEYS,
-    MAX_SLOTS,
-    Answer,
-    Cancel,
-    Found,
-    Lookup,
-    Mark,
-    Release,
-    Reserve,
-    Reserved,
-)
+from pdx.wire.messages import MAX_KEYS, MAX_SLOTS, Admit, Admitted, Cancel, Mark, Release
 
 log = logging.getLogger("pdx")
 
 ASK_S = 0.002
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
-_A = TypeVar("_A", bound=Answer)
 
 
 class Inquiry:
@@ -68,16 +55,17 @@ class Inquiry:
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request: ask what vLLM will want to know when the request's turn comes. Never waits."""
         self._try(tracked, connection, self._ask)
-        if tracked.reserve is not None and not tracked.is_prefill:  # a transfer whose room goes is given up
-            self._ahead.append((tracked, tracked.reserve))
+        # What may still come is waited for; and a transfer whose room goes is given up.
+        if tracked.asked is not None and not tracked.is_prefill and not self._may_come(tracked):
+            self._ahead.append((tracked, tracked.asked))
 
     def take_back(self, connection: Connection | None) -> None:
         """The turn of these has not come soon: others may fill their room sooner, and decoders wait for that."""
         while self._ahead and self._clock() - self._ahead[0][1].at > MISS_S:
             tracked, asked = self._ahead.popleft()
-            if tracked.reserve is asked and connection is not None and tracked.epoch == connection.epoch:
+            if tracked.asked is asked and connection is not None and tracked.epoch == connection.epoch:
                 connection.forget(asked.seq)
-                tracked.reserve = None
+                tracked.asked = None
 
     def advance(self, tracked: TrackedRequest, connection: Connection) -> bool:
         """Ask the node, as far as needed; whether the request is decided now."""
@@ -103,11 +91,45 @@ class Inquiry:
             self.give_up_transfer(tracked, connection)
             self.release(tracked, connection)
             tracked.found = None  # there is no answer that could be too old
-            tracked.looked_up = tracked.reserved = tracked.decided = True
+            tracked.reserved = tracked.decided = True
 
     def _decide(self, tracked: TrackedRequest, connection: Connection) -> None:
-        tracked.looked_up = tracked.looked_up and self._is_fresh(tracked)
-        tracked.decided = self._look_up(tracked, connection) and self._reserve(tracked, connection)
+        """Ask, or take the answer; asked again in the next step if that is not the last word."""
+        tracked.decided = False
+        if tracked.wait_until is None and self._may_come(tracked):
+            tracked.wait_until = self._clock() + self._config.transfer_wait_s
+        if tracked.asked is None:
+            self._ask(tracked, connection)
+        asked = tracked.asked
+        if asked is None:  # no chunk is full, and no tail is to be written
+            tracked.reserved = tracked.decided = True
+            return
+        try:
+            answer = self._collect(connection, asked)
+        except ArenaTooSmall:
+            tracked.asked = None
+            tracked.room_until = self._clock()  # waiting does not help
+            tracked.fits = not tracked.takes_part
+            tracked.takes_part = tracked.takes_part or not self._may_wait_for_room(tracked, connection)
+            return
+        if answer is None:
+            return
+        tracked.asked = None
+        if answer.waiting and (tracked.waits or tracked.source):
+            if not self._waits_on(tracked, connection):
+                self._decide(tracked, connection)
+            return
+        tracked.asks_source = False  # it has had its turn
+        if answer.full and not tracked.takes_part:
+            tracked.takes_part = not self._may_wait_for_room(tracked, connection)
+            return
+        self._take(tracked, connection, answer, asked)
+        # One that could not have been taken sooner is taken whatever its age: steps may be as far apart.
+        if self._step - asked.step > 1 and not self._is_fresh(tracked):
+            self._ask(tracked, connection)
+        elif tracked.reserved:
+            tracked.decided = True
+            tracked.waits = False  # from now on what is being filled may be this request's own to fill
 
     def _is_fresh(self, tracked: TrackedRequest) -> bool:
         """Whether the last answer is young enough to say what is there."""
@@ -117,7 +139,7 @@ class Inquiry:
 
     def restart(self, tracked: TrackedRequest) -> None:
         """The request was preempted: what the store holds may be more by now. Its reservation stays."""
-        tracked.scheduled = tracked.looked_up = tracked.decided = tracked.is_stale = False
+        tracked.scheduled = tracked.decided = tracked.is_stale = False
 
     # ---- room that is not waited for --------------------------------------------------------
 
@@ -129,7 +151,7 @@ class Inquiry:
         try:
             if tracked.late is None:
                 self._ask_decoded(tracked, connection, end)
-            elif (answer := self._collect(connection, tracked.late, Reserved, wait=False)) is not None:
+            elif (answer := self._collect(connection, tracked.late, wait=False)) is not None:
                 tracked.late = None
                 self._take_grants(tracked, answer, tracked.late_first)
         except (NodeError, ProtocolError) as error:
@@ -144,7 +166,7 @@ class Inquiry:
             return
         tracked.late_first, tracked.decoded_end = first, last
         keys = tracked.chunk_keys(last)[first:]
-        tracked.late = self._ask_now(connection, self._room_for(tracked, keys, None))
+        tracked.late = self._ask_now(connection, self._room_for(tracked, keys))
 
     @property
     def _saves_decoded(self) -> bool:
@@ -152,7 +174,12 @@ class Inquiry:
 
     def _first_decoded(self, tracked: TrackedRequest) -> int:
         """The first chunk of generated tokens that has not been asked for."""
-        return max(tracked.decoded_end, int(tracked.request.num_prompt_tokens) // self._layout.chunk_tokens)
+        return max(tracked.decoded_end, self._num_prompt_chunks(tracked))
+
+    def _num_prompt_chunks(self, tracked: TrackedRequest) -> int:
+        """Of a decode leg, those of its transfer: its prompt may end with the first token that was generated."""
+        num_tokens = tracked.transfer_tokens if tracked.is_decode else 0
+        return int(num_tokens or tracked.request.num_prompt_tokens) // self._layout.chunk_tokens
 
     def reserve_again(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Chunks of the request were evicted before they were loaded: they are computed again, and saved."""
@@ -162,7 +189,7 @@ class Inquiry:
         keys = tracked.chunk_keys(min(num_chunks, self._max_chunks))
         if keys:
             tracked.late_first = 0
-            tracked.late = self._ask_now(connection, self._room_for(tracked, keys, None))
+            tracked.late = self._ask_now(connection, self._room_for(tracked, keys))
 
     def is_due(self, tracked: TrackedRequest) -> bool:
         """Whether the next step of this request may have something to save, to ask or to tell."""
@@ -173,19 +200,52 @@ class Inquiry:
         next_end = (self._first_decoded(tracked) + 1) * self._layout.blocks_per_chunk
         return self._saves_decoded and len(tracked.block_ids) >= next_end
 
-    # ---- looking up -------------------------------------------------------------------------
+    def _room_for(self, tracked: TrackedRequest, keys: list[bytes]) -> Admit:
+        """Room alone, for chunks that come late: they are not pushed."""
+        return Admit(
+            keys,
+            self._layout.chunk_bytes,
+            self._layout.num_layers,
+            self._layout.num_shards,
+            partial=tracked.takes_part,
+            transfer=tracked.transfer if tracked.is_prefill else None,
+            part="writes",
+        )
+
+    # ---- the request's one question ---------------------------------------------------------
 
     def _ask(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """Ask what is there; at once for room, too, unless what is missing may still come."""
-        keys, _ = self._prompt_keys(tracked)
-        may_come = self._may_come(tracked)
-        if keys:
-            wait_s = self._wait_s(tracked) if may_come else 0.0
-            waits_for = tracked.transfer if tracked.is_decode and tracked.waits else None
-            shards, lease_s = self._layout.num_shards, self._config.lease_s
-            tracked.lookup = self._ask_now(connection, Lookup(keys, shards, lease_s, waits_for, tracked.source, wait_s))
-        if not may_come and not tracked.reserved and tracked.reserve is None:
-            self._ask_for_room(tracked, connection)
+        """Ask what is there, and for room for what is not, unless the request has that already.
+
+        A prefill leg wants all or nothing as long as it may wait; everybody else takes what room there is.
+        """
+        wants_room = self._takes_room(tracked) and not tracked.reserved
+        keys, tail_blocks = self._prompt_keys(tracked)
+        if tracked.is_prefill and tail_blocks and not wants_room:
+            keys, tail_blocks = keys[:-1], 0
+        if not keys:
+            return
+        may_be_elsewhere = tracked.is_decode or len(keys) > (tail_blocks > 0)
+        ask = Admit(
+            keys,
+            self._layout.chunk_bytes if wants_room else 0,
+            self._layout.num_layers,
+            self._layout.num_shards,
+            lease_s=self._config.lease_s,
+            tail_nbytes=self._layout.num_blocks_bytes(tail_blocks) if tail_blocks else 0,
+            partial=tracked.takes_part,
+            transfer=tracked.transfer if tracked.is_prefill or tracked.waits else None,
+            part=tracked.part,
+            push_to=tracked.push_to if wants_room else "",
+            source=tracked.source if may_be_elsewhere else "",
+            wait_s=self._wait_s(tracked) if may_be_elsewhere and self._may_come(tracked) else 0.0,
+        )
+        tracked.asked = self._ask_now(connection, ask)
+        if wants_room and not tracked.is_prefill:
+            tracked.decoded_end = max(tracked.decoded_end, len(keys) - (tail_blocks > 0))
+
+    def _takes_room(self, tracked: TrackedRequest) -> bool:
+        return self._config.save and tracked.fits
 
     def _wait_s(self, tracked: TrackedRequest) -> float:
         """How long the node may keep its answer back: so much less than `lookup_s` that silence is still noticed."""
@@ -196,34 +256,8 @@ class Inquiry:
     def _may_come(self, tracked: TrackedRequest) -> bool:
         return bool(tracked.source) or (tracked.is_decode and tracked.waits)
 
-    def _look_up(self, tracked: TrackedRequest, connection: Connection) -> bool:
-        if tracked.looked_up:
-            return True
-        if tracked.wait_until is None and self._may_come(tracked):
-            tracked.wait_until = self._clock() + self._config.transfer_wait_s
-        if tracked.lookup is None:
-            self._ask(tracked, connection)
-        asked = tracked.lookup
-        if asked is None:  # no chunk is full
-            tracked.looked_up = True
-            return True
-        answer = self._collect(connection, asked, Found)
-        if answer is None:
-            return False
-        tracked.lookup = None
-        if answer.waiting and self._waits_on(tracked, connection):
-            return False
-        self._take(tracked, connection, answer, asked)
-        # One that could not have been taken sooner is taken whatever its age: steps may be as far apart.
-        if self._step - asked.step > 1 and not self._is_fresh(tracked):
-            self._ask(tracked, connection)
-            return False
-        tracked.looked_up = True
-        tracked.waits = False  # from now on what is being filled may be this request's own to fill
-        return True
-
     def _waits_on(self, tracked: TrackedRequest, connection: Connection) -> bool:
-        """Whether to ask again, because what is missing may still come; or for once what is here."""
+        """Whether to ask again in the next step, because more may come; or at once, for what is here."""
         now, limit_s = self._clock(), self._config.transfer_wait_s
         if tracked.wait_until is None:
             tracked.wait_until = now + limit_s
@@ -238,19 +272,20 @@ class Inquiry:
             return True
         log.warning("transfer %s did not arrive within %s s", tracked.transfer, limit_s)
         connection.count("transfer_late")
-        tracked.waits = False
+        tracked.waits = tracked.asks_source = False
         return False
 
-    def _prompt_keys(self, tracked: TrackedRequest) -> tuple[list[bytes], bool]:
-        """Keys to look up, and whether the last one is a tail."""
-        if tracked.request.num_preemptions:  # what was generated is there, too; the tail was for one reader
-            return self._keys(tracked, tracked.request.num_tokens), False
-        if tracked.is_decode and tracked.transfer_tokens:
-            keys = self._keys(tracked, tracked.transfer_tokens)
-            tail = self._tail(tracked)
+    def _prompt_keys(self, tracked: TrackedRequest) -> tuple[list[bytes], int]:
+        """The keys of the prompt, and the blocks of the tail that the last one is of; 0: it is a chunk's."""
+        request = tracked.request
+        if request.num_preemptions and not tracked.is_prefill:
+            # What was generated may be there, too; the tail was for one reader.
+            return self._keys(tracked, request.num_tokens if self._saves_decoded else request.num_prompt_tokens), 0
+        if (tracked.is_prefill or tracked.is_decode) and tracked.transfer_tokens:
+            keys, tail = self._keys(tracked, tracked.transfer_tokens), self._tail(tracked)
             if tail is not None:
-                return [*keys, tail[0]], True
-        return self._keys(tracked, tracked.request.num_prompt_tokens), False
+                return [*keys, tail[0]], tail[1]
+        return self._keys(tracked, request.num_prompt_tokens), 0
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> list[bytes]:
         return tracked.chunk_keys(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))
@@ -261,83 +296,38 @@ class Inquiry:
             return None
         return tracked.tail(self._hasher)
 
-    def _take(self, tracked: TrackedRequest, connection: Connection, answer: Found, asked: Asked) -> None:
-        """These are the hits now, in the place of those there were."""
+    # ---- its answer -------------------------------------------------------------------------
+
+    def _take(self, tracked: TrackedRequest, connection: Connection, answer: Admitted, asked: Asked) -> None:
+        """These are the hits now, in the place of those there were, and this is room for what is missing."""
         self.release(tracked, connection)
         is_first, tracked.found = tracked.found is None, asked
-        tracked.asks_source = False  # it has had its turn
-        if not answer.waiting:
-            self._take_hits(tracked, answer)
+        self._take_hits(tracked, answer)
+        self._take_grants(tracked, answer, 0)
         if tracked.is_decode and is_first:
             self.mark(tracked, connection, Event.FOUND, tokens=tracked.hit_tokens)
+        if tracked.reserved:
+            tracked.reserved = not self._takes_room(tracked) or self._is_covered(tracked)
+            return
+        tracked.reserved = True
+        if tracked.is_prefill:
+            self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.hit_tokens)
 
-    def _take_hits(self, tracked: TrackedRequest, answer: Found) -> None:
+    def _take_hits(self, tracked: TrackedRequest, answer: Admitted) -> None:
         shards, chunk_tokens = self._layout.num_shards, self._layout.chunk_tokens
-        keys, has_tail = self._prompt_keys(tracked)
-        tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, answer.hits * shards, shards)]
-        has_tail = has_tail and answer.hits == len(keys)
-        tracked.hit_tokens = tracked.transfer_tokens if has_tail else answer.hits * chunk_tokens
+        if answer.waiting:  # about nothing that may come: the node holds nothing for this request
+            return
+        keys, tail_blocks = self._prompt_keys(tracked)
+        has_tail = tail_blocks > 0 and answer.hits == len(keys) and tracked.is_decode
+        hits = answer.hits if has_tail or not tail_blocks else min(answer.hits, len(keys) - 1)
+        tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, hits * shards, shards)]
+        tracked.hit_tokens = tracked.transfer_tokens if has_tail else hits * chunk_tokens
         tracked.lease = answer.lease
-        tracked.reserved = tracked.reserved and self._is_covered(tracked)
 
     def _is_covered(self, tracked: TrackedRequest) -> bool:
         """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""
         granted = {grant.first_block // self._layout.blocks_per_chunk for grant in tracked.grants}
-        num_chunks = tracked.request.num_prompt_tokens // self._layout.chunk_tokens
-        return granted.issuperset(range(len(tracked.hit_slots), num_chunks))
-
-    # ---- reserving --------------------------------------------------------------------------
-
-    def _ask_for_room(self, tracked: TrackedRequest, connection: Connection) -> None:
-        keys = self._keys(tracked, tracked.request.num_prompt_tokens)
-        tail = self._tail(tracked) if tracked.is_prefill else None
-        if self._config.save and (keys or tail):
-            room = self._room_for(tracked, keys, tail, push_to=tracked.push_to)
-            tracked.reserve = self._ask_now(connection, room)
-        else:
-            tracked.reserved = True
-
-    def _reserve(self, tracked: TrackedRequest, connection: Connection) -> bool:
-        if not tracked.reserved and tracked.reserve is None:
-            self._ask_for_room(tracked, connection)
-        if tracked.reserve is None:
-            return True
-        try:
-            answer = self._collect(connection, tracked.reserve, Reserved)
-        except ArenaTooSmall:
-            answer = Reserved([], [], full=True)
-            tracked.room_until = self._clock()  # waiting does not help
-        if answer is None:
-            return False
-        asked, tracked.reserve = tracked.reserve, None
-        if answer.full and not tracked.takes_part:
-            tracked.takes_part = not self._may_wait_for_room(tracked, connection)
-            return False
-        self._take_grants(tracked, answer, 0)
-        if tracked.found is not None and asked.seq < tracked.found.seq and not self._is_covered(tracked):
-            return False  # room was asked for before the hits were, and some had gone meanwhile
-        tracked.reserved = True
-        if tracked.is_prefill:
-            self.mark(tracked, connection, Event.ADMITTED, tokens=tracked.hit_tokens)
-        return True
-
-    def _room_for(
-        self, tracked: TrackedRequest, keys: list[bytes], tail: tuple[bytes, int] | None, *, push_to: str = ""
-    ) -> Reserve:
-        """A prefill leg wants all or nothing as long as it may wait; everybody else takes what there is.
-
-        What is pushed are all keys, so this is asked even where all of them are here.
-        """
-        return Reserve(
-            [*keys, tail[0]] if tail else keys,
-            self._layout.chunk_bytes,
-            self._layout.num_layers,
-            self._layout.num_shards,
-            self._layout.num_blocks_bytes(tail[1]) if tail else 0,
-            partial=tracked.takes_part,
-            transfer=tracked.transfer if tracked.is_prefill else None,
-            push_to=push_to,
-        )
+        return granted.issuperset(range(len(tracked.hit_slots), self._num_prompt_chunks(tracked)))
 
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> bool:
         now = self._clock()
@@ -353,12 +343,12 @@ class Inquiry:
         connection.count("no_room")
         return False
 
-    def _take_grants(self, tracked: TrackedRequest, answer: Reserved, first_chunk: int) -> None:
+    def _take_grants(self, tracked: TrackedRequest, answer: Admitted, first_chunk: int) -> None:
         """Keep the slots of the chunks `first_chunk` + granted index; the last one may be a tail."""
         shards, per_chunk = self._layout.num_shards, self._layout.blocks_per_chunk
         num_blocks = max(self._layout.num_blocks(tracked.request.num_prompt_tokens), tracked.decoded_end * per_chunk)
         for number, index in enumerate(answer.granted):
-            slots = answer.slots[number * shards : (number + 1) * shards]
+            slots = answer.granted_slots[number * shards : (number + 1) * shards]
             first = (first_chunk + index) * per_chunk
             end = min(first + per_chunk, num_blocks)
             tracked.grants.append(Grant(slots, first, end, is_pushed=answer.is_pushed))
@@ -366,10 +356,10 @@ class Inquiry:
 
     # ---- answers, leases, the end -----------------------------------------------------------
 
-    def _ask_now(self, connection: Connection, body: Lookup | Reserve) -> Asked:
+    def _ask_now(self, connection: Connection, body: Admit) -> Asked:
         return Asked(connection.ask(body), self._clock(), self._step)
 
-    def _collect(self, connection: Connection, asked: Asked, kind: type[_A], *, wait: bool = True) -> _A | None:
+    def _collect(self, connection: Connection, asked: Asked, *, wait: bool = True) -> Admitted | None:
         """The answer, if it is there.
 
         :raises NodeError: the node refused, or has been silent for too long for somebody who waits.
@@ -379,8 +369,8 @@ class Inquiry:
         self._patience_s = max(0.0, self._patience_s - (time.monotonic() - start))
         if answer is None and wait and self._clock() - asked.at >= self._config.lookup_s:
             raise NodeError(f"the node did not answer within {self._config.lookup_s} s")
-        if answer is not None and not isinstance(answer, kind):
-            raise ProtocolError(f"the node answers {type(answer).__name__}, expected {kind.__name__}")
+        if answer is not None and not isinstance(answer, Admitted):
+            raise ProtocolError(f"the node answers {type(answer).__name__} to {Admit.__name__}")
         return answer
 
     def release(self, tracked: TrackedRequest, connection: Connection | None) -> None:
@@ -392,10 +382,10 @@ class Inquiry:
 
     def forget_asked(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Nobody waits for what the node was asked."""
-        for asked in (tracked.lookup, tracked.reserve, tracked.late):
+        for asked in (tracked.asked, tracked.late):
             if asked is not None:
                 connection.forget(asked.seq)
-        tracked.lookup = tracked.reserve = tracked.late = None
+        tracked.asked = tracked.late = None
 
     def give_up_transfer(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A decoder that waits for this prefill shall stop waiting."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,7 @@ class TransferParams(msgspec.Struct, frozen=True):
     transfer_id: TransferId | None = None
     decode_node: NodeName = ""  # of a prefill leg: the node that its chunks are pushed to
     prefill_node: NodeName = ""  # of a decode leg: the node that has them, should some be missing
+    is_early: bool = False  # a decode leg sent together with the prefill leg: nodes may not know of the transfer yet
     prefill_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # prompt tokens of the prefill leg
 
 
@@ -91,8 +92,7 @@ class TrackedRequest:
         self._keys: list[bytes] = []
         self._hashes: list[bytes] = []  # the block hash that each of the keys was made of
         # what the node is being asked
-        self.lookup: Asked | None = None
-        self.reserve: Asked | None = None  # room for the prompt, which is waited for
+        self.asked: Asked | None = None  # what is there of the prompt, and for room for what is not
         self.late: Asked | None = None  # room that is not waited for
         self.late_first = 0  # the first chunk that it is for
         self.wait_until: float | None = None  # for what may still come; None: not waiting yet
@@ -100,8 +100,8 @@ class TrackedRequest:
         self.waits = True  # for its transfer, until the node has said what came of it
         self.asks_source = True  # likewise
         self.takes_part = not self.is_prefill  # room for a part of the prompt will do
+        self.fits = True  # into the arena, as far as is known: a chunk of it at least
         # what it said
-        self.looked_up = False
         self.found: Asked | None = None  # the question that the hits are the answer to
         self.decided = False
         self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
@@ -138,6 +138,13 @@ class TrackedRequest:
     def transfer(self) -> str | None:
         """The transfer it is part of."""
         return self.params.transfer_id if self.params is not None else None
+
+    @property
+    def part(self) -> Literal["reads", "writes", "expects"]:
+        """Its part in that, as the node is told of it."""
+        if self.is_prefill:
+            return "writes"
+        return "expects" if self.params is not None and self.params.is_early else "reads"
 
     @property
     def source(self) -> str:
@@ -183,7 +190,7 @@ class TrackedRequest:
         if not self.loading:  # until that has ended, the lease is needed
             self.lease = 0
         self.hit_slots, self.hit_tokens = [], 0
-        self.looked_up = self.decided = self.reserved = False
+        self.decided = self.reserved = False
 
     @property
     def transfer_tokens(self) -> int:
@@ -285,9 +292,9 @@ class TrackedRequest:
 
     def forget_node(self) -> None:
         """The node it dealt with is gone, and all that it held there."""
-        self.lookup = self.reserve = self.late = self.found = None
+        self.asked = self.late = self.found = None
         self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
         self.grants.clear()
-        self.looked_up = self.decided = self.reserved = False
-        self.asks_source = self.waits = True
+        self.decided = self.reserved = False
+        self.asks_source = self.waits = self.fits = True
         self.epoch = 0

@@ -39,6 +39,8 @@ from pdx.wire.messages import (
     Cancel,
     FromNode,
     Hello,
+    PeerList,
+    Prefilled,
     Refused,
     ToNode,
     decode_to_node,
@@ -149,7 +151,7 @@ class Daemon:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        timeout_s = min(timeout_s, self.service.lookups.due_in(time.monotonic()))
+        timeout_s = min(timeout_s, self.service.admissions.due_in(time.monotonic()))
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         with self._faults.contain("letting processes in"):
             self._desk.entry.heed()
@@ -168,9 +170,9 @@ class Daemon:
             self._next_tick = now + TICK_S
             self._tick(now)
         with self._faults.contain("late answers"):
-            for session, seq, answer in self.service.lookups.late_answers():
+            for session, seq, answer in self.service.admissions.late_answers():
                 self._send(session.route, seq, answer)
-            self.service.copies.pump()  # what the lookups have started
+            self.service.copies.pump()  # what the answers have started
         with self._faults.contain("the report to the proxy"):
             self._report(now)
 
@@ -230,7 +232,7 @@ class Daemon:
                 answer = self._end_failed(route)
         except (NodeError, ProtocolError) as error:
             self.service.counters["refused"] += 1
-            answer = Refused(type(error).__name__, str(error)[:1024])
+            answer = Refused.of(error)
         if answer is not None and envelope.reply:
             self._send(route, envelope.seq, answer)
 
@@ -296,10 +298,13 @@ class Daemon:
         self._proxy.heed_events()
         for message in self._proxy.receive():
             with self._faults.contain("a message of the proxy"):
-                if isinstance(message, Cancel):
-                    self.service.cancel(message.transfer, "the proxy")
-                else:
-                    self._peers.told(message.peers)
+                match message:
+                    case Cancel(transfer):
+                        self.service.cancel(transfer, "the proxy")
+                    case Prefilled(transfer):
+                        self.service.prefilled(transfer, "the proxy")
+                    case PeerList(peers):
+                        self._peers.told(peers)
 
     def _report(self, now: float) -> None:
         if self._proxy is None or not self._proxy.is_up:

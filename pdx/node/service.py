@@ -15,14 +15,14 @@ from pdx.config import NodeConfig, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
-from pdx.node.lookups import Lookups
+from pdx.node.admissions import Admissions
 from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
@@ -31,6 +31,8 @@ from pdx.wire.messages import (
     MAX_SLOTS,
     VERSION,
     Abort,
+    Admit,
+    Admitted,
     Answer,
     Ask,
     Bye,
@@ -38,9 +40,7 @@ from pdx.wire.messages import (
     Delete,
     Done,
     Fill,
-    Found,
     Hello,
-    Lookup,
     Mark,
     MarkReport,
     NodeReport,
@@ -49,15 +49,12 @@ from pdx.wire.messages import (
     Push,
     Release,
     Renew,
-    Reserve,
-    Reserved,
     Status,
     Welcome,
 )
 
 log = logging.getLogger("pdx.node")
 
-MAX_TRANSFER_S = 600.0
 PROBE_BYTES = 1 << 20  # behind the chunks in the arena: peers write there to measure their channels
 
 
@@ -102,15 +99,16 @@ class Service:
             on_changed=self._changed,
             clock=clock,
         )
-        self.lookups = Lookups(
-            self.store,
-            self.transfers,
-            self.tiers,
-            self.peers,
+        self.admissions = Admissions(
+            config,
+            store=self.store,
+            sessions=self.sessions,
+            transfers=self.transfers,
+            tiers=self.tiers,
+            peers=self.peers,
             counters=self.counters,
             faults=self.faults,
             degraded=self._degraded,
-            max_lease_s=config.max_lease_s,
             clock=clock,
         )
         self.reports = Reports(
@@ -152,8 +150,8 @@ class Service:
         """The process is gone, or says it is done: everything it held is given back."""
         self.sessions.detach(session)
         self.reports.news = True
-        with self.faults.contain("the end of a session's lookups"):
-            self.lookups.end_session(session)
+        with self.faults.contain("the end of a session's questions"):
+            self.admissions.end_session(session)
         with self.faults.contain("the end of a session's chunks"):
             self._lost(self.store.end_session(session.number))
 
@@ -163,10 +161,10 @@ class Service:
         self._changed(chunks)
 
     def _changed(self, chunks: Sequence[Chunk]) -> None:
-        """Slices of these chunks were filled, or they are whole, or never will be: copies and lookups go on with it."""
+        """Slices of these chunks were filled, or they are whole, or never will be: copies and questions go on."""
         self.copies.changed(chunks)
         self.tiers.changed(chunks)
-        self.lookups.changed(chunks)
+        self.admissions.changed(chunks)
 
     def detach_all(self) -> None:
         """The node ends: stop watching the processes."""
@@ -174,7 +172,7 @@ class Service:
             self.sessions.detach(session)
 
     def handle(self, session: Session, ask: Ask) -> Answer | None:
-        """The answer; None: it comes later, from `lookups.late_answers`.
+        """The answer; None: it comes later, from `admissions.late_answers`.
 
         :raises NodeError: refused.
         :raises ProtocolError: the message makes no sense from this session or in this state.
@@ -220,8 +218,7 @@ class Service:
         return {
             Bye: self._bye,
             Ping: self._ping,
-            Lookup: self._lookup,
-            Reserve: self._reserve,
+            Admit: self.admissions.ask,
             Push: self._push,
             Fill: self._fill,
             Abort: self._abort,
@@ -243,42 +240,10 @@ class Service:
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
 
-    def _lookup(self, session: Session, ask: Lookup) -> Answer | None:
-        _check_slots(ask)
-        return self.lookups.ask(session, ask)
-
     def _degraded(self, reason: str, error: Exception) -> None:
         self.counters[reason] += 1
         if self.counters[reason] == 1:  # a wrong name would come with every request
             log.warning("%s (further ones are counted as %s)", error, reason)
-
-    def _reserve(self, session: Session, ask: Reserve) -> Answer:
-        _check_slots(ask)
-        now = self._clock()
-        if ask.transfer is not None and self.transfers.is_given_up(ask.transfer):
-            return Reserved([], [])
-        claim = Claim(
-            keys=ask.keys,
-            nbytes=ask.nbytes,
-            layers=ask.layers,
-            owner=session.number,
-            writers=[writer.number for writer in self._writers(session, ask.shards)],
-            tail_nbytes=ask.tail_nbytes,
-            partial=ask.partial,
-            transfer=ask.transfer,
-            deadline=now + self._config.reserve_s,
-        )
-        granted, slots, full = self.store.reserve(claim)
-        if ask.transfer is not None and not full:
-            self.transfers.open(ask.transfer, slots, now + MAX_TRANSFER_S, _source(session))
-        is_pushed = False
-        if ask.push_to and (ask.partial or not full):
-            try:
-                self.peers.push(ask.push_to, ask.keys, ask.shards, ask.transfer, session.hello.layout)
-                is_pushed = ask.push_to != self.name
-            except (PeerError, ConfigError) as error:
-                self._degraded("push_impossible", error)
-        return Reserved(granted, slots, full, is_pushed)
 
     def _push(self, session: Session, ask: Push) -> Answer:
         found = self.store.find(ask.keys, ask.shards)
@@ -288,16 +253,6 @@ class Service:
             return Done(self.peers.push(ask.peer, ask.keys, ask.shards, None, session.hello.layout))
         except (PeerError, ConfigError) as error:
             raise NodeError(str(error)) from error
-
-    def _writers(self, session: Session, shards: int) -> Sequence[Session]:
-        if session.hello.kind == "client":
-            if shards != 1:
-                raise ProtocolError(f"a client writes one shard itself, not {shards}")
-            return [session]
-        workers = self.sessions.workers(session.hello.engine, shards)
-        if workers is None:
-            raise ProtocolError(f"engine {session.hello.engine!r} does not have {shards} attached workers")
-        return workers
 
     def _fill(self, session: Session, ask: Fill) -> Answer:
         chunks = self.store.fill(ask.slots, ask.first_layer, ask.layers, session.number)
@@ -320,10 +275,10 @@ class Service:
     def take_back(self, session: Session, answer: Answer) -> None:
         """The process does not read, so this answer was not sent: what it grants is free again."""
         self.counters["answers_dropped"] += 1
-        if isinstance(answer, Reserved) and answer.slots:
-            self._abort(session, Abort(answer.slots, unused=True))
-        elif isinstance(answer, Found) and answer.lease:
-            self.store.release(answer.lease, session.number)
+        if isinstance(answer, Admitted):
+            self._abort(session, Abort(answer.granted_slots, unused=True))
+            if answer.lease:
+                self.store.release(answer.lease, session.number)
 
     def _release(self, session: Session, ask: Release) -> Answer:
         self.store.release(ask.lease, session.number)
@@ -334,7 +289,8 @@ class Service:
         return Done(1)
 
     def _pin(self, session: Session, ask: Pin) -> Answer:
-        _check_slots(ask)
+        if len(ask.keys) * ask.shards > MAX_SLOTS:
+            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
         count = self.store.pin(ask.keys, ask.shards, pinned=ask.pinned)
         if count != len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - count} of {len(ask.keys)} chunks are not there")
@@ -344,7 +300,7 @@ class Service:
         return Done(self.store.delete(ask.keys))
 
     def _cancel(self, session: Session, ask: Cancel) -> Answer:
-        return Done(int(self.cancel(ask.transfer, _source(session))))
+        return Done(int(self.cancel(ask.transfer, session.source)))
 
     def cancel(self, transfer: str, source: str) -> bool:
         """Give up a transfer, as `source` asks for; returns whether that is news."""
@@ -359,6 +315,10 @@ class Service:
             self.store.drop_tails(transfer)
         return news
 
+    def prefilled(self, transfer: str, source: str) -> None:
+        """The prefill leg of a transfer is over, as `source` says."""
+        self.transfers.prefilled(transfer, self._clock(), source)
+
     def _mark(self, session: Session, ask: Mark) -> Answer:
         hello = session.hello
         self.reports.mark(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, hello.engine))
@@ -371,15 +331,3 @@ class Service:
 
     def _status(self, session: Session, ask: Status) -> Answer:
         return self.reports.status()
-
-
-def _source(session: Session) -> str:
-    """Who makes a transfer known: the process, however often it attaches."""
-    return f"process {session.hello.pid}"
-
-
-def _check_slots(ask: Lookup | Reserve | Pin) -> None:
-    if len(ask.keys) * ask.shards > MAX_SLOTS:
-        raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
-    if isinstance(ask, Reserve) and ask.layers > min(ask.nbytes, ask.tail_nbytes or ask.nbytes):
-        raise ProtocolError(f"{ask.layers} slices do not fit into {ask.tail_nbytes or ask.nbytes} bytes")

@@ -43,6 +43,11 @@ class Session:
         return f"<Session {self.number} {self.hello.kind} {self.hello.engine!r} pid={self.hello.pid}>"
 
     @property
+    def source(self) -> str:
+        """Who makes a transfer known: the process, however often it attaches."""
+        return f"process {self.hello.pid}"
+
+    @property
     def is_dead(self) -> bool:
         """Whether its process has ended."""
         poller = select.poll()

@@ -22,6 +22,7 @@ from pdx.store.index import Index
 from pdx.store.leases import Leases
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.slot_pool import SlotPool
+from pdx.wire.messages import Hints
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
     transfer: str | None = None
     deadline: float = float("inf")
+    hints: Hints = Hints("")  # of the request, for whoever decides what is kept
 
     def is_tail(self, index: int) -> bool:
         """Whether `keys[index]` is a tail."""

@@ -95,10 +95,20 @@ class Transfers:
         transfer = self._transfers.get(name)
         return transfer is not None and transfer.progress is Progress.UNDER_WAY
 
+    def is_known(self, name: str) -> bool:
+        """Whether anybody has said something of it, and it is not forgotten."""
+        return name in self._transfers
+
     def is_given_up(self, name: str) -> bool:
         """Whether somebody cancelled it."""
         transfer = self._transfers.get(name)
         return transfer is not None and transfer.progress is Progress.GIVEN_UP
+
+    def prefilled(self, name: str, now: float, source: str) -> None:
+        """Its prefill is over, `source` says. Where nothing was heard of it, whoever expects it waits no more."""
+        if name not in self._transfers:
+            self._add(name, source, Progress.SEALED, now + KEPT_S)
+            self.ended.append(name)
 
     def sealed(self, chunks: Iterable[Chunk], now: float) -> None:
         """These chunks are sealed."""

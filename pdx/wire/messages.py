@@ -58,6 +58,14 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
     looks_back: bool = True  # tokens may depend on how many were generated before: penalties, logits processors, …
 
 
+class Hints(msgspec.Struct, array_like=True, frozen=True):
+    """What a request knows of the future of its chunks; the store may keep and evict by it."""
+
+    session: Annotated[str, Meta(max_length=64)]  # requests of one session share their beginning; empty: none
+    priority: Annotated[int, Meta(ge=0, le=9)] = 0  # more is more important
+    reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again; 0: not known
+
+
 # ---- from an attached process to its node -------------------------------------------------------
 
 
@@ -88,41 +96,56 @@ class Ping(Message, frozen=True):
     degraded: Annotated[dict[Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")], Count], Meta(max_length=32)] = {}
 
 
-class Lookup(Message, frozen=True):
-    """How long is the leading run of sealed chunks? Leases that run for `lease_s` (0: no lease).
+class Admit(Message, frozen=True):
+    """One request's question: what is there of `keys`, room for what is not, and where all of it is to go.
 
-    `source`: a peer that is asked for what is missing here; meanwhile the answer is `waiting`.
-    `wait_s`: while it is, the answer is kept back for so long, or until there is more.
-    """
-
-    keys: Keys
-    shards: ShardCount = 1
-    lease_s: Seconds = 0.0
-    transfer: TransferId | None = None
-    source: Name = ""
-    wait_s: Seconds = 0.0
-
-
-class Reserve(Message, frozen=True):
-    """Room for the chunks `keys` of `nbytes` each; written by the workers of `engine` (or the sender).
-
-    `tail`: the last key is a prompt's tail of `tail_nbytes`, never kept for reuse.
-    `partial`: grant the leading chunks that fit instead of all or nothing.
+    The leading run that is there is leased for `lease_s` (0: no lease). Behind it room is granted for the chunks that
+    are missing, of `nbytes` each (0: no room is asked for); the workers of `engine` (or the sender) write them.
+    `partial`: grant the leading ones that fit instead of all or nothing; where nothing is granted for lack of room,
+    nothing is leased either.
+    `tail_nbytes`: the last key is the tail of a prompt, of so many bytes, never kept for reuse. Room for it is granted
+    to the part that writes.
+    `transfer`: the handoff that the request has a `part` in. One that writes opens the transfer, and what is granted
+    belongs to it. For one that reads, what is missing may still come; one that expects
+    also waits for a transfer that the node has not heard of yet.
     `push_to`: a peer that gets all of `keys`, those that are here already and those that are granted, as they fill.
+    `source`: a peer that is asked for what is missing here.
+    `wait_s`: while what is missing may still come, the answer is kept back for so long; then it is `waiting`, and
+    nothing is leased or granted.
     """
 
     keys: Keys
-    nbytes: Annotated[int, Meta(ge=1, le=1 << 48)]
+    nbytes: Bytes = 0
     layers: LayerCount = 1
     shards: ShardCount = 1
+    lease_s: Seconds = 0.0
     tail_nbytes: Bytes = 0
     partial: bool = False
     transfer: TransferId | None = None
+    part: Literal["reads", "writes", "expects"] = "reads"
     push_to: Name = ""
+    source: Name = ""
+    wait_s: Seconds = 0.0
+    hints: Hints = Hints("")
+
+    @property
+    def sought(self) -> int:
+        """How many leading keys may come from elsewhere: not the tail that this request itself writes."""
+        return len(self.keys) - (self.tail_nbytes > 0 and self.part == "writes")
+
+    @property
+    def writes(self) -> TransferId | None:
+        """The transfer that what is granted belongs to."""
+        return self.transfer if self.part == "writes" else None
+
+    @property
+    def awaits(self) -> TransferId | None:
+        """The transfer that may bring what is missing."""
+        return self.transfer if self.part != "writes" else None
 
 
 class Push(Message, frozen=True):
-    """Send these sealed chunks to a peer; fields as in `Reserve`. `Done.count` says how many are here to be sent."""
+    """Send these sealed chunks to a peer; fields as in `Admit`. `Done.count` says how many are here to be sent."""
 
     keys: Keys
     peer: Name
@@ -218,25 +241,23 @@ class Welcome(Message, frozen=True):
     ticket: Annotated[bytes, Meta(max_length=16)] = b""
 
 
-class Found(Message, frozen=True):
-    """`slots` holds hits x shards slots, chunk-major. `waiting`: the run goes on in a transfer still under way; then
-    the slots are left out, because nobody holds them."""
+class Admitted(Message, frozen=True):
+    """`slots` holds hits x shards slots, chunk-major, under `lease`.
 
-    hits: Count
-    slots: Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
-    lease: Handle = 0
-    waiting: bool = False
-
-
-class Reserved(Message, frozen=True):
-    """`granted` holds indices into `keys`; `slots` holds len(granted) x shards slots, chunk-major.
-
-    A key that is missing from `granted` exists already, or (if `full`) found no room. `is_pushed`: slices are sent on
-    as they are filled, so the node wants to hear of each layer. Otherwise one `Fill` that seals is enough.
+    `granted` holds indices into `keys`; `granted_slots` holds len(granted) x shards slots, chunk-major. A key behind
+    the hits that is not `granted` is there or being filled, or (if `full`) found no room.
+    `waiting`: what is missing may still come; `full` without `granted`: there was no room for all. Either way nothing
+    is held, and the slots of the hits are left out.
+    `is_pushed`: slices are sent on as they are filled, so the node wants to hear of each layer. Otherwise one `Fill`
+    that seals is enough.
     """
 
-    granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)]
-    slots: Annotated[list[Slot], Meta(max_length=MAX_SLOTS)]
+    hits: Count = 0
+    slots: Slots = []
+    lease: Handle = 0
+    waiting: bool = False
+    granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)] = []
+    granted_slots: Slots = []
     full: bool = False
     is_pushed: bool = False
 
@@ -252,6 +273,11 @@ class Refused(Message, frozen=True):
 
     error: Annotated[str, Meta(max_length=64)]
     text: Annotated[str, Meta(max_length=1024)]
+
+    @staticmethod
+    def of(error: Exception) -> Refused:
+        """That error, told."""
+        return Refused(type(error).__name__, str(error)[:1024])
 
 
 class AttachedStatus(msgspec.Struct, frozen=True):
@@ -308,24 +334,8 @@ class NodeStatus(Message, frozen=True):
     pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
 
 
-Ask = (
-    Hello
-    | Bye
-    | Ping
-    | Lookup
-    | Reserve
-    | Push
-    | Fill
-    | Abort
-    | Release
-    | Renew
-    | Pin
-    | Delete
-    | Cancel
-    | Mark
-    | Status
-)
-Answer = Welcome | Found | Reserved | Done | Refused | NodeStatus
+Ask = Hello | Bye | Ping | Admit | Push | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status
+Answer = Welcome | Admitted | Done | Refused | NodeStatus
 
 
 class ToNode(msgspec.Struct, array_like=True, frozen=True):
@@ -402,18 +412,25 @@ class PeerList(Message, frozen=True):
     peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
 
 
+class Prefilled(Message, frozen=True):
+    """Proxy to the nodes of a transfer: its prefill leg is over. A node that has not heard of it by now does not keep
+    those waiting who expect it."""
+
+    transfer: TransferId
+
+
 ToProxy = NodeReport
-FromProxy = Cancel | PeerList
+FromProxy = Cancel | PeerList | Prefilled
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_node = msgspec.msgpack.Decoder(ToNode)
 _from_node = msgspec.msgpack.Decoder(FromNode)
 _to_proxy = msgspec.msgpack.Decoder(ToProxy)
-_from_proxy: msgspec.msgpack.Decoder[Cancel | PeerList] = msgspec.msgpack.Decoder(FromProxy)
+_from_proxy: msgspec.msgpack.Decoder[FromProxy] = msgspec.msgpack.Decoder(FromProxy)
 
 
-def encode(message: ToNode | FromNode | NodeReport | Cancel | PeerList) -> bytes:
+def encode(message: ToNode | FromNode | NodeReport | FromProxy) -> bytes:
     """One frame."""
     return _encoder.encode(message)
 
@@ -446,6 +463,6 @@ def decode_to_proxy(frame: bytes) -> NodeReport:
     return decode_frame(_to_proxy, frame)
 
 
-def decode_from_proxy(frame: bytes) -> Cancel | PeerList:
-    """:raises ProtocolError: not a `Cancel` or `PeerList` within bounds."""
+def decode_from_proxy(frame: bytes) -> FromProxy:
+    """:raises ProtocolError: not a `FromProxy` within bounds."""
     return decode_frame(_from_proxy, frame)

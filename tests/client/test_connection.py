@@ -17,16 +17,15 @@ from pdx.memory.keys import named_key
 from pdx.wire.messages import (
     VERSION,
     Abort,
+    Admit,
     Cancel,
     Done,
     Fill,
     FromNode,
     Hello,
-    Lookup,
     Mark,
     Ping,
     Release,
-    Reserve,
     Status,
     decode_to_node,
     encode,
@@ -74,9 +73,9 @@ def deafen(connection):
 
 def test_what_gives_back_reaches_a_node_that_did_not_read(node, connection, caplog):
     """Its writer stays attached, so nothing else would give the slots back before the process ends."""
-    slots = connection.call(Reserve(keys(SLOTS), GRANULE_BYTES), 30.0).slots
+    slots = connection.call(Admit(keys(SLOTS), GRANULE_BYTES), 30.0).granted_slots
     connection.call(Fill(slots[:100], seal=True), 30.0)
-    leases = [connection.call(Lookup([key], lease_s=100.0), 30.0).lease for key in keys(100)]
+    leases = [connection.call(Admit([key], lease_s=100.0), 30.0).lease for key in keys(100)]
     stop(node)
     try:
         deafen(connection)
@@ -102,7 +101,7 @@ def test_what_gives_back_reaches_a_node_that_did_not_read(node, connection, capl
 
 
 def test_what_a_caller_gave_up_waiting_for_is_given_back_all_the_same(node, connection):
-    slots = connection.call(Reserve(keys(2), GRANULE_BYTES), 30.0).slots
+    slots = connection.call(Admit(keys(2), GRANULE_BYTES), 30.0).granted_slots
     stop(node)
     try:
         deafen(connection)
@@ -120,7 +119,7 @@ def test_answers_that_nobody_reads_for_a_while_are_not_dropped(start_node, conne
     assert connection.attach(30.0)
     with connection._lock:  # so that no thread of this process reads
         stop(node)
-        seqs = [connection.ask(Reserve([key], GRANULE_BYTES)) for key in keys(4000)]
+        seqs = [connection.ask(Admit([key], GRANULE_BYTES)) for key in keys(4000)]
         node.signal(signal.SIGCONT)
         wait_until(lambda: connection._flush() or connection._outbox.next is None)
         with attached(node.address) as wire:
@@ -132,7 +131,7 @@ def test_answers_that_nobody_reads_for_a_while_are_not_dropped(start_node, conne
 
 def test_what_cannot_be_sealed_is_given_back(node, connection):
     """A seal that the node refuses is the writer's last word: the room does not stay its own."""
-    slots = connection.call(Reserve(keys(2), 2 * GRANULE_BYTES, layers=2), 30.0).slots
+    slots = connection.call(Admit(keys(2), 2 * GRANULE_BYTES, layers=2), 30.0).granted_slots
     connection.tell(Fill(slots, first_layer=1, seal=True))
     wait_until(lambda: connection.call(Status(), 30.0).chunks == {})
     wait_until(lambda: connection.call(Status(), 30.0).counters.get("degraded_seal_refused") == 1)
@@ -141,9 +140,9 @@ def test_what_cannot_be_sealed_is_given_back(node, connection):
 def test_a_fill_that_is_repeated_is_refused_where_the_slot_is_anothers(node, connection, connect):
     other = connect(node.address)
     assert other.attach(30.0)
-    old = connection.call(Reserve(keys(1), 8 * MIB), 30.0).slots
+    old = connection.call(Admit(keys(1), 8 * MIB), 30.0).granted_slots
     connection.call(Abort(old), 30.0)
-    new = other.call(Reserve(keys(1), 8 * MIB), 30.0).slots
+    new = other.call(Admit(keys(1), 8 * MIB), 30.0).granted_slots
     assert (new[0].offset, new[0].nbytes) == (old[0].offset, old[0].nbytes)
     for slots in (old, new):  # by generation, and by owner
         with pytest.raises(StaleSlot):

@@ -17,7 +17,7 @@ from pdx.errors import (
     StaleSlot,
 )
 from pdx.memory.keys import named_key
-from pdx.wire.messages import Abort, Lookup, Reserve
+from pdx.wire.messages import Abort, Admit
 
 
 @pytest.fixture
@@ -224,8 +224,8 @@ def test_what_is_asked_and_given_up_is_given_back(client):
     put(client, "a", b"x")
     connection = client._connection
     for answer_is_there in (False, True):
-        lease = connection.ask(Lookup([named_key("a")], lease_s=60.0))
-        slots = connection.ask(Reserve([named_key("b")], MIB))
+        lease = connection.ask(Admit([named_key("a")], lease_s=60.0))
+        slots = connection.ask(Admit([named_key("b")], MIB))
         if answer_is_there:
             client.status()
             assert connection._answers[lease] is not None
@@ -240,7 +240,7 @@ def test_closing_gives_everything_back(node, other):
     put(client, "a", b"x" * 100)
     client.get("a")
     kept = client.reserve("b", MIB).view
-    client._connection.forget(client._connection.ask(Reserve([named_key("c")], MIB)))
+    client._connection.forget(client._connection.ask(Admit([named_key("c")], MIB)))
     client.close()
     client.close()
     wait_until(lambda: len(other.status().attached) == 1)

@@ -5,7 +5,7 @@ import pytest
 from pdx.client import outbox
 from pdx.client.outbox import Outbox, gives_back
 from pdx.memory.slot import Slot
-from pdx.wire.messages import Abort, Cancel, Fill, Lookup, Mark, Ping, Release
+from pdx.wire.messages import Abort, Admit, Cancel, Fill, Mark, Ping, Release
 
 
 def slot(number):
@@ -102,7 +102,7 @@ def test_what_is_never_answered_is_given_up():
 
 def test_a_question_that_nobody_waits_for_is_not_sent_and_what_gives_back_is():
     box = Outbox()
-    add(box, Lookup([b"k" * 16]), Release(4), is_asked=True)
+    add(box, Admit([b"k" * 16]), Release(4), is_asked=True)
     box.forget(1)
     box.forget(2)
     box.forget(77)

@@ -13,7 +13,7 @@ from pdx.config import ConnectorConfig
 from pdx.engine.inquiry import Inquiry
 from pdx.engine.request import TrackedRequest, parse_params
 from pdx.memory.slot import Slot
-from pdx.wire.messages import Answer, Ask, Found, Lookup, Release, Reserve, Reserved
+from pdx.wire.messages import Admit, Admitted, Answer, Ask, Release
 
 TRANSFER = "t" * 20
 PREFILL = {"do_remote_decode": True, "transfer_id": TRANSFER}
@@ -82,13 +82,19 @@ def answers(hits: int, *, waiting: bool = False) -> Callable[[Ask], Answer]:
     """Finds the first `hits` chunks, here and now; grants everything else that is to be reserved."""
 
     def script(ask: Ask) -> Answer:
-        if isinstance(ask, Lookup):
-            return Found(hits, slots(hits), 0 if waiting else 7, waiting)
-        assert isinstance(ask, Reserve)
-        granted = list(range(hits, len(ask.keys)))
-        return Reserved(granted, slots(len(granted)))
+        assert isinstance(ask, Admit)
+        if waiting:
+            return Admitted(hits, waiting=True)
+        found = min(hits, len(ask.keys))
+        granted = list(range(found, len(ask.keys))) if ask.nbytes else []
+        return Admitted(found, slots(found), 7 if ask.lease_s else 0, False, granted, slots(len(granted)))
 
     return script
+
+
+def full(ask: Ask) -> Answer:
+    """Nothing is there, and there is no room."""
+    return Admitted(full=True)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +113,7 @@ def answers(hits: int, *, waiting: bool = False) -> Callable[[Ask], Answer]:
 def test_who_is_asked_and_who_is_pushed_to(params: dict[str, Any] | None, source: str, push_to: str) -> None:
     asking, node = Asking(2 * CHUNK + 5, params), ScriptedNode(answers(1))
     assert asking.advance(node)
-    assert [body.source for body in node.all_of(Lookup)] == [source]
-    assert [body.push_to for body in node.all_of(Reserve)] == [push_to]
+    assert [(body.source, body.push_to) for body in node.all_of(Admit)] == [(source, push_to)]
 
 
 @pytest.mark.parametrize("tail", [0, 5])
@@ -116,24 +121,23 @@ def test_a_prompt_that_is_all_here_is_pushed_all_the_same(tail: int) -> None:
     """Nothing is granted, or only the tail; the peer is still to get every key."""
     asking, node = Asking(2 * CHUNK + tail, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(2))
     assert asking.advance(node)
-    (reserve,) = node.all_of(Reserve)
-    assert (len(reserve.keys), reserve.push_to, reserve.transfer) == (2 + bool(tail), "two", TRANSFER)
-    assert bool(reserve.tail_nbytes) == bool(tail)
+    (admit,) = node.all_of(Admit)
+    assert (len(admit.keys), admit.push_to, admit.writes) == (2 + bool(tail), "two", TRANSFER)
+    assert bool(admit.tail_nbytes) == bool(tail)
 
 
 def test_a_prompt_without_a_full_chunk_asks_no_peer_but_is_pushed() -> None:
     asking, node = Asking(CHUNK - 1, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(0))
     assert asking.advance(node)
-    assert not node.all_of(Lookup)
-    assert [(len(body.keys), body.push_to) for body in node.all_of(Reserve)] == [(1, "two")]
+    assert [(len(body.keys), body.source, body.push_to) for body in node.all_of(Admit)] == [(1, "", "two")]
 
 
 def test_a_decoder_asks_the_peer_for_the_tail_too() -> None:
     asking = Asking(2 * CHUNK + 5, {**DECODE, "prefill_node": "one", "prefill_tokens": 2 * CHUNK + 5})
     node = ScriptedNode(answers(3))
     assert asking.advance(node)
-    (lookup,) = node.all_of(Lookup)
-    assert (len(lookup.keys), lookup.source, lookup.transfer) == (3, "one", TRANSFER)
+    (admit,) = node.all_of(Admit)
+    assert (len(admit.keys), admit.source, admit.awaits) == (3, "one", TRANSFER)
     assert asking.tracked.hit_tokens == 2 * CHUNK + 5
 
 
@@ -142,8 +146,8 @@ def test_a_prefill_waits_for_the_peers_chunks_and_takes_them() -> None:
     for _ in range(20):
         assert not asking.advance(node)
         asking.clock.now += 0.9  # each answer is a sign of life: lookup_s is about silence
-    assert len(node.all_of(Lookup)) == 20
-    assert not node.all_of(Reserve), "room for chunks that may still come would be in vain"
+    assert len(node.all_of(Admit)) == 20
+    assert not asking.tracked.grants
     node.script = lambda ask: None
     assert not asking.advance(node)
     node.script = answers(3)
@@ -157,7 +161,7 @@ def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.
     asking = Asking(3 * CHUNK, {**PREFILL, "decode_node": "two"}, transfer_wait_s=10.0)
 
     def script(ask: Ask) -> Answer:
-        return answers(1, waiting=isinstance(ask, Lookup) and bool(ask.source))(ask)
+        return answers(1, waiting=isinstance(ask, Admit) and bool(ask.source))(ask)
 
     node = ScriptedNode(script)
     assert not asking.advance(node)
@@ -167,12 +171,12 @@ def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.
     assert not asking.advance(node)
     assert asking.advance(node)
     assert (asking.tracked.hit_tokens, asking.tracked.lease) == (CHUNK, 7)
-    assert [body.source for body in node.all_of(Lookup)] == ["two", "two", "two", ""]
+    assert [body.source for body in node.all_of(Admit)] == ["two", "two", "two", ""]
     assert node.counted == {"source_late": 1}
     assert "goes on without chunks of two" in caplog.text
     asking.clock.now += 1000
     assert asking.advance(node)
-    assert [body.source for body in node.all_of(Lookup)[4:]] == [""], "its lease has ended long ago: asked again"
+    assert [body.source for body in node.all_of(Admit)[4:]] == [""], "its lease has ended long ago: asked again"
     assert node.told.count(Release(7)) == 1, "the old one is given back"
 
 
@@ -198,7 +202,7 @@ def test_the_peer_is_asked_once() -> None:
     room = False
 
     def script(ask: Ask) -> Answer:
-        return answers(0)(ask) if isinstance(ask, Lookup) or room else Reserved([], [], full=True)
+        return answers(0)(ask) if room else full(ask)
 
     node = ScriptedNode(script)
     assert not asking.advance(node)
@@ -208,18 +212,17 @@ def test_the_peer_is_asked_once() -> None:
         assert asking.advance(node) is room
     asking.inquiry.restart(asking.tracked)
     assert asking.advance(node)
-    assert [body.source for body in node.all_of(Lookup)] == ["two", "", "", ""]
-    assert [body.push_to for body in node.all_of(Reserve)] == ["two"] * 3, "the push is part of the reservation"
+    assert [body.source for body in node.all_of(Admit)] == ["two", "", "", ""]
+    room_for = [body.push_to for body in node.all_of(Admit) if body.nbytes]
+    assert room_for == ["two"] * 3, "the push is part of the reservation"
 
 
 def test_the_next_node_is_asked_everything_anew() -> None:
     asking = Asking(3 * CHUNK, {**PREFILL, "decode_node": "two"})
-    full = ScriptedNode(lambda ask: Reserved([], [], full=True) if isinstance(ask, Reserve) else answers(0)(ask))
-    assert not asking.advance(full)
+    assert not asking.advance(ScriptedNode(full))
     following = ScriptedNode(answers(0), epoch=2)
     assert asking.advance(following)
-    assert [body.source for body in following.all_of(Lookup)] == ["two"]
-    assert [body.push_to for body in following.all_of(Reserve)] == ["two"]
+    assert [(body.source, body.push_to) for body in following.all_of(Admit)] == [("two", "two")]
 
 
 def test_generated_chunks_are_not_pushed() -> None:
@@ -228,7 +231,7 @@ def test_generated_chunks_are_not_pushed() -> None:
     assert asking.advance(node)
     asking.request.all_token_ids += range(CHUNK)
     asking.inquiry.reserve_late(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
-    assert [(len(body.keys), body.push_to) for body in node.all_of(Reserve)] == [(1, "two"), (1, "")]
+    assert [(len(body.keys), body.push_to) for body in node.all_of(Admit)] == [(1, "two"), (1, "")]
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -239,7 +242,7 @@ def test_a_slow_step_does_not_make_a_new_question_late(waits):
     asking.clock.now += 5.0
     silent = ScriptedNode(lambda ask: None)
     assert not asking.advance(silent)
-    assert len(silent.all_of(Lookup)) == 1
+    assert len(silent.all_of(Admit)) == 1
     asking.clock.now += 0.5 if waits else 1.0
     assert asking.advance(silent) is not waits
     assert silent.counted["request_without_pdx"] == (not waits)
@@ -255,25 +258,25 @@ def silent(ask: Ask) -> None:
 def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
     asking, node = Asking(2 * CHUNK, None), ScriptedNode(answers(1))
     asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
-    assert ([type(body) for body in node.asked], node.waited) == ([Lookup, Reserve], [])
+    assert ([bool(body.nbytes) for body in node.asked], node.waited) == ([True], [])
     assert asking.advance(node)
-    assert (len(node.asked), asking.tracked.hit_tokens, len(asking.tracked.grants)) == (2, CHUNK, 1)
+    assert (len(node.asked), asking.tracked.hit_tokens, len(asking.tracked.grants)) == (1, CHUNK, 1)
 
 
 @pytest.mark.parametrize("params", [DECODE, {**PREFILL, "decode_node": "two"}])
-def test_no_room_is_asked_for_what_may_still_come(params: dict[str, Any]) -> None:
+def test_what_may_still_come_is_waited_for_by_the_node(params: dict[str, Any]) -> None:
     asking, node = Asking(2 * CHUNK, params), ScriptedNode(silent)
     asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
-    assert [(type(body), bool(body.wait_s)) for body in node.asked] == [(Lookup, True)]
+    assert [(type(body), bool(body.wait_s)) for body in node.asked] == [(Admit, True)]
 
 
-def test_a_lookup_and_a_reservation_are_out_together() -> None:
+def test_what_is_there_and_room_for_the_rest_are_one_question() -> None:
     asking, node = Asking(2 * CHUNK, None), ScriptedNode(silent)
     assert not asking.advance(node)
-    assert [type(body) for body in node.asked] == [Lookup, Reserve]
+    assert [(type(body), bool(body.lease_s), bool(body.nbytes)) for body in node.asked] == [(Admit, True, True)]
     node.script = answers(0)
     assert asking.advance(node)
-    assert len(node.asked) == 2
+    assert (len(node.asked), len(asking.tracked.grants)) == (1, 2)
 
 
 def test_a_node_that_keeps_its_answer_back_is_asked_once() -> None:
@@ -316,7 +319,7 @@ def test_an_answer_is_used_only_while_it_is_young(hits: int, is_old: bool) -> No
     asking.clock.now += (30.1 if hits else 1.1) if is_old else (29.9 if hits else 0.9)
     node.script = answers(2)
     assert asking.advance(node)
-    assert len(node.all_of(Lookup)) == 1 + is_old
+    assert len(node.all_of(Admit)) == 1 + is_old
     assert asking.tracked.hit_tokens == (2 if is_old else hits) * CHUNK
     assert node.told == ([Release(7)] if is_old else []), "one lease at a time"
 
@@ -330,7 +333,7 @@ def test_an_answer_that_nobody_collected_in_time_is_asked_for_again() -> None:
     assert not asking.advance(node)
     node.script = answers(2)
     assert asking.advance(node)
-    assert (len(node.all_of(Lookup)), asking.tracked.hit_tokens) == (2, 2 * CHUNK)
+    assert (len(node.all_of(Admit)), asking.tracked.hit_tokens) == (2, 2 * CHUNK)
 
 
 def test_steps_that_are_further_apart_than_any_age_keep_nobody_waiting() -> None:
@@ -366,7 +369,10 @@ def test_slow_steps_of_a_busy_engine_keep_nobody_waiting_for_ever(
     is not granted."""
 
     def script(ask: Ask) -> Answer:
-        return Found(0, []) if isinstance(ask, Lookup) else Reserved([0], slots(1), full=not has_room)
+        assert isinstance(ask, Admit)
+        if not has_room and not ask.partial:
+            return full(ask)
+        return Admitted(granted=[0], granted_slots=slots(1), full=not has_room)
 
     asking, node = Asking(3 * CHUNK, params), SlowNode(script)
     steps = 0

@@ -12,7 +12,7 @@ from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, lay
 
 import pdx
 from pdx.client.connection import Connection
-from pdx.wire.messages import Fill, Hello, Lookup, Reserve
+from pdx.wire.messages import Admit, Fill, Hello
 
 MAX_CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES
 
@@ -262,8 +262,8 @@ def test_peers_are_named_on_the_wire_and_unknown_ones_change_nothing(
     assert decode.num_computed == len(prompt)
     second.check_cache(decode, len(prompt))
     second.finish(decode)
-    assert {body.push_to for body in asked if isinstance(body, Reserve) and body.transfer} == {"nobody"}
-    assert {body.source for body in asked if isinstance(body, Lookup)} == {"nobody", "nobody either"}
+    assert {body.push_to for body in asked if isinstance(body, Admit) and body.writes} == {"nobody"}
+    assert {body.source for body in asked if isinstance(body, Admit)} == {"nobody", "nobody either"}
     wait_until(lambda: at_rest(engines), what="at rest")
 
 
@@ -274,7 +274,7 @@ def test_decoder_does_not_wait_forever(engines: Callable[..., ToyEngine]) -> Non
     first.admit(request)
     first.step((request, CHUNK))
     decode = Request("d", prompt, {"do_remote_prefill": True, "transfer_id": "w" * 20})
-    assert second.match(decode) == 0
+    assert second.match(decode) == CHUNK, "what is here is taken"
     second.finish(decode)
     first.finish(request)
 

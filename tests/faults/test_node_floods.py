@@ -12,7 +12,7 @@ from node_harness import MIB, NodeProcess, Wire, attached, wait_until
 
 from pdx.config import NodeConfig
 from pdx.security.curve_keys import KeyPair
-from pdx.wire.messages import VERSION, Done, Hello, Ping, Reserve, Reserved, Welcome
+from pdx.wire.messages import VERSION, Admit, Admitted, Done, Hello, Ping, Welcome
 from pdx.wire.peer_messages import PeerFrame, PeerHello, encode_peer
 
 LIMIT = 256
@@ -44,8 +44,8 @@ def endpoint(node):
 
 
 def serves(wire):
-    answer = wire.ask(Reserve([os.urandom(16)], 1))
-    return isinstance(answer, Reserved) and answer.granted == [0]
+    answer = wire.ask(Admit([os.urandom(16)], 1))
+    return isinstance(answer, Admitted) and answer.granted == [0]
 
 
 def test_strangers_at_the_tcp_port_do_not_end_the_node(node):

@@ -20,7 +20,7 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.node.service import PROBE_BYTES
 from pdx.node.sessions import MAX_OF_ONE_PROCESS
-from pdx.wire.messages import VERSION, Bye, Done, Hello, Lookup, Ping, Refused, Reserve, Reserved, Status, Welcome
+from pdx.wire.messages import VERSION, Admit, Admitted, Bye, Done, Hello, Ping, Refused, Status, Welcome
 
 KEY = b"k" * 16
 
@@ -145,7 +145,7 @@ def test_a_second_worker_of_the_same_rank_is_refused_until_the_first_is_gone(nod
         assert isinstance(second.hello(kind="worker", engine="e", shard=1), Welcome)
 
 
-@pytest.mark.parametrize("ask", [Status(), Lookup([KEY]), Reserve([KEY], 1), Ping(), Bye()])
+@pytest.mark.parametrize("ask", [Status(), Admit([KEY]), Admit([KEY], 1), Ping(), Bye()])
 def test_say_hello_first(wire, ask):
     refused = wire.ask(ask)
     assert isinstance(refused, Refused)
@@ -169,8 +169,8 @@ def test_the_status_shows_who_is_attached_and_what_is_held(node, attach):
     scheduler = attach(node, kind="scheduler", engine="e", role="prefill", url="http://127.0.0.1:8000", name="P")
     attach(node, kind="worker", engine="e", shard=0)
     scheduler.tell(Ping(running=3))
-    reserved = scheduler.ask(Reserve([KEY], 5000))
-    assert isinstance(reserved, Reserved)
+    reserved = scheduler.ask(Admit([KEY], 5000))
+    assert isinstance(reserved, Admitted)
     status = scheduler.status()
     assert (status.name, status.pid, status.arena_bytes) == (node_name(node.config), node.pid, 8 * MIB)
     assert status.free_bytes == 8 * MIB - 2 * GRANULE_BYTES

@@ -25,14 +25,14 @@ from pdx.wire.burst import BURST_S
 from pdx.wire.messages import (
     VERSION,
     Abort,
+    Admit,
+    Admitted,
     Bye,
     Cancel,
     Delete,
     Done,
     Fill,
-    Found,
     Hello,
-    Lookup,
     Mark,
     NodeStatus,
     Pin,
@@ -41,8 +41,6 @@ from pdx.wire.messages import (
     Refused,
     Release,
     Renew,
-    Reserve,
-    Reserved,
     Status,
     ToNode,
     Welcome,
@@ -269,8 +267,8 @@ KEY = b"k" * 16
 SLOT = Slot(0, 4096, 1)
 ASKS = [
     Ping(),
-    Lookup([KEY]),
-    Reserve([KEY], 1),
+    Admit([KEY]),
+    Admit([KEY], 1),
     Push([KEY], "peer"),
     Fill([SLOT]),
     Abort([SLOT]),
@@ -292,8 +290,8 @@ def test_there_is_a_case_for_each_message(daemon):
 def test_an_exception_in_a_message_ends_its_session_and_nothing_else(daemon, wire, other, ask, monkeypatch):
     wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
     assert isinstance(turn_until_answered(daemon, wire), Welcome)
-    wire.tell(Reserve([b"r" * 16], 1), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Reserved)
+    wire.tell(Admit([b"r" * 16], 1), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Admitted)
     with monkeypatch.context() as patched:
         patched.setitem(daemon.service._handlers, type(ask), fail)
         wire.tell(ask, reply=True)
@@ -346,14 +344,14 @@ def test_an_exception_at_a_death_does_not_end_the_node(daemon, child, other, mon
     assert is_served(daemon, other)
 
 
-@pytest.mark.parametrize("part", ["lookups", "store"])
+@pytest.mark.parametrize("part", ["admissions", "store"])
 @pytest.mark.parametrize("farewell", ["bye", "death"])
 def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polled(
     daemon, child, other, part, farewell, monkeypatch
 ):
     attach(daemon, child)
     before = len(daemon._poller.sockets)
-    child.tell(Reserve([b"r" * 16], 1))
+    child.tell(Admit([b"r" * 16], 1))
     wait_until(lambda: daemon.turn(0.01) or daemon.service.store.census()[0])
     monkeypatch.setattr(getattr(daemon.service, part), "end_session", fail)
     if farewell == "bye":
@@ -373,18 +371,18 @@ def test_a_late_answer_that_fails_is_a_miss_and_keeps_no_other_back(daemon, wire
     assert isinstance(turn_until_answered(daemon, wire), Welcome)
     keys = [bytes([number]) * 16 for number in range(2)]
     transfer = "t" * 16
-    wire.tell(Reserve(keys, 1, transfer=transfer), reply=True)
-    assert isinstance(turn_until_answered(daemon, wire), Reserved)
+    wire.tell(Admit(keys, 1, transfer=transfer, part="writes"), reply=True)
+    assert isinstance(turn_until_answered(daemon, wire), Admitted)
     for key in keys:
-        wire.tell(Lookup([key], transfer=transfer, wait_s=60.0), reply=True)
-    wait_until(lambda: daemon.turn(0.01) or len(daemon.service.lookups._waiting) == 2)
-    look = daemon.service.lookups._look
+        wire.tell(Admit([key], transfer=transfer, wait_s=60.0), reply=True)
+    wait_until(lambda: daemon.turn(0.01) or len(daemon.service.admissions._waiting) == 2)
+    look = daemon.service.admissions._look
     monkeypatch.setattr(
-        daemon.service.lookups, "_look", lambda session, ask: fail() if ask.keys == keys[:1] else look(session, ask)
+        daemon.service.admissions, "_look", lambda session, ask: fail() if ask.keys == keys[:1] else look(session, ask)
     )
     daemon.service.cancel(transfer, "the proxy")
     answers = [turn_until_answered(daemon, wire) for _ in keys]
-    assert answers == [Found(0, [])] * 2
+    assert answers == [Admitted()] * 2
     assert daemon.service.counters["internal_errors"] == 1
 
 

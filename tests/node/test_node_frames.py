@@ -11,18 +11,16 @@ from pdx.memory.slot import Slot
 from pdx.wire.messages import (
     MAX_KEYS,
     Abort,
+    Admit,
+    Admitted,
     Delete,
     Done,
     Fill,
-    Found,
-    Lookup,
     Pin,
     Ping,
     Refused,
     Release,
     Renew,
-    Reserve,
-    Reserved,
     Status,
     ToNode,
     Welcome,
@@ -66,9 +64,9 @@ MALFORMED = {
     "REQ envelope": [b"", GOOD],
     "no frame but empty ones": [b"", b"", b""],
     "too many keys": [msgpack.packb([1000, True, ["Delete", [KEY] * (MAX_KEYS + 1)]])],
-    "huge size": [msgpack.packb([1000, True, ["Reserve", [KEY], (1 << 64) - 1]])],
-    "no size": [msgpack.packb([1000, True, ["Reserve", [KEY], 0]])],
-    "no layers": [msgpack.packb([1000, True, ["Reserve", [KEY], 1, 0]])],
+    "huge size": [msgpack.packb([1000, True, ["Admit", [KEY], (1 << 64) - 1]])],
+    "negative size": [msgpack.packb([1000, True, ["Admit", [KEY], -1]])],
+    "no layers": [msgpack.packb([1000, True, ["Admit", [KEY], 1, 0]])],
     "a pickle": [b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94."],
 }
 
@@ -95,17 +93,17 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(node
 
 
 def test_a_replayed_message_is_dropped_and_counted(wire):
-    reserved = wire.ask(Reserve([KEY], GRANULE_BYTES))
-    assert len(reserved.slots) == 1
+    reserved = wire.ask(Admit([KEY], GRANULE_BYTES))
+    assert len(reserved.granted_slots) == 1
     before = dropped(wire)
     seq = wire.seq
     for replayed in (seq, seq - 1, 1):
-        wire.tell(Abort(reserved.slots), seq=replayed, reply=True)
+        wire.tell(Abort(reserved.granted_slots), seq=replayed, reply=True)
     wire.seq = seq
     status = wire.status()
     assert status.counters["dropped_messages"] == before + 3
     assert status.chunks == {"filling": 1}, "a replayed message was carried out"
-    assert wire.ask(Abort(reserved.slots)).count == 1
+    assert wire.ask(Abort(reserved.granted_slots)).count == 1
 
 
 def test_numbers_may_skip(wire):
@@ -123,7 +121,9 @@ def test_random_frames_for_a_while(node, wire):
     source = random.Random(7)
     valid = [
         encode(ToNode(number + 1, True, body))
-        for number, body in enumerate([Lookup([KEY], 2, 5.0), Reserve([KEY], MIB), Fill([Slot(0, 4096, 1)]), Status()])
+        for number, body in enumerate(
+            [Admit([KEY], shards=2, lease_s=5.0), Admit([KEY], MIB), Fill([Slot(0, 4096, 1)]), Status()]
+        )
     ]
     with Wire(node.address) as stranger:
         for _ in range(2000):
@@ -141,7 +141,7 @@ def test_random_frames_for_a_while(node, wire):
 
 def test_forged_slots_are_stale(wire):
     """CVE-2026-103764, CVE-2026-115912: an offset from the wire reaches no memory unchecked."""
-    slot = wire.ask(Reserve([KEY], 3 * GRANULE_BYTES)).slots[0]
+    slot = wire.ask(Admit([KEY], 3 * GRANULE_BYTES)).granted_slots[0]
     forged = [
         Slot(slot.offset, slot.nbytes, slot.generation + 1),
         Slot(slot.offset, slot.nbytes, 0),
@@ -162,13 +162,13 @@ def test_forged_slots_are_stale(wire):
 def test_what_belongs_to_another_session_cannot_be_touched(node, wire):
     """CVE-2026-96762: ownership is checked at every message, not only when something is handed out."""
     with attached(node.address) as other:
-        slot = wire.ask(Reserve([KEY], GRANULE_BYTES)).slots[0]
+        slot = wire.ask(Admit([KEY], GRANULE_BYTES)).granted_slots[0]
         assert other.refused(Fill([slot])) == "StaleSlot"
         assert other.refused(Fill([slot], seal=True)) == "StaleSlot"
         assert other.ask(Abort([slot])).count == 0
         assert other.ask(Abort([slot], unused=True)).count == 0
         assert wire.ask(Fill([slot], seal=True)).count == 1
-        lease = wire.ask(Lookup([KEY], lease_s=5.0)).lease
+        lease = wire.ask(Admit([KEY], lease_s=5.0)).lease
         assert other.refused(Release(lease)) == "ChunkMissing"
         assert other.refused(Renew(lease, 0.0)) == "ChunkMissing"
         assert wire.status().leases == 1
@@ -185,7 +185,7 @@ def forget(wire):
 
 def test_a_slot_that_stands_twice_in_one_message_is_sealed_once(wire):
     """It once ended the node with a KeyError."""
-    slot = wire.ask(Reserve([KEY], GRANULE_BYTES)).slots[0]
+    slot = wire.ask(Admit([KEY], GRANULE_BYTES)).granted_slots[0]
     assert isinstance(wire.ask(Fill([slot, slot], seal=True)), Done)
     assert wire.status().chunks == {"sealed": 1}
     forget(wire)
@@ -193,7 +193,7 @@ def test_a_slot_that_stands_twice_in_one_message_is_sealed_once(wire):
 
 def test_slots_that_are_gone_do_not_keep_the_others_from_being_aborted(wire):
     """One evicted chunk in a request's list must not strand the room of all the others."""
-    slots = wire.ask(Reserve([bytes([n]) * 16 for n in range(4)], GRANULE_BYTES)).slots
+    slots = wire.ask(Admit([bytes([n]) * 16 for n in range(4)], GRANULE_BYTES)).granted_slots
     wire.ask(Fill(slots[:1], seal=True))
     assert wire.ask(Abort(slots[1:2])).count == 1
     assert wire.ask(Abort(slots)).count == 2
@@ -204,14 +204,14 @@ def test_slots_that_are_gone_do_not_keep_the_others_from_being_aborted(wire):
 @pytest.mark.parametrize(
     ("ask", "error"),
     [
-        (Reserve([KEY], 1 << 48), "ArenaTooSmall"),
-        (Reserve([KEY], 1 << 48, partial=True), "ArenaTooSmall"),
-        (Reserve([bytes([n]) * 16 for n in range(250)], 1 << 40), "ArenaTooSmall"),
-        (Reserve([KEY, KEY], 1), "ProtocolError"),
-        (Reserve([KEY], 1, shards=2), "ProtocolError"),
-        (Reserve([KEY], 8, layers=9), "ProtocolError"),
-        (Reserve([KEY], 64, layers=9, tail_nbytes=8), "ProtocolError"),
-        (Lookup([KEY] * MAX_KEYS, shards=1023), "ProtocolError"),
+        (Admit([KEY], 1 << 48), "ArenaTooSmall"),
+        (Admit([KEY], 1 << 48, partial=True), "ArenaTooSmall"),
+        (Admit([bytes([n]) * 16 for n in range(250)], 1 << 40), "ArenaTooSmall"),
+        (Admit([KEY, KEY], 1), "ProtocolError"),
+        (Admit([KEY], 1, shards=2), "ProtocolError"),
+        (Admit([KEY], 8, layers=9), "ProtocolError"),
+        (Admit([KEY], 64, layers=9, tail_nbytes=8), "ProtocolError"),
+        (Admit([KEY] * MAX_KEYS, shards=1023), "ProtocolError"),
         (Renew(1 << 62, 86_400.0), "ChunkMissing"),
         (Release(0), "ChunkMissing"),
         (Pin([KEY]), "ChunkMissing"),
@@ -227,27 +227,27 @@ def test_an_engine_cannot_reserve_for_workers_it_does_not_have(node, attach):
     scheduler = attach(node, kind="scheduler", engine="e")
     attach(node, kind="worker", engine="e", shard=0)
     attach(node, kind="worker", engine="other", shard=1)
-    refused = scheduler.ask(Reserve([KEY], 1, shards=2))
+    refused = scheduler.ask(Admit([KEY], 1, shards=2))
     assert isinstance(refused, Refused)
     assert "'e' does not have 2 attached workers" in refused.text
 
 
 def test_the_largest_requests_are_served(wire):
     keys = [number.to_bytes(16, "little") for number in range(MAX_KEYS)]
-    found = wire.ask(Lookup(keys, shards=8, lease_s=86_400.0))
+    found = wire.ask(Admit(keys, shards=8, lease_s=86_400.0))
     assert (found.hits, found.lease) == (0, 0)
-    reserved = wire.ask(Reserve(keys, GRANULE_BYTES, layers=4096, partial=True))
-    assert isinstance(reserved, Reserved)
-    assert (len(reserved.slots), reserved.full) == (8 * MIB // GRANULE_BYTES, True)
-    assert wire.ask(Fill(reserved.slots, layers=4096)).count == len(reserved.slots)
-    assert wire.ask(Abort(reserved.slots)).count == len(reserved.slots)
+    reserved = wire.ask(Admit(keys, GRANULE_BYTES, layers=4096, partial=True))
+    assert isinstance(reserved, Admitted)
+    assert (len(reserved.granted_slots), reserved.full) == (8 * MIB // GRANULE_BYTES, True)
+    assert wire.ask(Fill(reserved.granted_slots, layers=4096)).count == len(reserved.granted_slots)
+    assert wire.ask(Abort(reserved.granted_slots)).count == len(reserved.granted_slots)
 
 
 def test_the_same_key_many_times_in_a_lookup(wire):
-    slot = wire.ask(Reserve([KEY], GRANULE_BYTES)).slots[0]
+    slot = wire.ask(Admit([KEY], GRANULE_BYTES)).granted_slots[0]
     wire.ask(Fill([slot], seal=True))
-    found = wire.ask(Lookup([KEY] * 1000, lease_s=5.0))
-    assert isinstance(found, Found)
+    found = wire.ask(Admit([KEY] * 1000, lease_s=5.0))
+    assert isinstance(found, Admitted)
     assert found.hits == 1000
     wire.ask(Release(found.lease))
     forget(wire)
@@ -260,7 +260,7 @@ def test_what_answers_that_find_no_room_grant_is_free_again(start_node, attach):
     asker, watcher = attach(own), attach(own)
     asked = 12_000
     for number in range(asked):
-        asker.tell(Reserve([number.to_bytes(16, "big")], GRANULE_BYTES), reply=True)
+        asker.tell(Admit([number.to_bytes(16, "big")], GRANULE_BYTES), reply=True)
 
     def dropped():
         status = watcher.status()
@@ -269,7 +269,7 @@ def test_what_answers_that_find_no_room_grant_is_free_again(start_node, attach):
 
     lost = wait_until(dropped, what="each reservation is told, or taken back")
     assert 0 < lost < asked
-    granted = [slot for _ in range(asked - lost) for slot in asker.answer()[1].slots]
+    granted = [slot for _ in range(asked - lost) for slot in asker.answer()[1].granted_slots]
     assert len(granted) == asked - lost
     assert asker.ask(Abort(granted[:8192])).count + asker.ask(Abort(granted[8192:])).count == len(granted)
     assert watcher.status().chunks == {}

@@ -4,7 +4,7 @@ import pytest
 from node_harness import MIB, attached, wait_until
 
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.wire.messages import Delete, Fill, Lookup, Pin, Reserve
+from pdx.wire.messages import Admit, Delete, Fill, Pin
 
 KEY = b"pinned".ljust(16, b".")
 OTHERS = [number.to_bytes(16, "little") for number in range(8 * MIB // GRANULE_BYTES)]
@@ -20,20 +20,20 @@ def node(module_node):
 
 
 def fill_the_rest(client):
-    reserved = client.ask(Reserve(OTHERS, GRANULE_BYTES, partial=True))
-    client.ask(Fill(reserved.slots, layers=1, seal=True))
+    reserved = client.ask(Admit(OTHERS, GRANULE_BYTES, partial=True))
+    client.ask(Fill(reserved.granted_slots, layers=1, seal=True))
 
 
 def test_a_pin_holds_every_shard_of_a_chunk(node, attach):
     scheduler = attach(node, kind="scheduler", engine="e")
     workers = [attach(node, kind="worker", engine="e", shard=shard) for shard in range(2)]
-    slots = scheduler.ask(Reserve([KEY], GRANULE_BYTES, shards=2)).slots
+    slots = scheduler.ask(Admit([KEY], GRANULE_BYTES, shards=2)).granted_slots
     for worker, slot in zip(workers, slots, strict=True):
         worker.ask(Fill([slot], layers=1, seal=True))
     assert scheduler.ask(Pin([KEY], shards=2)).count == 1
     assert scheduler.status().pins == 2
     fill_the_rest(attach(node))
-    assert scheduler.ask(Lookup([KEY], shards=2)).slots == slots
+    assert scheduler.ask(Admit([KEY], shards=2)).slots == slots
     scheduler.ask(Pin([KEY], pinned=False, shards=2))
     assert scheduler.status().pins == 0
 
@@ -41,7 +41,7 @@ def test_a_pin_holds_every_shard_of_a_chunk(node, attach):
 def test_a_pin_outlives_its_process_and_is_shown_with_its_bytes(node, attach):
     client = attach(node)
     with attached(node.address, name="pins") as other:
-        slots = other.ask(Reserve([KEY], 3 * GRANULE_BYTES)).slots
+        slots = other.ask(Admit([KEY], 3 * GRANULE_BYTES)).granted_slots
         other.ask(Fill(slots, layers=1, seal=True))
         for _ in range(2):
             other.ask(Pin([KEY]))
@@ -49,7 +49,7 @@ def test_a_pin_outlives_its_process_and_is_shown_with_its_bytes(node, attach):
     status = client.status()
     assert (status.pins, status.pinned_bytes) == (2, 3 * GRANULE_BYTES)
     fill_the_rest(client)
-    assert client.ask(Lookup([KEY])).hits == 1
+    assert client.ask(Admit([KEY])).hits == 1
     client.ask(Delete([KEY]))
     status = client.status()
     assert (status.pins, status.pinned_bytes) == (0, 0)

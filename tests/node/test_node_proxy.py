@@ -12,13 +12,12 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.wire.messages import (
     VERSION,
     Abort,
+    Admit,
     Bye,
     Cancel,
     EngineFacts,
-    Lookup,
     Mark,
     Ping,
-    Reserve,
     decode_to_proxy,
     encode,
 )
@@ -96,7 +95,7 @@ def test_load_and_room_are_in_the_report(node, proxy, attach):
     scheduler = attach(node, kind="scheduler", engine="e")
     worker = attach(node, kind="worker", engine="e")
     scheduler.ask(Ping(running=7))
-    slots = scheduler.ask(Reserve([KEY], GRANULE_BYTES)).slots
+    slots = scheduler.ask(Admit([KEY], GRANULE_BYTES)).granted_slots
     scheduler.ask(Mark(TRANSFER, "admitted", 1))
     report = proxy.report_where(lambda report: report.marks)
     assert report.engines[0].running == 7
@@ -123,10 +122,10 @@ def test_marks_arrive_once_and_in_order(node, proxy, attach):
 def test_cancel_from_the_proxy_is_carried_out(node, proxy, attach):
     client = attach(node)
     proxy.report()
-    slots = client.ask(Reserve([KEY], GRANULE_BYTES, transfer=TRANSFER)).slots
-    assert client.ask(Lookup([KEY], transfer=TRANSFER)).waiting
+    slots = client.ask(Admit([KEY], GRANULE_BYTES, transfer=TRANSFER, part="writes")).granted_slots
+    assert client.ask(Admit([KEY], transfer=TRANSFER)).waiting
     proxy.send(encode(Cancel(TRANSFER)))
-    wait_until(lambda: not client.ask(Lookup([KEY], transfer=TRANSFER)).waiting)
+    wait_until(lambda: not client.ask(Admit([KEY], transfer=TRANSFER)).waiting)
     assert client.status().chunks == {"quarantined": 1}
     assert client.ask(Abort(slots)).count == 1
 
@@ -135,10 +134,10 @@ def test_cancel_matches_the_whole_name(node, proxy, attach):
     """CVE-2026-112266: a prefix of a request id aborted everybody's requests."""
     client = attach(node)
     proxy.report()
-    slots = client.ask(Reserve([KEY], GRANULE_BYTES, transfer=TRANSFER)).slots
+    slots = client.ask(Admit([KEY], GRANULE_BYTES, transfer=TRANSFER, part="writes")).granted_slots
     proxy.send(encode(Cancel(TRANSFER[:16])))
     wait_until(lambda: client.status().counters.get("transfers_given_up"))
-    assert client.ask(Lookup([KEY], transfer=TRANSFER)).waiting
+    assert client.ask(Admit([KEY], transfer=TRANSFER)).waiting
     assert client.ask(Abort(slots)).count == 1
 
 

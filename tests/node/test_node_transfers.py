@@ -5,8 +5,8 @@ import pytest
 from node_harness import MIB, Wire, wait_until
 
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.node.lookups import MAX_OF_SESSION
-from pdx.wire.messages import Abort, Cancel, Delete, Fill, Lookup, Ping, Release, Reserve
+from pdx.node.admissions import MAX_OF_SESSION
+from pdx.wire.messages import Abort, Admit, Cancel, Delete, Fill, Ping, Release
 
 TRANSFER = "transfer-0123456789"
 KEYS = [bytes([number]) * 16 for number in range(4)]
@@ -40,13 +40,13 @@ def decode(node, attach):
 
 def reserve(prefill, transfer, count=3, tail=True):
     reserved = prefill.ask(
-        Reserve(KEYS[:count], GRANULE_BYTES, layers=2, tail_nbytes=100 if tail else 0, transfer=transfer)
+        Admit(KEYS[:count], GRANULE_BYTES, layers=2, tail_nbytes=100 if tail else 0, transfer=transfer, part="writes")
     )
-    return reserved.slots
+    return reserved.granted_slots
 
 
 def look(decode, transfer, count=3):
-    return decode.ask(Lookup(KEYS[:count], lease_s=20.0, transfer=transfer))
+    return decode.ask(Admit(KEYS[:count], lease_s=20.0, transfer=transfer))
 
 
 def seal(prefill, slots):
@@ -81,7 +81,7 @@ def test_nobody_waits_for_a_transfer_nobody_knows(decode, transfer):
 def test_a_decoder_waits_for_chunks_that_another_request_is_filling(prefill, decode, transfer):
     slots = reserve(prefill, None, tail=False)
     assert look(decode, transfer).waiting
-    assert not decode.ask(Lookup(KEYS[:3])).waiting, "without a transfer nobody waits"
+    assert not decode.ask(Admit(KEYS[:3])).waiting, "without a transfer nobody waits"
     seal(prefill, slots)
     found = look(decode, transfer)
     assert (found.hits, found.waiting) == (3, False)
@@ -120,7 +120,7 @@ def test_cancel_ends_the_waiting_and_drops_the_tail(prefill, decode, transfer, w
     assert (found.hits, found.waiting) == (1, False), "what is sealed stays a hit"
     decode.ask(Release(found.lease))
     assert decode.status().chunks == {"sealed": 1, "quarantined": 1}, "its writer has not let go yet"
-    assert decode.ask(Reserve([KEYS[1]], 8 * MIB - 2 * GRANULE_BYTES, partial=False)).full is False
+    assert decode.ask(Admit([KEYS[1]], 8 * MIB - 2 * GRANULE_BYTES, partial=False)).full is False
     assert prefill.ask(Fill(slots[1:2], layers=2, seal=True)).count == 0, "finishing it late is harmless"
     assert "quarantined" not in decode.status().chunks
 
@@ -170,10 +170,10 @@ def test_shards_come_together(start_node, attach):
     scheduler = attach(own, kind="scheduler", engine="e")
     ranks = [attach(own, kind="worker", engine="e", shard=shard) for shard in range(2)]
     decoder = attach(own)
-    slots = scheduler.ask(Reserve(KEYS[:2], GRANULE_BYTES, shards=2, transfer=TRANSFER)).slots
+    slots = scheduler.ask(Admit(KEYS[:2], GRANULE_BYTES, shards=2, transfer=TRANSFER, part="writes")).granted_slots
     assert len(slots) == 4
     assert ranks[0].refused(Fill(slots[1:2], seal=True)) == "StaleSlot", "a rank fills its own shard"
-    ask = Lookup(KEYS[:2], shards=2, lease_s=20.0, transfer=TRANSFER)
+    ask = Admit(KEYS[:2], shards=2, lease_s=20.0, transfer=TRANSFER)
     assert ranks[0].ask(Fill(slots[0::2], seal=True)).count == 2
     found = decoder.ask(ask)
     assert (found.hits, found.waiting) == (0, True), "the hit is the least over all shards"
@@ -191,7 +191,7 @@ def test_shards_come_together(start_node, attach):
 
 def ask_and_wait(decode, transfer, wait_s=30.0, count=3):
     """A lookup whose answer is kept back; a ping behind it is answered before."""
-    number = decode.tell(Lookup(KEYS[:count], lease_s=20.0, transfer=transfer, wait_s=wait_s), reply=True)
+    number = decode.tell(Admit(KEYS[:count], lease_s=20.0, transfer=transfer, wait_s=wait_s), reply=True)
     assert decode.ask(Ping()) is not None
     return number
 
@@ -227,7 +227,7 @@ def test_an_answer_is_kept_back_no_longer_than_was_asked_for(prefill, decode, tr
 
 def test_an_answer_that_can_be_given_is_not_kept_back(prefill, decode, transfer):
     seal(prefill, reserve(prefill, transfer, tail=False))
-    found = decode.ask(Lookup(KEYS[:3], lease_s=20.0, transfer=transfer, wait_s=30.0))
+    found = decode.ask(Admit(KEYS[:3], lease_s=20.0, transfer=transfer, wait_s=30.0))
     assert (found.hits, found.waiting) == (3, False)
     decode.ask(Release(found.lease))
 
@@ -237,8 +237,8 @@ def test_what_waits_is_bounded_and_goes_with_its_process(start_node, puppets, at
     prefill, decode = attach(own), attach(own, kind="scheduler")
     slots = reserve(prefill, TRANSFER)
     for _ in range(MAX_OF_SESSION):
-        decode.tell(Lookup(KEYS[:3], lease_s=20.0, transfer=TRANSFER, wait_s=30.0), reply=True)
-    found = decode.ask(Lookup(KEYS[:3], lease_s=20.0, transfer=TRANSFER, wait_s=30.0))
+        decode.tell(Admit(KEYS[:3], lease_s=20.0, transfer=TRANSFER, wait_s=30.0), reply=True)
+    found = decode.ask(Admit(KEYS[:3], lease_s=20.0, transfer=TRANSFER, wait_s=30.0))
     assert (found.hits, found.waiting) == (0, True), "one more is answered at once"
     decode.close()
     seal(prefill, slots)

@@ -21,13 +21,14 @@ from pdx.wire import messages
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_KEYS,
+    Admit,
     Cancel,
     Fill,
     FromNode,
-    Lookup,
     Mark,
     NodeReport,
     PeerList,
+    Prefilled,
     ToNode,
     decode_from_node,
     decode_from_proxy,
@@ -42,6 +43,7 @@ DECODERS = {
     NodeReport: decode_to_proxy,
     Cancel: decode_from_proxy,
     PeerList: decode_from_proxy,
+    Prefilled: decode_from_proxy,
 }
 BODIES = [*msgspec.inspect.type_info(messages.Ask).types, *msgspec.inspect.type_info(messages.Answer).types]
 UNBOUNDED = {"NodeStatus", "AttachedStatus"}  # only a node makes these, only its own user's tools read them
@@ -89,7 +91,7 @@ def test_a_client_refuses_every_value_out_of_bounds(kind):
         refuse_all(kind, lambda body: [1, body], decode_from_node)
 
 
-@pytest.mark.parametrize("kind", [NodeReport, Cancel, PeerList])
+@pytest.mark.parametrize("kind", [NodeReport, Cancel, PeerList, Prefilled])
 def test_node_and_proxy_refuse_every_value_out_of_bounds(kind):
     assert refuse_all(inspect.type_info(kind), lambda body: body, DECODERS[kind])
 
@@ -132,12 +134,12 @@ def test_an_unknown_tag_is_refused():
 
 
 def test_trailing_bytes_are_refused():
-    for body in (encode(ToNode(1, True, Lookup([]))), encode(Cancel(TRANSFER))):
+    for body in (encode(ToNode(1, True, Admit([]))), encode(Cancel(TRANSFER))):
         refused_by_all(body + b"\x00")
 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_is_read():
-    frame = encode(ToNode(1, True, Lookup([]))) + bytes(MAX_FRAME_BYTES)
+    frame = encode(ToNode(1, True, Admit([]))) + bytes(MAX_FRAME_BYTES)
     for decode in DECODERS.values():
         with pytest.raises(ProtocolError, match="exceeds the limit"):
             decode(frame)
@@ -146,9 +148,11 @@ def test_a_frame_beyond_the_limit_is_refused_before_it_is_read():
 def test_the_largest_message_fits_into_a_frame():
     slots = [Slot(1 << 47, 1 << 47, (1 << 63) - 1)] * MAX_KEYS
     fill = ToNode((1 << 63) - 1, True, Fill(slots, 4095, 4096, seal=True))
-    lookup = ToNode(1, True, Lookup([b"k" * KEY_BYTES] * MAX_KEYS, 1023, 86_400.0, "t" * 64))
-    found = FromNode(1, messages.Found(MAX_KEYS, slots * 8, 1 << 62))
-    for message in (fill, lookup, found):
+    keys = [b"k" * KEY_BYTES] * MAX_KEYS
+    admit = ToNode(1, True, Admit(keys, 1 << 48, 4096, 1023, 86_400.0, 1 << 48, True, "t" * 64, "expects"))
+    found = FromNode(1, messages.Admitted(MAX_KEYS, slots * 8, 1 << 62))
+    granted = FromNode(1, messages.Admitted(granted=list(range(MAX_KEYS)), granted_slots=slots * 8))
+    for message in (fill, admit, found, granted):
         assert DECODERS[type(message)](encode(message)) == message
 
 

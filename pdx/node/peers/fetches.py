@@ -12,7 +12,7 @@ import msgspec
 from pdx.node.peers.handshake import LinkState
 from pdx.node.peers.links import Link
 from pdx.store.deadlines import Deadlines
-from pdx.wire.messages import Lookup
+from pdx.wire.messages import Admit
 from pdx.wire.peer_messages import Coming, Want
 
 KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
@@ -59,16 +59,16 @@ class Fetches:
     def __len__(self) -> int:
         return sum(map(len, self._asked.values()))
 
-    def is_waiting(self, ask: Lookup, hits: int, now: float) -> bool:
+    def is_waiting(self, ask: Admit, hits: int, now: float) -> bool:
         """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
 
         :raises PeerUnknown, ConfigError: it cannot be asked.
         """
-        place = (ask.source, ask.keys[-1])
+        place = (ask.source, ask.keys[ask.sought - 1])
         fetch = self._fetches.get(place)
         if fetch is None:
             link = self._dial(ask.source)
-            want = Want(next(self._numbers), list(ask.keys[hits:]), ask.shards, ask.transfer)
+            want = Want(next(self._numbers), list(ask.keys[hits : ask.sought]), ask.shards, ask.awaits)
             fetch = self._fetches[place] = Fetch(ask.source, want, FetchState.ASKING, now + self._fetch_s)
             self._by_number[fetch.number] = self._asked[ask.source][want.want] = fetch
             self._deadlines.add([fetch.number], fetch.deadline)

@@ -33,7 +33,7 @@ from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import Lookup, PeerEntry, PeerStatus
+from pdx.wire.messages import Admit, PeerEntry, PeerStatus
 from pdx.wire.peer_messages import Chosen, Coming, Granted, LetGo, Offer, PeerBody, PeerWelcome, Stop, Want
 
 log = logging.getLogger("pdx.node")
@@ -168,8 +168,8 @@ class Peers:
             return 0
         return self.ways.push(name, keys, shards, transfer=transfer, layout=layout)
 
-    def may_come(self, ask: Lookup, hits: int) -> bool:
-        """Whether what is missing here may still come from the peer that a lookup names.
+    def may_come(self, ask: Admit, hits: int) -> bool:
+        """Whether what is missing here may still come from the peer that a question names.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """

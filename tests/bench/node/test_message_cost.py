@@ -17,7 +17,7 @@ from pdx.bench.node.scaling_bed import Here, Load, drive
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.allocator import Allocator
 from pdx.store.store import Claim, Store
-from pdx.wire.messages import Cancel, Lookup, Reserve
+from pdx.wire.messages import Admit, Cancel
 
 SMALL, LARGE = 600, 6_000
 CROWD = 12  # one lease, reservation, transfer of others for so many chunks
@@ -113,8 +113,8 @@ def crowd(bed, chunks):
     found = [key.to_bytes(16, "little") for key in range(chunks)]
     for number in range(chunks // CROWD):
         name = f"transfer-of-another-{number}"
-        other.ask(Lookup([found[number]], lease_s=1e4))
-        other.ask(Reserve([b"other" + number.to_bytes(11, "little")], GRANULE_BYTES, transfer=name))
+        other.ask(Admit([found[number]], lease_s=1e4))
+        other.ask(Admit([b"other" + number.to_bytes(11, "little")], GRANULE_BYTES, transfer=name, part="writes"))
         other.ask(Cancel(f"cancelled-{name}"))
 
 
@@ -158,7 +158,7 @@ def test_a_tick_costs_what_ends_however_much_waits(load):
         bed.tick()
         idle, _ = steps_of(steps, bed.tick)
         client = bed.attach()
-        found = client.ask(Lookup([(chunks - 1).to_bytes(16, "little")], lease_s=0.5))
+        found = client.ask(Admit([(chunks - 1).to_bytes(16, "little")], lease_s=0.5))
         assert found.lease
         bed._now += 1.0
         busy, _ = steps_of(steps, bed.tick)

@@ -8,12 +8,12 @@ import pytest
 from pdx.errors import PeerUnknown
 from pdx.node.peers.fetches import KEPT_S, Fetches
 from pdx.node.peers.handshake import LinkState
-from pdx.wire.messages import Lookup
+from pdx.wire.messages import Admit
 from pdx.wire.peer_messages import Coming, Want
 
 TRANSFER = "transfer-0123456789"
 KEYS = [bytes([number]) * 16 for number in range(4)]
-ASK = Lookup(KEYS, source="b")
+ASK = Admit(KEYS, source="b")
 FETCH_S = 5.0
 
 
@@ -61,10 +61,10 @@ def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
 
 def test_another_peer_or_another_end_is_another_question(fetches, link):
     fetches.is_waiting(ASK, 0, 0.0)
-    fetches.is_waiting(Lookup(KEYS[:2], source="b", shards=2, transfer=TRANSFER), 0, 0.0)
+    fetches.is_waiting(Admit(KEYS[:2], source="b", shards=2, transfer=TRANSFER), 0, 0.0)
     assert link.sent == [Want(1, KEYS), Want(2, KEYS[:2], 2, TRANSFER)]
     with pytest.raises(PeerUnknown):
-        fetches.is_waiting(Lookup(KEYS, source="nobody"), 0, 0.0)
+        fetches.is_waiting(Admit(KEYS, source="nobody"), 0, 0.0)
     assert len(fetches) == 2
 
 
@@ -90,7 +90,7 @@ def test_what_a_peer_does_not_have_is_not_asked_again_at_every_step(fetches, lin
 
 @pytest.mark.parametrize("answer", [Coming(1, 3), Coming(1, 0, True)], ids=["offered next", "pushed already"])
 def test_what_comes_is_waited_for_until_its_push_ends(fetches, link, answer):
-    ask = Lookup(KEYS, source="b", transfer=TRANSFER)
+    ask = Admit(KEYS, source="b", transfer=TRANSFER)
     fetches.is_waiting(ask, 0, 0.0)
     fetches.coming(link, answer, 0.1)
     assert fetches.is_waiting(ask, 0, 0.2)
@@ -162,7 +162,7 @@ def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
     for known in (10, 1000):
         for number in range(known):
             key = number.to_bytes(16, "little")
-            fetches.is_waiting(Lookup([key], source="b", transfer=f"transfer-{number:016d}"), 0, 0.0)
+            fetches.is_waiting(Admit([key], source="b", transfer=f"transfer-{number:016d}"), 0, 0.0)
         looked_at = 0
 
         def profile(frame, event, arg):
@@ -189,7 +189,7 @@ def test_what_is_asked_of_one_peer_costs_nothing_where_time_passes_or_another_pe
     costs = []
     for known in (10, 1000):
         for number in range(known):
-            fetches.is_waiting(Lookup([number.to_bytes(16, "little")], source="b"), 0, 0.0)
+            fetches.is_waiting(Admit([number.to_bytes(16, "little")], source="b"), 0, 0.0)
         looked_at = 0
 
         def trace(frame, event, arg):

@@ -11,7 +11,7 @@ from peers_harness import Cluster, pattern, put, read, why_not
 from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
 from pdx.node.peers.handshake import LinkState
-from pdx.wire.messages import Cancel, Fill, Lookup, Reserve
+from pdx.wire.messages import Admit, Cancel, Fill
 from pdx.wire.peer_messages import PeerBye
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
@@ -195,17 +195,17 @@ def test_a_transfer_that_is_cancelled_ends_at_both_nodes(cluster_of, channel, wh
     cluster = cluster_of("ab", channels=[channel])
     keys = [bytes([number]) * 16 for number in range(2)]
     with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
-        reserved = prefill.ask(Reserve(keys, 2 * MIB, layers=2, transfer=TRANSFER, push_to="b"))
-        prefill.ask(Fill(reserved.slots, 0))
+        reserved = prefill.ask(Admit(keys, 2 * MIB, layers=2, transfer=TRANSFER, push_to="b", part="writes"))
+        prefill.ask(Fill(reserved.granted_slots, 0))
         wait_until(lambda: cluster.counter("b", "landed_bytes") >= 2 * MIB)
-        ask = Lookup(keys, transfer=TRANSFER, lease_s=1.0)
+        ask = Admit(keys, transfer=TRANSFER, lease_s=1.0)
         assert decode.ask(ask).waiting
         (prefill if where == "a" else decode).ask(Cancel(TRANSFER))
         wait_until(lambda: not decode.ask(ask).waiting)
         cluster.settle("b")
         assert decode.status().free_bytes == cluster["b"].status().arena_bytes
         wait_until(lambda: cluster.peer("a", "b").pushes == 0)
-        prefill.ask(Fill(reserved.slots, 1, seal=True))
+        prefill.ask(Fill(reserved.granted_slots, 1, seal=True))
     cluster.settle()
     assert cluster["b"].status().chunks == {}
 
@@ -214,11 +214,11 @@ def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, channel):
     cluster = cluster_of("ab", channels=[channel])
     keys = [bytes([number]) * 16 for number in range(3)]
     with attached(cluster.address("a")) as prefill, attached(cluster.address("b")) as decode:
-        reserve = Reserve(keys, MIB, layers=2, tail_nbytes=5000, transfer=TRANSFER, push_to="b")
+        reserve = Admit(keys, MIB, layers=2, tail_nbytes=5000, transfer=TRANSFER, push_to="b", part="writes")
         reserved = prefill.ask(reserve)
         assert prefill.ask(reserve).granted == []
-        prefill.ask(Fill(reserved.slots, 0, 2, seal=True))
-        ask = Lookup(keys, lease_s=5.0, transfer=TRANSFER)
+        prefill.ask(Fill(reserved.granted_slots, 0, 2, seal=True))
+        ask = Admit(keys, lease_s=5.0, transfer=TRANSFER)
         found = wait_until(lambda: (got := decode.ask(ask)).hits == 3 and not got.waiting and got)
         assert [slot.nbytes for slot in found.slots] == [MIB, MIB, 5000]
         wait_until(lambda: cluster.counter("a", "sent_bytes") == 2 * MIB + 5000)

@@ -11,7 +11,7 @@ from pdx.config import NodeConfig
 from pdx.errors import ConfigError
 from pdx.node.daemon import Daemon
 from pdx.telemetry import trace
-from pdx.wire.messages import Cancel, Fill, Reserve
+from pdx.wire.messages import Admit, Cancel, Fill
 
 TRANSFER = "transfer-0123456789"
 LAYERS = 4
@@ -41,7 +41,9 @@ def cluster(channel, place, folder):
 
 
 def reserve(prefill):
-    return prefill.ask(Reserve(KEYS, LAYERS * MIB, layers=LAYERS, tail_nbytes=TAIL, transfer=TRANSFER, push_to="b"))
+    return prefill.ask(
+        Admit(KEYS, LAYERS * MIB, layers=LAYERS, tail_nbytes=TAIL, transfer=TRANSFER, push_to="b", part="writes")
+    )
 
 
 def wait_sent(cluster, nbytes):

@@ -1,0 +1,295 @@
+"""What requests ask: leases on what is here, room for what is not; or the answer is kept back until there is more.
+
+No sockets here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from pdx.config import NodeConfig, node_name
+from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
+from pdx.memory.slot import Slot
+from pdx.node.peers.peers import Peers
+from pdx.node.sessions import Session, Sessions
+from pdx.store.chunk import Chunk
+from pdx.store.deadlines import Deadlines
+from pdx.store.lifecycle import State
+from pdx.store.store import Claim, Store
+from pdx.store.tiers import Tiers
+from pdx.store.transfers import Transfers
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Answer, Refused
+
+MAX_OF_SESSION = 1024  # questions of one process that wait
+MAX_TRANSFER_S = 600.0
+
+
+class Waiter(msgspec.Struct, frozen=True):
+    """One question: the message `seq` of a session; `hits` keys of it were found when somebody looked last."""
+
+    session: Session
+    seq: int
+    ask: Admit
+    hits: int
+    deadline: float
+
+    @property
+    def topics(self) -> tuple[Hashable, ...]:
+        """What may change the answer: the next chunk, the transfer, and the fetch from a peer."""
+        return self.ask.keys[self.hits], self.ask.transfer, ("fetch", self.ask.keys[self.ask.sought - 1])
+
+
+class Waiting:
+    """All questions that wait. Owned by the control loop; a change costs what waits for it, and nothing else."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._waiters: dict[int, Waiter] = {}
+        self._by_topic: defaultdict[Hashable, set[int]] = defaultdict(set)
+        self._of_session: defaultdict[int, set[int]] = defaultdict(set)
+        self._deadlines: Deadlines[int] = Deadlines()
+        self._touched: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def has_room(self, session: Session) -> bool:
+        """Whether one more question of this session may wait."""
+        return len(self._of_session.get(session.number, ())) < MAX_OF_SESSION
+
+    def add(self, waiter: Waiter) -> None:
+        """This one waits from now on."""
+        number = next(self._numbers)
+        self._waiters[number] = waiter
+        self._of_session[waiter.session.number].add(number)
+        for topic in waiter.topics:
+            self._by_topic[topic].add(number)
+        self._deadlines.add([number], waiter.deadline)
+
+    def changed(self, topics: Iterable[Hashable]) -> None:
+        """Whoever waits for one of these may have an answer now."""
+        for topic in topics:
+            self._touched.update(dict.fromkeys(self._by_topic.get(topic, ())))
+
+    def take(self, now: float) -> list[Waiter]:
+        """Those that something has changed for, or whose time is over: they wait no more."""
+        numbers, self._touched = self._touched, {}
+        numbers.update(dict.fromkeys(self._deadlines.take(now)))
+        return [self._remove(number) for number in numbers if number in self._waiters]
+
+    def due_in(self, now: float) -> float:
+        """Seconds until the time of one of them is over."""
+        return max(0.0, self._deadlines.first - now)
+
+    def end_session(self, session: Session) -> None:
+        """Nobody is there to hear what this session asked."""
+        for number in list(self._of_session.get(session.number, ())):
+            self._remove(number)
+
+    def _remove(self, number: int) -> Waiter:
+        waiter = self._waiters.pop(number)
+        self._deadlines.discard(number, waiter.deadline)
+        for topic in waiter.topics:
+            self._discard(self._by_topic, topic, number)
+        self._discard(self._of_session, waiter.session.number, number)
+        return waiter
+
+    @staticmethod
+    def _discard(sets: dict, name: Hashable, number: int) -> None:  # type: ignore[type-arg]
+        numbers = sets[name]
+        numbers.discard(number)
+        if not numbers:
+            del sets[name]
+
+
+class Admissions:
+    """Answers each request from the store, and knows whether what is missing may still come. Owned by the control
+    loop."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        store: Store,
+        sessions: Sessions,
+        transfers: Transfers,
+        tiers: Tiers,
+        peers: Peers,
+        counters: Counter[str],
+        faults: Faults,
+        degraded: Callable[[str, Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._name = node_name(config)
+        self._store = store
+        self._sessions = sessions
+        self._transfers = transfers
+        self._tiers = tiers
+        self._peers = peers
+        self._counters = counters
+        self._faults = faults
+        self._degraded = degraded
+        self._clock = clock
+        self._waiting = Waiting()
+
+    def ask(self, session: Session, ask: Admit) -> Admitted | None:
+        """The answer; None: it comes later.
+
+        :raises NodeError, ProtocolError: refused; nothing is held.
+        """
+        if len(ask.keys) * ask.shards > MAX_SLOTS:
+            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        least = min(ask.nbytes, ask.tail_nbytes or ask.nbytes)
+        if ask.nbytes and ask.layers > least:
+            raise ProtocolError(f"{ask.layers} slices do not fit into {least} bytes")
+        answer = self._look(session, ask)
+        if not (answer.waiting and ask.wait_s and self._waiting.has_room(session)):
+            return answer
+        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, self._clock() + ask.wait_s))
+        return None
+
+    def late_answers(self) -> Iterator[tuple[Session, int, Answer]]:
+        """After each turn of the control loop: answers to what has waited, with the numbers of their messages."""
+        transfers, fetches = self._transfers.ended, self._peers.ended_fetches
+        self._waiting.changed(transfers)
+        self._waiting.changed(("fetch", key) for key in fetches)
+        transfers.clear()
+        fetches.clear()
+        now = self._clock()
+        for waiter in self._waiting.take(now):
+            answer: Answer | None = Admitted()  # where what follows fails: nothing is there
+            with self._faults.contain("a late answer"):
+                try:
+                    answer = self._late(waiter, now)
+                except (NodeError, ProtocolError) as error:
+                    self._counters["refused"] += 1
+                    answer = Refused.of(error)
+            if answer is not None:
+                yield waiter.session, waiter.seq, answer
+
+    def due_in(self, now: float) -> float:
+        """Seconds until there is a late answer, whatever else happens."""
+        return self._waiting.due_in(now)
+
+    def changed(self, chunks: Iterable[Chunk]) -> None:
+        """Slices of these chunks were filled, or they are whole, or never will be."""
+        self._waiting.changed(chunk.key for chunk in chunks if chunk.state is not State.FILLING)
+
+    def end_session(self, session: Session) -> None:
+        """The process is gone."""
+        self._waiting.end_session(session)
+
+    def _late(self, waiter: Waiter, now: float) -> Admitted | None:
+        """The answer; None: it waits on."""
+        ask = waiter.ask
+        hits = waiter.hits + len(self._store.find(itertools.islice(ask.keys, waiter.hits, None), ask.shards))
+        if now < waiter.deadline and hits < ask.sought and self._may_come(ask, hits):
+            self._waiting.add(msgspec.structs.replace(waiter, hits=hits))
+            return None
+        return self._look(waiter.session, ask)
+
+    def _look(self, session: Session, ask: Admit) -> Admitted:
+        hits = self._store.find(ask.keys, ask.shards)
+        chunks = [chunk for shards in hits for chunk in shards]
+        if len(hits) < ask.sought and self._may_come(ask, len(hits)):
+            self._store.touch(chunks)
+            return Admitted(len(hits), waiting=True)
+        lease = 0
+        if chunks and ask.lease_s:
+            lease = self._store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))
+        else:
+            self._store.touch(chunks)
+        try:
+            granted, room, full = self._reserve(session, ask, len(hits))
+        except (NodeError, ProtocolError):
+            self._end_lease(lease, session)
+            raise
+        if full and not ask.partial:
+            self._end_lease(lease, session)
+            return Admitted(len(hits), full=True)
+        if ask.lease_s or not ask.nbytes:
+            self._counters["lookups"] += 1
+            self._counters["looked_up_chunks"] += len(ask.keys)
+            self._counters["hit_chunks"] += len(hits)
+        slots = [chunk.slot for chunk in chunks]
+        return Admitted(len(hits), slots, lease, False, granted, room, full, self._push(session, ask))
+
+    def _end_lease(self, lease: int, session: Session) -> None:
+        if lease:
+            self._store.release(lease, session.number)
+
+    def _reserve(self, session: Session, ask: Admit, hits: int) -> tuple[list[int], list[Slot], bool]:
+        """Room for what is missing behind the hits: (granted indices, their slots, whether room ran out)."""
+        if ask.writes is not None and self._transfers.is_given_up(ask.writes):
+            return [], [], False
+        granted: list[int] = []
+        slots: list[Slot] = []
+        full = False
+        # A tail is for one reader, which does not write it.
+        end = len(ask.keys) - (ask.tail_nbytes > 0 and ask.part != "writes")
+        now = self._clock()
+        if ask.nbytes and hits < end:
+            claim = Claim(
+                keys=ask.keys[hits:end],
+                nbytes=ask.nbytes,
+                layers=ask.layers,
+                owner=session.number,
+                writers=[writer.number for writer in self._writers(session, ask.shards)],
+                tail_nbytes=ask.tail_nbytes if end == len(ask.keys) else 0,
+                partial=ask.partial,
+                transfer=ask.writes,
+                deadline=now + self._config.reserve_s,
+                hints=ask.hints,
+            )
+            found, slots, full = self._store.reserve(claim)
+            granted = [hits + index for index in found]
+        if ask.writes is not None and ask.nbytes and (ask.partial or not full):
+            self._transfers.open(ask.writes, slots, now + MAX_TRANSFER_S, session.source)
+        return granted, slots, full
+
+    def _writers(self, session: Session, shards: int) -> Sequence[Session]:
+        if session.hello.kind == "client":
+            if shards != 1:
+                raise ProtocolError(f"a client writes one shard itself, not {shards}")
+            return [session]
+        workers = self._sessions.workers(session.hello.engine, shards)
+        if workers is None:
+            raise ProtocolError(f"engine {session.hello.engine!r} does not have {shards} attached workers")
+        return workers
+
+    def _push(self, session: Session, ask: Admit) -> bool:
+        """Send all of it to the peer that it is for; whether that peer is another node."""
+        if not ask.push_to or (ask.writes is not None and self._transfers.is_given_up(ask.writes)):
+            return False
+        try:
+            self._peers.push(ask.push_to, ask.keys, ask.shards, ask.writes, session.hello.layout)
+        except (PeerError, ConfigError) as error:
+            self._degraded("push_impossible", error)
+            return False
+        return ask.push_to != self._name
+
+    def _may_come(self, ask: Admit, hits: int) -> bool:
+        if ask.nbytes and not ask.lease_s:
+            return False  # it writes what is missing, and reads nothing
+        awaited = ask.awaits
+        if awaited is not None:
+            if self._transfers.is_given_up(awaited):
+                return False
+            if self._transfers.is_under_way(awaited) or self._store.is_filling(ask.keys[hits], ask.shards):
+                return True
+            if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
+                return True
+        if self._tiers.may_come(ask.keys, hits, ask.shards):
+            return True
+        try:
+            return self._peers.may_come(ask, hits)
+        except (PeerError, ConfigError) as error:
+            self._degraded("fetch_impossible", error)
+            return False
