@@ -1,0 +1,284 @@
+"""Several arenas in one node: what is sealed in one is copied to the first, and comes back where it is wanted."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from node_harness import wait_until
+
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.node.arena_tier import ArenaTier
+from pdx.node.peers.mailbox import Mailbox
+from pdx.store.copies import Copies
+from pdx.store.lifecycle import State
+from pdx.store.store import Claim, Store
+from pdx.store.tiers import Tiers
+
+LAYERS = 4
+SLICE = GRANULE_BYTES // LAYERS
+WRITER = 1
+TRANSFER = "t" * 16
+VERBS = ["save", "ask", "forget", "abort"]
+
+
+def key(number):
+    return b"%016d" % number
+
+
+def pattern(number, shard, layer):
+    return bytes([(number * 16 + shard * 4 + layer) % 251 + 1]) * SLICE
+
+
+class Stage:
+    """A store with three arenas in host memory: they stand for one and two GPUs."""
+
+    def __init__(self, folder, granules=16):
+        self.now = 100.0
+        self.counters = Counter()
+        self.arenas = [Arena.create(folder / f"arena{n}", granules * GRANULE_BYTES) for n in range(3)]
+        self.store = Store(self.arenas[0], lambda: self.now, more=self.arenas[1:])
+        self.copies = Copies(self.store, group_bytes=1, counters=self.counters)
+        self.mailbox = Mailbox()
+        self.tier = ArenaTier(self.arenas, self.store, self.copies, self.mailbox.post)
+        self.tiers = Tiers(
+            self.store,
+            self.copies,
+            arenas=self.tier,
+            store_s=20.0,
+            load_s=5.0,
+            counters=self.counters,
+            clock=lambda: self.now,
+        )
+
+    def reserve(self, numbers, arenas=(1,), **claim):
+        claim = Claim(
+            keys=[key(number) for number in numbers],
+            nbytes=GRANULE_BYTES,
+            layers=LAYERS,
+            owner=WRITER,
+            writers=[WRITER] * len(arenas),
+            arenas=arenas,
+            **{"partial": True} | claim,
+        )
+        _, slots, _ = self.store.reserve(claim)
+        return slots
+
+    def fill(self, slots, layers=range(LAYERS)):
+        """As the writer: the slices of these layers; seals with the last."""
+        for slot in slots:
+            chunk = self.store.at(slot)
+            for layer in layers:
+                at = slot.offset + layer * SLICE
+                self.arenas[slot.arena].data[at : at + SLICE] = pattern(int(chunk.key), chunk.shard, layer)
+                self.store.fill([slot], layer, 1, WRITER)
+        chunks = [self.store.at(slot) for slot in slots]
+        if all(chunk.is_complete for chunk in chunks):
+            self.store.seal(chunks)
+        self.changed(chunks)
+
+    def save(self, numbers, arenas=(1,)):
+        self.fill(self.reserve(numbers, arenas))
+        self.settle()
+
+    def changed(self, chunks):
+        self.copies.changed(chunks)
+        self.tiers.changed(chunks)
+        self.turn()
+
+    def turn(self):
+        self.mailbox.deliver()
+        landed, self.copies.landed = self.copies.landed, []
+        self.copies.changed(landed)
+        self.tiers.changed(landed)
+        self.tiers.turn()
+        self.copies.pump()
+
+    def settle(self):
+        """Until no copy is under way."""
+
+        def is_idle():
+            self.turn()
+            return not len(self.copies) and not self.copies.landed
+
+        wait_until(is_idle)
+
+    def hits(self, numbers, arenas=()):
+        return len(self.store.find([key(number) for number in numbers], max(1, len(arenas)), arenas))
+
+    def may_come(self, numbers, arenas, transfer=None):
+        hits = self.hits(numbers, arenas)
+        if hits == len(numbers):
+            return False
+        may = self.tiers.may_come([key(n) for n in numbers], hits, len(arenas) or 1, arenas, transfer=transfer)
+        self.copies.pump()
+        return may
+
+    def check(self):
+        for arena, slots in enumerate(self.store._index.slots):
+            for offset, chunk in slots.items():
+                assert (chunk.slot.arena, chunk.slot.offset) == (arena, offset)
+                if chunk.state is State.SEALED:
+                    view = bytes(self.arenas[arena].view(chunk.slot))
+                    expected = b"".join(pattern(int(chunk.key), chunk.shard, layer) for layer in range(LAYERS))
+                    assert view == expected
+
+    def assert_idle(self):
+        self.settle()
+        self.check()
+        assert not self.copies._items
+        assert not self.tier._slots
+        assert not self.tier._cancelled
+        for slots in self.store._index.slots:
+            for chunk in slots.values():
+                assert chunk.leases == 0
+
+    def close(self):
+        self.tiers.close()
+        self.mailbox.close()
+        for arena in self.arenas:
+            arena.close()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = Stage(tmp_path)
+    yield stage
+    stage.assert_idle()
+    stage.close()
+
+
+def forget(stage, numbers, arena):
+    """Evict these in one arena."""
+    pool = stage.store.pools[arena]
+    for chunk in list(stage.store._index.slots[arena].values()):
+        if int(chunk.key) in numbers:
+            pool.drop(chunk)
+
+
+def test_what_is_sealed_on_a_gpu_is_copied_to_the_first_arena_and_comes_back(stage):
+    stage.save([0, 1, 2])
+    assert (stage.hits([0, 1, 2], (1,)), stage.hits([0, 1, 2])) == (3, 3)
+    forget(stage, [1, 2], 1)
+    assert stage.hits([0, 1, 2], (1,)) == 1
+    assert stage.may_come([0, 1, 2, 3], (1,))
+    stage.settle()
+    assert stage.hits([0, 1, 2, 3], (1,)) == 3
+    assert not stage.may_come([0, 1, 2, 3], (1,))
+    assert stage.counters["sent_bytes"] == 5 * GRANULE_BYTES
+
+
+def test_another_gpu_gets_it_too(stage):
+    stage.save([0, 1])
+    assert stage.may_come([0, 1], (2,))
+    stage.settle()
+    assert [stage.hits([0, 1], arenas) for arenas in ((), (1,), (2,))] == [2, 2, 2]
+
+
+def test_the_shards_of_an_engine_lie_on_its_gpus(stage):
+    stage.save([0, 1], arenas=(1, 2))
+    assert stage.hits([0, 1], (1, 2)) == 2
+    assert len(stage.store.find([key(0), key(1)], 2)) == 2, "both shards are in the first arena, too"
+    forget(stage, [0, 1], 2)
+    assert stage.hits([0, 1], (1, 2)) == 0, "one shard is not a chunk"
+    assert stage.may_come([0, 1], (1, 2))
+    stage.settle()
+    assert stage.hits([0, 1], (1, 2)) == 2
+
+
+def test_a_transfer_is_copied_slice_by_slice_while_it_is_filled(stage):
+    slots = stage.reserve([0], transfer=TRANSFER)
+    stage.fill(slots, [0])
+    assert not stage.may_come([0], (2,)), "nobody waits for what another request computes"
+    assert stage.may_come([0], (2,), TRANSFER)
+    (copy,) = stage.copies.of("arenas")
+    wait_until(lambda: stage.turn() or copy.copied_bytes == SLICE)
+    assert stage.hits([0], (2,)) == 0
+    stage.fill(slots, [1, 2])
+    wait_until(lambda: stage.turn() or copy.copied_bytes == 3 * SLICE)
+    assert stage.may_come([0], (2,), TRANSFER)
+    stage.fill(slots, [3])
+    stage.settle()
+    assert stage.hits([0], (2,)) == 1
+
+
+def test_a_writer_that_gives_up_ends_the_copies_of_its_chunks(stage):
+    slots = stage.reserve([0, 1], transfer=TRANSFER)
+    stage.fill(slots, [0, 1])
+    assert stage.may_come([0, 1], (2,), TRANSFER)
+    chunks = [stage.store.at(slot) for slot in slots]
+    stage.store.abort(chunks)
+    stage.store.let_go(chunks)
+    stage.changed(chunks)
+    stage.settle()
+    assert [pool.free_bytes for pool in stage.store.pools] == [16 * GRANULE_BYTES] * 3
+    assert not stage.may_come([0, 1], (2,), TRANSFER)
+
+
+def test_an_arena_without_room_gets_the_beginning(stage):
+    stage.save(list(range(16)))
+    held = stage.reserve(list(range(100, 112)), (2,))
+    assert stage.may_come(list(range(16)), (2,))
+    stage.settle()
+    assert stage.hits(list(range(16)), (2,)) == 4
+    assert not stage.may_come(list(range(16)), (2,))
+    stage.store.let_go([stage.store.at(slot) for slot in held])
+
+
+def test_a_pinned_or_leased_chunk_stays_while_others_come(stage):
+    stage.save([0])
+    lease = stage.store.lease(stage.store.find([key(0)], 1, (1,))[0], WRITER, 10.0)
+    for number in range(1, 40):
+        stage.save([number])
+    assert stage.hits([0], (1,)) == 1
+    stage.store.release(lease, WRITER)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["save", "ask", "forget", "abort"]), st.integers(0, 5), st.integers(0, 2), st.integers(1, 5)
+        ),
+        max_size=30,
+    )
+)
+def test_any_order_leaves_nothing_behind(tmp_path_factory, steps):
+    stage = Stage(tmp_path_factory.mktemp("arenas"), granules=6)
+    try:
+        for verb, number, arena, count in steps:
+            numbers = list(range(number, number + count))
+            arenas = (arena,) if arena else ()
+            match verb:
+                case "save":
+                    stage.fill(stage.reserve(numbers, arenas or (0,)))
+                case "ask":
+                    stage.may_come(numbers, arenas)
+                case "forget":
+                    stage.store.delete([key(each) for each in numbers])
+                case "abort":
+                    slots = stage.reserve(numbers, arenas or (0,), transfer=TRANSFER)
+                    stage.fill(slots, [0])
+                    stage.may_come(numbers, ((arena + 1) % 3,), TRANSFER)
+                    chunks = [stage.store.at(slot) for slot in slots]
+                    stage.store.let_go(chunks)
+                    stage.changed(chunks)
+            stage.check()
+        stage.assert_idle()
+        stage.store.delete([chunk.key for slots in stage.store._index.slots for chunk in slots.values()])
+        assert stage.store.free_bytes == stage.store.total_bytes
+    finally:
+        stage.close()
+
+
+def test_a_thread_that_meets_a_bug_goes_on(stage, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.tier, "_copy", broken)
+        stage.save([0])
+    assert (stage.hits([0], (1,)), stage.hits([0])) == (1, 0)
+    assert stage.counters["jobs_failed"] == 1
+    stage.save([1])
+    assert stage.hits([1]) == 1
