@@ -45,6 +45,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     isa: str  # CPU instruction set that packs pages; empty on GPUs
     num_shards: Annotated[int, Meta(ge=1, le=1024)]
     hashing: str  # how the engine hashes its blocks
+    release: str = ""  # of the engine, which may pack pages otherwise in the next one
 
     def __post_init__(self) -> None:
         if self.chunk_tokens % self.block_tokens:

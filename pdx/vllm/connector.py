@@ -3,8 +3,9 @@
     --kv-transfer-config '{"kv_connector": "PdxConnector", "kv_connector_module_path": "pdx.vllm.connector",
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
-The same configuration serves prefill, decode and plain prefix reuse; the role is per request. Written for vLLM 0.32,
-see vllm/distributed/kv_transfer/kv_connector/v1/base.py for the interface's own words.
+The same configuration serves prefill, decode and plain prefix reuse; the role is per request. See
+vllm/distributed/kv_transfer/kv_connector/v1/base.py for the interface's own words, and `pdx.vllm.releases` for what
+differs between vLLM's releases.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
@@ -34,7 +34,8 @@ from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
 from pdx.vllm.border import Off, SchedulerBorder, WorkerBorder
 from pdx.vllm.facts import facts_of
-from pdx.vllm.identity import attention_backend, layout_of, model_identity
+from pdx.vllm.identity import attention_backend, check_no_state, layout_of, model_identity
+from pdx.vllm.releases import check_nested
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -47,8 +48,9 @@ class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What only a worker knows of the layout, on its way to the scheduler half at start-up."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, order: str) -> None:
         self.backend = backend
+        self.order = order
 
 
 class PdxWorkerOff(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -58,8 +60,11 @@ class PdxWorkerOff(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.vllm.border`)."""
+class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.vllm.border`).
+
+    Not `SupportsHMA`: vLLM then keeps one group of layers where it can, see `pdx.vllm.identity`.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -82,6 +87,12 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerBorder | None = None  # once the workers have told what they know of the layout
         self._worker = None if is_scheduler else WorkerBorder(WorkerHalf(config, layout, self._engine, _rank()))
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """No particular one. vLLM asks before it groups the layers, where it would fail with words of its own."""
+        check_no_state(vllm_config.model_config)
+        return None
+
     @property
     def requires_kv_delivery(self) -> bool:
         """Blocks are free as soon as they are gathered: no delivery depends on them."""
@@ -91,7 +102,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def scheduler(self) -> SchedulerBorder:
         """The scheduler half, in the process that has it."""
         if self._scheduler is None:  # vLLM has skipped the handshake
-            self._start_scheduler(self._layout.backend)
+            self._start_scheduler(self._layout.backend, self._layout.order)
         assert self._scheduler is not None
         return self._scheduler
 
@@ -101,16 +112,17 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         return self._worker
 
-    def _start_scheduler(self, backend: str) -> None:
-        layout = msgspec.structs.replace(self._layout, backend=backend)
+    def _start_scheduler(self, backend: str, order: str) -> None:
+        layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
         half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts)
         self._scheduler = SchedulerBorder(half, layout.block_tokens)
 
     # ---- scheduler side ---------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        told = {each.backend for each in metadata.values() if isinstance(each, PdxHandshake)}
-        self._start_scheduler("+".join(sorted(told)) or self._layout.backend)
+        told = [each for each in metadata.values() if isinstance(each, PdxHandshake)]
+        backends, orders = ("+".join(sorted(names)) for names in ({t.backend for t in told}, {t.order for t in told}))
+        self._start_scheduler(backends or self._layout.backend, orders or self._layout.order)
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.arrived(request)
@@ -144,11 +156,6 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.finished(request)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
-
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_unsent_plans()
 
@@ -163,7 +170,7 @@ class PdxConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # MultiConnector would give it to its other children, of which NIXL's refuses what is not its own.
-        return None if self._is_nested or self._worker is None else PdxHandshake(self._backend)
+        return None if self._is_nested or self._worker is None else PdxHandshake(self._backend, self._layout.order)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -244,6 +251,7 @@ def _is_nested(transfer: Any) -> bool:
             f"kv_load_failure_policy is {outer.kv_load_failure_policy!r} for {outer.kv_connector}: vLLM looks at that "
             'one and not at what stands beside PdxConnector inside it; PdxConnector needs "recompute" there, too'
         )
+    check_nested()
     return True
 
 

@@ -1,7 +1,7 @@
 """What a vLLM engine's KV bytes mean: its `KvLayout`, from vLLM's own configuration.
 
-vLLM 0.32: `KVCacheConfig` and the attention specs give the geometry; on CPU the attention kernel's instruction set
-decides how a page is packed (v1/attention/backends/cpu_attn.py), so it is part of the layout.
+`KVCacheConfig` and the attention specs give the geometry; on CPU the attention kernel's instruction set decides how a
+page is packed, so it is part of the layout, and so is vLLM's release (`pdx.vllm.releases`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import KvLayout
+from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, page_order
 from pdx.vllm.weights import weight_files, weights_digest
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")
@@ -32,41 +33,40 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise LayoutError(f"{name} {getattr(parallel, name)}: PDX moves only 1 so far")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-        raise LayoutError(
-            f"hybrid model with {len(groups)} KV cache groups ({', '.join(kinds)}): PDX moves models with one group "
-            "of full attention so far; run this model without PdxConnector"
-        )
-    spec = groups[0].kv_cache_spec
-    if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise LayoutError(f"{type(spec).__name__} layers: PDX moves full attention only so far")
+    group = _one_group(kv_cache_config.kv_cache_groups)
+    spec = group.kv_cache_spec
     if getattr(spec, "non_causal", False):
         raise LayoutError(
             "non-causal attention layers: the KV of a prefix depends on the tokens behind it, so it cannot be used "
             "again; run this model without PdxConnector"
         )
     cache = vllm_config.cache_config
-    if kv_cache_config.hash_block_size not in (None, spec.block_size):
-        raise LayoutError(
-            f"block hashes of {kv_cache_config.hash_block_size} tokens over blocks of {spec.block_size} tokens"
-        )
+    if (hashed := hashed_tokens(vllm_config, kv_cache_config)) != spec.block_size:
+        raise LayoutError(f"block hashes of {hashed} tokens over blocks of {spec.block_size} tokens")
     return KvLayout(
         model=model,
         dtype=f"{spec.dtype} as {cache.cache_dtype}",  # the FP8 formats are all stored as uint8
-        num_layers=len(groups[0].layer_names),
+        num_layers=len(group.layer_names),
         num_heads=spec.num_kv_heads,
         head_dim=spec.head_size,
         block_tokens=spec.block_size,
         page_bytes=spec.page_size_bytes,
         chunk_tokens=chunk_tokens,
-        order=str(kv_cache_config.kv_cache_layout),
+        order=page_order(kv_cache_config),
         backend=getattr(vllm_config.attention_config.backend, "name", ""),
-        isa=_cpu_isa(spec, cache),
+        isa=cpu_isa(spec, cache),
         num_shards=parallel.world_size,
         hashing=_checked_hash(cache),
+        release=checked_release(),
     )
+
+
+def check_no_state(model: Any) -> None:
+    """:raises LayoutError: some of the model's layers keep a state instead of the KV of tokens."""
+    if getattr(model, "is_hybrid", False):
+        raise LayoutError(
+            f"hybrid model with state-space layers ({', '.join(model.architectures)}): XX without PdxConnector"
+        )
 
 
 def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -100,14 +100,27 @@ def model_identity(model: Any, load_format: Any) -> str:
     return digest.hexdigest()
 
 
-def _cpu_isa(spec: Any, cache: Any) -> str:
-    from vllm.platforms import current_platform
+def _one_group(groups: Any) -> Any:
+    """The only group of layers, with full attention as vLLM's cache sees it.
 
-    if not current_platform.is_cpu():
-        return ""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache.cache_dtype))
+    PdxConnector is no `SupportsHMA`, so that vLLM gives layers that attend to a window the blocks of those that attend
+    to everything, and puts both into one group.
+    """
+    specs = [group.kv_cache_spec for group in groups]
+    kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    if not specs:
+        raise LayoutError("this model has no KV cache; run it without PdxConnector")
+    if len(specs) > 1:
+        raise LayoutError(
+            f"hybrid model with {len(specs)} KV cache groups ({kinds}): PDX moves models whose layers fit into one "
+            "group of full attention; run this model without PdxConnector"
+        )
+    if kinds not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise LayoutError(
+            f"one KV cache group of {kinds}: PDX moves models with full attention in one layer at least, and caches of "
+            "one shape in all layers; run this model without PdxConnector"
+        )
+    return groups[0]
 
 
 def _checked_hash(cache: Any) -> str:

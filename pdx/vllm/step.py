@@ -1,4 +1,4 @@
-"""vLLM's `SchedulerOutput` as a `StepRecord`. Written for vLLM 0.32, see vllm/v1/core/sched/output.py.
+"""vLLM's `SchedulerOutput` as a `StepRecord`, see vllm/v1/core/sched/output.py, which is alike in all releases.
 
 Blocks are passed on for each cache group: `TrackedRequest.take_blocks` takes one group, and `layout_of` refuses models
 with several at start-up.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -30,12 +31,16 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch deprecate parts of each other
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+    from vllm.platforms import current_platform
+    from vllm.v1 import kv_cache_interface
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-    from pdx.vllm import connector
+    from pdx.vllm import connector, releases
     from pdx.vllm.connector import _checked_config, tail_hash
     from pdx.vllm.facts import facts_of
     from pdx.vllm.identity import layout_of, model_identity
@@ -139,14 +144,15 @@ def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
 def test_layout_of_full_attention(folder: Path) -> None:
     layout = layout_of(*configs(folder, [group()]), 256, model="m")
     assert (layout.num_layers, layout.blocks_per_chunk, layout.chunk_bytes) == (2, 2, 2 * 2 << 16)
-    assert layout.isa, "on a CPU the instruction set decides how pages are packed"
+    assert bool(layout.isa) is current_platform.is_cpu(), "there the instruction set decides how pages are packed"
 
 
 @pytest.mark.parametrize(
     ("groups", "changes", "words"),
     [
         ([group(), group(SlidingWindowSpec)], {}, "hybrid model with 2 KV cache groups"),
-        ([group(SlidingWindowSpec)], {}, "SlidingWindowSpec"),
+        ([group(SlidingWindowSpec)], {}, "one KV cache group of SlidingWindowSpec"),
+        ([], {}, "this model has no KV cache"),
         ([group()], {"pipeline": 2}, "pipeline_parallel_size 2"),
         ([group()], {"hash_block_size": 16}, "block hashes of 16 tokens"),
         ([group(non_causal=True)], {}, "non-causal attention"),
@@ -157,6 +163,172 @@ def test_layouts_that_pdx_does_not_move_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=words):
         layout_of(*configs(folder, groups, **changes), 256, model="m")
+
+
+# ---- the releases of vLLM --------------------------------------------------------------------
+#
+# What follows is held against vLLM's own classes, of the release that is installed; `make releases` has these tests run
+# on the sources of each release that PDX supports.
+
+
+def specs(*windows: int | None) -> dict[str, Any]:
+    """vLLM's own, of a layer each; without a window it attends to everything."""
+    import torch
+
+    shape = {"block_size": 128, "num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
+    found: dict[str, Any] = {}
+    for number, window in enumerate(windows):
+        if window is None:
+            spec = kv_cache_interface.FullAttentionSpec(**shape)
+        else:
+            spec = kv_cache_interface.SlidingWindowSpec(**shape, sliding_window=window)
+        found[f"layers.{number}"] = spec
+    return found
+
+
+def layout_in_vllm(folder: Path, *windows: int | None, **flags: Any) -> KvLayout:
+    """As an engine with layers of these windows comes to it, from its command line on."""
+    transfer = KVTransferConfig(
+        kv_connector="PdxConnector",
+        kv_connector_module_path="pdx.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    config = VllmConfig(model_config=ModelConfig(model=str(folder), max_model_len=512), kv_transfer_config=transfer)
+    config.cache_config.block_size = 128
+    for name, value in flags.items():
+        setattr(config.cache_config, name, value)
+    groups = kv_cache_utils.get_kv_cache_groups(config, specs(*windows))
+    cache = kv_cache_interface.KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
+    return layout_of(config, cache, 256, model="m")
+
+
+@pytest.fixture
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def on_gpu_build() -> bool:
+    return not (current_platform.is_cpu() or current_platform.is_cuda())
+
+
+# The GPU build has no configuration where there is no GPU.
+configured = pytest.mark.skipif(on_gpu_build(), reason="this vLLM configures nothing without a GPU")
+
+
+@configured
+@pytest.mark.usefixtures("_seeded")
+def test_the_layout_of_an_engine_is_read_from_vllms_own_configuration(folder: Path) -> None:
+    layout = layout_in_vllm(folder, None, None, None)
+    assert (layout.num_layers, layout.num_heads, layout.head_dim, layout.block_tokens) == (3, 4, 64, 128)
+    assert layout.page_bytes == 128 * 4 * 2 * 64 * 2
+    assert layout.release == ".".join(map(str, releases.RELEASE))
+
+
+@configured
+@pytest.mark.usefixtures("_seeded")
+def test_layers_with_windows_and_layers_without_are_one_group(folder: Path) -> None:
+    """vLLM splits them only for connectors that say they can take it."""
+    layout = layout_in_vllm(folder, 256, None, 256, None)
+    assert layout.num_layers == 4
+    assert layout.page_bytes == layout_in_vllm(folder, None).page_bytes
+
+
+@configured
+@pytest.mark.usefixtures("_seeded")
+def test_windows_in_every_layer_are_refused(folder: Path) -> None:
+    with pytest.raises(LayoutError, match="one KV cache group of SlidingWindowSpec: PDX moves models with full"):
+        layout_in_vllm(folder, 256, 256)
+
+
+def test_a_model_with_state_space_layers_is_refused_where_vllm_asks_for_the_layout(folder: Path) -> None:
+    """Which it does through its own function, before it finds that it cannot make one group of them."""
+    assert isinstance(ModelConfig.is_hybrid, property)
+    transfer = SimpleNamespace(kv_connector="PdxConnector", kv_connector_module_path="pdx.vllm.connector")
+    model = SimpleNamespace(is_hybrid=False, architectures=["JambaForCausalLM"])
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model)
+    chosen = KVConnectorFactory.get_connector_class(transfer)
+    assert chosen.get_required_kvcache_layout(config) is None
+    model.is_hybrid = True
+    with pytest.raises(LayoutError, match=r"state-space layers \(JambaForCausalLM\)"):
+        chosen.get_required_kvcache_layout(config)
+
+
+@pytest.mark.parametrize(
+    ("release", "words"),
+    [((0, 27), "is too old: PDX is tested with 0.28 to 0.33"), ((0, 28), "PYTHONHASHSEED=0 for all engines")],
+)
+def test_releases_that_find_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], words: str
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(releases, "RELEASE", release)
+    with pytest.raises(ConfigError, match=words):
+        releases.checked_release()
+
+
+@pytest.mark.usefixtures("_seeded")
+def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = []
+    for release in ((0, 28), (0, 33), (0, 34), (1, 0), (0, 0)):
+        monkeypatch.setattr(releases, "RELEASE", release)
+        told.append((releases.checked_release(), len(caplog.messages)))
+    assert told == [("0.28", 0), ("0.33", 0), ("0.34", 1), ("1.0", 2), (releases.__version__, 3)]
+    assert "is not known to PDX: PDX is tested with 0.28 to 0.33" in caplog.messages[-1]
+
+
+def test_engines_of_two_releases_do_not_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    found = []
+    for release in ((0, 31), (0, 32)):
+        monkeypatch.setattr(releases, "RELEASE", release)
+        found.append(layout_of(*configs(folder, [group()]), 256, model="m").fingerprint())
+    assert found[0] != found[1]
+
+
+READ = {
+    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens block_ids",
+    "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens new_block_ids resumed_req_ids",
+    "vllm.v1.core.sched.output.SchedulerOutput": (
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens"
+    ),
+    "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids kv_connector_worker_meta",
+    "vllm.config.KVTransferConfig": (
+        "kv_connector kv_role kv_load_failure_policy engine_id kv_connector_extra_config kv_connector_module_path"
+    ),
+    "vllm.config.CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
+    "vllm.config.ParallelConfig": (
+        "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size world_size"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", READ)
+def test_what_is_read_of_vllms_objects_is_among_their_fields(place: str) -> None:
+    module, _, name = place.rpartition(".")
+    fields = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
+    assert set(READ[place].split()) <= fields
+
+
+def test_every_hook_that_pdx_overrides_is_one_of_vllms_and_none_is_left_open() -> None:
+    """A hook that vLLM has renamed is never called. Hooks of newer releases than the installed one are named here."""
+    newer = {"get_loaded_kv_cache_group_ids"} if releases.RELEASE < (0, 32) else set()
+    own = {name for name in vars(connector.PdxConnector) if not name.startswith("_")} - {"scheduler", "worker"}
+    assert own - set(dir(KVConnectorBase_V1)) == newer
+    assert not connector.PdxConnector.__abstractmethods__
+    assert not supports_hma(connector.PdxConnector)
+
+
+def test_hashes_are_of_the_blocks_that_the_cache_has_where_no_release_says_otherwise(folder: Path) -> None:
+    config, cache = configs(folder, [group()])
+    del cache.hash_block_size
+    config.cache_config.block_size = 128
+    assert layout_of(config, cache, 256, model="m").block_tokens == 128
+    config.cache_config.block_size = 64
+    with pytest.raises(LayoutError, match="block hashes of 64 tokens over blocks of 128 tokens"):
+        layout_of(config, cache, 256, model="m")
 
 
 def test_cache_formats_that_are_stored_alike_are_different_layouts(folder: Path) -> None:
@@ -211,12 +383,15 @@ def facts(folder: Path, **flags: Any) -> EngineFacts:
     return facts_of(SimpleNamespace(model_config=ModelConfig(model=str(folder), **flags), watermark_config=None))
 
 
+HAS_PENALTIES = releases.RELEASE >= (0, 31)  # before it they are no defaults, whatever the command line says
+
+
 @pytest.mark.parametrize(
     ("flags", "cap", "looks_back"),
     [
         ({}, 0, False),
-        ({"override_generation_config": {"presence_penalty": 1.0, "max_new_tokens": 7}}, 7, True),
-        ({"override_generation_config": {"frequency_penalty": -0.5}}, 0, True),
+        ({"override_generation_config": {"presence_penalty": 1.0, "max_new_tokens": 7}}, 7, HAS_PENALTIES),
+        ({"override_generation_config": {"frequency_penalty": -0.5}}, 0, HAS_PENALTIES),
         ({"override_generation_config": {"presence_penalty": 0, "temperature": 0.3}}, 0, False),
         ({"override_generation_config": {"repetition_penalty": 1.5}}, 0, False),
         ({"logits_processors": ["some.module:Processor"]}, 0, True),
@@ -231,11 +406,11 @@ def test_what_a_command_line_adds_to_every_request(
 @pytest.mark.parametrize(
     ("source", "override", "cap", "looks_back"),
     [
-        ("auto", {}, 0, True),  # the model's own cap is for chats that ask for none
+        ("auto", {}, 0, HAS_PENALTIES),  # the model's own cap is for chats that ask for none
         ("vllm", {}, 0, False),
-        ("folder", {}, 9, True),
+        ("folder", {}, 9, HAS_PENALTIES),
         ("folder", {"max_new_tokens": 5, "frequency_penalty": 0.0}, 5, False),
-        ("auto", {"max_new_tokens": 5}, 5, True),
+        ("auto", {"max_new_tokens": 5}, 5, HAS_PENALTIES),
     ],
 )
 def test_what_a_models_own_generation_config_adds(
@@ -254,7 +429,7 @@ def test_logits_processors_that_are_installed_and_watermarks_look_back(
     plain = VllmConfig(model_config=ModelConfig(model=str(folder)))
     assert facts_of(plain) == EngineFacts(plain.model_config.max_model_len, 0, False)
     assert not [record for record in caplog.records if record.name == "pdx"]
-    monkeypatch.setattr(plain, "watermark_config", "of a key")
+    monkeypatch.setattr(plain, "watermark_config", "of a key", raising=False)
     assert facts_of(plain).looks_back
     monkeypatch.setattr(plain, "watermark_config", None)
     installed = EntryPoint("theirs", "their.module:Processor", LOGITSPROCS_GROUP)
@@ -401,10 +576,14 @@ def test_an_engine_shows_what_pdx_logs_from_the_level_of_its_own_log_on() -> Non
     program = """
 import logging
 from pdx.vllm.connector import _join_log
-from vllm.config.logging import LoggingConfig
-from vllm.logger import configure_logging
 _join_log()
-configure_logging(LoggingConfig())
+try:
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+except ImportError:  # before 0.31 vLLM's log is set up when vLLM is imported
+    pass
+else:
+    configure_logging(LoggingConfig())
 logging.getLogger("pdx").info("PDX is attached")
 logging.getLogger("pdx").debug("not shown")
 """

@@ -1,0 +1,83 @@
+"""All that differs between the releases of vLLM that PDX runs on: nothing else in PDX asks which release it is.
+
+Each difference is a function here, and `tests/connector/test_vllm_border.py` holds each against vLLM's own classes:
+those of the release that is installed, and by `make releases` those of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.version import __version__, __version_tuple__
+
+from pdx.errors import ConfigError
+
+log = logging.getLogger("pdx")
+
+OLDEST, NEWEST = (0, 28), (0, 33)  # of those that the border's tests run against
+RELEASE: tuple[int, int] = __version_tuple__[:2]  # (0, 0) where vLLM was built without a version
+
+
+def checked_release() -> str:
+    """The release, under whose name its pages are known (`KvLayout.release`).
+
+    :raises ConfigError: the release is too old, or no two of its engines would find each other's chunks.
+    """
+    tested = f"PDX is tested with {_name(OLDEST)} to {_name(NEWEST)}"
+    if RELEASE > NEWEST or RELEASE == (0, 0):
+        log.warning("vLLM %s is not known to PDX: %s", __version__, tested)
+    elif RELEASE < OLDEST:
+        raise ConfigError(f"vLLM {__version__} is too old: {tested}; install one of these")
+    if RELEASE == (0, 28) and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            "PYTHONHASHSEED is not set: vLLM 0.28 hashes blocks differently in each process then, so no engine finds "
+            "another one's chunks. Set PYTHONHASHSEED=0 for all engines, or install vLLM 0.29 or newer"
+        )
+    return __version__ if RELEASE == (0, 0) else _name(RELEASE)
+
+
+def check_nested() -> None:
+    """Inside another connector no worker tells the scheduler half what it knows (`page_order`).
+
+    :raises ConfigError: nobody knows the order of a page's bytes.
+    """
+    if RELEASE == (0, 28):
+        raise ConfigError(
+            "PdxConnector inside another connector needs vLLM 0.29 or newer: in 0.28 only the workers know in which "
+            "order a page's bytes lie"
+        )
+
+
+def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens per block hash. Before 0.32 only the scheduler is told; for one group these are the cache's blocks."""
+    told = getattr(kv_cache_config, "hash_block_size", None)
+    return int(told or vllm_config.cache_config.block_size)
+
+
+def page_order(kv_cache_config: Any) -> str:
+    """The physical order of the cache's dimensions. Empty: only the workers know, which is so in 0.28."""
+    if hasattr(kv_cache_config, "kv_cache_layout"):
+        return str(kv_cache_config.kv_cache_layout or "")
+    if get_current_vllm_config_or_none() is None:
+        return ""
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    return str(get_kv_cache_layout())
+
+
+def cpu_isa(spec: Any, cache: Any) -> str:
+    """The instruction set by which vLLM packs pages on this CPU; empty on GPUs. vLLM has no public name for it."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache.cache_dtype))
+
+
+def _name(release: tuple[Any, ...]) -> str:
+    return ".".join(map(str, release))
