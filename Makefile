@@ -11,7 +11,7 @@ GPU_PYTHON := $(or $(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python
 GPU_PATH := $(CURDIR)/.site:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-test gpu-bench: export PYTHONPATH := $(GPU_PATH)
 
-.PHONY: help setup demo test check format docs bench gpu-test gpu-bench clean
+.PHONY: help setup demo test releases check format docs bench gpu-test gpu-bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this
@@ -29,6 +29,9 @@ demo: $(READY)  ## prefill and decode on this machine, compared token by token w
 test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
 	$(BIN)/pytest $(ARGS) --ignore-glob='tests/transports/test_ucx*.py'
 	$(BIN)/pytest tests/transports/test_ucx*.py  # in a process without NIXL's UCX, see docs/adr/0018
+
+releases: $(READY)  ## the connector on the sources of each supported vLLM, downloaded (ARGS=0.31.0: that one)
+	.ci/releases $(BIN)/python $(ARGS)
 
 check: $(READY)  ## lint, format, types
 	$(BIN)/ruff check

@@ -1,8 +1,9 @@
 """What a vLLM server adds to every request by its own configuration: what the proxy must know before it may forward.
 
-vLLM 0.32: `--generation-config` and `--override-generation-config` give defaults to requests that say nothing
-(entrypoints/openai/completion/serving.py and protocol.py). Of the penalties, `repetition_penalty` counts the tokens of
-the prompt like generated ones (model_executor/layers/utils.py); the other two count generated tokens only.
+`--generation-config` and `--override-generation-config` give defaults to requests that say nothing (in vLLM
+entrypoints/openai/completion/serving.py and protocol.py), since 0.31 for all three penalties. Of these,
+`repetition_penalty` counts the tokens of the prompt like generated ones (model_executor/layers/utils.py); the other two
+count generated tokens only.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def check_no_state(model: Any) -> None:
     """:raises LayoutError: some of the model's layers keep a state instead of the KV of tokens."""
     if getattr(model, "is_hybrid", False):
         raise LayoutError(
-            f"hybrid model with state-space layers ({', '.join(model.architectures)}): XX without PdxConnector"
+            f"hybrid model with state-space layers ({', '.join(model.architectures)}): PDX moves models whose layers "
+            "fit into one group of full attention; run this model without PdxConnector"
         )
 
 

@@ -203,8 +203,9 @@ def layout_in_vllm(folder: Path, *windows: int | None, **flags: Any) -> KvLayout
     return layout_of(config, cache, 256, model="m")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it 0.28 is refused."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
@@ -217,7 +218,6 @@ configured = pytest.mark.skipif(on_gpu_build(), reason="this vLLM configures not
 
 
 @configured
-@pytest.mark.usefixtures("_seeded")
 def test_the_layout_of_an_engine_is_read_from_vllms_own_configuration(folder: Path) -> None:
     layout = layout_in_vllm(folder, None, None, None)
     assert (layout.num_layers, layout.num_heads, layout.head_dim, layout.block_tokens) == (3, 4, 64, 128)
@@ -226,7 +226,6 @@ def test_the_layout_of_an_engine_is_read_from_vllms_own_configuration(folder: Pa
 
 
 @configured
-@pytest.mark.usefixtures("_seeded")
 def test_layers_with_windows_and_layers_without_are_one_group(folder: Path) -> None:
     """vLLM splits them only for connectors that say they can take it."""
     layout = layout_in_vllm(folder, 256, None, 256, None)
@@ -235,7 +234,6 @@ def test_layers_with_windows_and_layers_without_are_one_group(folder: Path) -> N
 
 
 @configured
-@pytest.mark.usefixtures("_seeded")
 def test_windows_in_every_layer_are_refused(folder: Path) -> None:
     with pytest.raises(LayoutError, match="one KV cache group of SlidingWindowSpec: PDX moves models with full"):
         layout_in_vllm(folder, 256, 256)
@@ -267,7 +265,6 @@ def test_releases_that_find_nothing_are_refused(
         releases.checked_release()
 
 
-@pytest.mark.usefixtures("_seeded")
 def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,12 +277,31 @@ def test_releases_that_are_known_start_in_silence_and_newer_ones_with_a_warning(
 
 
 def test_engines_of_two_releases_do_not_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     found = []
     for release in ((0, 31), (0, 32)):
         monkeypatch.setattr(releases, "RELEASE", release)
         found.append(layout_of(*configs(folder, [group()]), 256, model="m").fingerprint())
     assert found[0] != found[1]
+
+
+def test_the_order_of_a_page_is_what_the_workers_say_where_only_they_know(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in 0.28, whose `KVCacheConfig` does not have it: two orders under one name would be wrong tokens."""
+    monkeypatch.setattr(releases, "RELEASE", (0, 28))
+    backends = "vllm.v1.attention.backends.utils.get_kv_cache_layout"
+    for order in ("HND", "NHD"):
+        monkeypatch.setattr(backends, lambda order=order: order, raising=False)
+        monkeypatch.setattr(releases, "get_current_vllm_config_or_none", object)
+        worker = connector_of(folder, KVConnectorRole.WORKER, chosen=("B", "B"), has_order=False)
+        worker.register_kv_caches({})
+        monkeypatch.setattr(releases, "get_current_vllm_config_or_none", lambda: None)
+        scheduler = connector_of(folder, KVConnectorRole.SCHEDULER, has_order=False)
+        scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    assert [(layout.order, layout.backend) for layout in layouts] == [("HND", "B"), ("NHD", "B")]
+    monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
+    with pytest.raises(ConfigError, match=r"inside another connector needs vLLM 0\.29"):
+        connector_of(folder, KVConnectorRole.WORKER, has_order=False)
 
 
 READ = {
@@ -471,9 +487,13 @@ def test_the_hooks_of_micro_batches_are_left_out(monkeypatch: pytest.MonkeyPatch
 # ---- what only the workers know, and only the outer connector ---------------------------------
 
 
-def connector_of(folder: Path, role: KVConnectorRole, *, flag: Any = None, chosen: tuple[str, ...] = ()) -> Any:
+def connector_of(
+    folder: Path, role: KVConnectorRole, *, flag: Any = None, chosen: tuple[str, ...] = (), has_order: bool = True
+) -> Any:
     """A half of the connector of an engine whose layers have the `chosen` backends; `flag`: --attention-backend."""
     config, cache = configs(folder, [group()])
+    if not has_order:
+        del cache.kv_cache_layout
     config.kv_transfer_config = transfer_config(engine_id="e", kv_connector="PdxConnector")
     config.attention_config.backend = flag
     names = cache.kv_cache_groups[0].layer_names
@@ -538,6 +558,7 @@ def test_the_other_children_of_a_connector_get_nothing_that_they_do_not_know(
 ) -> None:
     """The backend is what the command line says then, and what others have told is left alone."""
     monkeypatch.setattr(connector, "get_current_vllm_config_or_none", lambda: inside("recompute"))
+    monkeypatch.setattr(releases, "RELEASE", releases.NEWEST)  # 0.28 is refused there
     worker = connector_of(folder, KVConnectorRole.WORKER, chosen=("FLASH_ATTN", "FLASH_ATTN"))
     worker.register_kv_caches({})
     assert worker.get_handshake_metadata() is None
