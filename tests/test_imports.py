@@ -51,7 +51,7 @@ OTHERS = {
     "pdx.store": "msgspec xxhash",
     "pdx.transports": "*",
     "pdx.node.peers": "msgspec zmq",
-    "pdx.node": "msgspec zmq",
+    "pdx.node": "msgspec prometheus_client zmq",
     "pdx.client": "msgspec zmq",
     "pdx.engine": "msgspec numpy torch prometheus_client",
     "pdx.vllm": "msgspec numpy torch vllm prometheus_client",

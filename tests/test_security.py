@@ -106,10 +106,27 @@ def test_a_node_without_keys_talks_to_nobody_beyond_its_host(place, address, set
     assert not [path for path in place.rglob("*") if path.is_socket()]
 
 
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("0.0.0.0:9400", "all interfaces"),
+        ("[::]:9400", "all interfaces"),
+        ("10.0.0.1:9400", "beyond this host"),
+        ("metrics.example:9400", "name an IP address"),
+        ("9400", "is not an address"),
+    ],
+)
+def test_metrics_are_told_on_this_host_only(address, where, why):
+    """CVE-2025-32444, -47277, -30202: nobody is asked for a key there."""
+    assert why in node_that_fails({"address": address, "metrics": where})
+    assert not arenas_of(address)
+
+
 def test_every_place_that_listens_is_known():
     """Each of them is tested for what it listens on: here, and in tests/transports for the channels."""
-    binds = {where.partition(":")[0] for where, node in nodes(ast.Attribute) if node.attr == "bind"}
+    binds = {where.partition(":")[0] for where, node in nodes(ast.Attribute) if node.attr in ("bind", "server_bind")}
     assert {path for path in binds if not path.startswith("transports/")} == {
+        "pdx/node/metrics.py",  # tests/node/test_node_metrics.py
         "pdx/cuda/handover.py",  # tests/cuda/test_gpu_handover.py
         "pdx/security/authenticator.py",
         "pdx/security/entry.py",  # tests/security/test_desk.py

@@ -12,7 +12,6 @@ ends look at the other's user before they say anything.
 
 from __future__ import annotations
 
-import array
 import functools
 import os
 import secrets
@@ -24,12 +23,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from pdx.errors import ChannelUnavailable, ProtocolError
+from pdx.security.unix_peer import Credentials, peer_of, receive_fds
 from pdx.telemetry.host import host_id
 from pdx.transports.channel import Availability, Memory, Piece, RemoteRegion
 from pdx.transports.inbound import StreamListener
@@ -40,9 +40,7 @@ STREAMS = 2
 MAX_LUGGAGE_BYTES = 512
 _BACKLOG = 64
 _NETWORK = "/proc/self/ns/net"
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _LENGTH = struct.Struct("!H")
-_INT_BYTES = array.array("i").itemsize
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
@@ -55,13 +53,6 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
     network: Annotated[str, Meta(max_length=64)]
     name: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     gpu: Annotated[str, Meta(max_length=64)] = ""
-
-
-class Credentials(NamedTuple):
-    """Who is at the other end, as the kernel says. `pid` is 0 where it is not to be seen from here."""
-
-    pid: int
-    uid: int
 
 
 def availability() -> Availability:
@@ -123,12 +114,6 @@ def connect(scheme: str, address: Address, timeout_s: float) -> socket.socket:
     return stream
 
 
-def peer_of(stream: socket.socket) -> Credentials:
-    """Who connected, or listened."""
-    pid, uid, _ = _CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return Credentials(pid, uid)
-
-
 def hand_over(stream: socket.socket, packed: bytes, fd: int) -> None:
     """Send at most MAX_LUGGAGE_BYTES bytes and a descriptor, if `fd` is one.
 
@@ -150,12 +135,7 @@ def take_over(stream: socket.socket) -> tuple[bytes, int]:
     """
     left_s = stream.gettimeout()
     deadline = time.monotonic() + (5.0 if left_s is None else left_s)
-    # Not `socket.recv_fds`, which does not pass on its flags: children would inherit the descriptor.
-    head, notes, _, _ = stream.recvmsg(_LENGTH.size, socket.CMSG_LEN(_INT_BYTES), socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, data in notes:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) // _INT_BYTES * _INT_BYTES])
+    head, fds, _ = receive_fds(stream, _LENGTH.size, 1)
     try:
         head += _rest(stream, _LENGTH.size - len(head), deadline)
         nbytes = int(_LENGTH.unpack(head)[0])

@@ -49,6 +49,12 @@ from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
     type=click.Choice(["wire", "always", "never"]),
     help="Check what arrives from peers: what came over a wire, everything, or nothing.",
 )
+@click.option(
+    "--metrics",
+    default="",
+    metavar="HOST:PORT",
+    help="Prometheus metrics at /metrics, for this host. [default: nowhere]",
+)
 @click.option("--exit-when-idle", type=float, default=0.0, metavar="SECONDS", help="End when nobody is attached.")
 @click.option("--status", is_flag=True, help="Show the state of the running node and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --status: one JSON object.")
@@ -68,6 +74,7 @@ def node(
     channels: tuple[str, ...],
     trusted_network: bool,
     digests: str,
+    metrics: str,
     exit_when_idle: float,
     status: bool,
     as_json: bool,
@@ -105,6 +112,7 @@ def node(
         "channels": list(channels),
         "trusted_network": trusted_network,
         "digests": digests,
+        "metrics": metrics,
         "exit_when_idle_s": exit_when_idle,
     }
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -7,7 +7,6 @@ word, and sends the handle, with the memory's file descriptor where there is one
 
 from __future__ import annotations
 
-import array
 import logging
 import os
 import socket
@@ -21,6 +20,7 @@ import msgspec
 
 from pdx.cuda.memory import Handle
 from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
+from pdx.security.unix_peer import peer_of, receive_fds
 
 log = logging.getLogger("pdx.node")
 
@@ -32,8 +32,6 @@ PATIENCE_S = 1.0  # with a connection that shows no ticket
 QUIET_S = 10.0  # between two lines in the log about one process; all refusals are counted
 _BACKLOG = 256
 _MAX_FDS = 2  # one is right
-_INT_BYTES = array.array("i").itemsize
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _TIMEVAL = struct.Struct("@ll")
 _decoder = msgspec.msgpack.Decoder(Handle)
 
@@ -130,7 +128,7 @@ class HandoverServer:
             stream, _ = self._listener.accept()
         except OSError:  # it left meanwhile, or this process has no descriptor left: asked again by the poller
             return
-        pid, uid = _peer(stream)
+        pid, uid = peer_of(stream)
         stream.setblocking(False)
         guest = Guest(stream, pid, self._clock() + PATIENCE_S)
         self._guests[stream.fileno()] = guest
@@ -201,10 +199,10 @@ def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, i
             stream.setsockopt(socket.SOL_SOCKET, option, limit)
         try:
             stream.connect(str(path))
-            if (uid := _peer(stream)[1]) != os.geteuid():  # else somebody else would learn the ticket
+            if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the ticket
                 raise ProtocolError(f"user {uid} listens at {path}")
             stream.send(ticket)
-            message, fds, flags = _received(stream)
+            message, fds, flags = receive_fds(stream, MAX_ANSWER_BYTES, _MAX_FDS)
         except (ConnectionResetError, BrokenPipeError) as error:
             raise NodeError(f"the node does not hand over its GPU memory; its log says why ({error})") from error
         except OSError as error:
@@ -217,18 +215,6 @@ def fetch_handle(path: Path, ticket: bytes, timeout_s: float) -> tuple[Handle, i
         raise
 
 
-def _received(stream: socket.socket) -> tuple[bytes, list[int], int]:
-    """One message, its descriptors, and what the system says of it."""
-    # Not `socket.recv_fds`, which does not pass on its flags: children would inherit the descriptors.
-    room = socket.CMSG_SPACE(_MAX_FDS * _INT_BYTES)
-    message, notes, flags, _ = stream.recvmsg(MAX_ANSWER_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, data in notes:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) // _INT_BYTES * _INT_BYTES])
-    return message, list(fds), flags
-
-
 def _checked(message: bytes, fds: list[int], flags: int) -> tuple[Handle, int]:
     if not message:
         raise NodeError("the node does not hand over its GPU memory; its log says why")
@@ -239,10 +225,3 @@ def _checked(message: bytes, fds: list[int], flags: int) -> tuple[Handle, int]:
     if len(fds) != (handle.kind == "vmm") or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise ProtocolError(f"the node hands over {len(fds)} descriptors with memory of kind {handle.kind}")
     return handle, fds[0] if fds else -1
-
-
-def _peer(stream: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, when it connected."""
-    credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    return pid, uid

@@ -25,6 +25,7 @@ from pdx.cuda.handover import HandoverServer
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
 from pdx.node.desk import Delivery, Desk
+from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.proxy_line import ProxyLine
 from pdx.node.service import PROBE_BYTES, Service
@@ -121,6 +122,12 @@ class Daemon:
             self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
             listen = listen_address(config)
             self._peers.open(self._context, listen, data_host(listen), self._watch, self._poller.unregister)
+            if config.metrics:
+                undo.callback(
+                    MetricsServer(
+                        config.metrics, post=self._peers.mailbox.post, status=self.service.reports.status
+                    ).close
+                )
             self._proxy: ProxyLine | None = None
             if config.proxy:
                 self._proxy = ProxyLine(self._context, config.proxy, self._peers.links.secure_proxy, self._faults)

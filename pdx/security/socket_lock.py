@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdx.errors import ConfigError, PdxError
+from pdx.security.unix_peer import peer_of
 
 
 class Lock:
@@ -89,5 +90,4 @@ def _listener(path: Path) -> str | None:
             return "unknown"
         except OSError:
             return None
-        pid = int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), "little")
-    return str(pid)
+        return str(peer_of(probe).pid)

@@ -21,6 +21,7 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer, fetch_handle
 from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
+from pdx.security.unix_peer import Credentials
 
 HANDLE = Handle("ipc", f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 4096, 12090, 1, b"h" * 64)
 TICKET = b"t" * 16
@@ -119,7 +120,7 @@ def test_who_leaves_without_a_word_is_counted_too(stage):
 
 def test_a_process_that_is_refused_again_and_again_cannot_fill_the_log(stage, monkeypatch, caplog):
     def refused(pid, times):
-        monkeypatch.setattr(handover, "_peer", lambda stream: (pid, os.geteuid()))
+        monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(pid, os.geteuid()))
         for _ in range(times):
             stage.connect()
             stage.serve_all()
@@ -155,7 +156,7 @@ def test_a_ticket_of_another_process_is_worth_nothing(stage):
 
 
 def test_another_user_is_refused_before_it_is_heard(stage, monkeypatch, caplog):
-    monkeypatch.setattr(handover, "_peer", lambda stream: (os.getpid(), os.getuid() + 1))
+    monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(os.getpid(), os.getuid() + 1))
     client = stage.connect(TICKET)
     stage.serve_all()
     assert is_over(client)
@@ -192,7 +193,7 @@ def test_one_process_takes_a_few_places_only(stage):
 
 def test_with_all_places_taken_the_others_wait_in_the_backlog(stage, monkeypatch):
     pids = iter(range(1000, 2000))
-    monkeypatch.setattr(handover, "_peer", lambda stream: (next(pids), os.geteuid()))
+    monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(next(pids), os.geteuid()))
     stage.tickets = {pid: TICKET for pid in range(1000, 2000)}
     clients = [stage.connect() for _ in range(handover.MAX_GUESTS + 1)]
     stage.serve_all(50)
@@ -317,7 +318,7 @@ def test_no_node_and_a_node_that_is_silent(place):
 
 
 def test_a_ticket_is_not_shown_to_another_user(place, monkeypatch):
-    monkeypatch.setattr(handover, "_peer", lambda stream: (1, os.getuid() + 1))
+    monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(1, os.getuid() + 1))
     shown = []
     monkeypatch.setattr(socket.socket, "send", lambda self, data: shown.append(data))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:

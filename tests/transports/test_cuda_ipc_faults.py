@@ -20,6 +20,7 @@ from pdx.cli import loopback
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
+from pdx.security.unix_peer import Credentials
 from pdx.telemetry.host import process_stat
 from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
 from pdx.testing.channel_stage import MIB, Peer, Stage, wait_until
@@ -28,7 +29,6 @@ from pdx.transports import local
 from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion
 from pdx.transports.cuda_ipc import Copy, CudaIpcRegion, CudaSource, Luggage
 from pdx.transports.frames import ACK_BYTES, OK, UNREACHABLE, pack_greeting, unpack_ack
-from pdx.transports.local import Credentials
 from pdx.transports.registry import find, schemes
 
 HOLDINGS = ("handles", "reserved", "mapped", "registered", "streams", "events")

@@ -210,7 +210,7 @@ class TestLedger:
         ledger.hear(compose(token, HELLO, b"1" * 8, this_process()))
         ledger.expel(token)
         looks: list[int] = []
-        monkeypatch.setattr(onesided, "_started", looks.append)  # the process is gone
+        monkeypatch.setattr(onesided, "process_stat", looks.append)  # the process is gone
         assert not any(ledger.revoke(token, offset, 4096) for offset in range(0, MIB, 4096))
         assert not looks, "it existed just now"
         now = onesided.LOOK_S

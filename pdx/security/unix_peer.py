@@ -1,0 +1,39 @@
+"""Unix sockets between processes of one host: who is at the other end, and descriptors that come with a message."""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+from typing import NamedTuple
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_INT_BYTES = array.array("i").itemsize
+
+
+class Credentials(NamedTuple):
+    """Who is at the other end, as the kernel says. `pid` is 0 where it is not to be seen from here."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(stream: socket.socket) -> Credentials:
+    """Who connected, or listened."""
+    pid, uid, _ = _CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return Credentials(pid, uid)
+
+
+def receive_fds(stream: socket.socket, nbytes: int, max_fds: int) -> tuple[bytes, list[int], int]:
+    """A message, its descriptors, which are the caller's to close and no child inherits, and the system's flags.
+
+    :raises OSError: the stream broke, or its timeout is over.
+    """
+    # Not `socket.recv_fds`, which does not pass on its flags: children would inherit the descriptors.
+    room = socket.CMSG_SPACE(max_fds * _INT_BYTES)
+    message, notes, flags, _ = stream.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in notes:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) // _INT_BYTES * _INT_BYTES])
+    return message, list(fds), flags
