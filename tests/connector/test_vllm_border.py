@@ -439,6 +439,7 @@ def test_what_a_models_own_generation_config_adds(
     assert found == EngineFacts(512, cap, looks_back)
 
 
+@configured
 def test_logits_processors_that_are_installed_and_watermarks_look_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

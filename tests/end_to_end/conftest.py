@@ -5,7 +5,6 @@ Never more than two engines at a time: the machines that run these tests have tw
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ from typing import Any
 import aiohttp  # noqa: F401 - fail early where the proxy could not run
 import pytest
 from cases import CASES
-from engine_process import Server
-from http_client import post
-from pair import ENGINE_ENV, ENGINE_FLAGS, Pair
+from pair import Pair, plain_answers
 from tiny import make_tiny
 
 pytest.importorskip("vllm")
-from pdx.cli.ports import free_ports
 
 
 @pytest.fixture(scope="session")
@@ -38,14 +34,7 @@ def model(workplace: Path) -> Path:
 @pytest.fixture(scope="session")
 def expected(workplace: Path, model: Path) -> dict[str, Any]:
     """What a plain engine answers to every case."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    server = Server([*command, "--port", str(port), *ENGINE_FLAGS], port, workplace / "plain.log", ENGINE_ENV)
-    try:
-        server.wait_ready()
-        return {name: post(server.url, path, body) for name, (path, body) in CASES.items()}
-    finally:
-        server.stop()
+    return plain_answers(workplace, model, CASES)
 
 
 @pytest.fixture(scope="session")

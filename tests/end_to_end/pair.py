@@ -156,6 +156,18 @@ class Pair:
         ]
 
 
+def plain_answers(folder: Path, model: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """What an engine without PDX answers to these; its log is in `folder`."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    server = Server([*command, "--port", str(port), *ENGINE_FLAGS], port, folder / "plain.log", ENGINE_ENV)
+    try:
+        server.wait_ready()
+        return {name: post(server.url, path, body) for name, (path, body) in cases.items()}
+    finally:
+        server.stop()
+
+
 def _is_at_rest(status: NodeStatus) -> bool:
     busy = {state: count for state, count in status.chunks.items() if state != "sealed"}
     flowing = [peer for peer in status.peers if peer.pushes or peer.landing]
