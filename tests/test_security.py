@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from link_stage import Raw, Stage
-from node_harness import Wire, arenas_of, refused_node, wait_until
+from node_harness import Wire, arenas_of, refused_node
 
 import pdx.config
 import pdx.memory.keys
 from pdx.errors import ConfigError, PeerUnknown
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Cancel, Push, Refused
 from pdx.wire.peer_messages import LetGo, PeerBye
 

@@ -21,7 +21,7 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
-from node_harness import MIB, wait_until
+from node_harness import MIB
 
 import pdx
 from pdx.cli.main import main
@@ -32,6 +32,7 @@ from pdx.errors import PdxError
 from pdx.telemetry.timeline import Breakdown
 from pdx.testing import tiny_llama
 from pdx.testing.channel_conformance import ChannelConformance
+from pdx.testing.waiting import wait_until
 from pdx.transports import registry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,7 +201,7 @@ def test_the_python_api_page(place, monkeypatch):
     (place / "roster.toml").chmod(0o600)
     with running(*([*node, "--proxy", ""] for node in nodes)):
         for address in program[2:]:
-            wait_until(lambda address=address: answers(address), 30.0, f"the node at {address} answers")
+            wait_until(lambda address=address: answers(address), timeout_s=30.0, what=f"the node at {address} answers")
         printed = run_example(program).splitlines()
     (shown,) = blocks("python-api", "text")
     assert printed[:-1] == shown.splitlines()[:-1]
@@ -222,7 +223,7 @@ def test_the_engine_page(start_node):
         status = node.status()
         return (len(status.attached), status.leases) == (1, 0)  # one: who asks
 
-    wait_until(is_left, 30.0, "the program holds nothing any more")
+    wait_until(is_left, timeout_s=30.0, what="the program holds nothing any more")
     assert set(node.status().chunks) == {"sealed"}
 
 

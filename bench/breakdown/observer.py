@@ -17,12 +17,12 @@ from pdx.bench.breakdown.parts import Clock
 from pdx.bench.breakdown.records import Engines, Parts
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import Answer, ask, session
-from pdx.bench.harness.engines import wait_until
 from pdx.bench.systems import engine_cache
 from pdx.bench.systems.engine_metrics import Watch
 from pdx.telemetry import trace
 from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
 from pdx.telemetry.trace import TraceSpan
+from pdx.testing.waiting import came_true
 
 if TYPE_CHECKING:
     from pdx.bench.systems.system import Running, System
@@ -126,7 +126,9 @@ class Observer:
 
         :raises AskFailed, OSError: the system did not answer.
         """
-        watch = Watch(self._running.prefill_url, self._running.decode_url, lambda have: wait_until(have, COUNTED_S))
+        watch = Watch(
+            self._running.prefill_url, self._running.decode_url, lambda have: came_true(have, COUNTED_S, pause_s=0.1)
+        )
         answers = self.ask(bodies)
         engines = watch.end(len(answers))
         if self._system.is_pdx:
@@ -199,7 +201,7 @@ class Observer:
             found[:] = [self._running.timeline(transfer) or [] for transfer in transfers]
             return all(map(_is_told, found))
 
-        wait_until(are_told, TOLD_S)
+        came_true(are_told, TOLD_S, pause_s=0.1)
         return found
 
     def _spans(self, transfers: Sequence[str], sums: Sequence[Breakdown]) -> tuple[list[list[TraceSpan]], bool]:
@@ -217,7 +219,7 @@ class Observer:
                 for spans, each in zip(found, sums, strict=True)
             )
 
-        return found, wait_until(are_written, WRITTEN_S)
+        return found, came_true(are_written, WRITTEN_S, pause_s=0.1)
 
 
 def _is_told(moments: Sequence[Moment]) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 
 from pdx.bench.breakdown.observer import Asker, Observer
 from pdx.bench.breakdown.records import Overhead
-from pdx.bench.harness.engines import wait_until
 from pdx.telemetry import trace
 from pdx.telemetry.trace import Lane, Tracer
+from pdx.testing.waiting import came_true
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -71,7 +71,7 @@ def _count_spans(folder: Path, transfer: str) -> int:
         counts.append(sum(span.transfer == transfer for span in trace.read(folder)))
         return counts[-1] == counts[-2] > 0
 
-    wait_until(has_settled, SETTLED_S)
+    came_true(has_settled, SETTLED_S, pause_s=0.1)
     return max(0, counts[-1])
 
 

@@ -9,7 +9,7 @@ import random
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,3 @@ def get(url: str) -> Any:
     """The JSON at `url`."""
     with _direct.open(url, timeout=ANSWER_S) as response:
         return json.load(response)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether `condition` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

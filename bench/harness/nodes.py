@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pdx.client.api import Node, connect
 from pdx.config import NodeConfig
 from pdx.node.start import start
+from pdx.testing.waiting import wait_until
 from pdx.transports.registry import find
 
 ATTACH_S = 20.0
 LINK_S = 10.0
-POLL_S = 0.001
 TO = "b"  # the name of the node that is pushed to
 
 
@@ -58,18 +57,9 @@ def _warm(a: Node, b: Node, scheme: str) -> None:
     """The first push connects."""
     with a.reserve("warm", 1 << 20, push_to=TO) as chunk:
         chunk.seal()
-    wait_until(lambda: b.lookup(["warm"]) == 1, LINK_S, f"a first push over {scheme}: {a.status().peers}")
+    wait_until(lambda: b.lookup(["warm"]) == 1, f"a first push over {scheme}: {a.status().peers}", LINK_S)
     for node in (a, b):
         node.delete("warm")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Look every millisecond; a bench that waits for longer has failed."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {timeout_s} s: {what}")
-        time.sleep(POLL_S)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 
 import numpy
 
-from pdx.bench.harness.nodes import TO, node_pair, wait_until, why_not
+from pdx.bench.harness.nodes import TO, node_pair, why_not
 from pdx.bench.harness.report import Figure, at_least, plain, publish
 from pdx.client.api import Node, WritableChunk
+from pdx.testing.waiting import wait_until
 
 SCHEMES = ("tcp", "nixl", "ucx", "shm")
 WITH_GOAL = ("tcp", "nixl")
@@ -77,7 +78,9 @@ class Prompts:
             after_fill = self._share(before)
             for chunk in chunks:
                 chunk.seal()
-            wait_until(lambda: self._b.lookup(names) == CHUNKS, PUSH_S, "all chunks are sealed at the peer")
+            wait_until(
+                lambda: self._b.lookup(names) == CHUNKS, "all chunks are sealed at the peer", PUSH_S, pause_s=0.001
+            )
             after_s = time.perf_counter() - end
             del rows
         for node in (self._a, self._b):

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from pdx.bench.harness.nodes import TO, node_pair, wait_until, why_not
+from pdx.bench.harness.nodes import TO, node_pair, why_not
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.bench.harness.timing import measure
 from pdx.client.api import Node
+from pdx.testing.waiting import wait_until
 
 SCHEMES = ("tcp", "nixl")
 CHUNKS, CHUNK_BYTES, LAYERS = 16, 16 << 20, 32
@@ -39,7 +40,7 @@ def pushing(a: Node, b: Node) -> Callable[[], None]:
 
     def call() -> None:
         a.push(*NAMES, to=TO)
-        wait_until(lambda: b.lookup(NAMES) == CHUNKS, PUSH_S, "all chunks are sealed at the peer")
+        wait_until(lambda: b.lookup(NAMES) == CHUNKS, "all chunks are sealed at the peer", PUSH_S, pause_s=0.001)
         b.delete(*NAMES)
 
     return call

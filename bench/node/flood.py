@@ -26,13 +26,14 @@ from typing import Any
 
 import zmq
 
-from pdx.bench.harness.nodes import end, wait_until
+from pdx.bench.harness.nodes import end
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
 from pdx.bench.proxy import flood as proxy_flood
 from pdx.client.api import Node, connect
 from pdx.config import NodeConfig
 from pdx.node.start import start
 from pdx.security.curve_keys import KeyPair
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Admit, Admitted, Fill, Hello, ToNode, decode_from_node, encode
 
 NAMES = ("alpha", "beta")  # beta pushes to alpha, which is flooded
@@ -88,7 +89,7 @@ class Stage:
         self.clients = {name: connect(self.address[name], ATTACH_S) for name in NAMES}
         self.listen = {name: client.status().listen for name, client in self.clients.items()}
         self._write(roster, self.listen, pairs)
-        wait_until(self._are_linked, ATTACH_S, "beta has a link to alpha")
+        wait_until(self._are_linked, "beta has a link to alpha", ATTACH_S)
 
     def _are_linked(self) -> bool:
         peers = self.clients["beta"].status().peers
@@ -110,7 +111,9 @@ class Stage:
         started_at = time.perf_counter()
         with self.clients["beta"].reserve(name, CHUNK_BYTES, push_to="alpha") as chunk:
             chunk.seal()
-        wait_until(lambda: self.clients["alpha"].lookup([name]) == 1, ATTACH_S, f"chunk {name} is at alpha")
+        wait_until(
+            lambda: self.clients["alpha"].lookup([name]) == 1, f"chunk {name} is at alpha", ATTACH_S, pause_s=0.001
+        )
         return time.perf_counter() - started_at
 
     def memory(self) -> int:

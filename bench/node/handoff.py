@@ -21,12 +21,12 @@ from pdx.bench.harness.engines import (
     prompt,
     say,
     start,
-    wait_until,
 )
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
 from pdx.bench.store.memcpy import Memcpy
 from pdx.cli.ports import free_ports
 from pdx.telemetry.timeline import Event
+from pdx.testing.waiting import came_true
 
 TOKENS = 4000
 BLOCK_TOKENS = 128
@@ -57,7 +57,7 @@ def timeline(admin_url: str, transfer: str) -> dict[str, Any]:
         found.update(get(f"{admin_url}/pdx/requests/{transfer}"))
         return {Event.PREFILL_END, Event.SEALED, *SPANS} <= {moment["event"] for moment in found["moments"]}
 
-    if not wait_until(is_complete, 10.0):
+    if not came_true(is_complete, 10.0, pause_s=0.1):
         raise RuntimeError(f"the timeline of {transfer} stayed incomplete: {found}")
     return found
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pdx.bench.harness.cpu_clock import CpuClock
-from pdx.bench.harness.nodes import TO, node_pair, wait_until
+from pdx.bench.harness.nodes import TO, node_pair
 from pdx.bench.harness.report import Figure, at_most, plain, publish
 from pdx.client.api import Node
 from pdx.memory.arena import GRANULE_BYTES, Arena
@@ -28,6 +28,7 @@ from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Admitted, Fill
 
 WRITER = 1
@@ -199,7 +200,7 @@ class Prompts:
         assert len(answer.slots) == chunks
         for layer in range(CHUNK_LAYERS):
             self._connection.call(Fill(answer.slots, layer, 1, seal=layer == CHUNK_LAYERS - 1), ANSWER_S)
-        wait_until(lambda: self._pushes() == 0, PUSH_S, "all is acknowledged")
+        wait_until(lambda: self._pushes() == 0, "all is acknowledged", PUSH_S, pause_s=0.001)
         deadline = time.monotonic() + PUSH_S
         while True:
             time.sleep(ASK_S)  # each question is work for the receiver

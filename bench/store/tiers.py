@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from pdx.bench.harness.interrupts import whole
-from pdx.bench.harness.nodes import TO, end, node_pair, wait_until
+from pdx.bench.harness.nodes import TO, end, node_pair
 from pdx.bench.harness.report import significant
 from pdx.bench.harness.spread import Spread, spread
 from pdx.bench.store.engine_memory import EngineMemory, Load
@@ -32,6 +32,7 @@ from pdx.config import NodeConfig
 from pdx.cuda.gpu import why_no_gpu
 from pdx.errors import ConfigError
 from pdx.node.start import start
+from pdx.testing.waiting import wait_until
 from pdx.transports.registry import FOR_GPUS, INSIDE_ONE_PROCESS, find, schemes
 
 OWN, GPU = "host", "gpu"
@@ -168,7 +169,9 @@ class OtherNode(Tier):
         chunk.seal()
 
     def _arrived(self, names: Sequence[str]) -> None:
-        wait_until(lambda: self._there.lookup(names) == len(names), ARRIVE_S, "all chunks are at the other node")
+        wait_until(
+            lambda: self._there.lookup(names) == len(names), "all chunks are at the other node", ARRIVE_S, pause_s=0.001
+        )
 
     def _forget(self, names: Sequence[str]) -> None:
         for node in (self._here, self._there):

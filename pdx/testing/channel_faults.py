@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdx.errors import ChannelBroken, ChannelError
-from pdx.testing.channel_stage import DEADLINE_S, MIB, Peer, Side, Stage, wait_until
+from pdx.testing.channel_stage import MIB, Peer, Side, Stage
+from pdx.testing.waiting import DEADLINE_S, wait_until
 from pdx.transports.channel import MAX_DETAIL_BYTES, TOKEN_BYTES, Channel, Piece, Region, RemoteRegion, Transfer
 
 _PROMPT_S = 20.0  # what must not wait for a silent peer takes less than this, on a loaded machine

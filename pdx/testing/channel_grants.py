@@ -8,7 +8,8 @@ from typing import ClassVar
 import pytest
 
 from pdx.errors import ChannelBroken, ChannelError
-from pdx.testing.channel_stage import MIB, Peer, Side, Stage, wait_until
+from pdx.testing.channel_stage import MIB, Peer, Side, Stage
+from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Channel, Piece, Region
 
 

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pdx.testing.channel_memory import HostFile, SideMemory, View
+from pdx.testing.waiting import DEADLINE_S, wait_until
 from pdx.transports.channel import TOKEN_BYTES, Channel, Notification, Piece, Region, RemoteRegion, Transfer
 
 MIB = 1 << 20
-DEADLINE_S = 30.0
 
 # What is around a test and in each of its peers, as a fake driver; a function or class of some module.
 World: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -33,16 +33,6 @@ World: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 def noise(nbytes: int, seed: int) -> bytes:
     """Bytes that do not repeat, the same ones for the same seed."""
     return random.Random(seed).randbytes(nbytes)
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    """Poll until `condition()` is true and return what it returned; fail when the deadline is over."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what}")
-        time.sleep(0.002)
-    return result
 
 
 class Side:

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from pdx.testing.channel_stage import DEADLINE_S, MIB, Peer, Side, Stage, landed
+from pdx.testing.channel_stage import MIB, Peer, Side, Stage, landed
+from pdx.testing.waiting import DEADLINE_S
 from pdx.transports.channel import (
     MAX_NOTIFY_BYTES,
     MAX_PIECES,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from node_harness import MIB, attached, is_stopped, wait_until
+from node_harness import MIB, attached, is_stopped
 
 from pdx.client.connection import Connection
 from pdx.errors import NodeUnavailable, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.keys import named_key
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
     VERSION,
     Abort,

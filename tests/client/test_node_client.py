@@ -4,7 +4,7 @@ import signal
 import threading
 
 import pytest
-from node_harness import MIB, is_stopped, wait_until
+from node_harness import MIB, is_stopped
 
 import pdx
 from pdx.errors import (
@@ -17,6 +17,7 @@ from pdx.errors import (
     StaleSlot,
 )
 from pdx.memory.keys import named_key
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Admit
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 import msgspec
 import pytest
 from gpu_harness import GpuNode, fake_cuda
-from node_harness import MIB, Wire, attached, wait_until
+from node_harness import MIB, Wire, attached
 
 from pdx.config import NodeConfig
 from pdx.cuda import handover
@@ -22,6 +22,7 @@ from pdx.cuda.handover import HandoverServer, fetch_handle
 from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.errors import GpuError, NodeError, NodeUnavailable, ProtocolError
 from pdx.security.unix_peer import Credentials
+from pdx.testing.waiting import wait_until
 
 HANDLE = Handle("ipc", f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}", 4096, 12090, 1, b"h" * 64)
 TICKET = b"t" * 16
@@ -427,7 +428,7 @@ def test_200_connections_at_once_cost_nobody_its_turn(node, session):
     finally:
         for client in clients:
             client.close()
-    wait_until(lambda: node.status().counters["handover_refused"] >= before + 200, 20.0)
+    wait_until(lambda: node.status().counters["handover_refused"] >= before + 200, timeout_s=20.0)
     handle, fd = fetch_handle(node.handover, session.ticket, 20.0)
     os.close(fd)
     assert handle.gpu == session.gpu

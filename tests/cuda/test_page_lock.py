@@ -8,12 +8,12 @@ import threading
 import weakref
 
 import pytest
-from node_harness import wait_until
 
 from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.page_lock import PIECE_BYTES, PageLock
 from pdx.testing.fake_cuda import fake_cuda
+from pdx.testing.waiting import wait_until
 
 MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 

@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from node_harness import wait_until
+from pdx.testing.waiting import wait_until
 
 READY_S = 240.0
 
@@ -52,7 +52,7 @@ class Server:
             return False
 
     def wait_ready(self) -> None:
-        wait_until(self.is_healthy, READY_S, f"{self.log.name} serves")
+        wait_until(self.is_healthy, timeout_s=READY_S, what=f"{self.log.name} serves")
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])

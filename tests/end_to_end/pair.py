@@ -14,12 +14,12 @@ import psutil
 from cases import MODEL, completion, text
 from engine_process import Server
 from http_client import post
-from node_harness import wait_until
 
 import pdx
 from pdx.cli.ports import free_ports
 from pdx.config import NodeConfig
 from pdx.node.start import start
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import NodeStatus
 
 ENGINE_FLAGS = [
@@ -100,10 +100,10 @@ class Pair:
     def wait_ready(self) -> None:
         for server in (self.prefill, self.decode):
             server.wait_ready()
-        wait_until(self.is_attached, 30, "both engines are attached")
-        wait_until(self.proxy.is_healthy, 10, "the proxy serves")
+        wait_until(self.is_attached, timeout_s=30, what="both engines are attached")
+        wait_until(self.proxy.is_healthy, timeout_s=10, what="the proxy serves")
         prompts = itertools.count(5000)
-        wait_until(lambda: self.hands_over(text(next(prompts), 300)), 30, "prompts are handed over")
+        wait_until(lambda: self.hands_over(text(next(prompts), 300)), timeout_s=30, what="prompts are handed over")
 
     def hands_over(self, prompt: str) -> bool:
         """Whether the decoder computes next to nothing of this prompt, by its own account."""
@@ -129,7 +129,7 @@ class Pair:
         return all(map(_is_at_rest, self.statuses()))
 
     def wait_at_rest(self, timeout_s: float = 15.0) -> None:
-        wait_until(self.is_at_rest, timeout_s, "the arena's counters are back at rest")
+        wait_until(self.is_at_rest, timeout_s=timeout_s, what="the arena's counters are back at rest")
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         return post(self.proxy.url, path, body)

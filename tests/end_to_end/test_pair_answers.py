@@ -10,8 +10,9 @@ import pytest
 from cases import CASES, completion, text
 from engine_process import Server
 from http_client import post, stream
-from node_harness import wait_until
 from pair import Pair
+
+from pdx.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -126,7 +127,7 @@ def test_timeline_shows_that_nothing_moved_after_prefill(pair: Pair) -> None:
             timeline.update(json.load(response))
         return {"prefill_end", "sealed", "runnable"} <= {moment["event"] for moment in timeline["moments"]}
 
-    wait_until(is_complete, 5, "both engines' moments have arrived")
+    wait_until(is_complete, timeout_s=5, what="both engines' moments have arrived")
     assert timeline["breakdown"]["hidden_share"] >= 0.95
     assert timeline["breakdown"]["moved_bytes"] == 2048 * 4 * 2 * 4 * 64 * 4  # 16 blocks, 4 layers of 4 heads of 64
     assert 0 < timeline["breakdown"]["handoff_ms"] < 10_000

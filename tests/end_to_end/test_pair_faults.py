@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from cases import CASES, completion, text
 from http_client import TIMEOUT_S, open_request, post, stream
-from node_harness import wait_until
 from pair import ARENA_BYTES, Pair
 from test_pair_answers import essence
 
 import pdx
+from pdx.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ LONG = "length-3000"  # eight steps of prefill
 def wait_prefilling(pair: Pair) -> None:
     """Until a prefill is in the middle of its work; through one connection, because it lasts for a moment only."""
     with pdx.connect(pair.node_address) as node:
-        wait_until(lambda: node.status().chunks.get("filling"), 20, "prefill is under way")
+        wait_until(lambda: node.status().chunks.get("filling"), timeout_s=20, what="prefill is under way")
 
 
 # ---- bad input ------------------------------------------------------------------------------
@@ -109,7 +109,9 @@ def test_client_gone_after_the_first_token(pair: Pair) -> None:
             break
     pair.wait_at_rest()
     wait_until(
-        lambda: all(process.running == 0 for process in pair.status().attached), 10, "the engines have stopped working"
+        lambda: all(process.running == 0 for process in pair.status().attached),
+        timeout_s=10,
+        what="the engines have stopped working",
     )
 
 
@@ -119,7 +121,9 @@ def test_client_gone_while_the_decoder_generates(pair: Pair) -> None:
             break
     pair.wait_at_rest()
     wait_until(
-        lambda: all(process.running == 0 for process in pair.status().attached), 10, "the engines have stopped working"
+        lambda: all(process.running == 0 for process in pair.status().attached),
+        timeout_s=10,
+        what="the engines have stopped working",
     )
 
 
@@ -191,7 +195,7 @@ def stopped_while_gathering(pair: Pair, worker: int) -> tuple[Any, Future[Any]]:
         os.kill(worker, signal.SIGSTOP)
         is_caught = False
         try:
-            wait_until(lambda: not pair.status().chunks.get("filling"), 10, "its reservation has ended")
+            wait_until(lambda: not pair.status().chunks.get("filling"), timeout_s=10, what="its reservation has ended")
             is_caught = bool(pair.status().chunks.get("quarantined"))
         finally:
             if not is_caught:
@@ -226,10 +230,12 @@ def test_node_killed_while_prefill_computes(pair: Pair) -> None:
     pid = pair.status().pid
     os.kill(pid, signal.SIGKILL)
     assert answer.result(TIMEOUT_S)["http_status"] == 200
-    wait_until(lambda: is_back(pair, pid), 30, "an engine has started the next node, and all are attached to it")
+    wait_until(
+        lambda: is_back(pair, pid), timeout_s=30, what="an engine has started the next node, and all are attached to it"
+    )
     assert essence(answer.result()) == essence(post(pair.decode.url, *body))
     prompts = itertools.count(2401)
-    wait_until(lambda: pair.hands_over(text(next(prompts), 700)), 20, "prompts are handed over again")
+    wait_until(lambda: pair.hands_over(text(next(prompts), 700)), timeout_s=20, what="prompts are handed over again")
     pair.wait_at_rest()
 
 
@@ -246,7 +252,7 @@ def test_prefiller_killed_while_it_computes(pair: Pair) -> None:
     wait_prefilling(pair)
     pair.prefill.kill()
     killed = time.monotonic()
-    wait_until(lambda: pair.is_at_rest(), 5, "what it held is given back")
+    wait_until(lambda: pair.is_at_rest(), timeout_s=5, what="what it held is given back")
     assert answer.result(TIMEOUT_S)["http_status"] == 200
     assert answer.result()["pdx"]["x-pdx-mode"] == "alone"
     assert time.monotonic() - killed < 30  # the decoder computes the prompt itself

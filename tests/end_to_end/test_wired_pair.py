@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from cases import CASES, chat, completion, text
 from http_client import TIMEOUT_S, post, stream
-from node_harness import wait_until
 from pair import Pair
 from test_pair_answers import computed_prompt_tokens, essence
 from test_pair_faults import wait_prefilling
 
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import PeerStatus
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -65,7 +65,7 @@ class Wired:
             self.post(*completion(text(next(self._prompts), 700), max_tokens=2))
             return computed_prompt_tokens(self.pair.decode) - before <= 2
 
-        wait_until(hands_over, 30, "prompts are handed over")
+        wait_until(hands_over, timeout_s=30, what="prompts are handed over")
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,6 @@ def test_a_node_is_killed_while_a_prompt_is_pushed(role: str, wired: Wired) -> N
         pair.start_node(role)  # as a supervisor would
         assert answer.result(TIMEOUT_S)["http_status"] == 200
     assert essence(answer.result()) == essence(wired.decoder_alone(*request))
-    wait_until(pair.is_attached, 30, "all processes are attached to the nodes")
+    wait_until(pair.is_attached, timeout_s=30, what="all processes are attached to the nodes")
     wired.wait_handing_over()
     pair.wait_at_rest(10)

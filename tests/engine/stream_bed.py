@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 from lagging_streams import LaggingStreams
-from node_harness import MIB, NodeProcess, wait_until
+from node_harness import MIB, NodeProcess
 from toy_engine import Request, ToyEngine
 
 from pdx.config import NodeConfig, private_folder, socket_path
+from pdx.testing.waiting import wait_until
 
 
 class FakeGpuNode(NodeProcess):

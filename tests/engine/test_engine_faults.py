@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from node_harness import wait_until
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, ForwardFailed, Request, ToyEngine
 
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill, Mark
 
 # ---- the forward pass -------------------------------------------------------------------------

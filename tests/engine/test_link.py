@@ -7,11 +7,11 @@ import os
 from typing import Any
 
 import pytest
-from node_harness import wait_until
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Hello
 
 

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from node_harness import attached, wait_until
+from node_harness import attached
 from test_toy_engine import at_rest, tokens
 from toy_engine import BLOCK, CHUNK, Request, ToyEngine
 
 import pdx
 from pdx.engine.step import StepRecord, StepRequest
 from pdx.errors import LayoutError
+from pdx.testing.waiting import wait_until
 from pdx.vllm.step import step_record
 from pdx.wire.messages import Delete
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from node_harness import wait_until
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 
@@ -18,6 +17,7 @@ from pdx.engine import gpu_copier, inquiry
 from pdx.engine.request import Grant
 from pdx.memory.arena import Arena
 from pdx.testing.fake_cuda import FakeCuda
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill, Mark
 
 PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
@@ -330,7 +330,7 @@ def test_nothing_of_ours_spoils_a_capture_under_way(beds: Callable[..., Bed], fa
     wait_until(lambda: not num_mapped() and not fake.counts()["registered"], what="the dead node's memory is let go of")
     bed.start_node()
     wait_until(lambda: num_mapped() or fake.counts()["registered"], what="the next node's memory is reached")
-    wait_until(lambda: engine.is_attached, 10, "attached to the next node")
+    wait_until(lambda: engine.is_attached, timeout_s=10, what="attached to the next node")
     assert fake.spoiled == []
     streams.captured = None
     engine.finish(saved(engine, tokens(45, CHUNK)))

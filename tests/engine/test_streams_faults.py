@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lagging_streams import LaggingStreams
-from node_harness import MIB, wait_until
+from node_harness import MIB
 from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
@@ -23,6 +23,7 @@ from pdx.engine.gpu_copier import MappedArena
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import LayoutError
 from pdx.testing.fake_cuda import FakeCuda
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Fill
 
 RELEASES = {"cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemHostUnregister"}
@@ -66,7 +67,7 @@ def test_node_killed_in_the_middle_of_a_copy(beds: Callable[..., Bed], during: s
     engine.finish(request)
     engine.finish(other)
     bed.start_node(*flags)
-    wait_until(lambda: engine.is_attached, 10, "attached to the next node")
+    wait_until(lambda: engine.is_attached, timeout_s=10, what="attached to the next node")
     engine.finish(saved(engine, prompt))
     bed.wait_sealed(2)
     check_loaded(bed.engine(), prompt, 2 * CHUNK)
@@ -113,8 +114,8 @@ def test_what_a_step_saves_while_the_arena_is_being_mapped_is_given_up_as_a_whol
     monkeypatch.setattr(MappedArena, "open", open_late)
     bed.node.kill()
     bed.start_node()
-    wait_until(lambda: engine.scheduler.is_attached, 10, "the scheduler half is attached")
-    wait_until(lambda: engine.workers[0]._link.attached is not None, 10, "the worker half is attached")  # noqa: SLF001
+    wait_until(lambda: engine.scheduler.is_attached, timeout_s=10, what="the scheduler half is attached")
+    wait_until(lambda: engine.workers[0]._link.attached is not None, timeout_s=10, what="the worker half is attached")  # noqa: SLF001
     assert not engine.workers[0].is_attached
     half, whole = Request("half", tokens(28, CHUNK)), Request("whole", tokens(29, CHUNK))
     assert engine.admit(whole) == set()
@@ -195,7 +196,7 @@ def test_the_next_node_keeps_its_chunks_elsewhere(bed: Bed) -> None:
         bed.node.kill()
         bed.on_gpu = on_gpu
         bed.start_node()
-        wait_until(lambda: engine.is_attached and on_cpu.is_attached, 10, "attached to the next node")
+        wait_until(lambda: engine.is_attached and on_cpu.is_attached, timeout_s=10, what="attached to the next node")
         prompt = tokens(seed, CHUNK)
         engine.finish(saved(engine, prompt))
         bed.wait_sealed(1)
@@ -231,7 +232,7 @@ def test_a_link_survives_what_cuda_refuses_its_thread(bed: Bed, monkeypatch: pyt
         wait_until(lambda: bed.counted("arena_unreachable") == 1, what="counted")
     bed.node.kill()
     bed.start_node()
-    wait_until(lambda: engine.is_attached, 10, "attached to the next node")
+    wait_until(lambda: engine.is_attached, timeout_s=10, what="attached to the next node")
     engine.finish(saved(engine, tokens(34, CHUNK)))
     bed.wait_sealed(1)
 

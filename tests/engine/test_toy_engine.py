@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from node_harness import wait_until
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
 import pdx
 from pdx.client.connection import Connection
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Hello
 
 MAX_CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES
@@ -338,7 +338,7 @@ def test_node_killed_between_steps_costs_only_the_cache(engines: Callable[..., T
     engine.step((request, CHUNK))
     engine.finish(request)
     engines.node = start_node()
-    wait_until(lambda: engine.is_attached, 10, "both halves are attached to the next node")
+    wait_until(lambda: engine.is_attached, timeout_s=10, what="both halves are attached to the next node")
     again = Request("c", prompt)
     engine.admit(again)
     engine.step((again, len(prompt)))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from node_harness import NodeProcess, wait_until
+from node_harness import NodeProcess
 from stream_bed import Bed, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, layout
 
@@ -20,6 +20,7 @@ from pdx.engine.step_save import StepSave
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Tracer, TraceSpan, read, switch
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Mark, Ping
 
 

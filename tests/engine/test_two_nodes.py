@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_harness import NodeProcess, wait_until
+from node_harness import NodeProcess
 from toy_engine import CHUNK, LAYERS, Request, ToyEngine
 
 from pdx.client.connection import Connection
 from pdx.config import NodeConfig, listen_address
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Fill
 
 TRANSFER = "x" * 20

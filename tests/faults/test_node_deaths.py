@@ -4,11 +4,12 @@ import os
 import signal
 
 import pytest
-from node_harness import MIB, arenas_of, attached, is_stopped, wait_until
+from node_harness import MIB, arenas_of, attached, is_stopped
 
 import pdx
 from pdx.config import listen_address
 from pdx.errors import NodeUnavailable, StaleSlot
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Fill, Ping
 
 BACK_S = 1.0  # after any fault the counters are back at their baseline within this
@@ -37,7 +38,7 @@ def test_a_client_killed_while_writing_gives_everything_back(node, puppets, clie
     status = client.status()
     assert (status.chunks, status.leases) == ({"filling": 1, "sealed": 1}, 1)
     puppet.kill()
-    wait_until(lambda: client.status().chunks == {"sealed": 1}, BACK_S)
+    wait_until(lambda: client.status().chunks == {"sealed": 1}, timeout_s=BACK_S)
     status = client.status()
     assert (status.leases, status.free_bytes, status.counters["deaths"]) == (0, 7 * MIB, 1)
     with client.get("sealed") as chunk:
@@ -62,7 +63,7 @@ def test_a_stopped_writer_keeps_its_room_and_its_late_fill_is_harmless(short_nod
     assert client.lookup(["a"]) == 0
     with client.get("b") as chunk:
         assert bytes(chunk.view) == b"\x07" * (4 * MIB)
-    wait_until(lambda: client.status().chunks == {"sealed": 1}, BACK_S)
+    wait_until(lambda: client.status().chunks == {"sealed": 1}, timeout_s=BACK_S)
     assert client.status().free_bytes == 4 * MIB
 
 
@@ -72,7 +73,7 @@ def test_a_writer_killed_in_quarantine_gives_its_room_back(short_node, puppets, 
     puppet.stop()
     wait_until(lambda: client.status().chunks == {"quarantined": 1})
     puppet.kill()
-    wait_until(lambda: client.status().free_bytes == 8 * MIB, BACK_S)
+    wait_until(lambda: client.status().free_bytes == 8 * MIB, timeout_s=BACK_S)
 
 
 def test_a_stopped_reader_finds_out_that_its_bytes_are_stale(node, puppets, client):
@@ -123,7 +124,7 @@ def test_a_killed_node_is_noticed_and_the_next_one_cleans_up(start_node, address
             chunk.seal()
         reader = client.get("a")
         node.kill()
-        wait_until(lambda: not client._connection.is_alive, BACK_S)
+        wait_until(lambda: not client._connection.is_alive, timeout_s=BACK_S)
         assert len(arenas_of(address)) == 1, "nobody was there to remove it"
         stale = arenas_of(address)[0]
         assert (place / "node.sock").is_socket()
@@ -164,7 +165,7 @@ def test_a_stopped_node_is_alive_and_late_answers_are_given_back(node, address, 
         assert client._connection.is_alive
         node.signal(signal.SIGCONT)
         with attached(address) as other:
-            wait_until(lambda: other.status().free_bytes == 8 * MIB, 2 * BACK_S)
+            wait_until(lambda: other.status().free_bytes == 8 * MIB, timeout_s=2 * BACK_S)
         with client.reserve("a", MIB) as chunk:
             chunk.seal()
 
@@ -177,7 +178,7 @@ def test_the_clean_end_of_a_node_leaves_nothing(start_node, address, place):
         assert node.process.returncode == 0
         assert not arenas_of(address)
         assert not (place / "node.sock").exists()
-        wait_until(lambda: not client._connection.is_alive, BACK_S)
+        wait_until(lambda: not client._connection.is_alive, timeout_s=BACK_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

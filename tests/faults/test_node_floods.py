@@ -8,10 +8,11 @@ import socket
 import pytest
 import zmq
 from link_stage import key_files, write_roster
-from node_harness import MIB, NodeProcess, Wire, attached, wait_until
+from node_harness import MIB, NodeProcess, Wire, attached
 
 from pdx.config import NodeConfig
 from pdx.security.curve_keys import KeyPair
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Admit, Admitted, Done, Hello, Ping, Welcome
 from pdx.wire.peer_messages import PeerFrame, PeerHello, encode_peer
 

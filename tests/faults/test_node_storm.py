@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from node_harness import MIB, wait_until
+from node_harness import MIB
 
 import pdx
+from pdx.testing.waiting import wait_until
 
 STEPS = 1000  # of each process
 CLIENT = Path(__file__).with_name("node_storm_client.py")
@@ -39,7 +40,7 @@ def test_after_a_storm_everything_is_back_within_a_second(start_node):
             status = client.status()
             return len(status.attached) == 1 and status.leases == 0 and set(status.chunks) <= {"sealed"}
 
-        wait_until(is_back, 1.0, "leases and reservations are back")
+        wait_until(is_back, timeout_s=1.0, what="leases and reservations are back")
         counters = client.status().counters
         assert counters["deaths"] == 4
         for counter in ("sealed", "aborted", "hit_chunks"):  # how many depends on the machine

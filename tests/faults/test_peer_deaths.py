@@ -4,10 +4,11 @@ import signal
 import threading
 
 import pytest
-from node_harness import MIB, is_stopped, wait_until
+from node_harness import MIB, is_stopped
 from peers_harness import ARENA, Cluster, pattern, put, read
 
 from pdx.node.peers.handshake import LinkState
+from pdx.testing.waiting import wait_until
 
 SILENCE_S = 1.0
 

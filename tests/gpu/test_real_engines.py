@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 pytest.importorskip("xxhash")
 pytest.importorskip("zmq")
 
-from node_harness import NodeProcess, wait_until  # noqa: E402
+from node_harness import NodeProcess  # noqa: E402
 
 from pdx.bench.reference.engine import ReferenceEngine  # noqa: E402
 from pdx.bench.reference.model import Shapes  # noqa: E402
@@ -22,6 +22,7 @@ from pdx.bench.reference.pair import NODES, EngineProcess, hand_over, legs, node
 from pdx.config import ConnectorConfig  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.memory import num_mapped  # noqa: E402
+from pdx.testing.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.serial
 MIB = 1 << 20
@@ -74,7 +75,7 @@ def until_they_reach_the_arena(processes: list[EngineProcess], names: tuple[str,
         _, [decoded] = hand_over(*processes, [legs(fresh_prompt(), 2, names)])
         return bool(decoded["loaded_tokens"])
 
-    wait_until(loads, 60.0, "a first prompt was handed over")
+    wait_until(loads, timeout_s=60.0, what="a first prompt was handed over")
 
 
 @pytest.mark.timeout(300)
@@ -135,7 +136,7 @@ def save(engine: ReferenceEngine, node: NodeProcess, prompt: list[int]) -> list[
     """Compute it, and wait until its chunks are in the store; the output."""
     before = sealed(node)
     output = output_of(engine, "first", prompt)
-    wait_until(lambda: sealed(node) >= before + len(prompt) // CHUNK, 10.0, "saved")
+    wait_until(lambda: sealed(node) >= before + len(prompt) // CHUNK, timeout_s=10.0, what="saved")
     return output
 
 
@@ -145,7 +146,11 @@ def engine(gpu_node: NodeProcess) -> Iterator[ReferenceEngine]:
     connector = ConnectorConfig(node=gpu_node.address, start_node=False, chunk_tokens=CHUNK)
     made = ReferenceEngine(SHAPES, 1, connector=connector, **SETTINGS)
     try:
-        wait_until(lambda: output_of(made, "warm", fresh_prompt()) and sealed(gpu_node), 60.0, "a first chunk is saved")
+        wait_until(
+            lambda: output_of(made, "warm", fresh_prompt()) and sealed(gpu_node),
+            timeout_s=60.0,
+            what="a first chunk is saved",
+        )
         yield made
     finally:
         made.close()
@@ -175,7 +180,7 @@ def test_the_node_is_killed_while_pages_are_gathered(
     engine.worker.save_layer = save_layer  # type: ignore[method-assign]
     assert output_of(engine, "r", PROMPTS[1]) == alone[False][1]
     engine.close()
-    wait_until(lambda: num_mapped() == 0, 10.0, "nothing stays mapped")
+    wait_until(lambda: num_mapped() == 0, timeout_s=10.0, what="nothing stays mapped")
 
 
 def test_the_node_is_killed_while_pages_are_scattered(
@@ -195,7 +200,7 @@ def test_the_node_is_killed_while_pages_are_scattered(
     engine.worker.begin = begin_and_kill  # type: ignore[method-assign]
     assert output_of(engine, "again", PROMPTS[2]) == alone[False][2]
     engine.close()
-    wait_until(lambda: num_mapped() == 0, 10.0, "nothing stays mapped")
+    wait_until(lambda: num_mapped() == 0, timeout_s=10.0, what="nothing stays mapped")
 
 
 def test_the_gpu_has_its_memory_back_behind_a_killed_engine(cuda: Gpu, gpu_node: NodeProcess) -> None:
@@ -207,8 +212,10 @@ def test_the_gpu_has_its_memory_back_behind_a_killed_engine(cuda: Gpu, gpu_node:
     process.send("run", requests=[{"name": "s", "prompt": PROMPTS[1], "max_tokens": DECODED}])
     process._process.kill()
     process.close()
-    wait_until(lambda: all(each.kind == "client" for each in gpu_node.status().attached), 10.0, "the node knows")
-    wait_until(lambda: cuda.free_bytes() >= free - SLACK, 20.0, "its memory and its mapping are gone")
+    wait_until(
+        lambda: all(each.kind == "client" for each in gpu_node.status().attached), timeout_s=10.0, what="the node knows"
+    )
+    wait_until(lambda: cuda.free_bytes() >= free - SLACK, timeout_s=20.0, what="its memory and its mapping are gone")
     status = gpu_node.status()
     assert status.mapped == 1
     assert status.chunks.get("filling", 0) == 0

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from device_bytes import read, write
 from gpu_child import GpuChild
-from node_harness import wait_until
 
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory, Handle, num_mapped
 from pdx.errors import GpuHandleDead
+from pdx.testing.waiting import wait_until
 
 pytestmark = pytest.mark.serial
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def everything_comes_back(gpu: Gpu) -> Iterator[None]:
     """As much of the GPU is free after this as before."""
     before = gpu.free_bytes()
     yield
-    wait_until(lambda: gpu.free_bytes() >= before - SLACK, SECONDS, f"{before >> 20} MiB are free again")
+    wait_until(lambda: gpu.free_bytes() >= before - SLACK, timeout_s=SECONDS, what=f"{before >> 20} MiB are free again")
 
 
 def test_another_process_reads_and_writes_it(gpu: Gpu, child: Callable[[], GpuChild], kind: str) -> None:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 pytest.importorskip("zmq")
 
-from node_harness import NodeProcess, wait_until  # noqa: E402
+from node_harness import NodeProcess  # noqa: E402
 
 import pdx  # noqa: E402
 from pdx.config import handover_path  # noqa: E402
@@ -20,6 +20,7 @@ from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.handover import fetch_handle  # noqa: E402
 from pdx.cuda.memory import num_mapped  # noqa: E402
 from pdx.errors import LayoutError, NodeError, NodeUnavailable  # noqa: E402
+from pdx.testing.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.serial
 MIB = 1 << 20
@@ -111,7 +112,7 @@ def test_a_killed_node_leaves_its_chunks_to_who_maps_them(cuda: Gpu, start_node:
     wait_until(lambda: num_mapped() == 0, what="unmapped")
     del content
     torch.cuda.empty_cache()
-    wait_until(lambda: cuda.free_bytes() >= free - SLACK, 20.0, "the arena's memory is free")
+    wait_until(lambda: cuda.free_bytes() >= free - SLACK, timeout_s=20.0, what="the arena's memory is free")
     start_node()  # clears away what a killed one has left
 
 
@@ -130,8 +131,8 @@ sys.stdin.read()
         assert it.stdout is not None
         assert it.stdout.readline().strip() == "ready"
         it.kill()
-    wait_until(lambda: gpu_node.status().free_bytes == 64 * MIB, 20.0, "its reservation is given back")
-    wait_until(lambda: cuda.free_bytes() >= free - SLACK, 20.0, "its context is gone")
+    wait_until(lambda: gpu_node.status().free_bytes == 64 * MIB, timeout_s=20.0, what="its reservation is given back")
+    wait_until(lambda: cuda.free_bytes() >= free - SLACK, timeout_s=20.0, what="its context is gone")
 
 
 def test_two_nodes_push_over_cuda_ipc(cuda: Gpu) -> None:
@@ -140,7 +141,7 @@ def test_two_nodes_push_over_cuda_ipc(cuda: Gpu) -> None:
     free = cuda.free_bytes()
     with node_pair("cuda_ipc", 64 * MIB, gpu="0") as (a, b):
         content = put(a, "pushed", push_to=TO)
-        wait_until(lambda: b.lookup(["pushed"]) == 1, 20.0, "it is there")
+        wait_until(lambda: b.lookup(["pushed"]) == 1, timeout_s=20.0, what="it is there")
         with b.get("pushed") as chunk:
             found = chunk.tensor(torch.uint8)
             assert torch.equal(found, content)
@@ -149,7 +150,7 @@ def test_two_nodes_push_over_cuda_ipc(cuda: Gpu) -> None:
         assert peer.sent_bytes >= content.numel()
     del content
     torch.cuda.empty_cache()
-    wait_until(lambda: cuda.free_bytes() >= free - SLACK, 20.0, "both arenas are free again")
+    wait_until(lambda: cuda.free_bytes() >= free - SLACK, timeout_s=20.0, what="both arenas are free again")
 
 
 def test_a_node_without_that_gpu_says_which_there_are(cuda: Gpu, start_node: Callable[..., NodeProcess]) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 from device_bytes import read, write
-from node_harness import wait_until
 
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
 from pdx.cuda.page_lock import PIECE_BYTES, PageLock
+from pdx.testing.waiting import wait_until
 
 MIB = 1 << 20
 SECONDS = 60.0
@@ -43,7 +43,7 @@ def locked(gpu: Gpu, shared: Shared) -> Iterator[PageLock]:
     refused: list[str] = []
     lock = PageLock(shared.address, shared.nbytes, gpu, anchor=shared.anchor, on_refused=refused.append)
     try:
-        wait_until(lambda: refused or lock.covers(0, shared.nbytes), SECONDS, "page-locked")
+        wait_until(lambda: refused or lock.covers(0, shared.nbytes), timeout_s=SECONDS, what="page-locked")
         assert not refused
         yield lock
     finally:

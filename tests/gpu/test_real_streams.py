@@ -19,7 +19,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from device_bytes import read, write  # noqa: E402
-from node_harness import wait_until  # noqa: E402
 
 from pdx.cuda.arena import GpuArena  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
@@ -29,6 +28,7 @@ from pdx.engine.plan import LoadPlan, PagesPlan  # noqa: E402
 from pdx.engine.streams import TorchStreams  # noqa: E402
 from pdx.memory.arena import Arena  # noqa: E402
 from pdx.memory.slot import Slot  # noqa: E402
+from pdx.testing.waiting import wait_until  # noqa: E402
 
 MIB = 1 << 20
 LAYERS, BLOCKS, PAGE_BYTES = 4, 32, 16 << 10
@@ -74,7 +74,9 @@ class Engine:
 
     def begin(self) -> None:
         """A step that saves the chunk; until the page-lock covers the slot it cannot."""
-        wait_until(lambda: self.copier.begin(self.arena, [self.plan]) == [self.plan], 30.0, "within reach")
+        wait_until(
+            lambda: self.copier.begin(self.arena, [self.plan]) == [self.plan], timeout_s=30.0, what="within reach"
+        )
 
     def compute(self, layer: int) -> None:
         """One layer, late."""
@@ -198,7 +200,7 @@ def test_a_graph_may_be_captured_while_copies_run(engine: Engine) -> None:
         engine.pages[layer].copy_(engine.source[layer])
         engine.copier.gather(range(layer, layer + 1))
     ended = engine.finish([])
-    wait_until(engine.copier._copied._queue.empty, 20.0, "the waiter has taken the event")
+    wait_until(engine.copier._copied._queue.empty, timeout_s=20.0, what="the waiter has taken the event")
     shared = mmap.mmap(-1, 4 * MIB)
     anchor = (ctypes.c_char * len(shared)).from_buffer(shared)
     refused: list[str] = []
@@ -207,7 +209,7 @@ def test_a_graph_may_be_captured_while_copies_run(engine: Engine) -> None:
         assert not ended.is_set(), "the copies are over before the capture has begun"
         scratch.add_(1)
         lock = PageLock(ctypes.addressof(anchor), len(shared), engine.gpu, anchor=anchor, on_refused=refused.append)
-        wait_until(lambda: refused or lock.covers(0, len(shared)), 20.0, "page-locked")
+        wait_until(lambda: refused or lock.covers(0, len(shared)), timeout_s=20.0, what="page-locked")
         lock.close()
         assert ended.wait(20)
         scratch.add_(1)

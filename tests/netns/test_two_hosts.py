@@ -14,11 +14,11 @@ import pytest
 import zmq.auth
 from click.testing import CliRunner
 from network import Host, connect, need_namespaces
-from node_harness import wait_until
 
 import pdx
 from pdx.cli.main import main
 from pdx.config import NodeConfig
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import NodeStatus, PeerStatus
 
 pytestmark = pytest.mark.timeout(180)
@@ -150,7 +150,7 @@ def push(sender: Machine, receiver: Machine, name: str, seed: int) -> None:
 
 def wait_at_rest(machines: list[Machine], timeout_s: float) -> None:
     for machine in machines:
-        wait_until(machine.is_at_rest, timeout_s, f"{machine.name} is at rest")
+        wait_until(machine.is_at_rest, timeout_s=timeout_s, what=f"{machine.name} is at rest")
 
 
 def test_a_chunk_arrives_at_the_other_host_both_ways(machines: list[Machine]) -> None:
@@ -193,21 +193,21 @@ def test_the_cable_is_pulled_and_plugged_in_again(moment: str, machines: list[Ma
             filled = PARTS // 2 if moment == "between writes" else PARTS
             for part in range(filled):
                 chunk.fill(part)
-            wait_until(lambda: beta.landed_bytes() > landed, 10, "it is on its way")
+            wait_until(lambda: beta.landed_bytes() > landed, timeout_s=10, what="it is on its way")
             beta.host.pull_out()
             for part in range(filled, PARTS):
                 chunk.fill(part)
             chunk.seal()
         with node.get("cut") as kept:
             assert bytes(kept.view) == data
-    wait_until(lambda: alpha.peer().state not in ("ready", "open"), 5 * LOST_S, "the peer is lost")
+    wait_until(lambda: alpha.peer().state not in ("ready", "open"), timeout_s=5 * LOST_S, what="the peer is lost")
     wait_at_rest(machines, 10 * LOST_S)
     with beta.attach() as node:
         assert node.lookup(["cut"]) == 0, "half a chunk is no chunk"
         with node.reserve("all of it", ARENA_BYTES - 2 * NBYTES) as room:
             room.abort()
     beta.host.plug_in()
-    wait_until(lambda: works(alpha, beta), 30, f"pushes arrive again\n{alpha.log}\n{beta.log}")
+    wait_until(lambda: works(alpha, beta), timeout_s=30, what=f"pushes arrive again\n{alpha.log}\n{beta.log}")
     push(beta, alpha, "back again", seed=6)
     wait_at_rest(machines, 10)
 

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from node_harness import wait_until
 
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.arena_tier import ArenaTier
@@ -14,6 +13,7 @@ from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
+from pdx.testing.waiting import wait_until
 
 LAYERS = 4
 SLICE = GRANULE_BYTES // LAYERS

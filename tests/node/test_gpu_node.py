@@ -5,7 +5,7 @@ import os
 
 import pytest
 from gpu_harness import GpuCluster, GpuNode, GpuPuppet, fake_cuda, uuid
-from node_harness import MIB, Wire, arenas_of, wait_until
+from node_harness import MIB, Wire, arenas_of
 from peers_harness import pattern, put, read
 
 import pdx
@@ -14,6 +14,7 @@ from pdx.cuda import driver
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import num_mapped
 from pdx.errors import LayoutError
+from pdx.testing.waiting import wait_until
 
 
 @pytest.fixture

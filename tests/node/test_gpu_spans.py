@@ -5,7 +5,6 @@ import gc
 import threading
 
 import pytest
-from node_harness import wait_until
 
 from pdx.cuda import arena as arena_module
 from pdx.cuda.arena import GpuArena
@@ -16,6 +15,7 @@ from pdx.cuda.memory import num_mapped
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
 from pdx.testing.fake_cuda import fake_cuda
+from pdx.testing.waiting import wait_until
 
 SLOT = Slot(0, GRANULE_BYTES, 7)
 

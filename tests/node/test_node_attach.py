@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from node_harness import MIB, Wire, arenas_of, refused_node, wait_until
+from node_harness import MIB, Wire, arenas_of, refused_node
 
 import pdx
 from pdx.config import NodeConfig, node_name
@@ -20,6 +20,7 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.node.service import PROBE_BYTES
 from pdx.node.sessions import MAX_OF_ONE_PROCESS
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Admit, Admitted, Bye, Done, Hello, Ping, Refused, Status, Welcome
 
 KEY = b"k" * 16
@@ -247,7 +248,7 @@ def test_of_four_nodes_started_together_one_wins(address, place):
     started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(4)]
     try:
         with pdx.connect(address, timeout_s=20.0) as client:
-            wait_until(lambda: sum(process.poll() == 1 for process in started) == 3, 20.0)
+            wait_until(lambda: sum(process.poll() == 1 for process in started) == 3, timeout_s=20.0)
             winner = next(process for process in started if process.poll() is None)
             assert client.status().pid == winner.pid
     finally:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from node_harness import MIB, Wire, arenas_of, wait_until
+from node_harness import MIB, Wire, arenas_of
 
 from pdx.config import NodeConfig
 from pdx.errors import ArenaTooSmall, ConfigError, NodeRunning
@@ -21,6 +21,7 @@ from pdx.node.daemon import TICK_S, Daemon
 from pdx.node.peers.mailbox import Mailbox
 from pdx.security import descriptors
 from pdx.telemetry.faults import Faults
+from pdx.testing.waiting import wait_until
 from pdx.wire.burst import BURST_S
 from pdx.wire.messages import (
     VERSION,

@@ -4,10 +4,11 @@ import random
 
 import msgpack
 import pytest
-from node_harness import MIB, Wire, attached, oversized, wait_until
+from node_harness import MIB, Wire, attached, oversized
 
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
     MAX_KEYS,
     Abort,

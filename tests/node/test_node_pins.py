@@ -1,9 +1,10 @@
 """Pins at a real node: they hold every shard, and outlive whoever set them, in sight of all."""
 
 import pytest
-from node_harness import MIB, attached, wait_until
+from node_harness import MIB, attached
 
 from pdx.memory.arena import GRANULE_BYTES
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Delete, Fill, Pin
 
 KEY = b"pinned".ljust(16, b".")

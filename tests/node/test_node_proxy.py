@@ -5,10 +5,10 @@ import time
 import msgpack
 import pytest
 import zmq
-from node_harness import wait_until
 
 from pdx.config import node_name
 from pdx.memory.arena import GRANULE_BYTES
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
     VERSION,
     Abort,

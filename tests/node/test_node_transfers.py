@@ -2,10 +2,11 @@
 
 import msgspec
 import pytest
-from node_harness import MIB, Wire, wait_until
+from node_harness import MIB, Wire
 
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.admissions import MAX_OF_SESSION
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Admit, Cancel, Delete, Fill, Ping, Release
 
 TRANSFER = "transfer-0123456789"

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from node_harness import wait_until
 
 from pdx.node.desk import Desk
 from pdx.security import descriptors
+from pdx.testing.waiting import wait_until
 
 
 @pytest.fixture

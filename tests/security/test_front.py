@@ -8,11 +8,11 @@ import types
 from collections import Counter
 
 import pytest
-from node_harness import wait_until
 
 from pdx.security import descriptors
 from pdx.security import front as module
 from pdx.security.front import MAX_YOUNG_OF_ADDRESS, SILENT_S, Front
+from pdx.testing.waiting import wait_until
 
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
 YOUNG_S = 5.0

@@ -10,8 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import zmq
 from pdx.config import NodeConfig
 from pdx.errors import NodeUnavailable
 from pdx.node.start import start
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
     VERSION,
@@ -39,23 +38,6 @@ from pdx.wire.messages import (
 MIB = 1 << 20
 _PUPPET = Path(__file__).with_name("node_puppet.py")
 _LAST_SEQ = 1 << 62  # beyond all numbers that tests give their messages
-_ROUND_S = 0.05
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
-    """Poll until `condition()` is true and return what it returned; fail when the deadline is over.
-
-    A round counts for `_ROUND_S` at most: while the machine stood still, so did the process that is waited for.
-    """
-    left_s = timeout_s
-    while True:
-        started = time.monotonic()
-        if result := condition():
-            return result
-        if left_s < 0:
-            raise AssertionError(f"not within {timeout_s} s: {what or condition}")
-        time.sleep(0.005)
-        left_s -= min(time.monotonic() - started, _ROUND_S)
 
 
 def arenas_of(address: str) -> list[Path]:

@@ -6,11 +6,12 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from node_harness import MIB, NodeProcess, wait_until
+from node_harness import MIB, NodeProcess
 
 import pdx
 from pdx.config import NodeConfig
 from pdx.errors import PdxError
+from pdx.testing.waiting import wait_until
 from pdx.transports.registry import find
 
 ARENA = 16 * MIB
@@ -85,7 +86,7 @@ class Cluster:
     def settle(self, *names: str, timeout_s: float = 5.0) -> None:
         """Everything has come to an end there; all room is free once the chunks are deleted."""
         for name in names or self.clients:
-            wait_until(lambda name=name: self.is_quiet(name), timeout_s, f"{name} has settled")
+            wait_until(lambda name=name: self.is_quiet(name), timeout_s=timeout_s, what=f"{name} has settled")
 
     def close(self) -> None:
         """End the nodes, whatever state they are in."""

@@ -23,8 +23,9 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
 from pdx.security.unix_peer import Credentials
 from pdx.telemetry.host import process_stat
 from pdx.testing.channel_memory import GpuBlock, HostFile, LegacyGpuBlock, SecondGpuBlock, SideMemory
-from pdx.testing.channel_stage import MIB, Peer, Stage, wait_until
+from pdx.testing.channel_stage import MIB, Peer, Stage
 from pdx.testing.fake_cuda import FakeCuda, fake_cuda
+from pdx.testing.waiting import wait_until
 from pdx.transports import local
 from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion
 from pdx.transports.cuda_ipc import Copy, CudaIpcRegion, CudaSource, Luggage

@@ -11,7 +11,8 @@ import pytest
 from ucx_conformance import UcxConformance, stage_of
 
 from pdx.errors import ChannelBroken
-from pdx.testing.channel_stage import MIB, Stage, wait_until
+from pdx.testing.channel_stage import MIB, Stage
+from pdx.testing.waiting import wait_until
 from pdx.transports import onesided
 from pdx.transports.channel import Piece
 from pdx.transports.nixl import NixlRegion

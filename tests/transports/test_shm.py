@@ -15,7 +15,8 @@ import pytest
 from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.security.unix_peer import Credentials
 from pdx.testing.channel_conformance import ChannelConformance
-from pdx.testing.channel_stage import MIB, Stage, wait_until
+from pdx.testing.channel_stage import MIB, Stage
+from pdx.testing.waiting import wait_until
 from pdx.transports import local, shm
 from pdx.transports.channel import Memory, Piece, RemoteRegion
 from pdx.transports.frames import ACK_BYTES, OK, pack_body, pack_greeting, pack_write, unpack_ack

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
-from pdx.testing.channel_stage import MIB, Stage, wait_until
+from pdx.testing.channel_stage import MIB, Stage
+from pdx.testing.waiting import wait_until
 from pdx.transports import inbound
 from pdx.transports.channel import MAX_PIECES, Memory, Piece, RemoteRegion
 from pdx.transports.frames import (

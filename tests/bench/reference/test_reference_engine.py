@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from node_harness import NodeProcess, wait_until
+from node_harness import NodeProcess
 from reference_prompts import CHUNK, prompt_of
 
 import pdx.bench.reference.engine
 import pdx.bench.reference.model
 from pdx.bench.reference.engine import DecodeGraphs, ReferenceEngine, Request
 from pdx.bench.reference.model import Batch, Model, PagedKv
+from pdx.testing.waiting import wait_until
 
 MakeEngine = Callable[..., ReferenceEngine]
 ORDERS = ["LBNHC", "LBHNC", "BLNHC"]
@@ -189,7 +190,11 @@ def test_node_killed_while_a_prompt_is_computed(
     assert request.stats.computed_prompt_tokens == len(prompt)
     assert [request.output] == outputs(make_engine(), prompt)
     following = start_node()
-    wait_until(lambda: engine.worker.is_attached and engine.scheduler.is_attached, 10, "attached to the next node")
+    wait_until(
+        lambda: engine.worker.is_attached and engine.scheduler.is_attached,
+        timeout_s=10,
+        what="attached to the next node",
+    )
     outputs(engine, prompt)
     wait_until(is_sealed(following, 4), what="saved there")
 

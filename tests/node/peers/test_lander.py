@@ -4,7 +4,6 @@ import threading
 
 import msgspec
 import pytest
-from node_harness import wait_until
 from plain_memory import PlainMemory
 
 from pdx.errors import GpuError
@@ -12,6 +11,7 @@ from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.digest import digests
 from pdx.node.peers.lander import MAX_UNHEARD, Lander, Room
 from pdx.node.peers.mailbox import Mailbox
+from pdx.testing.waiting import wait_until
 from pdx.transports.channel import Notification
 from pdx.wire.peer_messages import Landed, Slices, encode_landed
 

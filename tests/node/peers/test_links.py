@@ -11,13 +11,13 @@ import subprocess
 import pytest
 import zmq
 from link_stage import PING_S, TIMEOUT_S, Raw, welcomed
-from node_harness import wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers.handshake import LinkState, LinkStep, SessionState, SessionStep
 from pdx.node.peers.lives import Lives
 from pdx.telemetry.host import host_id
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Refused
 from pdx.wire.peer_messages import Coming, Want
 

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from node_harness import MIB, wait_until
+from node_harness import MIB
 from peers_harness import pattern, put, read
 
 import pdx
 from pdx.config import NodeConfig
 from pdx.node.daemon import Daemon
+from pdx.testing.waiting import wait_until
 from pdx.transports import registry
 from pdx.transports.inproc import InprocListener, InprocRegion
 

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from link_stage import Raw
-from node_harness import MIB, NodeProcess, attached, wait_until
+from node_harness import MIB, NodeProcess, attached
 from peers_harness import Cluster, pattern, put, read, why_not
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
 from pdx.node.peers.handshake import LinkState
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Cancel, Fill
 from pdx.wire.peer_messages import PeerBye
 

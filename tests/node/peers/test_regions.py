@@ -4,7 +4,6 @@ import threading
 from collections import Counter
 
 import pytest
-from node_harness import wait_until
 from push_stage import MIB
 
 from pdx.cuda.arena import GpuArena
@@ -14,6 +13,7 @@ from pdx.memory.arena import Arena
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
 from pdx.testing.fake_cuda import fake_cuda
+from pdx.testing.waiting import wait_until
 from pdx.transports import registry
 from pdx.transports.channel import Piece
 from pdx.transports.inproc import InprocRegion

@@ -5,7 +5,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from node_harness import wait_until
 from plain_memory import PlainMemory
 from push_stage import MIB
 
@@ -16,6 +15,7 @@ from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.sender import Route, Sender
 from pdx.node.peers.ways import Ways
 from pdx.store.tier import Job, Part
+from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
 from pdx.wire.peer_messages import decode_landed
 

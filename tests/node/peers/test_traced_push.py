@@ -4,13 +4,14 @@ import time
 from collections import Counter
 
 import pytest
-from node_harness import MIB, attached, wait_until
+from node_harness import MIB, attached
 from peers_harness import Cluster, pattern, put, read
 
 from pdx.config import NodeConfig
 from pdx.errors import ConfigError
 from pdx.node.daemon import Daemon
 from pdx.telemetry import trace
+from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Cancel, Fill
 
 TRANSFER = "transfer-0123456789"
@@ -57,7 +58,7 @@ def spans_of(folder, nbytes):
         spans = trace.read(folder)
         return spans if sum(span.nbytes for span in spans) >= nbytes else None
 
-    return wait_until(found, 30.0, "the spans are written while the nodes go on")
+    return wait_until(found, timeout_s=30.0, what="the spans are written while the nodes go on")
 
 
 def by_layer(spans):
