@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached
-
-from pdx.config import NodeConfig
 
 pytest.register_assert_rewrite("pdx.testing")  # the suite's own modules, whichever test imports one of them first
+
+from node_harness import MIB, NodeProcess, Puppet, Wire, arenas_of, attached  # noqa: E402
+
+from pdx.config import NodeConfig  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started us in the background; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
