@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,14 +29,15 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 
 from pdx.config import ConnectorConfig, parse
+from pdx.engine.guard import Off, SchedulerGuard, WorkerGuard
 from pdx.engine.plan import StepPlan
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
-from pdx.vllm.border import Off, SchedulerBorder, WorkerBorder
 from pdx.vllm.facts import facts_of
 from pdx.vllm.identity import attention_backend, check_no_state, layout_of, model_identity
 from pdx.vllm.releases import check_nested
+from pdx.vllm.step import step_record
 
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -61,7 +63,7 @@ class PdxWorkerOff(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.vllm.border`).
+    """Either half of the connector, as vLLM asks for it. After start-up no hook raises (`pdx.engine.guard`).
 
     Not `SupportsHMA`: vLLM then keeps one group of layers where it can, see `pdx.vllm.identity`.
     """
@@ -84,8 +86,8 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._has_hooks = not getattr(vllm_config.parallel_config, "use_ubatching", False)
         self._is_nested = _is_nested(transfer)
         self._backend = ""
-        self._scheduler: SchedulerBorder | None = None  # once the workers have told what they know of the layout
-        self._worker = None if is_scheduler else WorkerBorder(WorkerHalf(config, layout, self._engine, _rank()))
+        self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout
+        self._worker = None if is_scheduler else WorkerGuard(WorkerHalf(config, layout, self._engine, _rank()))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -99,7 +101,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     @property
-    def scheduler(self) -> SchedulerBorder:
+    def scheduler(self) -> SchedulerGuard:
         """The scheduler half, in the process that has it."""
         if self._scheduler is None:  # vLLM has skipped the handshake
             self._start_scheduler(self._layout.backend, self._layout.order)
@@ -107,7 +109,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler
 
     @property
-    def worker(self) -> WorkerBorder:
+    def worker(self) -> WorkerGuard:
         """The worker half, in the processes that have it."""
         assert self._worker is not None
         return self._worker
@@ -115,7 +117,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _start_scheduler(self, backend: str, order: str) -> None:
         layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
         half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts)
-        self._scheduler = SchedulerBorder(half, layout.block_tokens)
+        self._scheduler = SchedulerGuard(half, layout.block_tokens)
 
     # ---- scheduler side ---------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return (0,)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return PdxMetadata(self.scheduler.plan_step(scheduler_output))
+        return PdxMetadata(self.scheduler.plan_step(partial(step_record, scheduler_output)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, PdxWorkerOff):

@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pdx.engine.weights import weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import KvLayout
 from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, page_order
-from pdx.vllm.weights import weight_files, weights_digest
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _HASHES = ("sha256", "sha256_cbor")
@@ -78,7 +78,7 @@ def attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def model_identity(model: Any, load_format: Any) -> str:
-    """A name for the weights: for a folder, the digest of its files (`pdx.vllm.weights`); for a hub name, its revision.
+    """A name for the weights: for a folder, the digest of its files (`weights_digest`); for a hub name, its revision.
 
     Where the weights lie does not matter, so the same model on two hosts has one identity; how it is quantised and
     what its configuration says does.

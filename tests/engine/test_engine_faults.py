@@ -125,10 +125,10 @@ def break_hook(
 
 def serve(engine: ToyEngine, request: Request) -> None:
     """As vLLM does: what is not loaded is computed, and then the pages are right, whatever PDX did."""
-    engine.scheduler_border.arrived(request)
+    engine.scheduler_guard.arrived(request)
     engine.admit(request)
     while request.num_computed < request.num_tokens:
-        engine.scheduler_border.has_unsent_plans()
+        engine.scheduler_guard.has_unsent_plans()
         engine.step((request, min(CHUNK, request.num_tokens - request.num_computed)))
     engine.check_cache(request, request.num_tokens)
     engine.finish(request)
@@ -154,8 +154,8 @@ def test_a_hook_that_fails_ends_pdx_and_not_the_engine(
     for index, prompt in enumerate([new, there, new, there]):
         serve(engine, Request(f"r{index}", prompt))
     assert len(calls) == call, "nothing is asked of a half that is off"
-    borders = [engine.scheduler_border, *engine.worker_borders]
-    assert all(border.is_off for border in borders)
+    guards = [engine.scheduler_guard, *engine.worker_guards]
+    assert all(guard.is_off for guard in guards)
     wait_until(lambda: bed.counted("hook_failed") == 1, what="counted")
     bed.wait_at_rest()
     sealed = bed.node.status().chunks["sealed"]
@@ -167,7 +167,7 @@ def test_a_hook_that_fails_ends_pdx_and_not_the_engine(
 def test_a_fault_at_start_up_is_raised(bed: Bed) -> None:
     engine = bed.engine(lags=False)
     with pytest.raises(Exception, match="layers"):
-        engine.worker_borders[0].register({}, 1)
+        engine.worker_guards[0].register({}, 1)
 
 
 def test_loads_under_way_are_waited_for_and_reported_as_what_they_are(
@@ -184,13 +184,13 @@ def test_loads_under_way_are_waited_for_and_reported_as_what_they_are(
     external = engine.match(request)
     engine.allocate(request, external)
     with streams.held(streams.loading):
-        plan = engine.scheduler_border.plan_step(engine.output({}))
+        plan = engine.scheduler_guard.plan_step(lambda half: engine.record({}))
         engine.run_worker(0, plan, {})
         wait_until(lambda: streams.loading.waiting, what="the scatter is queued")
         break_hook(monkeypatch, engine.workers[0], "begin", 1, is_late=False)
         for _ in range(3):
             engine.idle()
-        assert engine.worker_borders[0].is_off
+        assert engine.worker_guards[0].is_off
         assert engine.waiting == {"a": {0}}
     assert engine.finish_load(request) == set()
     request.num_computed = external

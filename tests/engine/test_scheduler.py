@@ -342,7 +342,7 @@ def test_a_request_that_is_not_soon_its_turn_keeps_nobody_from_saving(engines: C
     prompt = tokens(55, 3 * CHUNK + 2)
     later = Later(busy)
     queued = Request("q", prompt)
-    busy.scheduler_border.arrived(queued)
+    busy.scheduler_guard.arrived(queued)
     wait_until(lambda: engines.node.status().chunks == {"filling": 3}, what="it has room")
     later.pass_by(busy, 1.1)
     wait_until(lambda: not engines.node.status().chunks, what="the room is given back")

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdx.config import ConnectorConfig
+from pdx.engine.guard import SchedulerGuard, WorkerGuard
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import StepRecord
 from pdx.engine.worker import WorkerHalf
 from pdx.memory.layout import KvLayout
-from pdx.vllm.border import SchedulerBorder, WorkerBorder
 from pdx.vllm.step import step_record
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ class ToyEngine:
             worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, NUM_BLOCKS)
         self.scheduler = SchedulerHalf(config, shape, name, hasher)
         assert self.scheduler.wait_attached(10)
-        # Steps go through the borders, as vLLM's hooks do; tests may ask the halves themselves.
-        self.scheduler_border = SchedulerBorder(self.scheduler, BLOCK)
-        self.worker_borders = [WorkerBorder(worker) for worker in self.workers]
+        # Steps go through the guards, as vLLM's hooks do; tests may ask the halves themselves.
+        self.scheduler_guard = SchedulerGuard(self.scheduler, BLOCK)
+        self.worker_guards = [WorkerGuard(worker) for worker in self.workers]
         self.free = list(range(NUM_BLOCKS))
         self.waiting: dict[str, set[int]] = {}  # ranks that have not reported a load, by request
         self.weights = ""
@@ -121,7 +121,7 @@ class ToyEngine:
     def match(self, request: Request, local: int = 0, deadline_s: float = 20.0) -> int:
         """Ask until the connector has decided, which takes `fetch_s` (5 s) where a peer does not answer."""
         deadline = time.monotonic() + deadline_s
-        while (found := self.scheduler_border.matched_tokens(request, local)) is None:
+        while (found := self.scheduler_guard.matched_tokens(request, local)) is None:
             assert time.monotonic() < deadline, "never decided"
             self.idle()
         return found
@@ -131,7 +131,7 @@ class ToyEngine:
         request.block_ids += [self.free.pop(0) for _ in range(need - len(request.block_ids))]
         if num_external:
             self.waiting[request.request_id] = set(range(len(self.workers)))
-        self.scheduler_border.allocated(request, [request.block_ids], num_external)
+        self.scheduler_guard.allocated(request, [request.block_ids], num_external)
 
     def admit(self, request: Request) -> set[int]:
         """Look up, allocate, load; returns the blocks that could not be loaded."""
@@ -151,14 +151,14 @@ class ToyEngine:
         deadline = time.monotonic() + 20
         while self.waiting[request.request_id]:
             assert time.monotonic() < deadline, "never loaded"
-            plan = self.scheduler_border.plan_step(self.output({}))
+            plan = self.scheduler_guard.plan_step(partial(step_record, self.output({})))
             for shard in range(len(self.workers)):
                 blocks = self.run_worker(shard, plan, {})[1]
                 if blocks:
-                    self.scheduler_border.not_loaded(blocks)
+                    self.scheduler_guard.not_loaded(blocks)
                 failed |= blocks
         del self.waiting[request.request_id]
-        self.scheduler_border.loaded(request.request_id)
+        self.scheduler_guard.loaded(request.request_id)
         return failed
 
     def preempt(self, request: Request) -> None:
@@ -190,7 +190,7 @@ class ToyEngine:
     def step(self, *work: tuple[Request, int]) -> Any:
         """One step of the engine that computes `count` tokens of each request; returns what its workers were told."""
         scheduled = {request.request_id: (request, count) for request, count in work}
-        plan = self.scheduler_border.plan_step(self.output(scheduled))
+        plan = self.scheduler_guard.plan_step(partial(step_record, self.output(scheduled)))
         for shard in range(len(self.workers)):
             self.run_worker(shard, plan, scheduled)
         for request, count in work:
@@ -202,7 +202,7 @@ class ToyEngine:
         self.step()
 
     def run_worker(self, shard: int, plan: Any, scheduled: dict[str, tuple[Request, int]]) -> tuple[set[str], set[int]]:
-        worker = self.worker_borders[shard]
+        worker = self.worker_guards[shard]
         worker.begin(plan)
         try:
             if self.graphs and scheduled:
@@ -215,7 +215,7 @@ class ToyEngine:
             for request_id in finished:
                 self.waiting[request_id].remove(shard)  # vLLM ends where it hears of one that does not wait
         if worker.has_news:
-            self.scheduler_border.switch_off("a worker half is off")
+            self.scheduler_guard.switch_off("a worker half is off")
         return finished, failed
 
     def forward(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> None:
@@ -225,7 +225,7 @@ class ToyEngine:
             for request, count in scheduled.values():
                 self.compute(shard, layer, request, request.num_computed, request.num_computed + count)
             if not self.skip_hooks:
-                self.worker_borders[shard].save_layer(f"layer.{layer}")
+                self.worker_guards[shard].save_layer(f"layer.{layer}")
 
     def capture(self, shard: int, scheduled: dict[str, tuple[Request, int]]) -> list[Callable[[], None]]:
         """The step as a graph: the hooks are called now, and not when it is replayed."""
@@ -274,7 +274,7 @@ class ToyEngine:
 
     def finish(self, request: Request) -> None:
         """The request is over; one more step tells the workers."""
-        self.scheduler_border.finished(request)
+        self.scheduler_guard.finished(request)
         self.free += request.block_ids
         self.idle()
 
@@ -284,8 +284,8 @@ class ToyEngine:
         return self.scheduler.is_attached and all(worker.is_attached for worker in self.workers)
 
     def close(self) -> None:
-        for border in (self.scheduler_border, *self.worker_borders):
-            border.close()
+        for guard in (self.scheduler_guard, *self.worker_guards):
+            guard.close()
 
     def __enter__(self) -> ToyEngine:
         return self

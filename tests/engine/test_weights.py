@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdx.vllm.weights import PIECE_BYTES, WHOLE_BYTES, pieces, weight_files, weights_digest
+from pdx.engine.weights import PIECE_BYTES, WHOLE_BYTES, pieces, weight_files, weights_digest
 
 MIB = 1 << 20
 Weights = dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""The halves as vLLM's hooks see them: a fault in PDX switches it off for this engine, and the engine goes on.
+"""The halves as an engine's hooks see them: a fault in PDX switches it off for this engine, and the engine goes on.
 
 What is refused at start-up is raised by the halves themselves. After it a hook raises nothing: the fault is logged and
 counted, both halves are told to let go of the node, and every load that was promised is reported exactly once, as
@@ -17,8 +17,8 @@ import torch
 
 from pdx.engine.plan import LoadPlan, StepPlan
 from pdx.engine.scheduler import SchedulerHalf
+from pdx.engine.step import EngineRequest, StepRecord
 from pdx.engine.worker import WorkerHalf
-from pdx.vllm.step import step_record
 
 log = logging.getLogger("pdx")
 
@@ -31,8 +31,8 @@ class Off(msgspec.Struct, frozen=True):
     loads: dict[str, list[int]]
 
 
-class _Border:
-    """What both borders share. One thread, the engine's."""
+class _Guard:
+    """What both guards share. One thread, the engine's."""
 
     def __init__(self, half: SchedulerHalf | WorkerHalf) -> None:
         self._half = half
@@ -74,7 +74,7 @@ class _Border:
             log.exception("detaching from the node failed")
 
 
-class SchedulerBorder(_Border):
+class SchedulerGuard(_Guard):
     """The scheduler half, and which loads it was asked for that no worker has heard of yet."""
 
     _half: SchedulerHalf
@@ -86,17 +86,17 @@ class SchedulerBorder(_Border):
         self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
         self._is_told = False  # the workers know that PDX is off
 
-    def arrived(self, request: Any) -> None:
+    def arrived(self, request: EngineRequest) -> None:
         """See `SchedulerHalf.arrived`."""
         self._run(self._half.arrived, request, otherwise=None)
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+    def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         """See `SchedulerHalf.matched_tokens`."""
         self._local_tokens = local_tokens
         nothing: int | None = 0
         return self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
 
-    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_external: int) -> None:
+    def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
         """See `SchedulerHalf.allocated`."""
         if num_external:
             first = self._local_tokens // self._block_tokens
@@ -112,19 +112,20 @@ class SchedulerBorder(_Border):
         """See `SchedulerHalf.loaded`."""
         self._run(self._half.loaded, request_id, otherwise=None)
 
-    def plan_step(self, output: Any) -> StepPlan | Off:
-        """See `SchedulerHalf.plan_step`, of the step that vLLM describes as `output`."""
-        plan: StepPlan | Off | None = self._run(self._plan, output, otherwise=None)
+    def plan_step(self, record_for: Callable[[SchedulerHalf], StepRecord]) -> StepPlan | Off:
+        """See `SchedulerHalf.plan_step`; `record_for` makes the step's record, and may fail like the half itself."""
+
+        def plan_step() -> StepPlan:
+            return self._half.plan_step(record_for(self._half))
+
+        plan: StepPlan | Off | None = self._run(plan_step, otherwise=None)
         promised, self._promised = self._promised, {}
         if plan is not None:
             return plan
         self._is_told = True
         return Off(promised)
 
-    def _plan(self, output: Any) -> StepPlan:
-        return self._half.plan_step(step_record(output, self._half))
-
-    def finished(self, request: Any) -> None:
+    def finished(self, request: EngineRequest) -> None:
         """See `SchedulerHalf.finished`."""
         self._run(self._half.finished, request, otherwise=None)
 
@@ -137,7 +138,7 @@ class SchedulerBorder(_Border):
         return self._run(self._half.has_unsent_plans, otherwise=bool(self._promised) or not self._is_told)
 
 
-class WorkerBorder(_Border):
+class WorkerGuard(_Guard):
     """The worker half, and which loads it was told of that nobody was told the end of."""
 
     _half: WorkerHalf
