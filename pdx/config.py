@@ -110,6 +110,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     address: str
     arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30
     gpu: Annotated[str, Meta(max_length=64)] = ""  # ordinal or UUID of the GPU that has the arena; empty: host memory
+    more_gpus: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] = []  # with an arena besides
+    gpu_arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30  # of each of those
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
@@ -149,9 +151,9 @@ def listen_address(config: NodeConfig) -> str:
     return config.listen or f"{config.address}.peers"
 
 
-def handover_path(address: str) -> Path:
-    """Where a node hands over its GPU memory."""
-    return Path(f"{socket_path(address)}.gpu")
+def handover_path(address: str, arena: int = 0) -> Path:
+    """Where a node hands over the GPU memory of an arena."""
+    return Path(f"{socket_path(address)}.gpu{arena or ''}")
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

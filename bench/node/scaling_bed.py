@@ -85,7 +85,7 @@ class Here:
         self._now = 0.0
         self._routes = 0
         self._arena = Arena(path, nbytes, writable_generations=True)
-        self.service = Service(config, self._arena, 1, lambda: self._now)
+        self.service = Service(config, [self._arena], 1, lambda: self._now)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.service.peers.open(self._context, listen_address(config), "127.0.0.1", lambda _: None, lambda _: None)
 

@@ -16,8 +16,15 @@ from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 @click.command()
 @click.option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
-@click.option("--arena", default="4GiB", show_default=True, help="Memory for chunks.")
-@click.option("--gpu", default="", metavar="WHICH", help="The GPU that has it: 0, 1, … or a UUID. [default: the host]")
+@click.option("--arena", metavar="SIZE", help="Host memory for chunks. [default: 4GiB; none with --gpu]")
+@click.option(
+    "--gpu",
+    "gpus",
+    multiple=True,
+    metavar="WHICH",
+    help="Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. May be repeated.",
+)
+@click.option("--gpu-arena", default="4GiB", show_default=True, metavar="SIZE", help="Of each GPU.")
 @click.option(
     "--numa",
     default="auto",
@@ -63,8 +70,9 @@ from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 @click.option("--force", is_flag=True, help="With --stop: also while engines are attached.")
 def node(
     address: str | None,
-    arena: str,
-    gpu: str,
+    arena: str | None,
+    gpus: tuple[str, ...],
+    gpu_arena: str,
     numa: str,
     proxy: str | None,
     name: str,
@@ -101,8 +109,7 @@ def node(
     check_channels(channels)
     settings = {
         "address": address,
-        "arena_bytes": parse_bytes(arena),
-        "gpu": gpu,
+        **arena_settings(arena, gpus, gpu_arena),
         "numa": numa,
         "proxy": default_proxy() if proxy is None else proxy,
         "name": name,
@@ -117,6 +124,21 @@ def node(
     }
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run(parse(NodeConfig, settings))
+
+
+def arena_settings(arena: str | None, gpus: Sequence[str], gpu_arena: str) -> dict[str, object]:
+    """The settings of `NodeConfig` that say where chunks lie. The first arena is the host's, where it has one.
+
+    :raises ConfigError: a size that is none, or a GPU named twice.
+    """
+    if len(set(gpus)) != len(gpus):
+        raise ConfigError(f"--gpu {' --gpu '.join(gpus)}: a GPU has one arena; name each once")
+    if not gpus:
+        return {"arena_bytes": parse_bytes(arena or "4GiB")}
+    of_gpus = {"gpu_arena_bytes": parse_bytes(gpu_arena)}
+    if arena is None:
+        return {"arena_bytes": of_gpus["gpu_arena_bytes"], "gpu": gpus[0], "more_gpus": list(gpus[1:]), **of_gpus}
+    return {"arena_bytes": parse_bytes(arena), "more_gpus": list(gpus), **of_gpus}
 
 
 def check_channels(channels: Sequence[str]) -> None:

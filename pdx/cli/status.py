@@ -18,7 +18,7 @@ def view(status: NodeStatus, address: str) -> RenderableType:
     """Everything in `status` on one page."""
     used = status.arena_bytes - status.free_bytes
     share = used / status.arena_bytes if status.arena_bytes else 0.0
-    place = f" on {status.gpu}" if status.gpu else ""
+    place = f" on {status.gpu}" if status.gpu and len(status.arenas) < 2 else ""
     head = Text.assemble(
         ("node ", "bold"),
         f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
@@ -27,6 +27,11 @@ def view(status: NodeStatus, address: str) -> RenderableType:
         f"{status.leases} leases, {status.pins} pins ({size(status.pinned_bytes)}), "
         f"{status.transfers} transfers under way",
         f"; {status.mapped} blocks of GPU memory mapped" if status.mapped else "",
+        *(
+            f"\n  {f'GPU {one.gpu}' if one.gpu else 'host memory'}: {size(one.total_bytes)}, "
+            f"used {size(one.total_bytes - one.free_bytes)}"
+            for one in (status.arenas if len(status.arenas) > 1 else [])
+        ),
     )
     peers = [_peers(status)] if status.peers else []
     apart = [Text(f"engine {one.engine} shares no chunks {one.unshared}") for one in status.attached if one.unshared]

@@ -266,7 +266,8 @@ def _died(processes: Processes, progress: Progress) -> bool:
 def _start_nodes(plan: Plan, processes: Processes) -> None:
     for node in plan.nodes:
         if node.is_own:
-            options = ["--address", node.address, "--arena", plan.arena, "--proxy", plan.control, *node.options]
+            size = ["--gpu-arena" if plan.is_on_gpu else "--arena", plan.arena]
+            options = ["--address", node.address, *size, "--proxy", plan.control, *node.options]
             processes.start(node.name, [*PDX, "node", *options], is_ready=answers_at(node.address))
 
 

@@ -22,7 +22,7 @@ from pdx.engine.loader import Loader
 from pdx.engine.plan import PagesPlan, SavePlan, StepPlan
 from pdx.engine.step_save import StepSave
 from pdx.engine.streams import Streams, TorchStreams
-from pdx.errors import LayoutError, NodeUnavailable
+from pdx.errors import GpuUnavailable, LayoutError, NodeUnavailable
 from pdx.kernels.page_rows import page_rows
 from pdx.memory.arena import Arena, populate_in_background
 from pdx.memory.layout import KvLayout
@@ -51,7 +51,8 @@ class WorkerHalf:
         self._streams = streams
         self._layers: dict[str, int] = {}
         self._tracer = tracer_for(config.trace, f"{engine}/{shard}")
-        hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role)
+        gpu = _gpu_of(streams)
+        hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role, gpu=gpu)
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self._link = NodeLink(config, hello, starter=shard == 0)
         self._loader = Loader(layout, self._link.count, self._tracer)
@@ -273,3 +274,16 @@ def _arena_of(connection: Connection | None, epoch: int) -> Arena | None:
         return connection.arena
     except NodeUnavailable:  # the link has closed it just now
         return None
+
+
+def _gpu_of(streams: Streams | None) -> str:
+    """The UUID of the GPU that this process computes on; empty: on none that PDX can call.
+
+    An engine selects its GPU before it makes a worker half.
+    """
+    try:
+        if streams is None and torch.cuda.is_available():
+            streams = TorchStreams(torch.device("cuda", torch.cuda.current_device()))
+        return streams.gpu().uuid if streams is not None else ""
+    except GpuUnavailable:
+        return ""

@@ -189,16 +189,18 @@ class Admissions:
     def _late(self, waiter: Waiter, now: float) -> Admitted | None:
         """The answer; None: it waits on."""
         ask = waiter.ask
-        hits = waiter.hits + len(self._store.find(itertools.islice(ask.keys, waiter.hits, None), ask.shards))
-        if now < waiter.deadline and hits < ask.sought and self._may_come(ask, hits):
+        arenas = self._sessions.arenas(waiter.session, ask.shards)
+        hits = waiter.hits + len(self._store.find(itertools.islice(ask.keys, waiter.hits, None), ask.shards, arenas))
+        if now < waiter.deadline and hits < ask.sought and self._may_come(ask, hits, arenas):
             self._waiting.add(msgspec.structs.replace(waiter, hits=hits))
             return None
         return self._look(waiter.session, ask)
 
     def _look(self, session: Session, ask: Admit) -> Admitted:
-        hits = self._store.find(ask.keys, ask.shards)
+        arenas = self._sessions.arenas(session, ask.shards)
+        hits = self._store.find(ask.keys, ask.shards, arenas)
         chunks = [chunk for shards in hits for chunk in shards]
-        if len(hits) < ask.sought and self._may_come(ask, len(hits)):
+        if len(hits) < ask.sought and self._may_come(ask, len(hits), arenas):
             self._store.touch(chunks)
             return Admitted(len(hits), waiting=True)
         lease = 0
@@ -207,7 +209,7 @@ class Admissions:
         else:
             self._store.touch(chunks)
         try:
-            granted, room, full = self._reserve(session, ask, len(hits))
+            granted, room, full = self._reserve(session, ask, len(hits), arenas)
         except (NodeError, ProtocolError):
             self._end_lease(lease, session)
             raise
@@ -219,13 +221,15 @@ class Admissions:
             self._counters["looked_up_chunks"] += len(ask.keys)
             self._counters["hit_chunks"] += len(hits)
         slots = [chunk.slot for chunk in chunks]
-        return Admitted(len(hits), slots, lease, False, granted, room, full, self._push(session, ask))
+        return Admitted(len(hits), slots, lease, False, granted, room, full, self._push(session, ask, arenas))
 
     def _end_lease(self, lease: int, session: Session) -> None:
         if lease:
             self._store.release(lease, session.number)
 
-    def _reserve(self, session: Session, ask: Admit, hits: int) -> tuple[list[int], list[Slot], bool]:
+    def _reserve(
+        self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]
+    ) -> tuple[list[int], list[Slot], bool]:
         """Room for what is missing behind the hits: (granted indices, their slots, whether room ran out)."""
         if ask.writes is not None and self._transfers.is_given_up(ask.writes):
             return [], [], False
@@ -242,6 +246,7 @@ class Admissions:
                 layers=ask.layers,
                 owner=session.number,
                 writers=[writer.number for writer in self._writers(session, ask.shards)],
+                arenas=arenas,
                 tail_nbytes=ask.tail_nbytes if end == len(ask.keys) else 0,
                 partial=ask.partial,
                 transfer=ask.writes,
@@ -264,29 +269,34 @@ class Admissions:
             raise ProtocolError(f"engine {session.hello.engine!r} does not have {shards} attached workers")
         return workers
 
-    def _push(self, session: Session, ask: Admit) -> bool:
+    def _push(self, session: Session, ask: Admit, arenas: Sequence[int]) -> bool:
         """Send all of it to the peer that it is for; whether that peer is another node."""
         if not ask.push_to or (ask.writes is not None and self._transfers.is_given_up(ask.writes)):
             return False
+        if ask.push_to == self._name:
+            return False
+        self._tiers.bring(ask.keys, ask.shards, arenas, ask.writes)
         try:
             self._peers.push(ask.push_to, ask.keys, ask.shards, ask.writes, session.hello.layout)
         except (PeerError, ConfigError) as error:
             self._degraded("push_impossible", error)
             return False
-        return ask.push_to != self._name
+        return True
 
-    def _may_come(self, ask: Admit, hits: int) -> bool:
+    def _may_come(self, ask: Admit, hits: int, arenas: Sequence[int]) -> bool:
         if ask.nbytes and not ask.lease_s:
             return False  # it writes what is missing, and reads nothing
         awaited = ask.awaits
         if awaited is not None:
             if self._transfers.is_given_up(awaited):
                 return False
+            if arenas and self._tiers.may_come(ask.keys, hits, ask.shards, arenas, transfer=awaited):
+                return True
             if self._transfers.is_under_way(awaited) or self._store.is_filling(ask.keys[hits], ask.shards):
                 return True
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return True
-        if self._tiers.may_come(ask.keys, hits, ask.shards):
+        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas):
             return True
         try:
             return self._peers.may_come(ask, hits)

@@ -99,14 +99,19 @@ class Daemon:
         epoch = secrets.randbits(62)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(owned(path, lambda owner: _running(path, owner)))
-            for left in (path, handover_path(config.address)):  # by a node that was killed
-                remove_socket(left)
-            arena = _fresh_arena(config, epoch, near)
-            arena.begin_generations(secrets.randbelow(FIRST_GENERATIONS))
-            undo.callback(arena.close)
-            undo.callback(arena.path.unlink, missing_ok=True)
+            gpus = [config.gpu, *config.more_gpus]
+            for left in (path, *(handover_path(config.address, number) for number in range(len(gpus)))):
+                remove_socket(left)  # of a node that was killed
+            arenas: list[Arena] = []
+            _remove_left(config)
+            for number, gpu in enumerate(gpus):
+                arena = _fresh_arena(config, epoch, near, number, gpu)
+                arenas.append(arena)
+                arena.begin_generations(secrets.randbelow(FIRST_GENERATIONS))
+                undo.callback(arena.close)
+                undo.callback(arena.path.unlink, missing_ok=True)
             self._context = undo.enter_context(zmq.Context())
-            self.service = Service(config, arena, epoch)
+            self.service = Service(config, arenas, epoch)
             self._faults = self.service.faults
             undo.callback(self.service.detach_all)
             self._desk = Desk(self._context, path, self.service.counters)
@@ -114,9 +119,12 @@ class Daemon:
             self._poller = zmq.Poller()
             for source in (self._desk.socket, self._desk.entry.fd):
                 self._poller.register(source, zmq.POLLIN)
-            self._handover = self._open_handover(arena) if isinstance(arena, GpuArena) else None
-            if self._handover is not None:
-                undo.callback(self._handover.close)
+            self._handovers = []
+            for number, arena in enumerate(arenas):
+                if isinstance(arena, GpuArena):
+                    self._handovers.append(self._open_handover(number, arena))
+                    undo.callback(self._handovers[-1].close)
+            undo.callback(self.service.tiers.close)
             self._peers = self.service.peers
             undo.callback(self._peers.close)
             self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
@@ -141,10 +149,10 @@ class Daemon:
         self._waking = WakingClock(2 * TICK_S, time.monotonic)
         self._last_busy = self._waking()
 
-    def _open_handover(self, arena: GpuArena) -> HandoverServer:
+    def _open_handover(self, number: int, arena: GpuArena) -> HandoverServer:
         sessions = self.service.sessions
         return HandoverServer(
-            handover_path(self._config.address),
+            handover_path(self._config.address, number),
             is_attached=sessions.is_attached,
             admits=sessions.admits,
             export=arena.device.export,
@@ -194,14 +202,14 @@ class Daemon:
             pass  # somebody connects: `heed` has seen to it
         elif self._peers.links.serve(source):
             pass
-        elif isinstance(source, int) and (self._handover is None or not self._handover.serve(source)):
+        elif isinstance(source, int) and not any(handover.serve(source) for handover in self._handovers):
             self._bury(source)
 
     def _tick(self, now: float) -> None:
         self.service.tick()
-        if self._handover is not None:
+        for handover in self._handovers:
             with self._faults.contain("the tick of the handover"):
-                self._handover.tick()
+                handover.tick()
         if now >= self._next_touch:
             self._next_touch = now + TOUCH_S
             with self._faults.contain("the lock of the node"):
@@ -341,16 +349,25 @@ def _running(path: Path, owner: str) -> NodeRunning:
     return NodeRunning(f"a node (process {owner}) already owns {path}; use it, or give this one another --address")
 
 
-def _fresh_arena(config: NodeConfig, epoch: int, near: int | None) -> Arena:
-    """An arena under a name that only this address uses; what a killed node of this address left is removed."""
-    prefix = "pdx-" + hashlib.blake2b(config.address.encode(), digest_size=8).hexdigest()
-    for left in SHM.glob(f"{prefix}-*.arena"):
+def _prefix(config: NodeConfig) -> str:
+    """What the names of the arenas of this address begin with, and no others."""
+    return "pdx-" + hashlib.blake2b(config.address.encode(), digest_size=8).hexdigest()
+
+
+def _remove_left(config: NodeConfig) -> None:
+    """Remove what a killed node of this address has left."""
+    for left in SHM.glob(f"{_prefix(config)}-*.arena"):
         Arena.remove_left(left)
-    path, nbytes = SHM / f"{prefix}-{epoch:016x}.arena", round_up(config.arena_bytes) + PROBE_BYTES
-    if config.gpu:
+
+
+def _fresh_arena(config: NodeConfig, epoch: int, near: int | None, number: int, gpu: str) -> Arena:
+    """The arena `number` on this GPU, or in host memory; peers probe the first behind its chunks."""
+    path = SHM / f"{_prefix(config)}-{epoch:016x}{f'-{number}' if number else ''}.arena"
+    nbytes = round_up(config.gpu_arena_bytes) if number else round_up(config.arena_bytes) + PROBE_BYTES
+    if gpu:
         try:
-            return GpuArena.create(path, nbytes, Gpu.find(config.gpu))
+            return GpuArena.create(path, nbytes, Gpu.find(gpu))
         except GpuUnavailable as error:
-            raise GpuUnavailable(f"--gpu {config.gpu}: {error}; without --gpu chunks lie in host memory") from error
+            raise GpuUnavailable(f"--gpu {gpu}: {error}; without --gpu chunks lie in host memory") from error
     with memory_on(near):
         return Arena.create(path, nbytes)

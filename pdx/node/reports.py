@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -16,7 +16,7 @@ from pdx.security.address import reachable_url
 from pdx.store.store import Store
 from pdx.store.transfers import Transfers
 from pdx.telemetry.host import host_id
-from pdx.wire.messages import VERSION, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
+from pdx.wire.messages import VERSION, ArenaStatus, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
 
 MAX_MARKS = 4096
 
@@ -34,7 +34,7 @@ class Reports:
         transfers: Transfers,
         peers: Peers,
         counters: Counter[str],
-        gpu: str,
+        gpus: Sequence[str],
         clock: Callable[[], float],
     ) -> None:
         self._name = name
@@ -44,7 +44,7 @@ class Reports:
         self._transfers = transfers
         self._peers = peers
         self._counters = counters
-        self._gpu = gpu
+        self._gpus = gpus
         self._clock = clock
         self._started = clock()
         self._marks: deque[MarkReport] = deque(maxlen=MAX_MARKS)
@@ -75,7 +75,11 @@ class Reports:
             counters={**self._counters, **self._store.counters},
             listen=self._peers.links.address,
             peers=self._peers.statuses(),
-            gpu=self._gpu,
+            gpu=self._gpus[0],
+            arenas=[
+                ArenaStatus(gpu, pool.total_bytes, pool.free_bytes)
+                for gpu, pool in zip(self._gpus, self._store.pools, strict=True)
+            ],
             mapped=num_mapped(),
             pinned_bytes=self._store.pinned_bytes,
         )

@@ -16,6 +16,7 @@ from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerEr
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
+from pdx.node.arena_tier import ArenaTier
 from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
@@ -62,14 +63,16 @@ class Service:
     """A node's state and what changes it. One thread; the clock is a parameter."""
 
     def __init__(
-        self, config: NodeConfig, arena: Arena, epoch: int, clock: Callable[[], float] = time.monotonic
+        self, config: NodeConfig, arenas: Sequence[Arena], epoch: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`arenas`: the first is where peers read and write; the others are those of GPUs."""
+        arena = arenas[0]
         self._config = config
-        self._arena = arena
+        self._arenas = arenas
         self._epoch = epoch
         self._clock = clock
         self.name = node_name(config)
-        self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes))
+        self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes), more=arenas[1:])
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock)
@@ -88,7 +91,7 @@ class Service:
             name=self.name,
             epoch=epoch,
             arena=arena,
-            probe=Slot(self.store.total_bytes, arena.nbytes - self.store.total_bytes, 0),
+            probe=Slot(self.store.pools[0].total_bytes, arena.nbytes - self.store.pools[0].total_bytes, 0),
             store=self.store,
             copies=self.copies,
             transfers=self.transfers,
@@ -99,6 +102,8 @@ class Service:
             on_changed=self._changed,
             clock=clock,
         )
+        if len(arenas) > 1:
+            self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post)
         self.admissions = Admissions(
             config,
             store=self.store,
@@ -119,7 +124,7 @@ class Service:
             transfers=self.transfers,
             peers=self.peers,
             counters=self.counters,
-            gpu=arena.gpu,
+            gpus=[each.gpu for each in arenas],
             clock=clock,
         )
         self._handlers = self._by_message()
@@ -139,10 +144,11 @@ class Service:
             error = LayoutError(f"engine {hello.engine!r} shares no chunks {session.unshared}")
             self._degraded("layout_mismatch", error)
         self.reports.news = True
-        arena = self._arena
+        session.home = next((at for at, arena in enumerate(self._arenas) if hello.gpu and arena.gpu == hello.gpu), 0)
+        arena = self._arenas[session.home]
         welcome = Welcome(self._epoch, os.getpid(), str(arena.path), arena.nbytes, GRANULE_BYTES)
         if arena.gpu:
-            handover = str(handover_path(self._config.address))
+            handover = str(handover_path(self._config.address, session.home))
             welcome = msgspec.structs.replace(welcome, gpu=arena.gpu, handover=handover, ticket=session.ticket)
         return session, welcome
 
@@ -246,9 +252,12 @@ class Service:
             log.warning("%s (further ones are counted as %s)", error, reason)
 
     def _push(self, session: Session, ask: Push) -> Answer:
-        found = self.store.find(ask.keys, ask.shards)
+        arenas = self.sessions.arenas(session, ask.shards)
+        found = self.store.find(ask.keys, ask.shards, arenas)
         if len(found) < len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - len(found)} of {len(ask.keys)} chunks are not there")
+        if ask.peer != self.name:
+            self.tiers.bring(ask.keys, ask.shards, arenas, None)
         try:
             return Done(self.peers.push(ask.peer, ask.keys, ask.shards, None, session.hello.layout))
         except (PeerError, ConfigError) as error:
@@ -291,7 +300,9 @@ class Service:
     def _pin(self, session: Session, ask: Pin) -> Answer:
         if len(ask.keys) * ask.shards > MAX_SLOTS:
             raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
-        count = self.store.pin(ask.keys, ask.shards, pinned=ask.pinned)
+        count = self.store.pin(
+            ask.keys, ask.shards, pinned=ask.pinned, arenas=self.sessions.arenas(session, ask.shards)
+        )
         if count != len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - count} of {len(ask.keys)} chunks are not there")
         return Done(count)

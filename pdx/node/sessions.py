@@ -35,6 +35,7 @@ class Session:
         self.last_seen = now
         self.last_seq = 0
         self.running = 0
+        self.home = 0  # the arena that its process reads and writes
         self.unshared = ""  # with which engine of its model it cannot share chunks, and why
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
         self.ticket = secrets.token_bytes(TICKET_BYTES)  # what its process shows to map memory of a GPU
@@ -94,6 +95,15 @@ class Sessions:
         found = [self._workers.get((engine, shard)) for shard in range(shards)]
         workers = [worker for worker in found if worker is not None]
         return workers if len(workers) == shards else None
+
+    def arenas(self, session: Session, shards: int) -> tuple[int, ...]:
+        """Where the shards lie that a session asks for: in the homes of its engine's workers, or in its own.
+
+        Empty: all of them in the first arena.
+        """
+        workers = None if session.hello.kind == "client" else self.workers(session.hello.engine, shards)
+        homes = (session.home,) * shards if workers is None else tuple(worker.home for worker in workers)
+        return homes if any(homes) else ()
 
     def attach(self, route: bytes, hello: Hello, pid: int, now: float) -> Session:
         """A new session. `pid`: the process that sent the hello, by the kernel's word.

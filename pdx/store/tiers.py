@@ -90,6 +90,20 @@ class Tiers:
             deadline = self._clock() + self._store_s
             self._copies.store(tier, keys[:fitting], shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
 
+    def bring(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None) -> None:
+        """Copy these chunks to the first arena, where peers are written from, slice by slice while they are filled."""
+        if arenas and self.arenas is not None:
+            deadline = self._clock() + self._store_s
+            self._copies.store(
+                self.arenas,
+                keys,
+                shards,
+                arenas=arenas,
+                priority=Priority.HANDOFF,
+                deadline=deadline,
+                transfer=transfer,
+            )
+
     # ---- loading ----------------------------------------------------------------------------
 
     def may_come(

@@ -83,6 +83,7 @@ class Hello(Message, frozen=True):
     layout: Layout = b""  # what its chunks mean
     shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # the fields of that layout, as text
     facts: EngineFacts | None = None
+    gpu: GpuId = ""  # of a worker's KV cache: its chunks lie in the node's arena on that GPU, if there is one
 
 
 class Bye(Message, frozen=True):
@@ -311,6 +312,14 @@ class PeerStatus(msgspec.Struct, frozen=True):
     why: str  # it is not ready
 
 
+class ArenaStatus(msgspec.Struct, frozen=True):
+    """One arena of the node."""
+
+    gpu: str  # UUID of the GPU that it is on; empty: host memory
+    total_bytes: int
+    free_bytes: int
+
+
 class NodeStatus(Message, frozen=True):
     """Everything `pdx node --status` shows."""
 
@@ -331,6 +340,7 @@ class NodeStatus(Message, frozen=True):
     peers: list[PeerStatus] = []
     gpu: str = ""  # UUID of the GPU that the arena is on; empty: host memory
     mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
+    arenas: list[ArenaStatus] = []  # the first is the one that peers write to
     pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
 
 

@@ -52,9 +52,9 @@ def beds(fake: FakeCuda, address: str, place: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pdx.engine.link.Connection", Recording)
     monkeypatch.setattr("pdx.engine.gpu_copier.PageLock", WholePageLock)
 
-    def make(on_gpu: bool, *flags: str) -> Bed:
+    def make(on_gpu: bool, *flags: str, **settings: Any) -> Bed:
         made.append(Bed(address, on_gpu=on_gpu))
-        made[-1].start_node(*flags)
+        made[-1].start_node(*flags, **settings)
         return made[-1]
 
     yield make

@@ -45,8 +45,10 @@ class Bed:
     def node(self) -> NodeProcess:
         return self.nodes[-1]
 
-    def start_node(self, *flags: str) -> None:
-        config = NodeConfig(address=self.address, arena_bytes=8 * MIB, gpu="0" if self.on_gpu else "")
+    def start_node(self, *flags: str, **settings: Any) -> None:
+        config = NodeConfig(
+            **{"address": self.address, "arena_bytes": 8 * MIB, "gpu": "0" if self.on_gpu else "", **settings}
+        )
         self.nodes.append(FakeGpuNode(config, *flags) if self.on_gpu else NodeProcess(config))
         self.node.wait_ready()
 

@@ -1,0 +1,79 @@
+"""An engine on a GPU of a node that has host memory, too: it gathers on its GPU, and the node copies to the host.
+
+The GPU, its driver and its copy engines are the fake ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from node_harness import MIB, wait_until
+from stream_bed import Bed, check_loaded, saved, tokens
+from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
+
+from pdx.memory.arena import round_up
+
+CHUNK_BYTES = round_up(LAYERS * CHUNK // BLOCK * PAGE_BYTES)
+PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
+DECODE = {"do_remote_prefill": True, "transfer_id": "x" * 20}
+
+
+@pytest.fixture
+def bed(beds: Callable[..., Bed]) -> Bed:
+    """A node with 8 MiB of host memory and room for eight chunks on the GPU."""
+    return beds(True, gpu="", more_gpus=["0"], gpu_arena_bytes=max(MIB, 8 * CHUNK_BYTES))
+
+
+def used(bed: Bed) -> list[int]:
+    """Bytes in use in each arena."""
+    return [arena.total_bytes - arena.free_bytes for arena in bed.node.status().arenas]
+
+
+def test_what_is_saved_on_the_gpu_is_in_host_memory_too(bed: Bed) -> None:
+    first, second = bed.engine(), bed.engine()
+    prompt = tokens(1, 3 * CHUNK + 5)
+    first.finish(saved(first, prompt, step=7))
+    bed.wait_sealed(6)
+    assert used(bed) == [3 * CHUNK_BYTES, 3 * CHUNK_BYTES]
+    assert [arena.gpu != "" for arena in bed.node.status().arenas] == [False, True]
+    check_loaded(second, prompt, 3 * CHUNK)
+    bed.wait_at_rest()
+
+
+def test_what_was_evicted_from_the_gpu_comes_back_from_host_memory(bed: Bed) -> None:
+    engine = bed.engine()
+    room = bed.node.status().arenas[1].total_bytes // CHUNK_BYTES
+    first = tokens(1, 3 * CHUNK)
+    engine.finish(saved(engine, first))
+    bed.wait_sealed(6)
+    for seed in range(2, 2 + room):
+        engine.finish(saved(engine, tokens(seed, CHUNK)))
+        wait_until(lambda seed=seed: used(bed)[0] == (seed + 2) * CHUNK_BYTES, what="it is in host memory")
+    loaded = bed.node.status().counters["sent_bytes"]
+    check_loaded(engine, first, 3 * CHUNK)
+    assert bed.node.status().counters["sent_bytes"] >= loaded + 3 * LAYERS * CHUNK // BLOCK * PAGE_BYTES
+    bed.wait_at_rest()
+
+
+def test_a_handoff_within_the_gpu_makes_no_detour(bed: Bed) -> None:
+    first, second = bed.engine(), bed.engine()
+    prompt = tokens(2, 2 * CHUNK + 7)
+    first.finish(saved(first, prompt, PREFILL))
+    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
+    assert second.admit(decode) == set()
+    assert decode.num_computed == len(prompt)
+    second.check_cache(decode, len(prompt))
+    second.finish(decode)
+    bed.wait_at_rest()
+    bed.wait_sealed(4)
+
+
+def test_an_engine_that_dies_leaves_nothing_in_any_arena(bed: Bed) -> None:
+    engine = bed.engine()
+    request = Request("r", tokens(3, 3 * CHUNK), PREFILL)
+    assert engine.admit(request) == set()
+    engine.step((request, CHUNK + 3))
+    engine.close()
+    bed.wait_at_rest()
+    wait_until(lambda: set(bed.node.status().chunks) <= {"sealed"})
