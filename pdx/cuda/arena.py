@@ -94,8 +94,8 @@ class GpuArena(Arena):
             memory = DeviceMemory.create(gpu, nbytes)
         except GpuMemoryFull as error:
             raise ArenaTooSmall(
-                f"an arena of {nbytes >> 20} MiB does not fit on GPU {gpu.ordinal}: choose a smaller --arena, start "
-                f"the node before the engines, or let them leave it room (vllm --gpu-memory-utilization); {error}"
+                f"an arena of {nbytes >> 20} MiB does not fit on GPU {gpu.ordinal}: choose a smaller --gpu-arena, "
+                f"start the node before the engines, or let them leave it room (vllm --gpu-memory-utilization); {error}"
             ) from error
         try:
             cls._allocate(path, nbytes)

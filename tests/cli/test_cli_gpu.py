@@ -69,9 +69,11 @@ def test_a_gpu_where_there_is_none_is_one_line_and_status_1(place):
 
 def test_an_arena_that_does_not_fit_is_one_line_and_status_1(place):
     with fake_cuda(nbytes=8 * MIB):
-        result = pdx("node", "--address", f"ipc://{place}/node.sock", "--proxy", "", "--gpu", "0", "--arena", "1GiB")
+        result = pdx(
+            "node", "--address", f"ipc://{place}/node.sock", "--proxy", "", "--gpu", "0", "--gpu-arena", "1GiB"
+        )
     assert result.exit_code == 1
-    assert "an arena of 1025 MiB does not fit on GPU 0: choose a smaller --arena" in result.output
+    assert "an arena of 1025 MiB does not fit on GPU 0: choose a smaller --gpu-arena" in result.output
     assert len(result.output.splitlines()) == 1
 
 

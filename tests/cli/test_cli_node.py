@@ -16,10 +16,11 @@ from node_harness import arenas_of
 from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
+from pdx.cli.node import arena_settings
 from pdx.cli.status import as_object, duration, size, view
 from pdx.cli.stop import stop
 from pdx.client.api import connect
-from pdx.errors import NodeError, NodeUnavailable
+from pdx.errors import ConfigError, NodeError, NodeUnavailable
 from pdx.wire.messages import AttachedStatus, NodeStatus, PeerStatus
 
 
@@ -206,3 +207,22 @@ def _answers(address: str) -> bool:
 def test_sizes_and_durations_read_well():
     assert [size(n) for n in (0, 1023, 1024, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5.0 TiB"]
     assert [duration(s) for s in (5.9, 65, 7265)] == ["5 s", "1 min 5 s", "2 h 1 min"]
+
+
+@pytest.mark.parametrize(
+    ("arena", "gpus", "settings"),
+    [
+        (None, (), {"arena_bytes": 4 << 30}),
+        ("8MiB", (), {"arena_bytes": 8 << 20}),
+        (None, ("1",), {"arena_bytes": 2 << 20, "gpu": "1", "more_gpus": [], "gpu_arena_bytes": 2 << 20}),
+        (None, ("0", "1"), {"arena_bytes": 2 << 20, "gpu": "0", "more_gpus": ["1"], "gpu_arena_bytes": 2 << 20}),
+        ("8MiB", ("0", "1"), {"arena_bytes": 8 << 20, "more_gpus": ["0", "1"], "gpu_arena_bytes": 2 << 20}),
+    ],
+)
+def test_where_chunks_lie_is_said_by_arena_and_gpu(arena, gpus, settings):
+    assert arena_settings(arena, gpus, "2MiB") == settings
+
+
+def test_a_gpu_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="--gpu 0 --gpu 0: a GPU has one arena"):
+        arena_settings(None, ("0", "0"), "2MiB")

@@ -151,7 +151,7 @@ def test_the_cpu_has_no_view_of_it_and_is_told_what_to_use(arena, opened):
 
 
 def test_an_arena_larger_than_the_gpu_says_what_is_free_and_what_to_do(tmp_path, gpu):
-    with pytest.raises(ArenaTooSmall, match=r"of 128 MiB .*smaller --arena.*64 of 64 MiB are free"):
+    with pytest.raises(ArenaTooSmall, match=r"of 128 MiB .*smaller --gpu-arena.*64 of 64 MiB are free"):
         GpuArena.create(tmp_path / "arena", 2 * GPUS_BYTES, gpu)
     assert not list(tmp_path.iterdir())
 

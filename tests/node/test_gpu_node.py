@@ -147,7 +147,7 @@ def test_legacy_memory_of_a_node_that_ends_is_stale_before_it_is_freed(start, pu
     ("flags", "settings", "says"),
     [
         ((), {"gpu": "7"}, "there is no GPU '7' here; this process sees: 0 = GPU-"),
-        ((), {"arena_bytes": 2 << 30}, "does not fit on GPU 0: choose a smaller --arena"),
+        ((), {"arena_bytes": 2 << 30}, "does not fit on GPU 0: choose a smaller --gpu-arena"),
         (("--gpus", "0"), {}, "--gpu 0: cuInit failed: CUDA_ERROR_NO_DEVICE"),
         (("--no-vmm", "--fail", "cuMemAlloc"), {}, "cuMemAlloc failed: CUDA_ERROR_UNKNOWN"),
         (("--fail", "cuMemAddressReserve"), {}, "cuMemAddressReserve failed"),
