@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from node_harness import MIB, wait_until
+from node_harness import MIB
 from stream_bed import Bed, check_loaded, saved, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 
 from pdx.memory.arena import round_up
+from pdx.testing.waiting import wait_until
 
 CHUNK_BYTES = round_up(LAYERS * CHUNK // BLOCK * PAGE_BYTES)
 PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
