@@ -119,6 +119,21 @@ def final_answer(raw: bytes) -> bytes:
     return msgspec.json.encode(answer)
 
 
+def with_cached(raw: bytes, cached_tokens: int) -> bytes:
+    """An answer, or the data of an event, in whose usage so many tokens were cached, if it says anything of that."""
+    try:
+        parts: dict[str, Any] = _parts.decode(raw)
+        usage: dict[str, Any] = _parts.decode(parts.get("usage", b"{}"))
+        details: dict[str, Any] = _parts.decode(usage.get("prompt_tokens_details", b"{}"))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return raw
+    if "cached_tokens" not in details:
+        return raw
+    details["cached_tokens"] = cached_tokens
+    usage["prompt_tokens_details"] = details
+    return msgspec.json.encode({**parts, "usage": usage})
+
+
 def merged_answer(prefill: PrefillAnswer, text: str, raw: bytes) -> bytes:
     """The decode leg's answer as the client's, with the first token's `text` in front.
 

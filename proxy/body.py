@@ -236,6 +236,12 @@ def sampled_body(body: Body, *, prompt_tokens: int, cached_tokens: int | None, t
     return {**body, "kv_transfer_params": params}
 
 
+def early_body(body: Body, *, transfer: str) -> Body:
+    """The decode leg of `sampled` that is sent together with the prefill leg: what that one answers is not known."""
+    params = {"do_remote_prefill": True, "transfer_id": transfer, "is_early": True}
+    return {**body, "kv_transfer_params": params}
+
+
 def located(leg: Body, prefill_node: str) -> Body:
     """A decode leg for an engine of another node than `prefill_node`, where what does not arrive can be asked for."""
     return {**leg, "kv_transfer_params": {**leg["kv_transfer_params"], "prefill_node": prefill_node}}

@@ -30,7 +30,7 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.messages import Cancel, EngineReport, NodeReport, PeerEntry, PeerList
+from pdx.wire.messages import Cancel, EngineReport, NodeReport, PeerEntry, PeerList, Prefilled
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -113,8 +113,15 @@ class Control:
 
         A node that cannot take the message gives up by its own deadline.
         """
+        self._tell(Cancel(transfer), nodes)
+
+    def prefilled(self, transfer: str, nodes: Collection[str]) -> None:
+        """Likewise: the prefill leg has answered, and nobody opens the transfer any more."""
+        self._tell(Prefilled(transfer), nodes)
+
+    def _tell(self, message: Cancel | Prefilled, nodes: Collection[str]) -> None:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
-        self._send(messages.encode(Cancel(transfer=transfer)), told)
+        self._send(messages.encode(message), told)
 
     def members(self) -> set[str] | None:
         """The nodes that the roster file has now, None: without keys, everybody who reports is one."""

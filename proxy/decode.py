@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import Meta
 
 from pdx.errors import ProtocolError, Refusal
 from pdx.proxy import sse
-from pdx.proxy.answer import Continued, FirstToken, PrefillAnswer, merged_answer
+from pdx.proxy.answer import Continued, FirstToken, PrefillAnswer, merged_answer, with_cached
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.health import Reason
 from pdx.proxy.leg import Answer, failed
@@ -28,18 +29,30 @@ class _Failure(msgspec.Struct):
 
 
 class AsItIs:
-    """The engine's answer is the client's, byte for byte."""
+    """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached: to the decode
+    engine all that arrives is, and the prefill leg may know better by then.
+    """
+
+    def __init__(self, cached_tokens: Callable[[], int | None] = lambda: None) -> None:
+        """`cached_tokens`: what the prefill engine had of the prompt, as far as it has said so."""
+        self._cached_tokens = cached_tokens
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
         """Relay it. :raises LegFailed: the engine went away before the end."""
         if answer.is_stream:
             await _relay_stream(exchange, answer, self)
         else:
-            await _relay_whole(exchange, answer)
+            await _relay_whole(exchange, answer, self)
 
     def event(self, event: bytes) -> bytes:
         """An event of the client's stream."""
-        return event
+        data = sse.data(event) if b'"cached_tokens"' in event else None
+        return event if data is None else sse.event(self.whole(data))
+
+    def whole(self, raw: bytes) -> bytes:
+        """The client's answer in one piece."""
+        cached = self._cached_tokens()
+        return raw if cached is None else with_cached(raw, cached)
 
 
 class Continuation:
@@ -75,7 +88,7 @@ class Continuation:
         return self._continued.event(event)
 
 
-async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
+async def _relay_whole(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
     raw = await answer.read()
     exchange.mark(Event.DECODE_FIRST, answer.engine)
     if answer.status >= 400:
@@ -85,7 +98,7 @@ async def _relay_whole(exchange: Exchange, answer: Answer) -> None:
     else:
         exchange.first_token(answer.engine, streams=False)
     exchange.reply.pass_on(answer.headers)
-    exchange.reply.whole(answer.status, raw, content_type=answer.content_type)
+    exchange.reply.whole(answer.status, shape.whole(raw), content_type=answer.content_type)
 
 
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:

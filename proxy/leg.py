@@ -7,6 +7,7 @@ import errno
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import aiohttp
 
@@ -51,6 +52,7 @@ class _Leg:
         self.since = now
         self.doubt_s = float("inf")  # after which silence the engine is asked whether it generates
         self.waits_for_engine = True
+        self.after: asyncio.Future[Any] | None = None  # until this is done, its silence is no fault of its engine
         self.scope = asyncio.timeout(None)
 
 
@@ -155,6 +157,8 @@ class Legs:
         """Give up the legs that were silent for too long."""
         now = self._clock()
         for leg in self._under_way:
+            if leg.after is not None and not leg.after.done():
+                leg.since = now
             if leg.use is not None and leg.waits_for_engine and now - leg.since >= leg.doubt_s:
                 leg.doubt_s = float("inf")
                 self._health.doubt(leg.use)
@@ -163,11 +167,19 @@ class Legs:
 
     @asynccontextmanager
     async def post(
-        self, engine: Engine, path: str, *, payload: Payload, headers: Mapping[str, str], is_whole: bool = False
+        self,
+        engine: Engine,
+        path: str,
+        *,
+        payload: Payload,
+        headers: Mapping[str, str],
+        is_whole: bool = False,
+        after: asyncio.Future[Any] | None = None,
     ) -> AsyncIterator[Answer]:
         """Send a request and hold its answer; leaving early closes the connection, which makes vLLM abort.
 
         `is_whole`: many tokens are to come in one piece, the first byte with the last one of them.
+        `after`: what the engine waits for; its time to answer begins when that is done.
         How it ends is told to `Health`, unless the client or this proxy ends it.
 
         :raises LegFailed: also from within, when the time is up.
@@ -178,6 +190,7 @@ class Legs:
             limit_s = self._answer_timeout_s if is_whole else self._first_byte_timeout_s
             new = _Leg(use, limit_s, self._idle_timeout_s, self._clock())
             new.doubt_s = self._first_byte_timeout_s if is_whole else new.doubt_s
+            new.after = after
             sent = {**headers, "Content-Type": "application/json", "Content-Length": str(len(payload))}
             try:
                 async with (

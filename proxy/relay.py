@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Collection
+from typing import Any
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
@@ -13,7 +14,7 @@ from pdx.proxy.decode import AsItIs, Continuation
 from pdx.proxy.drain import Drain
 from pdx.proxy.exchange import Exchange, Outcome
 from pdx.proxy.failover import Failover
-from pdx.proxy.health import ANSWERED, Health, Reason
+from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
 from pdx.proxy.ledger import Ledger
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.metrics import Metrics
@@ -127,6 +128,9 @@ class Relay:
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
+        self._heed_obstacle(exchange, pair)
+        if exchange.mode is Mode.SAMPLED and pair.decoder.node:  # else nobody can tell its node what became of prefill
+            return await self._together(exchange, pair)
         try:
             planned, prefill, raw = await self._prefill(exchange, pair)
         except LegFailed as failure:
@@ -135,40 +139,97 @@ class Relay:
                 text = f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}"
                 self._warn(f"prefill {failure.url} {failure.reason}", text)
             await self._fall_back(exchange, f"prefill_{failure.reason}")
-            if refused and exchange.outcome is Outcome.OK:  # refused by both, it is the client's fault and no news
-                text = f"transfer {exchange.transfer}: refused by {failure.engine} only"
-                self._warn(f"refused {failure.url}", text)
+            if refused and exchange.outcome is Outcome.OK:
+                self._warn_refused(exchange, failure)
             return None
         if exchange.mode is Mode.FORWARD:
             return await self._forward(exchange, planned, prefill, raw)
         return await self._sample(exchange, prefill)
 
-    async def _prefill(self, exchange: Exchange, pair: Pair) -> tuple[Pair, answer.PrefillAnswer, bytes]:
+    async def _together(self, exchange: Exchange, pair: Pair) -> None:
+        """Both legs at once: the decode engine reads the prompt, and waits for its KV while that is computed."""
+        prefill = asyncio.ensure_future(self._prefill_beside(exchange, pair))
+
+        def leg() -> Body:
+            if not prefill.done():
+                return body.early_body(exchange.body, transfer=exchange.transfer)
+            found = prefill.result()
+            return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
+
+        def cached_tokens() -> int | None:
+            found = prefill.result() if prefill.done() else None
+            return found.usage.cached_tokens if isinstance(found, answer.PrefillAnswer) else None
+
+        try:
+            with self._health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
+                await asyncio.sleep(0)
+            await self._decode(exchange, leg, AsItIs(cached_tokens), after=prefill)
+            if not prefill.done():
+                self._cancel(exchange, "prefill_late")
+        finally:
+            prefill.cancel()
+            await asyncio.wait([prefill])
+        failure = None if prefill.cancelled() else prefill.result()
+        if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX and exchange.outcome is Outcome.OK:
+            self._warn_refused(exchange, failure)
+
+    async def _prefill_beside(self, exchange: Exchange, pair: Pair) -> answer.PrefillAnswer | LegFailed | Exhausted:
+        """The prefill leg while the decode leg is under way; where it fails, the decode engine computes all."""
+        try:
+            _, prefill, _ = await self._prefill(exchange, pair, is_beside=True)
+        except (LegFailed, Exhausted) as failure:
+            why = failure.reason if isinstance(failure, LegFailed) else "exhausted"
+            if why != Reason.STATUS_4XX:
+                about = f"prefill {failure.url} {why}" if isinstance(failure, LegFailed) else failure.lack
+                self._warn(about, f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}")
+            reason = f"prefill_{why}"
+            self._metrics.fallbacks.labels(reason).inc()
+            self._cancel(exchange, reason)
+            if not exchange.reply.started:
+                exchange.set_mode(Mode.ALONE, reason)
+            return failure
+        self._control.prefilled(exchange.transfer, exchange.told)
+        return prefill
+
+    def _warn_refused(self, exchange: Exchange, failure: LegFailed) -> None:
+        """Refused by both engines, it would be the client's fault and no news."""
+        text = f"transfer {exchange.transfer}: refused by {failure.engine} only"
+        self._warn(f"refused {failure.url}", text)
+
+    async def _prefill(
+        self, exchange: Exchange, pair: Pair, *, is_beside: bool = False
+    ) -> tuple[Pair, answer.PrefillAnswer, bytes]:
+        """`is_beside`: the decode leg knows this transfer. Once an engine may have begun it, no other one is asked."""
+
         def choose(tried: set[str]) -> Engine | None:
             return router.prefiller(self._candidates(), planned=pair, tried=tried)
 
         async def ask(engine: Engine) -> tuple[Pair, answer.PrefillAnswer, bytes]:
             exchange.planned = Pair(engine, pair.decoder)
+            if exchange.told and exchange.blamed and not is_beside:
+                # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
+                self._cancel(exchange, "prefill_failed_over")
+                self._ledger.rename(exchange.timeline, new_transfer())
+                exchange.set_mode(exchange.mode, exchange.timeline.why)
             return exchange.planned, *await self._ask_prefill(exchange, exchange.planned)
 
-        return await self._failover.attempt(exchange, "prefill", choose, ask)
+        final = frozenset(Reason) - UNSENT - {Reason.STATUS_429} if is_beside else {Reason.STATUS_4XX}
+        return await self._failover.attempt(exchange, "prefill", choose, ask, final=final)
+
+    def _heed_obstacle(self, exchange: Exchange, pair: Pair) -> None:
+        if exchange.mode is Mode.FORWARD:
+            why = obstacle(exchange.body, prefill=pair.prefiller.facts, decode=pair.decoder.facts)
+            if why:
+                self._stop_forwarding(exchange, why)
 
     async def _ask_prefill(self, exchange: Exchange, pair: Pair) -> tuple[answer.PrefillAnswer, bytes]:
         engine = pair.prefiller
-        if exchange.told and exchange.blamed:
-            # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
-            self._cancel(exchange, "prefill_failed_over")
-            self._ledger.rename(exchange.timeline, new_transfer())
-            exchange.set_mode(exchange.mode, exchange.timeline.why)
-        if exchange.mode is Mode.FORWARD:
-            why = obstacle(exchange.body, prefill=engine.facts, decode=pair.decoder.facts)
-            if why:
-                self._stop_forwarding(exchange, why)
+        self._heed_obstacle(exchange, pair)
         leg = body.prefill_body(
             exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer, decode_node=pair.wire
         )
         exchange.mark(Event.PREFILL_SENT, engine)
-        exchange.told = {pair.prefiller.node, pair.decoder.node}
+        exchange.told |= {pair.prefiller.node, pair.decoder.node}
         async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
             if found.status >= 400:
@@ -214,7 +275,7 @@ class Relay:
             transfer=exchange.transfer,
         )
         try:
-            await self._decode(exchange, leg, Continuation(prefill, first), fits=fits)
+            await self._decode(exchange, lambda: leg, Continuation(prefill, first), fits=fits)
         except (LegFailed, NoEngine) as failure:
             reason = failure.reason if isinstance(failure, LegFailed) else None
             if exchange.reply.started or reason is Reason.TIMEOUT:
@@ -247,17 +308,19 @@ class Relay:
         exchange.set_mode(Mode.SAMPLED, why)
 
     async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer, *, avoid: Collection[str] = ()) -> None:
+        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), AsItIs(), avoid=avoid)
+
+    def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
         usage = prefill.usage
-        leg = body.sampled_body(
+        return body.sampled_body(
             exchange.body,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             transfer=exchange.transfer,
         )
-        await self._decode(exchange, leg, AsItIs(), avoid=avoid)
 
     async def _alone(self, exchange: Exchange) -> None:
-        await self._decode(exchange, exchange.body, AsItIs())
+        await self._decode(exchange, lambda: exchange.body, AsItIs())
 
     async def _fall_back(self, exchange: Exchange, reason: str) -> None:
         self._metrics.fallbacks.labels(reason).inc()
@@ -268,13 +331,17 @@ class Relay:
     async def _decode(
         self,
         exchange: Exchange,
-        leg: Body,
+        leg: Callable[[], Body],
         shape: AsItIs | Continuation,
         *,
         fits: Callable[[Engine], bool] = lambda _: True,
         avoid: Collection[str] = (),
+        after: asyncio.Future[Any] | None = None,
     ) -> None:
-        """Give the leg to the planned decoder, or to another one that `fits`, and is not among those to `avoid`."""
+        """Give the leg to the planned decoder, or to another one that `fits`, and is not among those to `avoid`.
+
+        `after`: the prefill leg, if that is under way. Before its end are asked those whose node can be told of it.
+        """
         if exchange.booking is not None:
             exchange.booking.end()
 
@@ -284,12 +351,19 @@ class Relay:
             return router.decoder(able, planned=exchange.planned, tried=tried | set(avoid), only_prefill=alone)
 
         async def ask(engine: Engine) -> None:
+            if after is not None and not engine.node:
+                await asyncio.wait([after])
             exchange.mark(Event.DECODE_SENT, engine)
             if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
-            payload = body.encode(self._located(exchange, leg, engine))
+            payload = body.encode(self._located(exchange, leg(), engine))
             async with self._legs.post(
-                engine, exchange.route, payload=payload, headers=exchange.headers, is_whole=not exchange.streams
+                engine,
+                exchange.route,
+                payload=payload,
+                headers=exchange.headers,
+                is_whole=not exchange.streams,
+                after=after,
             ) as found:
                 await shape.take(exchange, found)
 

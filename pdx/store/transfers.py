@@ -74,6 +74,8 @@ class Transfers:
         is_complete = not transfer.pending and not transfer.offers
         self._turn(transfer, Progress.SEALED if is_complete else Progress.UNDER_WAY)
         self._end_at(name, transfer, max(transfer.deadline, deadline))
+        if is_complete:
+            self.ended.append(name)
 
     def expect(self, name: str, deadline: float, source: str) -> None:
         """A peer offers chunks of it: whether there is room for them or not, whoever asks for it waits."""

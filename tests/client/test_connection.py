@@ -19,6 +19,7 @@ from pdx.wire.messages import (
     VERSION,
     Abort,
     Admit,
+    Admitted,
     Cancel,
     Done,
     Fill,
@@ -213,6 +214,21 @@ def test_a_message_is_told_while_another_thread_waits_for_an_answer(address, scr
     scripted.answer(seq, Done(5))
     waiter.join()
     assert answers == [Done(5)]
+
+
+def test_a_thread_is_answered_by_a_node_while_another_one_waits_for_it(node, connection):
+    """The other one's answer is kept back, so a lock that it held would be held longer than the test has."""
+    expect = Admit(keys(1, 77), transfer=TRANSFER, part="expects", wait_s=3600.0)
+    seq, answers = connection.ask(expect), []
+    waiter = threading.Thread(target=lambda: answers.append(connection.collect(seq, 3600.0)))
+    waiter.start()
+    wait_until(lambda: waits(waiter))
+    for _ in range(100):
+        assert connection.call(Ping(), 30.0) == Done()
+    assert (answers, waiter.is_alive()) == ([], True)
+    connection.call(Cancel(TRANSFER), 30.0)
+    waiter.join()
+    assert answers == [Admitted()]
 
 
 def test_each_of_many_waiting_threads_gets_its_answer(address, scripted, connect):

@@ -13,16 +13,21 @@ from pdx.wire.messages import (
     VERSION,
     Abort,
     Admit,
+    Admitted,
     Bye,
     Cancel,
+    Delete,
     EngineFacts,
+    Fill,
     Mark,
     Ping,
+    Prefilled,
     decode_to_proxy,
     encode,
 )
 
 TRANSFER = "transfer-0123456789"
+OTHER_TRANSFER, THIRD_TRANSFER = "other-" + TRANSFER, "third-" + TRANSFER
 KEY = b"k" * 16
 
 
@@ -128,6 +133,32 @@ def test_cancel_from_the_proxy_is_carried_out(node, proxy, attach):
     wait_until(lambda: not client.ask(Admit([KEY], transfer=TRANSFER)).waiting)
     assert client.status().chunks == {"quarantined": 1}
     assert client.ask(Abort(slots)).count == 1
+
+
+def test_who_expects_a_transfer_waits_no_more_when_its_prefill_is_over(node, proxy, attach):
+    """Its node has not heard of it: the engine that prefilled runs without PDX, say."""
+    client = attach(node)
+    proxy.report()
+    expect = Admit([KEY], lease_s=1.0, transfer=OTHER_TRANSFER, part="expects", wait_s=60.0)
+    seq = client.tell(expect, reply=True)
+    client.ask(Ping())
+    proxy.send(encode(Prefilled(OTHER_TRANSFER)))
+    assert client.answer() == (seq, Admitted())
+    assert client.ask(expect) == Admitted(), "nor does who asks later"
+
+
+def test_a_transfer_under_way_is_waited_for_although_its_prefill_is_over(node, proxy, attach):
+    client = attach(node)
+    proxy.report()
+    slots = client.ask(Admit([KEY], GRANULE_BYTES, transfer=THIRD_TRANSFER, part="writes")).granted_slots
+    before = client.status().counters.get("transfers_given_up", 0)
+    proxy.send(encode(Prefilled(THIRD_TRANSFER)))
+    proxy.send(encode(Cancel(OTHER_TRANSFER[:-1])))  # behind it
+    wait_until(lambda: client.status().counters.get("transfers_given_up", 0) > before)
+    assert client.ask(Admit([KEY], transfer=THIRD_TRANSFER)).waiting
+    client.ask(Fill(slots, seal=True))
+    assert client.ask(Admit([KEY], transfer=THIRD_TRANSFER)).hits == 1
+    client.ask(Delete([KEY]))
 
 
 def test_cancel_matches_the_whole_name(node, proxy, attach):

@@ -245,3 +245,106 @@ def test_what_waits_is_bounded_and_goes_with_its_process(start_node, puppets, at
     seal(prefill, slots)
     status = prefill.status()
     assert (status.leases, status.transfers) == (0, 0), "nobody was given a lease"
+
+
+# ---- a transfer that is not known yet ------------------------------------------------------------
+
+
+def expect(decode, transfer, wait_s=30.0, count=3):
+    """A question of a request that was sent together with the one that prefills."""
+    ask = Admit(KEYS[:count], lease_s=20.0, transfer=transfer, part="expects", wait_s=wait_s)
+    number = decode.tell(ask, reply=True)
+    decode.ask(Ping())
+    return number
+
+
+def test_who_expects_a_transfer_waits_for_it_before_anybody_has_opened_it(prefill, decode, transfer):
+    number = expect(decode, transfer)
+    slots = reserve(prefill, transfer)
+    seal(prefill, slots)
+    answered, found = decode.answer()
+    assert (answered, found.hits, found.waiting, found.slots) == (number, 3, False, slots)
+    decode.ask(Release(found.lease))
+
+
+def test_who_expects_a_transfer_is_told_to_ask_again_when_its_time_is_over(decode, transfer):
+    number = expect(decode, transfer, wait_s=0.1)
+    answered, found = decode.answer()
+    assert (answered, found.hits, found.waiting) == (number, 0, True)
+    assert decode.status().transfers == 0, "what nobody has opened is not remembered"
+
+
+def test_a_transfer_that_is_given_up_before_it_was_opened_is_not_expected(prefill, decode, transfer):
+    number = expect(decode, transfer)
+    prefill.ask(Cancel(transfer))
+    answered, found = decode.answer()
+    assert (answered, found.hits, found.waiting) == (number, 0, False)
+
+
+def test_what_is_expected_is_bounded_as_all_that_waits(start_node, attach):
+    own = start_node()
+    decode = attach(own)
+    for number in range(MAX_OF_SESSION):
+        ask = Admit(KEYS[:1], transfer=f"transfer-that-nobody-opens-{number}", part="expects", wait_s=30.0)
+        decode.tell(ask, reply=True)
+    found = decode.ask(Admit(KEYS[:1], transfer="transfer-of-one-too-many", part="expects", wait_s=30.0))
+    assert (found.hits, found.waiting) == (0, True), "one more is answered at once"
+
+
+# ---- one question --------------------------------------------------------------------------------
+
+
+def test_one_question_leases_what_is_there_and_grants_room_for_the_rest(prefill, decode):
+    seal(prefill, reserve(prefill, None, count=2, tail=False))
+    answer = decode.ask(Admit(KEYS, GRANULE_BYTES, layers=2, lease_s=20.0))
+    assert (answer.hits, len(answer.slots), answer.granted, len(answer.granted_slots)) == (2, 2, [2, 3], 2)
+    status = decode.status()
+    assert (status.leases, status.chunks) == (1, {"sealed": 2, "filling": 2})
+    decode.ask(Abort(answer.granted_slots))
+    decode.ask(Release(answer.lease))
+
+
+def test_a_request_whose_chunks_are_all_there_is_granted_no_room(prefill, decode):
+    seal(prefill, reserve(prefill, None, tail=False))
+    answer = decode.ask(Admit(KEYS[:3], GRANULE_BYTES, layers=2, lease_s=20.0))
+    assert (answer.hits, answer.granted, answer.granted_slots, answer.full) == (3, [], [], False)
+    decode.ask(Release(answer.lease))
+
+
+def test_a_request_without_room_holds_nothing_until_a_part_will_do(prefill, decode):
+    seal(prefill, reserve(prefill, None, count=1, tail=False))
+    ask = Admit(KEYS[:3], 4 * MIB, layers=2, lease_s=20.0)
+    answer = decode.ask(ask)
+    assert (answer.hits, answer.slots, answer.lease, answer.granted, answer.full) == (1, [], 0, [], True)
+    assert decode.status().leases == 0
+    answer = decode.ask(msgspec.structs.replace(ask, partial=True))
+    assert (answer.hits, len(answer.slots), answer.granted, answer.full) == (1, 1, [1], True)
+    decode.ask(Abort(answer.granted_slots))
+    decode.ask(Release(answer.lease))
+
+
+def test_nothing_is_granted_while_what_is_missing_may_still_come(prefill, decode, transfer):
+    slots = reserve(prefill, transfer, count=2, tail=False)
+    ask = Admit(KEYS, GRANULE_BYTES, layers=2, lease_s=20.0, transfer=transfer, wait_s=0.1)
+    answer = decode.ask(ask)
+    assert (answer.waiting, answer.granted, answer.lease) == (True, [], 0)
+    assert decode.status().chunks == {"filling": 2}
+    number = decode.tell(msgspec.structs.replace(ask, wait_s=30.0), reply=True)
+    decode.ask(Ping())
+    seal(prefill, slots)
+    answered, answer = decode.answer()
+    assert (answered, answer.hits, answer.granted) == (number, 2, [2, 3]), "now it is certain what is to be computed"
+    decode.ask(Abort(answer.granted_slots))
+    decode.ask(Release(answer.lease))
+
+
+def test_the_reader_of_a_tail_is_granted_no_room_for_it(decode, transfer):
+    answer = decode.ask(Admit(KEYS[:2], GRANULE_BYTES, layers=2, lease_s=20.0, tail_nbytes=100, transfer=transfer))
+    assert (answer.hits, answer.granted) == (0, [0])
+    decode.ask(Abort(answer.granted_slots))
+
+
+def test_what_is_refused_holds_nothing(prefill, decode):
+    seal(prefill, reserve(prefill, None, count=1, tail=False))
+    assert decode.refused(Admit(KEYS[:3], 64 * MIB, layers=2, lease_s=20.0)) == "ArenaTooSmall"
+    assert decode.status().leases == 0

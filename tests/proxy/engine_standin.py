@@ -7,6 +7,7 @@ of cached tokens, and vLLM's shapes of answers, streams and refusals.
 """
 
 import asyncio
+import collections
 import hashlib
 import json
 from contextlib import asynccontextmanager
@@ -129,6 +130,7 @@ class StandIn:
         self.listed = 0  # how often GET /v1/models came
         self.end = b": keep-alive\n\ndata: [DONE]\n\n"  # of every stream
         self.runner = None
+        self.settled = collections.defaultdict(asyncio.Event)  # by transfer: its node has heard what became of it
 
     @property
     def bodies(self):
@@ -221,6 +223,9 @@ class StandIn:
             "model": "hash",
         }
         limits = [min(limit, model_len - len(each)) for each in prompts]
+        params = body.get("kv_transfer_params") or {}
+        if params.get("is_early"):
+            await self.settled[params["transfer_id"]].wait()
         if body.get("stream"):
             return await self.stream(request, body | {"stream_options": options}, head, chat, prompts[0], limits[0])
         return web.json_response(self.whole(body, head, chat, prompts, limits))

@@ -71,6 +71,10 @@ class Node:
         """The transfer named by the next Cancel."""
         return (await self._next(messages.Cancel)).transfer
 
+    async def prefilled(self):
+        """The transfer named by the next Prefilled."""
+        return (await self._next(messages.Prefilled)).transfer
+
     async def peers(self):
         """The names and addresses in the next PeerList."""
         return {peer.name: peer.address for peer in (await self._next(messages.PeerList)).peers}
@@ -143,6 +147,20 @@ class Cluster:
                 await asyncio.sleep(0.005)
 
 
+def settle_with(control, engines):
+    """What this proxy tells nodes of a transfer, the nodes' engines know: they wait no more for its KV."""
+    settled = engines[0].settled if engines else {}
+    for engine in engines:
+        engine.settled = settled
+    tell = control._tell
+
+    def told(message, nodes):
+        tell(message, nodes)
+        settled[message.transfer].set()
+
+    control._tell = told
+
+
 @asynccontextmanager
 async def cluster(
     prefills=1,
@@ -174,6 +192,7 @@ async def cluster(
     settings.setdefault("debug_headers", True)
     address = f"ipc://{folder}/p.sock"
     proxy = Proxy(ProxyConfig(port=0, control=address, **settings))
+    settle_with(proxy._control, [*prefill, *decode])
     probing = mock.patch.object(health, "PROBE_S", probe_s)
     probing.start()
     http = HttpServer(proxy.app(), counters=proxy.counters, **dict(served))

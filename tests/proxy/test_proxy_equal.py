@@ -87,7 +87,11 @@ def test_whole(path):
             assert modes == ({"forward", "sampled"} if path == COMPLETIONS else {"sampled"})
             legs = [body["kv_transfer_params"] for body in made.decode.bodies if "kv_transfer_params" in body]
             assert len(legs) >= len(PROMPTS) * 2 // 3
-            assert all(leg["do_remote_prefill"] and leg["prefill_tokens"] > 1 for leg in legs)
+            assert all(leg["do_remote_prefill"] for leg in legs)
+            if path == CHAT:  # sent before the prefill leg has counted any tokens
+                assert all(leg["is_early"] for leg in legs)
+            else:
+                assert all(leg["prefill_tokens"] > 1 for leg in legs)
 
     run(main)
 

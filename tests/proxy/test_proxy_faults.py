@@ -78,6 +78,104 @@ def test_prefill_fails(fault, reason):
     run(main)
 
 
+TALK = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 12}
+
+
+def test_both_legs_of_a_chat_are_sent_at_once():
+    async def main():
+        async with cluster() as made:
+            made.prefill.fault = "hold"
+            request = asyncio.create_task(made.post(CHAT, TALK))
+            await within(made.decode.arrived.wait())
+            assert made.prefill.seen
+            params = made.decode.bodies[0]["kv_transfer_params"]
+            assert (params["is_early"], "prefill_tokens" in params) == (True, False)
+            assert params["transfer_id"] == made.prefill.bodies[0]["kv_transfer_params"]["transfer_id"]
+            assert not request.done(), "its engine waits for the transfer"
+            made.prefill.released.set()
+            status, headers, _ = await within(request)
+            assert (status, headers["x-pdx-mode"], len(made.decode.seen)) == (200, "sampled", 1)
+            assert (await made.node.prefilled(), len(made.prefill.seen)) == (params["transfer_id"], 1)
+
+    run(main)
+
+
+def test_where_no_node_could_be_told_the_legs_of_a_chat_follow_each_other():
+    async def main():
+        async with cluster(known=False) as made:
+            status, headers, _ = await made.post(CHAT, TALK)
+            assert (status, headers["x-pdx-mode"]) == (200, "sampled")
+            params = made.decode.bodies[0]["kv_transfer_params"]
+            assert ("is_early" in params, params["prefill_tokens"] > 1) == (False, True)
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fault", "reason"), [("refuse", "refused"), ("reset", "reset"), (500, "status_5xx")])
+def test_prefill_of_a_chat_fails_and_its_decode_leg_goes_on(fault, reason, stream):
+    async def main():
+        async with cluster() as made:
+            want = await made.post(CHAT, TALK, base=made.decode.url)
+            made.decode.seen.clear()
+            if fault == "refuse":
+                await made.prefill.stop()
+            made.prefill.fault = fault
+            status, headers, raw = await made.post(CHAT, {**TALK, "stream": stream})
+            assert (status, headers["x-pdx-mode"], len(made.decode.seen)) == (200, "alone", 1)
+            if not stream:
+                assert json.loads(raw)["choices"] == json.loads(want[2])["choices"]
+            assert await made.node.cancelled() == headers["x-pdx-transfer-id"]
+            assert await made.metric("pdx_proxy_fallbacks_total", reason=f"prefill_{reason}") == 1
+
+    run(main)
+
+
+def test_another_decoder_is_asked_while_the_prefill_of_a_chat_goes_on():
+    async def main():
+        async with cluster(decodes=2) as made:
+            made.prefill.fault = "hold"
+            for each in made.decodes:
+                each.fault = 503
+            made.decodes[1].fault = None
+            requests = [asyncio.create_task(made.post(CHAT, TALK)) for _ in range(2)]
+            await until(lambda: len(made.decodes[1].seen) == 2)
+            made.prefill.released.set()
+            for request in requests:
+                status, headers, _ = await within(request)
+                assert (status, headers["x-pdx-mode"]) == (200, "sampled")
+
+    run(main)
+
+
+def test_a_chat_that_leaves_ends_both_of_its_legs():
+    async def main():
+        async with cluster() as made:
+            made.prefill.fault = "hold"
+            request = asyncio.create_task(made.post(CHAT, TALK))
+            await within(asyncio.gather(made.prefill.arrived.wait(), made.decode.arrived.wait()))
+            request.cancel()
+            await within(asyncio.gather(made.prefill.closed.wait(), made.decode.closed.wait()))
+            assert await made.node.cancelled() == made.decode.bodies[0]["kv_transfer_params"]["transfer_id"]
+
+    run(main)
+
+
+def test_a_chat_that_is_answered_before_its_prefill_ends_that():
+    async def main():
+        async with cluster() as made:
+            made.prefill.fault = "hold"
+            request = asyncio.create_task(made.post(CHAT, TALK))
+            await within(made.decode.arrived.wait())
+            transfer = made.decode.bodies[0]["kv_transfer_params"]["transfer_id"]
+            made.decode.settled[transfer].set()  # by its own deadline
+            assert (await within(request))[0] == 200
+            await within(made.prefill.closed.wait())
+            assert await made.node.cancelled() == transfer
+
+    run(main)
+
+
 def test_a_request_the_engine_refuses_is_refused_by_the_engine():
     async def main():
         async with cluster() as made:
