@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pdx.bench.breakdown import report as breakdown_report
-from pdx.bench.breakdown.bodies import Bodies
 from pdx.bench.breakdown.progress import BreakdownProgress
 from pdx.bench.breakdown.records import Result, SystemFacts
 from pdx.bench.breakdown.turns import Breakdown, Settings
 from pdx.bench.harness.model_facts import model_facts
-from pdx.bench.harness.prompts import Prompts
+from pdx.bench.harness.prompts import Bodies, Prompts
 from pdx.bench.harness.report import machine
 from pdx.bench.systems.fleet import Fleet
 from pdx.bench.systems.system import Bed, System, is_cpu_build

@@ -18,11 +18,11 @@ import msgspec
 
 from pdx.bench.breakdown import overhead as breakdown_overhead
 from pdx.bench.breakdown import parts, records
-from pdx.bench.breakdown.bodies import Bodies
 from pdx.bench.breakdown.observer import Asker, Observer, Seen
 from pdx.bench.breakdown.records import Again, Copy, Kind, Request, Result
 from pdx.bench.harness.ask import AskFailed
 from pdx.bench.harness.interrupts import whole
+from pdx.bench.harness.prompts import Bodies
 from pdx.bench.systems.engine_cache import CacheNotReset
 from pdx.errors import PdxError
 

@@ -114,7 +114,7 @@ class Sheet:
         self.height = TITLE_IN + head + sum(heights) + len(heights) * (above + below) + FOOT_IN
         self.figure: Any = Figure(figsize=(WIDTH_IN, self.height), dpi=DPI)
         self._heights = list(heights)
-        self._columns, self._left, self._between = columns, left, between
+        self._left, self._between = left, between
         self._above, self._below, self._head = above, below, head
         self._width = (WIDTH_IN - left - right - between * (columns - 1)) / columns
 

@@ -110,3 +110,24 @@ def _version(name: str) -> str:
 def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+class ResultFile:
+    """`folder`/`bench`.json: written anew whenever there is more, whole or not at all."""
+
+    def __init__(self, folder: Path, bench: str, title: str) -> None:
+        self.path = folder / f"{bench}.json"
+        self._bench = bench
+        self._title = title
+
+    def write(self, figures: Sequence[Figure], details: dict[str, Any]) -> str:
+        """The text that is now in it.
+
+        :raises OSError: it cannot be written.
+        """
+        text = as_text(self._bench, self._title, figures, details, {})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(self.path)
+        return text

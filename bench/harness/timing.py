@@ -1,14 +1,15 @@
 """The one timer of all benches: several callables, interleaved, in the same process and the same minutes.
 
 Machines are shared and their speed drifts, so absolute times of two runs do not compare. What compares is the
-ratio of two callables inside one round; a report states that, next to the medians.
+ratio of two callables inside one round; a report states that, next to the medians. `Spread` has the middle and the
+worst that is usual.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -18,7 +19,6 @@ class Timing:
 
     median_s: float
     best_s: float
-    worst_s: float
     ratio: float  # median over the rounds of (reference's time / own time): above 1 is faster than the reference
 
     def rate(self, amount: float) -> float:
@@ -58,4 +58,29 @@ def measure(
 
 def _summary(own: list[float], reference: list[float]) -> Timing:
     ratios = [theirs / mine for mine, theirs in zip(own, reference, strict=True)]
-    return Timing(statistics.median(own), min(own), max(own), statistics.median(ratios))
+    return Timing(statistics.median(own), min(own), statistics.median(ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of `count` samples, in milliseconds. With less than a hundred, `p99_ms` is close to the worst of them."""
+
+    p50_ms: float
+    p99_ms: float
+    count: int
+
+
+def spread_ms(samples: Sequence[float]) -> Spread:
+    """The spread of `samples`, which are milliseconds.
+
+    :raises ValueError: there are none.
+    """
+    if not samples:
+        raise ValueError("no samples")
+    p99 = statistics.quantiles(samples, n=100, method="inclusive")[98] if len(samples) > 1 else samples[0]
+    return Spread(round(statistics.median(samples), 4), round(p99, 4), len(samples))
+
+
+def spread(samples_s: Sequence[float]) -> Spread:
+    """The spread of `samples_s`, which are seconds."""
+    return spread_ms([sample * 1e3 for sample in samples_s])

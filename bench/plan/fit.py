@@ -27,7 +27,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     output_tokens: int
     prefill_s: float | None
-    gather_s: float | None
     wire_s: float | None
     scatter_s: float | None
     handoff_s: float | None
@@ -195,7 +194,6 @@ def _point(requests: Sequence[records.Request]) -> Measured:
         concurrency=first.concurrency,
         output_tokens=max(request.output_tokens for request in requests),
         prefill_s=median(_prefill_ms),
-        gather_s=part("gather"),
         wire_s=part("wire"),
         scatter_s=part("scatter"),
         handoff_s=median(_handoff_ms),

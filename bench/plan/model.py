@@ -7,15 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from pdx.bench.plan.crossover import (
-    LONGEST,
-    Crossover,
-    break_even_bytes_s,
-    crossover,
-    layered_load_s,
-    load_s,
-    perfect_buffer_bytes,
-)
 from pdx.bench.plan.engine import Engine
 from pdx.bench.plan.fleet import Service, transfer
 from pdx.bench.plan.size import (
@@ -27,6 +18,15 @@ from pdx.bench.plan.size import (
     never_mixed,
     smallest_mixed,
     smallest_split,
+)
+from pdx.bench.plan.transfer import (
+    LONGEST,
+    Crossover,
+    break_even_bytes_s,
+    crossover,
+    layered_load_s,
+    load_s,
+    perfect_buffer_bytes,
 )
 from pdx.bench.plan.units import show_bytes, show_time
 from pdx.bench.plan.workload import Link

@@ -26,7 +26,7 @@ import aiohttp
 from pdx.bench.harness.child import end_child
 from pdx.bench.harness.cpu_clock import CpuClock
 from pdx.bench.harness.report import Figure, at_most, plain, publish
-from pdx.bench.harness.spread import spread_ms
+from pdx.bench.harness.timing import spread_ms
 from pdx.bench.proxy.pinger import delays_ms
 from pdx.bench.proxy.stage import Stage, stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace

@@ -22,7 +22,7 @@ from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.harness.cpu_clock import CpuClock, machine_seconds
 from pdx.bench.harness.report import significant
-from pdx.bench.harness.spread import Spread, spread_ms
+from pdx.bench.harness.timing import Spread, spread_ms
 from pdx.bench.proxy.stage import Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pdx.bench.harness.ask import AskFailed
+from pdx.bench.harness.interrupts import Steps
 from pdx.bench.harness.report import Figure, plain
-from pdx.bench.harness.steps import Steps
 from pdx.bench.proxy.load import Case, Cost, Row, cost, measure
 from pdx.bench.proxy.stage import Stage
 from pdx.bench.proxy.stand_in_engine import Pace

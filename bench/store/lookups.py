@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdx.bench.harness.interrupts import whole
-from pdx.bench.harness.spread import Spread, spread
+from pdx.bench.harness.timing import Spread, spread
 from pdx.bench.store.tiers import IDLE_S, check_room, one_node
 from pdx.client.connection import Connection
 from pdx.errors import NodeUnavailable

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pdx.bench.harness.interrupts import Steps
 from pdx.bench.harness.report import Figure, plain
-from pdx.bench.harness.steps import Steps
 from pdx.bench.store import lookups, tiers
 from pdx.bench.store.engine_memory import Load
 from pdx.bench.store.lookups import IndexRow

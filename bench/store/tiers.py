@@ -24,7 +24,7 @@ import torch
 from pdx.bench.harness.interrupts import whole
 from pdx.bench.harness.nodes import TO, end, node_pair
 from pdx.bench.harness.report import significant
-from pdx.bench.harness.spread import Spread, spread
+from pdx.bench.harness.timing import Spread, spread
 from pdx.bench.store.engine_memory import EngineMemory, Load
 from pdx.cli.status import size
 from pdx.client.api import Node, connect

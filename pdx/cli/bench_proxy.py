@@ -72,8 +72,8 @@ def proxy(
 
     Ctrl-C ends it and keeps what was measured (exit status 130).
     """
-    from pdx.bench.harness.result_file import ResultFile
-    from pdx.bench.harness.steps import Steps
+    from pdx.bench.harness.interrupts import Steps
+    from pdx.bench.harness.report import ResultFile
     from pdx.bench.proxy.run import ProxyRun, Settings
     from pdx.bench.proxy.stage import stage
     from pdx.bench.proxy.stand_in_engine import Pace

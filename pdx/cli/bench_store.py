@@ -16,7 +16,7 @@ from pdx.cli.listed import ByteSizes, Counts, Names
 from pdx.cli.status import size
 
 if TYPE_CHECKING:
-    from pdx.bench.harness.spread import Spread
+    from pdx.bench.harness.timing import Spread
     from pdx.bench.store.run import StoreRun
 
 INTERRUPTED = 130  # as a shell shows SIGINT
@@ -62,8 +62,8 @@ def store(
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("pdx bench store copies with PyTorch: pip install 'pdx-transport[torch]'")
-    from pdx.bench.harness.result_file import ResultFile
-    from pdx.bench.harness.steps import Steps
+    from pdx.bench.harness.interrupts import Steps
+    from pdx.bench.harness.report import ResultFile
     from pdx.bench.store.run import Settings, StoreRun, default_tiers
 
     run = StoreRun(Settings(tiers or tuple(default_tiers()), sizes, chunks, rounds, index, questions))

@@ -6,7 +6,7 @@ import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from pdx.bench.breakdown.bodies import QUESTION_TOKENS
+from pdx.bench.harness.prompts import QUESTION_TOKENS
 from pdx.bench.systems.system import CannotRun
 from pdx.telemetry.timeline import Event, Moment
 from pdx.telemetry.trace import Lane, Tracer

@@ -10,10 +10,9 @@ from fake_systems import FakeFleet, FakeSystem
 from pdx.bench.breakdown import observer, records
 from pdx.bench.breakdown import overhead as breakdown_overhead
 from pdx.bench.breakdown import turns as breakdown
-from pdx.bench.breakdown.bodies import Bodies
 from pdx.bench.breakdown.records import Result
 from pdx.bench.breakdown.turns import Breakdown, Settings, Turn, order
-from pdx.bench.harness.prompts import Prompts
+from pdx.bench.harness.prompts import Bodies, Prompts
 from pdx.telemetry import trace
 
 SETTINGS = {

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdx.bench.breakdown.observer import Asker
-from pdx.bench.harness.interrupts import Interrupts, run, whole
-from pdx.bench.harness.steps import Steps
+from pdx.bench.harness.interrupts import Interrupts, Steps, run, whole
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 

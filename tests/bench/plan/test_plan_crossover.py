@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import engine
 
-from pdx.bench.plan.crossover import break_even_bytes_s, crossover, layered_load_s, load_s, perfect_buffer_bytes
+from pdx.bench.plan.transfer import break_even_bytes_s, crossover, layered_load_s, load_s, perfect_buffer_bytes
 
 GBPS = 1e9 / 8
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plan_cases import CONTROL_S, CPU, REQUEST_S, SCATTER, TINY, measured
 
 from pdx.bench.breakdown import records
-from pdx.bench.plan.check import check, control_s, handoff_s, table, way
+from pdx.bench.plan.check import alone, check, control_s, handoff_s, mean_first_s, mean_gap_s, pair, table, way
 from pdx.bench.plan.engine import Engine
 from pdx.bench.plan.fit import (
     budget_measured,
@@ -22,7 +22,6 @@ from pdx.bench.plan.fit import (
     shapes_measured,
 )
 from pdx.bench.plan.options import Options, ask
-from pdx.bench.plan.replay import alone, mean_first_s, mean_gap_s, pair
 from pdx.bench.plan.shapes import PRESETS
 from pdx.errors import ConfigError
 

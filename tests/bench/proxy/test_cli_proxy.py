@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.harness.cpu_clock import CpuClock, machine_seconds
-from pdx.bench.harness.spread import Spread
+from pdx.bench.harness.timing import Spread
 from pdx.bench.proxy.load import FORWARD, SAMPLED, Case, Row, Way, _Spent, cost, measure
 from pdx.bench.proxy.stage import Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace, StandInEngine

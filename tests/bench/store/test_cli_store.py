@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.harness.spread import spread_ms
-from pdx.bench.harness.steps import Steps
+from pdx.bench.harness.interrupts import Steps
+from pdx.bench.harness.timing import spread_ms
 from pdx.bench.store import run as store_run
 from pdx.bench.store import tiers
 from pdx.bench.store.engine_memory import SMALLEST, EngineMemory, Load
