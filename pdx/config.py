@@ -112,6 +112,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpu: Annotated[str, Meta(max_length=64)] = ""  # ordinal or UUID of the GPU that has the arena; empty: host memory
     more_gpus: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] = []  # with an arena besides
     gpu_arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30  # of each of those
+    disk: Annotated[str, Meta(max_length=4096)] = ""  # folder where chunks are kept as files; empty: nowhere
+    disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of these files
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
@@ -164,6 +166,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     arena: str | int = "4GiB"  # size of the arena if this engine has to start the node
     gpu: Annotated[str, Meta(max_length=64)] = ""  # of a node that this engine starts, see NodeConfig; as is `numa`
     numa: NumaChoice = "auto"
+    disk: Annotated[str, Meta(max_length=4096)] = ""  # of a node that this engine starts, see NodeConfig
+    disk_limit: str | int = "100GiB"
     proxy: str = ""  # told to a node that this engine starts
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     save: bool = True  # put prompts into the store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
     help="Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. May be repeated.",
 )
 @click.option("--gpu-arena", default="4GiB", show_default=True, metavar="SIZE", help="Of each GPU.")
+@click.option("--disk", default="", metavar="FOLDER", help="Keep chunks there, too, also when the node ends.")
+@click.option("--disk-limit", default="100GiB", show_default=True, help="The most that they take of that disk.")
 @click.option(
     "--numa",
     default="auto",
@@ -73,6 +76,8 @@ def node(
     arena: str | None,
     gpus: tuple[str, ...],
     gpu_arena: str,
+    disk: str,
+    disk_limit: str,
     numa: str,
     proxy: str | None,
     name: str,
@@ -110,6 +115,8 @@ def node(
     settings = {
         "address": address,
         **arena_settings(arena, gpus, gpu_arena),
+        "disk": os.path.abspath(disk) if disk else "",
+        "disk_limit_bytes": parse_bytes(disk_limit),
         "numa": numa,
         "proxy": default_proxy() if proxy is None else proxy,
         "name": name,

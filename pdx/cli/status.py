@@ -19,6 +19,7 @@ def view(status: NodeStatus, address: str) -> RenderableType:
     used = status.arena_bytes - status.free_bytes
     share = used / status.arena_bytes if status.arena_bytes else 0.0
     place = f" on {status.gpu}" if status.gpu and len(status.arenas) < 2 else ""
+    disk = status.disk
     head = Text.assemble(
         ("node ", "bold"),
         f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
@@ -32,6 +33,9 @@ def view(status: NodeStatus, address: str) -> RenderableType:
             f"used {size(one.total_bytes - one.free_bytes)}"
             for one in (status.arenas if len(status.arenas) > 1 else [])
         ),
+        f"\ndisk {disk.folder}: {disk.chunks} chunks, {size(disk.used_bytes)} of {size(disk.limit_bytes)}"
+        if disk
+        else "",
     )
     peers = [_peers(status)] if status.peers else []
     apart = [Text(f"engine {one.engine} shares no chunks {one.unshared}") for one in status.attached if one.unshared]

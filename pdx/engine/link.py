@@ -178,6 +178,8 @@ class NodeLink:
             address=self._config.node_address(),
             arena_bytes=parse_bytes(self._config.arena),
             gpu=self._config.gpu,
+            disk=self._config.disk,
+            disk_limit_bytes=parse_bytes(self._config.disk_limit),
             numa=self._config.numa,
             proxy=self._config.proxy or default_proxy(),
             trace=self._config.trace,

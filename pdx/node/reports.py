@@ -13,7 +13,9 @@ from pdx.cuda.memory import num_mapped
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
 from pdx.security.address import reachable_url
+from pdx.store.disk import DiskTier
 from pdx.store.store import Store
+from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.host import host_id
 from pdx.wire.messages import VERSION, ArenaStatus, AttachedStatus, EngineReport, MarkReport, NodeReport, NodeStatus
@@ -32,6 +34,7 @@ class Reports:
         store: Store,
         sessions: Sessions,
         transfers: Transfers,
+        tiers: Tiers,
         peers: Peers,
         counters: Counter[str],
         gpus: Sequence[str],
@@ -42,6 +45,7 @@ class Reports:
         self._store = store
         self._sessions = sessions
         self._transfers = transfers
+        self._tiers = tiers
         self._peers = peers
         self._counters = counters
         self._gpus = gpus
@@ -82,6 +86,7 @@ class Reports:
             ],
             mapped=num_mapped(),
             pinned_bytes=self._store.pinned_bytes,
+            disk=next((tier.status() for tier in self._tiers.below if isinstance(tier, DiskTier)), None),
         )
 
     def heartbeat(self) -> NodeReport:

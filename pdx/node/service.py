@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
+from pdx.store.disk import DiskTier
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
@@ -122,12 +124,37 @@ class Service:
             store=self.store,
             sessions=self.sessions,
             transfers=self.transfers,
+            tiers=self.tiers,
             peers=self.peers,
             counters=self.counters,
             gpus=[each.gpu for each in arenas],
             clock=clock,
         )
         self._handlers = self._by_message()
+
+    def open_disk(self) -> None:
+        """Keep chunks on the disk, too, if that is configured; `tiers.close` ends it.
+
+        :raises ConfigError: the folder cannot be this node's alone.
+        """
+        if not self._config.disk:
+            return
+        if self._arenas[0].gpu:
+            raise ConfigError(
+                f"--disk {self._config.disk} keeps chunks of host memory, and this node has none for them; give it "
+                f"--arena 8GiB beside --gpu"
+            )
+        self.tiers.below.append(
+            DiskTier(
+                Path(self._config.disk),
+                self._config.disk_limit_bytes,
+                arenas=self._arenas,
+                post=self.peers.mailbox.post,
+                on_done=self.copies.done,
+                counters=self.counters,
+                clock=self._clock,
+            )
+        )
 
     # ---- attaching --------------------------------------------------------------------------
 
@@ -308,7 +335,7 @@ class Service:
         return Done(count)
 
     def _delete(self, session: Session, ask: Delete) -> Answer:
-        return Done(self.store.delete(ask.keys))
+        return Done(sum(max(self.store.delete([key]), self.tiers.forget([key])) for key in ask.keys))
 
     def _cancel(self, session: Session, ask: Cancel) -> Answer:
         return Done(int(self.cancel(ask.transfer, session.source)))

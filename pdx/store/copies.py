@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pdx.errors import ArenaTooSmall, PdxError, ProtocolError
+from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
@@ -378,7 +378,8 @@ class Copies:
                 if copy.is_load:
                     self._land(job)
             elif not copy.is_given_up:  # else it was aborted
-                log.warning("%r failed: %s", copy, error)
+                if not isinstance(error, TierError):  # a tier that fails says so itself, in bounded measure
+                    log.warning("%r failed: %s", copy, error)
                 self._counters["jobs_failed"] += 1
                 if copy.state is CopyState.RUNNING:
                     self._give_up(copy, CopyStep.CANCEL)

@@ -14,6 +14,7 @@ used for longest, which the same thread removes first. Until all files from befo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -32,6 +33,7 @@ from pdx.security.socket_lock import owned
 from pdx.store import chunk_file
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
+from pdx.wire.messages import DiskStatus
 
 if TYPE_CHECKING:
     from pdx.store.copy import Copy
@@ -87,6 +89,7 @@ class _Admitted:
 
     layout: bytes
     waiting_bytes: int
+    evicted: set[bytes] = field(default_factory=set)  # keys that were to be forgotten since
 
 
 class DiskTier(Tier):
@@ -127,6 +130,7 @@ class DiskTier(Tier):
         self._charged = 0  # bytes that may be on the disk …
         self._leaving = 0  # … and of these, those of files that are to be removed in place of no other
         self._busy: dict[tuple[bytes, int], _Task | None] = {}  # files that are being written, or removed (None)
+        self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[_Task, None] = {}
         self._admitted: dict[int, _Admitted] = {}
         self._waiting_bytes = 0
@@ -157,6 +161,10 @@ class DiskTier(Tier):
             f"{self._root} is the disk tier of another node (process {owner}); two nodes cannot share one: "
             f"name another folder with --disk, or end that node"
         )
+
+    def status(self) -> DiskStatus:
+        """For `pdx node --status`."""
+        return DiskStatus(str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -228,7 +236,7 @@ class DiskTier(Tier):
             "paused": "writes failed, and none are tried for some seconds",
             "too_large": f"a chunk is larger than all of {self.limit_bytes} bytes",
             "too_slow": f"more than {self._max_waiting_bytes >> 20} MiB wait to be written already",
-            "busy": "their files, or all files that could make room, are being written or removed",
+            "busy": "all files that could make room are being written or removed",
         }[why]
         self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {text}")
 
@@ -237,9 +245,12 @@ class DiskTier(Tier):
         part, admitted = job.parts[0], self._admitted.get(job.number)
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers)
         victims = self._room_for(charge)
-        if part.shard in self._index.get(part.key, {}):
+        is_evicted = admitted is not None and part.key in admitted.evicted
+        if is_evicted or part.shard in self._index.get(part.key, {}):
             self._post(partial(self._on_done, self.name, job, None))
-        elif victims is None or (part.key, part.shard) in self._busy:
+        elif (part.key, part.shard) in self._busy:
+            self._later.setdefault((part.key, part.shard), []).append(job)
+        elif victims is None:
             self._leave_out("busy", 1)
             self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
         else:
@@ -269,7 +280,7 @@ class DiskTier(Tier):
         for file in files:
             self._index.pop(file.key, None)
             self._busy[file.key, file.shard] = None
-            self._counters["disk_evicted"] += 1
+            self._counters["disk_removed"] += 1
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
@@ -299,6 +310,8 @@ class DiskTier(Tier):
         doomed = set(keys)
         if not self._is_counted:
             self._evicted_meanwhile |= doomed
+        for admitted in self._admitted.values():
+            admitted.evicted |= doomed
         for (key, _), task in self._busy.items():
             if task is not None and key in doomed:
                 task.is_cancelled = task.is_doomed = True
@@ -325,6 +338,9 @@ class DiskTier(Tier):
                 task = queue.popleft()
                 task.error = TierError("the disk tier is closed", "cancelled")
                 self._post(partial(self._over, task))
+        for job in itertools.chain.from_iterable(self._later.values()):
+            self._post(partial(self._on_done, self.name, job, TierError("the disk tier is closed", "cancelled")))
+        self._later.clear()
         if not any(thread.is_alive() for thread in self._threads):
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
 
@@ -334,27 +350,34 @@ class DiskTier(Tier):
         """A thread is done with this."""
         del self._under_way[task]
         self._settle(task)
-        job = task.job
-        if job is None:
+        if task.job is None:
             self._leaving -= task.hold
             if task.error is not None:
                 self._warn(task.error)
-            return
-        if task.is_load:
+        elif task.is_load:
             self._loaded(task)
         else:
-            self._stored(job, task)
-        self._on_done(self.name, job, task.error)
+            self._stored(task.job, task)
+        for file in task.victims:
+            self._free((file.key, file.shard), None)
+        if task.job is not None:
+            self._free((task.part.key, task.part.shard), task)
+            self._on_done(self.name, task.job, task.error)
 
     def _settle(self, task: _Task) -> None:
         """Count what is on the disk now in place of what the task held."""
         self._charged -= task.hold
         left = [file for file in task.victims if file not in task.gone]
-        for file in task.victims:
-            self._busy.pop((file.key, file.shard), None)
         for file in left:
             self._insert(file)
             self._index.move_to_end(file.key, last=False)
+
+    def _free(self, name: tuple[bytes, int], task: _Task | None) -> None:
+        """What `task` did to this file is over; if nothing else is to be done to it, what waits for that can be."""
+        if name in self._busy and self._busy[name] is task:
+            del self._busy[name]
+            for job in self._later.pop(name, ()):
+                self.store(job)
 
     def _insert(self, file: _File) -> None:
         self._index.setdefault(file.key, {})[file.shard] = file
@@ -362,7 +385,6 @@ class DiskTier(Tier):
 
     def _stored(self, job: Job, task: _Task) -> None:
         part, error = task.part, task.error
-        del self._busy[part.key, part.shard]
         admitted = self._admitted.get(job.number)
         if admitted is not None:
             admitted.waiting_bytes -= job.nbytes

@@ -166,6 +166,10 @@ class Tiers:
                     return True
         return False
 
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """The tiers below forget these; returns how many one of them had."""
+        return max((tier.evict(keys) for tier in self.below), default=0)
+
     def close(self) -> None:
         """End all jobs of all tiers. Idempotent."""
         for tier in [self.arenas, *self.below]:

@@ -320,6 +320,15 @@ class ArenaStatus(msgspec.Struct, frozen=True):
     free_bytes: int
 
 
+class DiskStatus(msgspec.Struct, frozen=True):
+    """What a node has on its disk; `used_bytes` count what is being written and removed, too."""
+
+    folder: str
+    chunks: int
+    used_bytes: int
+    limit_bytes: int
+
+
 class NodeStatus(Message, frozen=True):
     """Everything `pdx node --status` shows."""
 
@@ -342,6 +351,7 @@ class NodeStatus(Message, frozen=True):
     mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
     arenas: list[ArenaStatus] = []  # the first is the one that peers write to
     pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
+    disk: DiskStatus | None = None
 
 
 Ask = Hello | Bye | Ping | Admit | Push | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status

@@ -21,7 +21,7 @@ from pdx.cli.status import as_object, duration, size, view
 from pdx.cli.stop import stop
 from pdx.client.api import connect
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
-from pdx.wire.messages import AttachedStatus, NodeStatus, PeerStatus
+from pdx.wire.messages import AttachedStatus, DiskStatus, NodeStatus, PeerStatus
 
 
 def pdx(*arguments: str):
@@ -125,6 +125,7 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
         "tcp://10.0.0.1:7700",
         [peer],
         pinned_bytes=9 << 20,
+        disk=DiskStatus("/var/cache/pdx", 12, 3 << 30, 100 << 30),
     )
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(view(status, "ipc:///run/node.sock"))
@@ -132,6 +133,7 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
     assert "node alpha, ipc:///run/node.sock" in shown
     assert "peers connect to tcp://10.0.0.1:7700" in shown
     assert "7 pins (9.0 MiB)" in shown
+    assert "disk /var/cache/pdx: 12 chunks, 3.0 GiB of 100.0 GiB" in shown
     assert "engine e1 shares no chunks with engine 'e2': num_shards '2' and '[1]'" in shown
     (row,) = [line for line in shown.splitlines() if "beta" in line]
     for words in ("ready", "nixl 2.25 tcp 1.50", " 3 ", " 4 ", "5.0 MiB", "6.0 GiB", "it [was] silent"):
@@ -144,11 +146,13 @@ def test_options_become_the_nodes_settings(monkeypatch, place):
     monkeypatch.setattr("pdx.node.daemon.run", configs.append)
     options = ["--name", "alpha", "--listen", "tcp://127.0.0.1:0", "--roster", "r.toml", "--keys", "alpha.key_secret"]
     options += ["--channel", "nixl", "--channel", "tcp", "--digests", "always"]
+    options += ["--disk", "cache", "--disk-limit", "2GiB"]
     result = pdx("node", "--address", f"ipc://{place}/node.sock", "--proxy", "", *options)
     assert result.exit_code == 0, result.output
     (config,) = configs
     assert (config.name, config.listen, config.roster) == ("alpha", "tcp://127.0.0.1:0", "r.toml")
     assert (config.keys, config.channels, config.digests) == ("alpha.key_secret", ["nixl", "tcp"], "always")
+    assert (config.disk, config.disk_limit_bytes) == (os.path.abspath("cache"), 2 << 30)
 
 
 @pytest.mark.parametrize("channel", ["pigeon", "inproc", "../etc"])

@@ -151,7 +151,7 @@ def test_what_was_not_used_for_longest_makes_room(make):
     assert bed.store(4)
     assert [bed.has(number) for number in (0, 1, 2, 3, 4)] == [True, False, True, True, True]
     assert not bed.file(1).exists()
-    assert bed.counters["disk_evicted"] == 1
+    assert bed.counters["disk_removed"] == 1
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning(make):
@@ -224,7 +224,7 @@ def test_the_cap_holds_at_every_moment(tmp_path, seed):
             bed.settle()
             assert bed.counters["disk_full"] == 0
             assert bed.counters["disk_stored"] > 100
-            assert bed.counters["disk_evicted"] > 50
+            assert bed.counters["disk_removed"] > 50
             assert bed.disk_bytes <= bed.tier.used_bytes <= MIB // 2
         finally:
             bed.close()
@@ -301,6 +301,34 @@ def test_what_is_forgotten_right_after_it_was_stored_is_removed(bed):
     assert not bed.has(1)
     assert bed.files == []
     assert bed.tier.used_bytes == 0
+
+
+def test_what_was_forgotten_is_stored_anew_when_its_old_file_is_gone(bed, gate):
+    assert bed.store(1)
+    remove = gate("remove")
+    assert bed.tier.evict([key(1)]) == 1
+    assert remove.arrived.acquire(timeout=60)
+    slot = bed.slot(3)
+    bed.put(slot, bytes(slot.nbytes))
+    copy = bed.copy([key(1)])
+    assert list(bed.tier.admit(copy).keys) == [0]
+    bed.tier.store(Job(copy.number, [Part(key(1), 0, 4, 0, 4, slot)], slot.nbytes))
+    assert not bed.has(1)
+    remove.open()
+    assert bed.end(copy) is None
+    assert bed.has(1)
+    assert bed.file(1).read_bytes()[4096:] == bytes(slot.nbytes)
+    assert bed.tier.used_bytes == bed.charge
+
+
+def test_what_is_forgotten_before_it_is_written_is_not_written(bed):
+    copy = bed.copy([key(1)])
+    assert list(bed.tier.admit(copy).keys) == [0]
+    bed.tier.evict([key(1)])
+    bed.tier.store(Job(copy.number, [Part(key(1), 0, 4, 0, 4, bed.slot(0))], bed.slot_bytes))
+    assert bed.end(copy) is None
+    assert not bed.has(1)
+    assert bed.files == []
 
 
 def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end(bed, monkeypatch):

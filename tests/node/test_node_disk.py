@@ -1,0 +1,152 @@
+"""A real node with a disk: chunks outlive the node that had them, whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+
+import pytest
+from node_harness import MIB, refused_node
+
+from pdx.client.api import connect
+from pdx.errors import ChunkExists, ChunkMissing
+from pdx.testing.waiting import wait_until
+
+NAMES = [f"chunk {number}" for number in range(12)]
+
+
+def content(name, salt=""):
+    return random.Random(name + salt).randbytes(500_000)
+
+
+@pytest.fixture
+def disk(place):
+    return str(place / "disk")
+
+
+def put(node, name, data):
+    with node.reserve(name, len(data)) as chunk:
+        chunk.view[:] = data
+        chunk.seal()
+
+
+def fill(address, names=NAMES, salt=""):
+    """Put these into the node, and wait until they are on its disk, too."""
+    with connect(address, timeout_s=30) as node:
+        for name in names:
+            before = node.status().counters.get("disk_stored", 0)
+            put(node, name, content(name, salt))
+            wait_until(
+                lambda before=before: node.status().counters.get("disk_stored", 0) == before + 1, what="it is stored"
+            )
+
+
+def read(address, name):
+    with connect(address, timeout_s=30) as node:
+        try:
+            with node.get(name) as found:
+                return bytes(found.view)
+        except ChunkMissing:
+            return None
+
+
+def test_what_a_killed_node_had_is_found_by_the_next_one(start_node, disk):
+    node = start_node(disk=disk)
+    fill(node.address)
+    node.kill()
+    node = start_node(disk=disk)
+    wait_until(lambda: node.status().disk.chunks == len(NAMES), what="the index is read")
+    assert node.status().chunks == {}
+    for name in NAMES:
+        assert read(node.address, name) == content(name)
+    counters = node.status().counters
+    assert counters["disk_loaded"] == len(NAMES)
+    assert counters["loaded_bytes"] == len(NAMES) * 500_000
+    assert "disk_corrupt" not in counters
+
+
+def test_what_the_arena_evicts_is_found_on_the_disk(start_node, disk):
+    node = start_node(arena_bytes=4 * MIB, disk=disk)
+    for name in NAMES:
+        fill(node.address, [name])
+    assert node.status().chunks["sealed"] < len(NAMES)
+    for name in NAMES:
+        assert read(node.address, name) == content(name)
+    assert node.status().counters["disk_loaded"] > 0
+    assert node.status().counters["disk_stored"] == len(NAMES)  # what was loaded is not stored again
+
+
+def test_the_cap_of_a_node_holds(start_node, disk):
+    node = start_node(disk=disk, disk_limit_bytes=2 * MIB)
+    fill(node.address)
+    status = node.status().disk
+    assert status.limit_bytes == 2 * MIB
+    assert status.folder == disk
+    assert 1 * MIB < status.used_bytes <= 2 * MIB
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(disk) for name in names]
+    assert sum(os.stat(path).st_blocks * 512 for path in files) <= 2 * MIB + 4096  # and the lock
+    assert len(files) == status.chunks + 1
+
+
+def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
+    node = start_node(disk=disk)
+    fill(node.address, NAMES[:2])
+    with connect(node.address, timeout_s=30) as client:
+        with pytest.raises(ChunkExists):
+            client.reserve(NAMES[0], 1000)
+        assert client.delete(NAMES[0])
+        assert not client.delete(NAMES[0])
+    node.kill()
+    node = start_node(disk=disk)
+    wait_until(lambda: node.status().disk.chunks == 1, what="the index is read")
+    assert read(node.address, NAMES[0]) is None
+    fill(node.address, [NAMES[1]], "new")  # its old bytes are on the disk
+    node.kill()
+    node = start_node(disk=disk)
+    wait_until(lambda: node.status().disk.chunks == 1, what="the index is read")
+    assert read(node.address, NAMES[1]) == content(NAMES[1], "new")
+
+
+def test_a_broken_file_is_a_miss_and_the_node_goes_on(start_node, disk):
+    node = start_node(disk=disk)
+    fill(node.address, NAMES[:2])
+    node.kill()
+    [first, second] = sorted(
+        os.path.join(folder, name) for folder, _, names in os.walk(disk) for name in names if name.endswith(".chunk")
+    )
+    with open(first, "r+b") as file:
+        file.seek(200_000)
+        file.write(b"other bytes")
+    node = start_node(disk=disk)
+    wait_until(lambda: node.status().disk.chunks == 2, what="the index is read")
+    found = [read(node.address, name) for name in NAMES[:2]]
+    assert found.count(None) == 1
+    assert all(data in (None, content(name)) for name, data in zip(NAMES, found, strict=False))
+    assert node.status().counters["disk_corrupt"] == 1
+    assert not os.path.exists(first)
+    assert os.path.exists(second)
+    assert node.log.count("other bytes than were written") == 1
+
+
+def test_a_second_node_does_not_share_the_folder(start_node, disk, place):
+    node = start_node(disk=disk)
+    assert stat.S_IMODE(os.stat(disk).st_mode) == 0o700
+    refused = refused_node(f"ipc://{place}/other.sock", arena_bytes=MIB, disk=disk)
+    assert refused.returncode == 1
+    assert f"{disk} is the disk tier of another node (process {node.pid})" in refused.stderr
+    fill(node.address, NAMES[:1])
+
+
+@pytest.mark.parametrize("what", ["a file", "others may enter"])
+def test_a_folder_that_cannot_be_used_is_refused(address, place, what):
+    path = place / "disk"
+    if what == "a file":
+        path.write_text("")
+    else:
+        path.mkdir(mode=0o755)
+        path.chmod(0o755)
+    refused = refused_node(address, arena_bytes=MIB, disk=str(path))
+    assert refused.returncode == 1
+    assert str(path) in refused.stderr
+    assert "Traceback" not in refused.stderr
