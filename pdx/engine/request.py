@@ -63,7 +63,7 @@ class Asked(NamedTuple):
     step: int
 
 
-class Grant:
+class SlotGrant:
     """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard.
 
     `is_pushed`: the node sends its layers on as they are filled.
@@ -111,7 +111,7 @@ class TrackedRequest:
         # what became of it
         self.epoch = 0
         self.block_ids: list[int] = []
-        self.grants: list[Grant] = []
+        self.grants: list[SlotGrant] = []
         self.saved_blocks = 0  # blocks before this one need no more saving
         self.gathered_blocks = 0
         self.computed_end = 0

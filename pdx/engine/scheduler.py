@@ -1,7 +1,7 @@
 """The scheduler half: asks the node what is there, reserves room, and plans each step for the workers.
 
 It runs on the thread of the engine's scheduler. While the node has not decided about a request, the engine is told to
-ask again in the next step (`pdx.engine.inquiry`).
+ask again in the next step (`pdx.engine.store_lookup`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.engine.inquiry import Inquiry
 from pdx.engine.link import NodeLink
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
 from pdx.engine.request import TrackedRequest, TransferParams, parse_params
 from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
+from pdx.engine.store_lookup import StoreLookup
 from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import KvLayout
@@ -45,7 +45,7 @@ class SchedulerHalf:
     ) -> None:
         self._layout = layout
         self._fingerprint = layout.fingerprint()  # what keys are made with
-        self._inquiry = Inquiry(config, layout, hasher)
+        self._lookup = StoreLookup(config, layout, hasher)
         self._requests: dict[str, TrackedRequest] = {}
         self._unscheduled: set[str] = set()  # new ones
         self._due: set[str] = set()  # those that the next step may have something to do for
@@ -73,7 +73,7 @@ class SchedulerHalf:
         tracked = self.track(request)
         connection = self._link.connection
         if connection is not None and len(self._unscheduled) <= EARLY:
-            self._inquiry.begin(tracked, connection)
+            self._lookup.begin(tracked, connection)
 
     def track(self, request: EngineRequest) -> TrackedRequest:
         """The request's state; made at its first sight."""
@@ -103,7 +103,7 @@ class SchedulerHalf:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
         tracked = self.track(request)
         if tracked.scheduled:
-            self._inquiry.restart(tracked)
+            self._lookup.restart(tracked)
         if tracked.loaded_for == request.num_preemptions:
             return 0  # its load failed: recompute
         connection = self._link.connection
@@ -111,7 +111,7 @@ class SchedulerHalf:
             self._link.count("no_node")
             tracked.forget_node()
             return 0
-        if not self._inquiry.advance(tracked, connection):
+        if not self._lookup.advance(tracked, connection):
             return None
         return max(0, tracked.hit_tokens - local_tokens)
 
@@ -132,7 +132,7 @@ class SchedulerHalf:
             self._loading[request.request_id] = tracked
             self._loads.append(tracked.plan_load(num_external))
         elif not tracked.loading:
-            self._inquiry.release(tracked, self._link.connection)
+            self._lookup.release(tracked, self._link.connection)
 
     def not_loaded(self, block_ids: Set[int]) -> None:
         """Workers could not load these blocks: the engine computes them."""
@@ -151,14 +151,14 @@ class SchedulerHalf:
         if tracked is None:
             return
         tracked.loading = False
-        self._inquiry.release(tracked, connection)
+        self._lookup.release(tracked, connection)
         if connection is None or connection.epoch != tracked.epoch:
             return
         if tracked.load_failed:
-            self._inquiry.reserve_again(tracked, connection)
+            self._lookup.reserve_again(tracked, connection)
             self._due.add(request_id)
         if tracked.is_decode:
-            self._inquiry.mark(tracked, connection, Event.RUNNABLE)
+            self._lookup.mark(tracked, connection, Event.RUNNABLE)
 
     # ---- each step --------------------------------------------------------------------------
 
@@ -177,9 +177,9 @@ class SchedulerHalf:
 
         :raises LayoutError: as `TrackedRequest.take_blocks`.
         """
-        self._inquiry.new_step(is_busy=record.is_busy)
+        self._lookup.new_step(is_busy=record.is_busy)
         connection = self._link.connection
-        self._inquiry.take_back(connection)
+        self._lookup.take_back(connection)
         epoch = connection.epoch if connection is not None else 0
         loads, self._loads = self._loads, []
         aborts, self._aborts = self._aborts, []
@@ -201,9 +201,9 @@ class SchedulerHalf:
         end = min(step.computed + step.scheduled, step.known)
         save = None
         if not tracked.is_stale:
-            self._inquiry.reserve_late(tracked, connection, end)
+            self._lookup.reserve_late(tracked, connection, end)
             save = tracked.plan_save(step.computed, end)
-        (self._due.add if self._inquiry.is_due(tracked) else self._due.discard)(step.request_id)
+        (self._due.add if self._lookup.is_due(tracked) else self._due.discard)(step.request_id)
         return save
 
     # ---- the end of a request ---------------------------------------------------------------
@@ -227,14 +227,14 @@ class SchedulerHalf:
 
     def _let_go(self, tracked: TrackedRequest, connection: Connection) -> None:
         """What the request holds in the node is given back, but for what is being loaded."""
-        self._inquiry.forget_asked(tracked, connection)
+        self._lookup.forget_asked(tracked, connection)
         if not tracked.loading:
-            self._inquiry.release(tracked, connection)
+            self._lookup.release(tracked, connection)
         if tracked.grants:
             connection.tell(Abort([slot for grant in tracked.grants for slot in grant.slots]))
             self._aborts += [(tracked.epoch, grant.slots) for grant in tracked.grants]
         if tracked.is_prefill and (tracked.grants or not tracked.reserved):
-            self._inquiry.give_up_transfer(tracked, connection)
+            self._lookup.give_up_transfer(tracked, connection)
 
     def reset(self) -> None:
         """The weights may be other ones from now on: nothing that was saved before is found again by this engine.

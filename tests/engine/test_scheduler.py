@@ -191,11 +191,11 @@ def test_when_one_engine_of_a_pair_is_reset_the_decoder_computes(
 
 
 class Later:
-    """The inquiry's clock, which a test can put forward."""
+    """The lookup's clock, which a test can put forward."""
 
     def __init__(self, engine: ToyEngine) -> None:
         self.shift_s = 0.0
-        engine.scheduler._inquiry._clock = lambda: time.monotonic() + self.shift_s
+        engine.scheduler._lookup._clock = lambda: time.monotonic() + self.shift_s
 
     def pass_by(self, engine: ToyEngine, seconds: float) -> None:
         """So much time, in which the engine had steps for others."""

@@ -13,8 +13,8 @@ from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 
 from pdx.cuda.memory import num_mapped
-from pdx.engine import gpu_copier, inquiry
-from pdx.engine.request import Grant
+from pdx.engine import gpu_copier, store_lookup
+from pdx.engine.request import SlotGrant
 from pdx.memory.arena import Arena
 from pdx.testing.fake_cuda import FakeCuda
 from pdx.testing.waiting import wait_until
@@ -112,7 +112,7 @@ def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node wants to hear of each layer."""
-    monkeypatch.setattr(inquiry, "Grant", lambda *args, **_: Grant(*args, is_pushed=True))
+    monkeypatch.setattr(store_lookup, "SlotGrant", lambda *args, **_: SlotGrant(*args, is_pushed=True))
 
 
 @pytest.mark.usefixtures("pushed")

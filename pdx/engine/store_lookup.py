@@ -1,8 +1,8 @@
 """What the scheduler half asks the node about one request, from its one question to the last release.
 
 A request is *decided* when its hits are leased and its misses have slots, or when that is known to be impossible.
-Until then vLLM is told to ask again in the next step. All waiting in one step together takes no longer than `ASK_S`,
-and every wait has a deadline. What may still come is waited for by the node: it answers when there is more.
+Until then the engine is told to ask again in the next step. All waiting in one step together takes no longer than
+`ASK_S`, and every wait has a deadline. The node waits for what may still come: it answers when there is more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
-from pdx.engine.request import Asked, Grant, TrackedRequest
+from pdx.engine.request import Asked, SlotGrant, TrackedRequest
 from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
@@ -27,7 +27,7 @@ ASK_S = 0.002
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
 
 
-class Inquiry:
+class StoreLookup:
     """Asks the node on behalf of requests; what is known is kept in the request. One thread: the scheduler's."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Inquiry:
         self._patience_s = 0.0 if is_busy else ASK_S
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
-        """A new request: ask what vLLM will want to know when the request's turn comes. Never waits."""
+        """A new request: ask what the engine will want to know when the request's turn comes. Never waits."""
         self._try(tracked, connection, self._ask)
         # What may still come is waited for; and a transfer whose room goes is given up.
         if tracked.asked is not None and not tracked.is_prefill and not self._may_come(tracked):
@@ -351,7 +351,7 @@ class Inquiry:
             slots = answer.granted_slots[number * shards : (number + 1) * shards]
             first = (first_chunk + index) * per_chunk
             end = min(first + per_chunk, num_blocks)
-            tracked.grants.append(Grant(slots, first, end, is_pushed=answer.is_pushed))
+            tracked.grants.append(SlotGrant(slots, first, end, is_pushed=answer.is_pushed))
             tracked.saved_blocks = min(tracked.saved_blocks, first)
 
     # ---- answers, leases, the end -----------------------------------------------------------

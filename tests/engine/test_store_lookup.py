@@ -10,8 +10,8 @@ import pytest
 from toy_engine import CHUNK, Request, hasher, layout
 
 from pdx.config import ConnectorConfig
-from pdx.engine.inquiry import Inquiry
 from pdx.engine.request import TrackedRequest, parse_params
+from pdx.engine.store_lookup import StoreLookup
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Admit, Admitted, Answer, Ask, Release
 
@@ -60,18 +60,18 @@ class Clock:
 
 
 class Asking:
-    """One request and the inquiry about it."""
+    """One request and the lookup of it."""
 
     def __init__(self, num_tokens: int, params: dict[str, Any] | None, **settings: Any) -> None:
         self.clock = Clock()
         self.request = Request("r", list(range(num_tokens)), params)
         self.tracked = TrackedRequest(self.request, layout(), parse_params(params), layout().fingerprint())
         config = ConnectorConfig(node="ipc:///nowhere", chunk_tokens=CHUNK, **settings)
-        self.inquiry = Inquiry(config, layout(), hasher, self.clock)
+        self.lookup = StoreLookup(config, layout(), hasher, self.clock)
 
     def advance(self, node: Any) -> bool:
-        self.inquiry.new_step(is_busy=False)
-        return self.inquiry.advance(self.tracked, node)
+        self.lookup.new_step(is_busy=False)
+        return self.lookup.advance(self.tracked, node)
 
 
 def slots(count: int) -> list[Slot]:
@@ -210,7 +210,7 @@ def test_the_peer_is_asked_once() -> None:
         asking.clock.now += 1.1
         room = is_there
         assert asking.advance(node) is room
-    asking.inquiry.restart(asking.tracked)
+    asking.lookup.restart(asking.tracked)
     assert asking.advance(node)
     assert [body.source for body in node.all_of(Admit)] == ["two", "", "", ""]
     room_for = [body.push_to for body in node.all_of(Admit) if body.nbytes]
@@ -230,7 +230,7 @@ def test_generated_chunks_are_not_pushed() -> None:
     asking, node = Asking(CHUNK, {**PREFILL, "decode_node": "two"}), ScriptedNode(answers(0))
     assert asking.advance(node)
     asking.request.all_token_ids += range(CHUNK)
-    asking.inquiry.reserve_late(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
+    asking.lookup.reserve_late(asking.tracked, node, 2 * CHUNK)  # type: ignore[arg-type]
     assert [(len(body.keys), body.push_to) for body in node.all_of(Admit)] == [(1, "two"), (1, "")]
 
 
@@ -257,7 +257,7 @@ def silent(ask: Ask) -> None:
 
 def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
     asking, node = Asking(2 * CHUNK, None), ScriptedNode(answers(1))
-    asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
+    asking.lookup.begin(asking.tracked, node)  # type: ignore[arg-type]
     assert ([bool(body.nbytes) for body in node.asked], node.waited) == ([True], [])
     assert asking.advance(node)
     assert (len(node.asked), asking.tracked.hit_tokens, len(asking.tracked.grants)) == (1, CHUNK, 1)
@@ -266,7 +266,7 @@ def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
 @pytest.mark.parametrize("params", [DECODE, {**PREFILL, "decode_node": "two"}])
 def test_what_may_still_come_is_waited_for_by_the_node(params: dict[str, Any]) -> None:
     asking, node = Asking(2 * CHUNK, params), ScriptedNode(silent)
-    asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
+    asking.lookup.begin(asking.tracked, node)  # type: ignore[arg-type]
     assert [(type(body), bool(body.wait_s)) for body in node.asked] == [(Admit, True)]
 
 
@@ -284,7 +284,7 @@ def test_a_node_that_keeps_its_answer_back_is_asked_once() -> None:
     for _ in range(100):
         assert not asking.advance(node)
     assert len(node.asked) == 1
-    assert 0 < node.asked[0].wait_s < asking.inquiry._config.lookup_s, "silence is still noticed"
+    assert 0 < node.asked[0].wait_s < asking.lookup._config.lookup_s, "silence is still noticed"
 
 
 def test_nobody_waits_while_requests_are_running() -> None:
@@ -292,8 +292,8 @@ def test_nobody_waits_while_requests_are_running() -> None:
     assert not asking.advance(node)
     assert max(node.waited) > 0, "else nothing better is to be done"
     node.waited.clear()
-    asking.inquiry.new_step(is_busy=True)
-    assert not asking.inquiry.advance(asking.tracked, node)  # type: ignore[arg-type]
+    asking.lookup.new_step(is_busy=True)
+    assert not asking.lookup.advance(asking.tracked, node)  # type: ignore[arg-type]
     assert node.waited == [0.0]
 
 
@@ -305,7 +305,7 @@ def test_the_hash_of_a_tail_is_made_once() -> None:
         return hasher(request, parent, start, end)
 
     asking, node = Asking(2 * CHUNK + 5, DECODE), ScriptedNode(answers(1, waiting=True))
-    asking.inquiry._hasher = counting
+    asking.lookup._hasher = counting
     for _ in range(20):
         assert not asking.advance(node)
     assert made == [2 * CHUNK + 5]
@@ -326,9 +326,9 @@ def test_an_answer_is_used_only_while_it_is_young(hits: int, is_old: bool) -> No
 
 def test_an_answer_that_nobody_collected_in_time_is_asked_for_again() -> None:
     asking, node = Asking(2 * CHUNK, None), ScriptedNode(answers(0))
-    asking.inquiry.begin(asking.tracked, node)  # type: ignore[arg-type]
+    asking.lookup.begin(asking.tracked, node)  # type: ignore[arg-type]
     for _ in range(5):
-        asking.inquiry.new_step(is_busy=True)
+        asking.lookup.new_step(is_busy=True)
     asking.clock.now += 20.0
     assert not asking.advance(node)
     node.script = answers(2)
@@ -376,9 +376,9 @@ def test_slow_steps_of_a_busy_engine_keep_nobody_waiting_for_ever(
 
     asking, node = Asking(3 * CHUNK, params), SlowNode(script)
     steps = 0
-    while not asking.inquiry.advance(asking.tracked, node):  # type: ignore[arg-type]
+    while not asking.lookup.advance(asking.tracked, node):  # type: ignore[arg-type]
         assert steps < 20, f"{len(node.asked)} questions"
         steps += 1
         node.next_step()
-        asking.inquiry.new_step(is_busy=True)
+        asking.lookup.new_step(is_busy=True)
         asking.clock.now += 2.0
