@@ -37,6 +37,7 @@ from pdx.transports.inbound import StreamListener
 from pdx.transports.streams import Buffer, fill, send_all, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
+_BLOCKING_BYTES = 4 << 20  # that a thread sends between two looks at acknowledgements
 _BUSY_BYTES = 1 << 20  # a stream with less under way takes another write before the next stream is used
 _MAX_ACKS = 64  # that are received at once
 
@@ -110,7 +111,7 @@ class StreamChannel(Channel):
         name = f"pdx-{self._remote.scheme}-send"
         try:
             for sock in socks:
-                sock.setblocking(False)
+                sock.settimeout(None)
                 stream = _Stream(sock)
                 self._streams.append(stream)
                 thread = threading.Thread(target=self._run, args=(stream,), name=name, daemon=True)
@@ -146,7 +147,7 @@ class StreamChannel(Channel):
             return
         self._begin(stream, transfer)
         try:
-            self._sent(stream, send_some(stream.sock, transfer.unsent, _AT_ONCE_BYTES))
+            self._sent(stream, send_some(stream.sock, transfer.unsent, _AT_ONCE_BYTES, socket.MSG_DONTWAIT))
         except OSError as error:
             self._break(ChannelBroken(f"the connection broke: {error}"))
             return
@@ -219,39 +220,33 @@ class StreamChannel(Channel):
         """Send and receive acknowledgements until the stream ends."""
         poller = select.poll()
         poller.register(stream.bell, select.POLLIN)
-        sock = stream.sock.fileno()
+        poller.register(stream.sock, select.POLLIN)
         acks = bytearray()
         while True:
-            poller.register(sock, select.POLLIN | select.POLLOUT if stream.queue else select.POLLIN)
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(0 if stream.queue else None))
             if stream.bell in ready:
                 os.eventfd_read(stream.bell)
-            events = ready.get(sock, 0)
-            if events & ~select.POLLOUT:
+            if stream.sock.fileno() in ready:
                 got = stream.sock.recv(ACK_BYTES * _MAX_ACKS)
                 if not got:
                     return
                 acks += got
                 whole = len(acks) - len(acks) % ACK_BYTES
-                self._heed(stream, memoryview(acks)[:whole].tobytes())
+                self._heed(stream, bytes(acks[:whole]))
                 del acks[:whole]
-            if events & select.POLLOUT:
-                self._send(stream)
+            self._send(stream)
 
     def _send(self, stream: _Stream) -> None:
-        """As much of the queue as the kernel takes now."""
-        while True:
-            with self._lock:
-                if not stream.queue:
-                    return
-                transfer = stream.queue[0]
-                if transfer.number is None:
-                    self._begin(stream, transfer)
-            unsent = send_some(stream.sock, transfer.unsent)
-            with self._lock:
-                self._sent(stream, unsent)
-            if unsent:
+        """The next bytes of the queue, if there are some. Blocks until the kernel has taken them."""
+        with self._lock:
+            if not stream.queue:
                 return
+            transfer = stream.queue[0]
+            if transfer.number is None:
+                self._begin(stream, transfer)
+        unsent = send_some(stream.sock, transfer.unsent, _BLOCKING_BYTES)
+        with self._lock:
+            self._sent(stream, unsent)
 
     def _heed(self, stream: _Stream, acks: bytes) -> None:
         """The writes that are over: acknowledged and wholly sent. Local bytes are not free because a peer says so,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -69,8 +68,8 @@ def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
             sock.sendall(buffer)
 
 
-def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int = sys.maxsize) -> Sequence[Buffer]:
-    """Send what the kernel takes at once, at most `limit` bytes; what is left of `buffers`. Never blocks.
+def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int, flags: int = 0) -> Sequence[Buffer]:
+    """Send about `limit` bytes in one call; what is left of `buffers`. With MSG_DONTWAIT what the kernel takes at once.
 
     :raises OSError: the stream broke.
     """
@@ -81,7 +80,7 @@ def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int = sys.m
         if limit <= 0:
             break
     try:
-        return _behind(buffers, sock.sendmsg(batch, [], socket.MSG_DONTWAIT))
+        return _behind(buffers, sock.sendmsg(batch, [], flags))
     except BlockingIOError:
         return buffers
 

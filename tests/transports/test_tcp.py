@@ -393,6 +393,7 @@ def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel():
         thread.join()
         transfer = channel.write([Piece(0, 0, size)], b"")
         streams[0].sendall(pack_ack(Ack(0, OK)))
+        assert streams[0].recv(8 * MIB, socket.MSG_WAITALL)  # now the kernel takes some more
         wait_until(transfer.poll, "it is over")
         assert isinstance(transfer.error, ChannelBroken)
         assert "not under way" in str(transfer.error)
