@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from pdx.client.api import connect
 from pdx.config import runtime_folder
 from pdx.errors import PdxError
 from pdx.testing import tiny_llama
+from pdx.testing.waiting import came_true
 from pdx.wire.messages import NodeStatus, PeerStatus
 
 FOLDER = SCRATCH
@@ -134,7 +135,7 @@ class Pair:
         answers = server.ask_at_once(self.url, requests)
         rows = []
         total = sum(answer.prompt_tokens for answer in answers)
-        self._until(lambda: self._counters()[1] - prompts >= total)
+        came_true(lambda: self._counters()[1] - prompts >= total, SETTLE_S, pause_s=0.1)
         recomputed = (self._counters()[0] - computed) / len(requests)
         for request, answer in zip(requests, answers, strict=True):
             is_same = answer.text == reference[request] and len(answer.text) == workload.ANSWER_TOKENS
@@ -158,13 +159,8 @@ class Pair:
             has_moved = parts["moved_bytes"] > 0 and (self._pair is None or parts["pushed_bytes"] > 0)
             return parts["handoff_ms"] is not None and has_moved
 
-        self._until(is_complete)
+        came_true(is_complete, SETTLE_S, pause_s=0.1)
         return timeline
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SETTLE_S
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.1)
 
 
 def run_all(pair: Pair, reference: plain.Reference) -> list[Row]:

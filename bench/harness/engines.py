@@ -15,20 +15,18 @@ from typing import Any
 
 from pdx.bench.harness.places import SCRATCH
 from pdx.bench.harness.report import console
-from pdx.cli.processes import Process, Processes, State
+from pdx.bench.systems import server
+from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_health
 from pdx.testing.tiny_llama import make_model
 
 FOLDER = SCRATCH / "bench"
 MODEL = "tiny"
 KV_BYTES = 64 << 10  # of one token of the model in float32
-START_S = 600.0
-ANSWER_S = 300.0
 FLAGS = ("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--disable-uvicorn-access-log")
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
 PLAIN_SERVER = (sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def say(line: str) -> None:
@@ -50,7 +48,7 @@ def start(processes: Processes, name: str, argv: Sequence[str], url: str, env: M
     """Start a server and wait until it is ready."""
     say(f"starting {name}")
     process = processes.start(name, argv, is_ready=answers_health(url), env=env)
-    _wait(process)
+    server.wait(process, say)
 
 
 def start_together(processes: Processes, servers: Sequence[tuple[str, Sequence[str], str, Mapping[str, str]]]) -> None:
@@ -58,15 +56,7 @@ def start_together(processes: Processes, servers: Sequence[tuple[str, Sequence[s
     say(f"starting {', '.join(name for name, *_ in servers)}")
     started = [processes.start(name, argv, is_ready=answers_health(url), env=env) for name, argv, url, env in servers]
     for process in started:
-        _wait(process)
-
-
-def _wait(process: Process) -> None:
-    deadline = time.monotonic() + START_S
-    while process.look() is not State.READY:
-        if process.state is State.DIED or time.monotonic() > deadline:
-            raise RuntimeError(f"{process.name} is {process.state}:\n" + "\n".join(process.tail(30)))
-        time.sleep(0.2)
+        server.wait(process, say)
 
 
 def prompt(tokens: int, seed: int) -> str:
@@ -81,7 +71,7 @@ def complete(url: str, text: str, max_tokens: int) -> str:
     post = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with _direct.open(post, timeout=ANSWER_S) as response:
+    with server.direct.open(post, timeout=server.ANSWER_S) as response:
         answer = json.load(response)
         transfer: str = response.headers.get("x-pdx-transfer-id", "")
     if answer["usage"]["prompt_tokens"] != len(text) or answer["usage"]["completion_tokens"] != max_tokens:
@@ -91,5 +81,4 @@ def complete(url: str, text: str, max_tokens: int) -> str:
 
 def get(url: str) -> Any:
     """The JSON at `url`."""
-    with _direct.open(url, timeout=ANSWER_S) as response:
-        return json.load(response)
+    return json.loads(server.get(url))

@@ -15,7 +15,7 @@ from pdx.cli.processes import Process, State, last_lines
 
 ANSWER_S = 300.0
 START_S = 600.0
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def wait(process: Process, say: Callable[[str], None]) -> None:
 
 def get(url: str) -> bytes:
     """The body at `url`."""
-    with _direct.open(url, timeout=ANSWER_S) as response:
+    with direct.open(url, timeout=ANSWER_S) as response:
         body: bytes = response.read()
         return body
 
@@ -64,7 +64,7 @@ def ask(url: str, request: Request) -> Answer:
         url + request.path, json.dumps(request.body).encode(), {"Content-Type": "application/json"}
     )
     text, prompt_tokens = "", 0
-    with _direct.open(post, timeout=ANSWER_S) as response:
+    with direct.open(post, timeout=ANSWER_S) as response:
         transfer = response.headers.get("x-pdx-transfer-id", "")
         for line in response:
             data = line.removeprefix(b"data:").strip()
