@@ -57,7 +57,7 @@ class Bench:
         answer = self.call(Admit(keys, CHUNK_BYTES, LAYERS))
         assert isinstance(answer, Admitted)
         assert len(answer.granted) == len(keys)
-        self.call(Fill(answer.slots, layers=LAYERS, seal=True))
+        self.call(Fill(answer.granted_slots, layers=LAYERS, seal=True))
         return answer
 
 
