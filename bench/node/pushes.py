@@ -35,7 +35,7 @@ WRITER = 1
 LAYERS, STEP = 80, 32  # of a chunk; chunks of one prefill step of 8k tokens
 # Slices and what depends on their size are a thousandth of real ones (64 KB): the loop never touches their bytes.
 SLICE_BYTES, GROUP_BYTES, WINDOW_BYTES = 64, 1 << 10, 32 << 10
-FEW, MANY = (1, 64), (8, 512)  # pushes, chunks of each
+FEW, MANY = (1, 64), (64, 512)  # pushes, chunks of each
 FILL_GOAL_MS = 0.3
 ROUNDS = 5
 
@@ -197,9 +197,9 @@ class Prompts:
         landed = self._landed()
         answer = self._connection.call(Admit(keys, chunk_bytes, layers=CHUNK_LAYERS, push_to=TO), ANSWER_S)
         assert isinstance(answer, Admitted)
-        assert len(answer.slots) == chunks
+        assert len(answer.granted_slots) == chunks
         for layer in range(CHUNK_LAYERS):
-            self._connection.call(Fill(answer.slots, layer, 1, seal=layer == CHUNK_LAYERS - 1), ANSWER_S)
+            self._connection.call(Fill(answer.granted_slots, layer, 1, seal=layer == CHUNK_LAYERS - 1), ANSWER_S)
         wait_until(lambda: self._pushes() == 0, "all is acknowledged", PUSH_S, pause_s=0.001)
         deadline = time.monotonic() + PUSH_S
         while True:
