@@ -186,12 +186,16 @@ class Store:
         if len(of_pool) > 1:  # what one arena has no room for is no use in another
             for arena, got in places.items():
                 self.pools[arena].give_back([slot for slots in got[len(granted) :] for slot in slots])
-        chunks = []
-        for at, index in enumerate(granted):
-            slots = {arena: iter(got[at]) for arena, got in places.items()}
-            for shard in range(shards):
-                slot = next(slots[claim.arenas[shard] if claim.arenas else 0])
-                chunks.append(claim.chunk(index, shard, slot))
+        taken: Counter[int] = Counter()  # by arena: shards before this one that go there, too
+        order = []
+        for arena in claim.arenas or [0] * shards:
+            order.append((places[arena], taken[arena]))
+            taken[arena] += 1
+        chunks = [
+            claim.chunk(index, shard, got[at][place])
+            for at, index in enumerate(granted)
+            for shard, (got, place) in enumerate(order)
+        ]
         for chunk, before in zip(chunks[shards:], chunks, strict=False):
             chunk.before = before
         self._index.add(chunks)
