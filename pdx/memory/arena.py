@@ -117,6 +117,8 @@ class Arena:
             )
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            if cls._has_data_in_file:
+                _allocate_huge(fd, nbytes, total)
             os.posix_fallocate(fd, 0, total)
         except OSError as error:
             path.unlink()
@@ -228,6 +230,21 @@ class Arena:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _allocate_huge(fd: int, nbytes: int, total: int) -> None:
+    """Have the kernel allocate the data of a new file in huge pages, where it gives some when it is asked.
+
+    That is so where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise`. What is left is the caller's
+    to allocate.
+
+    A copy between such memory and a GPU, or a copy by a CPU, has fewer pages to look up.
+    """
+    os.ftruncate(fd, total)
+    with mmap.mmap(fd, nbytes) as data:
+        start = ctypes.c_char.from_buffer(data)
+        _populate(ctypes.addressof(start), nbytes, data)
+        del start
 
 
 def _map_table(fd: int, nbytes: int, offset: int, *, writable: bool) -> mmap.mmap:

@@ -1,0 +1,58 @@
+"""Host arenas ask for huge pages before their memory is allocated, because afterwards the kernel has chosen."""
+
+import mmap
+import os
+
+import pytest
+
+from pdx.memory import arena as module
+from pdx.memory.arena import GRANULE_BYTES, Arena
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def advised(monkeypatch):
+    """What the kernel was asked for, and how much of the file was allocated then."""
+    calls = []
+    populate = module._populate
+
+    def recorded(address, nbytes, owner):
+        calls.append((nbytes, sum(os.stat(f"/proc/self/fd/{fd}").st_blocks for fd in open_arenas())))
+        populate(address, nbytes, owner)
+
+    def open_arenas():
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{fd}").endswith("/huge-arena"):
+                    yield fd
+            except OSError:
+                continue
+
+    monkeypatch.setattr(module, "_populate", recorded)
+    return calls
+
+
+def test_a_new_arena_asks_before_anything_is_allocated(tmp_path, advised):
+    with Arena.create(tmp_path / "huge-arena", 8 * MIB) as arena:
+        assert advised == [(8 * MIB, 0)]
+        assert arena.nbytes == 8 * MIB
+        assert os.stat(arena.path).st_blocks * 512 >= 8 * MIB, "all memory is allocated all the same"
+        assert bytes(arena.data[:GRANULE_BYTES]) == bytes(GRANULE_BYTES)
+
+
+def test_what_is_asked_for_is_huge_pages_and_all_of_them_now(monkeypatch, tmp_path):
+    advice = []
+
+    class Libc:
+        class madvise:  # noqa: N801  # the name of the call
+            argtypes: list = []
+
+            def __new__(cls, address, nbytes, what):
+                advice.append((nbytes, what))
+                return 0
+
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: Libc)
+    with Arena.create(tmp_path / "arena", 4 * MIB):
+        assert advice[0] == (4 * MIB, mmap.MADV_HUGEPAGE)
+        assert {what for _, what in advice[1:]} == {module._MADV_POPULATE_WRITE}
