@@ -27,6 +27,7 @@ from pdx.wire.messages import VERSION, Abort, Admit, Admitted, Answer, Ask, Fill
 KEYS = 512  # 128k tokens at 256 per chunk
 CHUNK_BYTES = 16 << 10
 LAYERS = 32
+MISSING = 64  # of a prompt that is nearly all there
 FULL_CHUNKS = 4096  # in the arena that is full
 ROUNDS = 300
 WARMUPS = 20
@@ -96,6 +97,16 @@ def on_fresh_arena(bench: Bench) -> None:
         assert isinstance(found, Admitted)
         assert found.hits == KEYS
         bench.timed("release", Release(found.lease))
+        admitted = bench.timed("admit", Admit(hits, CHUNK_BYTES, LAYERS, lease_s=30.0))
+        assert isinstance(admitted, Admitted)
+        assert (admitted.hits, admitted.granted) == (KEYS, [])
+        bench.call(Release(admitted.lease))
+        mixed = Admit(hits[MISSING:] + misses[:MISSING], CHUNK_BYTES, LAYERS, lease_s=30.0)
+        admitted = bench.timed("mixed", mixed)
+        assert isinstance(admitted, Admitted)
+        assert (admitted.hits, len(admitted.granted)) == (KEYS - MISSING, MISSING)
+        bench.call(Release(admitted.lease))
+        bench.call(Abort(admitted.granted_slots))
         bench.timed("miss", Admit(misses, lease_s=30.0))
         reserved = bench.timed("reserve", Admit(misses, CHUNK_BYTES, LAYERS))
         assert isinstance(reserved, Admitted)
@@ -158,6 +169,8 @@ def main() -> None:
         [
             *figures("ping (the reference)", times["ping"], ping, None),
             *figures("lookup, all there, with a lease", times["lookup"], ping, 1.0),
+            *figures("admit, all there: leased, no room", times["admit"], ping, None),
+            *figures(f"admit, {MISSING} missing: leased, room granted", times["mixed"], ping, None),
             *figures("release of that lease", times["release"], ping, None),
             *figures("lookup, nothing there", times["miss"], ping, 1.0),
             *figures("reserve, room is free", times["reserve"], ping, 3.0),

@@ -118,6 +118,8 @@ class Tiers:
         missing = keys[hits]
         if self._copies.is_filled_here(missing, shards, arenas):
             return True
+        if not self.below and not any(arenas):
+            return False  # there is nowhere else
         hit = [chunk for chunks in self._store.find(keys[:hits], shards, arenas) for chunk in chunks]
         self._store.hold(hit)
         try:
