@@ -37,7 +37,7 @@ from pdx.transports.registry import FOR_GPUS, INSIDE_ONE_PROCESS, find, schemes
 
 OWN, GPU = "host", "gpu"
 NOT_YET = {
-    "disk": "not part of PDX yet: chunks are in memory of nodes only",
+    "disk": "not part of this bench yet: python -m pdx.bench.store.disk FOLDER measures it",
     "remote": "not part of PDX yet: behind a node there are other nodes only, no object store and no file server",
 }
 FIRST_GPU = "0"

@@ -138,7 +138,7 @@ class DiskTier(Tier):
         self._paused_until = 0.0
         self._reached = limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
         self._reached_until = 0.0
-        self._is_counted = False  # whether the index has all files
+        self.is_counted = False  # whether the index has all files
         self._evicted_meanwhile: set[bytes] = set()
         self._condition = threading.Condition()  # guards the next five
         self._loads: deque[_Task] = deque()
@@ -221,7 +221,7 @@ class DiskTier(Tier):
         return Grant(granted)
 
     def _why_not(self, charge: int) -> str:
-        if not self._is_counted:
+        if not self.is_counted:
             return "not_counted"
         if self._clock() < self._paused_until:
             return "paused"
@@ -308,7 +308,7 @@ class DiskTier(Tier):
     def evict(self, keys: Sequence[bytes]) -> int:
         """See `Tier.evict`."""
         doomed = set(keys)
-        if not self._is_counted:
+        if not self.is_counted:
             self._evicted_meanwhile |= doomed
         for admitted in self._admitted.values():
             admitted.evicted |= doomed
@@ -435,7 +435,7 @@ class DiskTier(Tier):
         self._remove(excess)
 
     def _counted(self, seen: Counter[str]) -> None:
-        self._is_counted = True
+        self.is_counted = True
         self._evicted_meanwhile.clear()
         self._counters.update({f"disk_{kind}": count for kind, count in seen.items()})
         log.info(

@@ -78,7 +78,7 @@ class Bed:
 
     @property
     def is_counted(self):
-        return self.tier._is_counted
+        return self.tier.is_counted
 
     def _done(self, name, job, error):
         assert name == "disk"

@@ -1,0 +1,16 @@
+"""The bench of the disk tier, with next to no data."""
+
+import json
+
+from pdx.bench.store import disk
+
+
+def test_the_bench_compares_the_tier_with_plain_files(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(disk, "TOTAL_BYTES", 2 << 20)
+    monkeypatch.setattr(disk, "CHUNK_MIB", (1,))
+    monkeypatch.setattr(disk, "ROUNDS", 1)
+    disk.main(str(tmp_path))
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["operation"], row["chunk_mib"]) for row in rows] == [("write", 1), ("read", 1)]
+    assert all(row["ratio"] > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == []
