@@ -73,7 +73,7 @@ def by_layer(spans):
 def test_every_layer_is_written_once_and_when_it_is_filled(cluster, folder):
     bounds = []
     with attached(cluster.address("a")) as prefill:
-        slots = reserve(prefill).slots
+        slots = reserve(prefill).granted_slots
         for layer in range(LAYERS):
             is_last = layer == LAYERS - 1
             bounds.append(time.monotonic_ns())
@@ -92,7 +92,7 @@ def test_every_layer_is_written_once_and_when_it_is_filled(cluster, folder):
 
 def test_layers_that_are_sent_together_are_one_span(cluster, folder):
     with attached(cluster.address("a")) as prefill:
-        slots = reserve(prefill).slots
+        slots = reserve(prefill).granted_slots
         prefill.ask(Fill(slots, 0, LAYERS, seal=True))
         sent = LAYERS * PER_LAYER
         wait_sent(cluster, sent)
@@ -105,7 +105,7 @@ def test_layers_that_are_sent_together_are_one_span(cluster, folder):
 
 def test_a_transfer_that_is_given_up_has_spans_of_what_was_sent(cluster, folder):
     with attached(cluster.address("a")) as prefill:
-        slots = reserve(prefill).slots
+        slots = reserve(prefill).granted_slots
         prefill.ask(Fill(slots, 0, 1))
         wait_sent(cluster, PER_LAYER)
         prefill.ask(Cancel(TRANSFER))
@@ -120,7 +120,7 @@ def test_what_is_no_transfer_or_not_asked_for_has_none(cluster, folder):
     assert read(b, "chunk", wait_s=10.0) == pattern(1, MIB)
     trace.switch(folder, False)
     with attached(cluster.address("a")) as prefill:
-        prefill.ask(Fill(reserve(prefill).slots, 0, LAYERS, seal=True))
+        prefill.ask(Fill(reserve(prefill).granted_slots, 0, LAYERS, seal=True))
         wait_sent(cluster, MIB + LAYERS * PER_LAYER)
     cluster.settle()
     cluster.close()  # which writes what is left
