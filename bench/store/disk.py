@@ -66,7 +66,6 @@ class Bed:
             post=self._calls.put,
             on_done=self._done,
             counters=Counter(),
-            max_waiting_bytes=2 * TOTAL_BYTES,
         )
         while not self.tier.is_counted:
             self._calls.get()()

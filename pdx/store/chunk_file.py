@@ -83,10 +83,34 @@ def path_of(root: Path, key: bytes, shard: int) -> Path:
     return root / name[:2] / f"{name}-{shard}{WHOLE}"
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a tier gave the file its name."""
+def listed(root: Path) -> list[Path]:
+    """All files in the folders, those that were used last first.
+
+    :raises OSError: they cannot be listed.
+    """
+    times: list[tuple[int, str]] = []
+    for folder in [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]:
+        with os.scandir(folder) as entries:
+            times += [(entry.stat(follow_symlinks=False).st_mtime_ns, entry.path) for entry in entries]
+    return [Path(path) for _, path in sorted(times, reverse=True)]
+
+
+def salvage(path: Path) -> tuple[Header | None, TierError | None, int]:
+    """What a file from before says of itself, or why it is of no use; the bytes of one that should go and cannot."""
     match = _NAME.fullmatch(path.name)
-    return match is not None and match[1] == path.parent.name
+    if match is None or match[1] != path.parent.name:
+        return None, TierError(f"{path} is no tier's", "foreign"), 0
+    try:
+        if path.suffix == PARTIAL:
+            raise TierError(f"{path} was not finished", "unfinished")
+        return inspect(path), None, 0
+    except TierError as error:
+        why = error
+    try:
+        remove(path)
+    except TierError:
+        return None, why, path.lstat().st_blocks * 512
+    return None, why, 0
 
 
 def write(path: Path, part: Part, arena: Arena, layout: bytes, is_over: Over) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -83,15 +82,6 @@ class _Task:
         return self.job.parts[0]
 
 
-@dataclass(slots=True)
-class _Admitted:
-    """A copy into this tier. `waiting_bytes`: those that were granted and are not stored."""
-
-    layout: bytes
-    waiting_bytes: int
-    evicted: set[bytes] = field(default_factory=set)  # keys that were to be forgotten since
-
-
 class DiskTier(Tier):
     """See `Tier`; all methods are for the control loop. `close` alone waits, for the threads."""
 
@@ -108,18 +98,15 @@ class DiskTier(Tier):
         post: Callable[[Callable[[], None]], None],
         on_done: Callable[[str, Job, TierError | None], None],
         counters: Counter[str],
-        max_waiting_bytes: int = 512 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` has the control loop call something; `on_done` is `Copies.done`.
-        `max_waiting_bytes`: while chunks of more bytes wait to be stored, no others are taken.
 
         :raises ConfigError: the folder cannot be this node's alone.
         """
         private_folder(root)
         self._root = root
         self.limit_bytes = limit_bytes
-        self._max_waiting_bytes = max_waiting_bytes
         self._arenas = arenas
         self._post = post
         self._on_done = on_done
@@ -132,8 +119,7 @@ class DiskTier(Tier):
         self._busy: dict[tuple[bytes, int], _Task | None] = {}  # files that are being written, or removed (None)
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[_Task, None] = {}
-        self._admitted: dict[int, _Admitted] = {}
-        self._waiting_bytes = 0
+        self._admitted: dict[int, tuple[bytes, set[bytes]]] = {}  # a layout, and keys to be forgotten since
         self._errors = 0  # writes that failed since the last one that did not
         self._paused_until = 0.0
         self._reached = limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
@@ -203,7 +189,7 @@ class DiskTier(Tier):
 
     def admit(self, copy: Copy) -> Grant:
         """See `Tier.admit`."""
-        admitted = self._admitted[copy.number] = _Admitted(copy.layout, 0)
+        self._admitted[copy.number] = (copy.layout, set())
         granted: list[int] = []
         for index, key in enumerate(copy.keys):
             if self._held(key, copy.shards) is not None:
@@ -215,9 +201,6 @@ class DiskTier(Tier):
                 self._leave_out(why, len(copy.keys) - index)
                 break
             granted.append(index)
-            nbytes = sum(chunk.slot.nbytes for chunk in chunks)
-            admitted.waiting_bytes += nbytes
-            self._waiting_bytes += nbytes
         return Grant(granted)
 
     def _why_not(self, charge: int) -> str:
@@ -227,7 +210,7 @@ class DiskTier(Tier):
             return "paused"
         if charge > self.limit_bytes:
             return "too_large"
-        return "too_slow" if self._waiting_bytes > self._max_waiting_bytes else ""
+        return ""
 
     def _leave_out(self, why: str, chunks: int) -> None:
         self._counters[f"disk_{why}"] += chunks
@@ -235,18 +218,16 @@ class DiskTier(Tier):
             "not_counted": "the files from before are not counted yet",
             "paused": "writes failed, and none are tried for some seconds",
             "too_large": f"a chunk is larger than all of {self.limit_bytes} bytes",
-            "too_slow": f"more than {self._max_waiting_bytes >> 20} MiB wait to be written already",
             "busy": "all files that could make room are being written or removed",
         }[why]
         self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {text}")
 
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
-        part, admitted = job.parts[0], self._admitted.get(job.number)
+        part, (layout, evicted) = job.parts[0], self._admitted.get(job.number, (b"", set()))
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers)
         victims = self._room_for(charge)
-        is_evicted = admitted is not None and part.key in admitted.evicted
-        if is_evicted or part.shard in self._index.get(part.key, {}):
+        if part.key in evicted or part.shard in self._index.get(part.key, {}):
             self._post(partial(self._on_done, self.name, job, None))
         elif (part.key, part.shard) in self._busy:
             self._later.setdefault((part.key, part.shard), []).append(job)
@@ -258,7 +239,6 @@ class DiskTier(Tier):
             freed = sum(file.charge for file in victims)
             hold = max(charge, freed)
             self._charged += hold - freed
-            layout = admitted.layout if admitted is not None else b""
             task = _Task(job, layout=layout, victims=victims, hold=hold, charge=charge)
             self._busy[part.key, part.shard] = task
             self._give(task, self._stores)
@@ -300,9 +280,7 @@ class DiskTier(Tier):
 
     def over(self, copy: Copy) -> None:
         """See `Tier.over`."""
-        admitted = self._admitted.pop(copy.number, None)
-        if admitted is not None:
-            self._waiting_bytes -= admitted.waiting_bytes
+        if self._admitted.pop(copy.number, None) is not None:
             self._touch(copy.keys)
 
     def evict(self, keys: Sequence[bytes]) -> int:
@@ -310,8 +288,8 @@ class DiskTier(Tier):
         doomed = set(keys)
         if not self.is_counted:
             self._evicted_meanwhile |= doomed
-        for admitted in self._admitted.values():
-            admitted.evicted |= doomed
+        for _, evicted in self._admitted.values():
+            evicted.update(doomed)
         for (key, _), task in self._busy.items():
             if task is not None and key in doomed:
                 task.is_cancelled = task.is_doomed = True
@@ -385,10 +363,6 @@ class DiskTier(Tier):
 
     def _stored(self, job: Job, task: _Task) -> None:
         part, error = task.part, task.error
-        admitted = self._admitted.get(job.number)
-        if admitted is not None:
-            admitted.waiting_bytes -= job.nbytes
-            self._waiting_bytes -= job.nbytes
         if error is None:
             self._errors = 0
             self._counters["disk_stored"] += 1
@@ -505,40 +479,20 @@ class DiskTier(Tier):
             self._post(partial(self._counted, seen))
 
     def _scan_files(self, seen: Counter[str]) -> None:
-        times: list[tuple[int, str]] = []
-        for folder in [entry for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]:
-            with os.scandir(folder) as entries:
-                times += [(entry.stat(follow_symlinks=False).st_mtime_ns, entry.path) for entry in entries]
-        times.sort(reverse=True)
-        for first in range(0, len(times), _BATCH):
+        paths = chunk_file.listed(self._root)
+        for first in range(0, len(paths), _BATCH):
             files: list[_File] = []
             stuck_bytes = 0
-            for _, name in times[first : first + _BATCH]:
+            for path in paths[first : first + _BATCH]:
                 if self._is_closing:
                     return
-                file, left_bytes = self._inspect(Path(name), seen)
-                files += [file] if file is not None else []
+                header, error, left_bytes = chunk_file.salvage(path)
                 stuck_bytes += left_bytes
+                if header is not None:
+                    charge = chunk_file.disk_bytes(header.nbytes, header.layers)
+                    files.append(_File(header.key, header.shard, header.nbytes, header.layers, charge))
+                if error is not None:
+                    seen[error.kind] += 1
+                    if error.kind not in ("unfinished", "foreign"):
+                        self._post(partial(self._faults.warn, f"disk {error.kind}", f"the disk tier: {error}"))
             self._post(partial(self._found, files, stuck_bytes))
-
-    def _inspect(self, path: Path, seen: Counter[str]) -> tuple[_File | None, int]:
-        """A file from before, and the bytes of one that is of no use and cannot be removed."""
-        if not chunk_file.is_ours(path):
-            seen["foreign"] += 1
-            return None, 0
-        try:
-            if path.suffix == chunk_file.PARTIAL:
-                raise TierError(f"{path} was not finished", "unfinished")
-            header = chunk_file.inspect(path)
-        except TierError as error:
-            seen[error.kind] += 1
-            if error.kind != "unfinished":
-                self._post(partial(self._faults.warn, f"disk {error.kind}", f"the disk tier: {error}"))
-        else:
-            charge = chunk_file.disk_bytes(header.nbytes, header.layers)
-            return _File(header.key, header.shard, header.nbytes, header.layers, charge), 0
-        try:
-            chunk_file.remove(path)
-        except TierError:
-            return None, path.lstat().st_blocks * 512
-        return None, 0

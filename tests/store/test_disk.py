@@ -192,17 +192,6 @@ def test_a_load_is_a_use_that_outlives_the_process(bed):
     assert [number for number in range(3) if bed.has(number)] == [0, 2]
 
 
-def test_nothing_more_is_taken_while_much_waits(make, gate):
-    bed = make(max_waiting_bytes=3 * (32 << 10))
-    write = gate("write")
-    copies = [bed.start_store(number, at=number) for number in range(4)]
-    assert bed.start_store(9) is None
-    assert bed.counters["disk_too_slow"] == 1
-    write.open()
-    assert [bed.end(copy) for copy in copies] == [None] * 4
-    assert bed.store(9)
-
-
 @is_root
 @pytest.mark.parametrize("seed", range(3))
 def test_the_cap_holds_at_every_moment(tmp_path, seed):
