@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         f"length-{length}": completion(text(length, length)) for length in (1, 40, 128, 256, 257, 300, 1000, 1024, 3000)
     },
+    "second-turn": completion(text(1000, 1000) + text(24, 200)),  # after "length-1000"
     "one-token": completion(text(1, 400), max_tokens=1),
     "two-tokens": completion(text(1, 400), max_tokens=2),
     "many-tokens": completion(text(2, 200), max_tokens=300),

@@ -20,6 +20,7 @@ from tiny import make_tiny
 
 import pdx
 from pdx.cli.ports import free_ports
+from pdx.errors import NodeError
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import NodeStatus
 
@@ -34,7 +35,7 @@ class Host:
         self.address = f"ipc://{folder}/reuse.sock"
         self.servers: list[Server] = []
 
-    def serve(self, name: str, model: Path, *flags: str, cores: str = "0") -> Server:
+    def serve(self, name: str, model: Path, *flags: str, cores: str = "0", **settings: Any) -> Server:
         """An engine by the documented line; without vLLM's own prefix cache, so that every hit is the node's."""
         (port,) = free_ports(1)
         connector = {
@@ -42,7 +43,7 @@ class Host:
             "kv_connector_module_path": "pdx.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"node": self.address, "arena": "256MiB"},
+            "kv_connector_extra_config": {"node": self.address, "arena": "256MiB", **settings},
         }
         command = [
             *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
@@ -63,6 +64,23 @@ class Host:
 
     def sealed(self) -> int:
         return self.status().chunks.get("sealed", 0)
+
+    def disk_chunks(self) -> int:
+        disk = self.status().disk
+        assert disk is not None
+        return disk.chunks
+
+    def wait_attached_again(self, killed: int) -> None:
+        """Until all of the engine's processes are attached to a node that one of them has started."""
+
+        def is_attached() -> bool:
+            try:
+                status = self.status()
+            except NodeError:
+                return False
+            return status.pid != killed and {"scheduler", "worker"} <= {each.kind for each in status.attached}
+
+        wait_until(is_attached, timeout_s=60, what="the engine has a node again")
 
     def wait_saving(self, server: Server) -> None:
         """Until the engine puts what it computes into the store: all of its processes are attached then."""
@@ -104,6 +122,38 @@ def engine(host: Host, model: Path) -> Server:
         server = host.serve("one", model, "--override-generation-config", configured)
     host.wait_saving(server)
     return server
+
+
+@pytest.fixture
+def host_with_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    folder = tmp_path_factory.mktemp("d")
+    folder.chmod(0o700)
+    host = Host(folder)
+    yield host
+    host.close()
+
+
+def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
+    host_with_disk: Host, model: Path, expected: dict[str, Any]
+) -> None:
+    host = host_with_disk
+    server = host.serve("disk", model, disk=str(host.folder / "disk"), disk_limit="1GiB", lookup_s=30.0)
+    host.wait_saving(server)
+    before = host.sealed()
+    assert essence(post(server.url, *CASES["length-1000"])) == essence(expected["length-1000"])
+    wait_until(lambda: host.sealed() == before + 3, timeout_s=30, what="its three chunks are sealed")
+    stored = wait_until(lambda: host.disk_chunks() == host.sealed() and host.sealed(), what="all is on the disk")
+
+    killed = psutil.Process(host.status().pid)
+    killed.kill()
+    killed.wait(30)
+    host.wait_attached_again(killed.pid)
+    wait_until(lambda: host.disk_chunks() == stored, what="the next node has read what is on the disk")
+    assert host.sealed() == 0
+    hits = hit_tokens(server)
+    assert essence(post(server.url, *CASES["second-turn"])) == essence(expected["second-turn"])
+    assert hit_tokens(server) - hits == 768
+    assert host.status().counters["disk_loaded"] == 3
 
 
 def hit_tokens(server: Server) -> float:
