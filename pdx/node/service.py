@@ -83,6 +83,7 @@ class Service:
         self.tiers = Tiers(
             self.store,
             self.copies,
+            spills=not arena.gpu,
             store_s=config.push_s,
             load_s=config.fetch_s,
             counters=self.counters,

@@ -334,7 +334,10 @@ class Copies:
             queue = self._queues.get(name)
             while queue is not None and queue.due:
                 copy = queue.copies[queue.due[0][2]]
-                if not copy.tier.is_ready or queue.in_flight >= copy.tier.max_inflight_bytes:
+                limit = copy.tier.max_inflight_bytes
+                if copy.priority >= Priority.STORE:
+                    limit = max(1, limit // 2)  # the other half is for what somebody waits for
+                if not copy.tier.is_ready or queue.in_flight >= limit:
                     break
                 self._give(queue, copy)
 

@@ -34,16 +34,19 @@ class Tiers:
         *,
         arenas: Tier | None = None,
         below: Sequence[Tier] = (),
+        spills: bool = True,
         store_s: float,
         load_s: float,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`arenas`: the tier that copies between the arenas, if there are several; `below`: the tiers below the first
-        arena, the fastest first. A store or load that takes longer than `store_s` or `load_s` is given up.
+        """`arenas`: the tier that copies between the arenas, if there are several. `below`: the tiers below the first
+        arena, the fastest first. `spills`: whether the first arena is there for what is sealed in others. A store or
+        load that takes longer than `store_s` or `load_s` is given up.
         """
         self.arenas = arenas
         self.below = list(below)
+        self.spills = spills
         self._store = store
         self._copies = copies
         self._store_s = store_s
@@ -63,7 +66,7 @@ class Tiers:
     def _next(self, arenas: Sequence[int]) -> Tier | None:
         """Where chunks that are sealed in these arenas are stored."""
         if any(arenas):
-            return self.arenas
+            return self.arenas if self.spills else None
         return self.below[0] if self.below else None
 
     def turn(self) -> None:

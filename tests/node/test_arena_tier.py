@@ -235,6 +235,15 @@ def test_shards_that_do_not_fit_in_all_of_their_arenas_leave_nothing_in_one(stag
     stage.store.let_go([stage.store.at(slot) for slot in [*held, *slots]])
 
 
+def test_without_host_memory_no_gpu_is_filled_with_what_others_seal(stage, monkeypatch):
+    monkeypatch.setattr(stage.tiers, "spills", False)
+    stage.save([0, 1])
+    assert (stage.hits([0, 1], (1,)), stage.hits([0, 1])) == (2, 0)
+    assert stage.may_come([0, 1], (2,)), "what another GPU wants is copied to it all the same"
+    stage.settle()
+    assert stage.hits([0, 1], (2,)) == 2
+
+
 def test_a_pinned_or_leased_chunk_stays_while_others_come(stage):
     stage.save([0])
     lease = stage.store.lease(stage.store.find([key(0)], 1, (1,))[0], WRITER, 10.0)

@@ -338,6 +338,18 @@ def test_what_somebody_waits_for_goes_before_what_is_only_stored(stage):
     assert [verb for verb, _ in stage.tier.jobs] == ["load"]
 
 
+def test_what_is_only_stored_leaves_room_for_what_somebody_waits_for(stage):
+    """A slow disk that is busy with stores is still asked for the chunks that a request waits for."""
+    stage.save([0])
+    stage.end_all()
+    stage.forget([0])
+    stage.tier.max_inflight_bytes = 4 * GRANULE_BYTES
+    stage.save([1, 2, 3, 4])
+    assert [verb for verb, _ in stage.tier.jobs] == ["store", "store"]
+    assert stage.may_come([0])
+    assert [verb for verb, _ in stage.tier.jobs] == ["store", "store", "load"]
+
+
 class Machine(RuleBasedStateMachine):
     """Any order of saves, losses, questions, ends and failures."""
 
