@@ -22,7 +22,7 @@ from pdx.engine.loader import Loader
 from pdx.engine.plan import PagesPlan, SavePlan, StepPlan
 from pdx.engine.step_save import StepSave
 from pdx.engine.streams import Streams, TorchStreams
-from pdx.errors import GpuUnavailable, LayoutError, NodeUnavailable
+from pdx.errors import GpuError, LayoutError, NodeUnavailable
 from pdx.kernels.page_rows import page_rows
 from pdx.memory.arena import Arena, populate_in_background
 from pdx.memory.layout import KvLayout
@@ -285,5 +285,5 @@ def _gpu_of(streams: Streams | None) -> str:
         if streams is None and torch.cuda.is_available():
             streams = TorchStreams(torch.device("cuda", torch.cuda.current_device()))
         return streams.gpu().uuid if streams is not None else ""
-    except GpuUnavailable:
+    except GpuError:  # the copier says what is wrong, once there is a KV cache
         return ""
