@@ -54,7 +54,7 @@ ASK_S = 0.02
 class StandIn(Tier):
     """The way to a peer that is always there and acknowledges when it is asked to."""
 
-    name = TO
+    kind, name = "peer", TO
 
     def __init__(self) -> None:
         self.copies: list[int] = []

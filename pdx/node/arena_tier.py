@@ -31,7 +31,7 @@ JOIN_S = 5.0
 class ArenaTier(Tier):
     """See `Tier`. A copy names by `Copy.arenas` where its chunks go; the slots there are this node's own to fill."""
 
-    name = "arenas"
+    kind = name = "arenas"
     max_job_bytes = 64 << 20  # one launch of copies shall not keep those behind it waiting for long
     max_inflight_bytes = 256 << 20
 

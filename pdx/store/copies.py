@@ -318,9 +318,10 @@ class Copies:
             else:
                 self._give_up(copy, CopyStep.CANCEL)
 
-    def copied_bytes(self, transfer: str) -> int:
-        """What tiers have of the copies of a transfer that are under way."""
-        return sum(copy.copied_bytes for copy in self._of_transfer.get(transfer, ()))
+    def copied_bytes(self, transfer: str, kind: str) -> int:
+        """What tiers of this kind have of the copies of a transfer that are under way."""
+        copies = self._of_transfer.get(transfer, ())
+        return sum(copy.copied_bytes for copy in copies if copy.tier.kind == kind)
 
     # ---- jobs -------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Copies:
             copy.under_way -= 1
             if error is None:
                 copy.copied(job)
-                self._counters["loaded_bytes" if copy.is_load else "sent_bytes"] += job.nbytes
+                self._counters[f"{copy.tier.kind}_{'loaded' if copy.is_load else 'stored'}_bytes"] += job.nbytes
                 if copy.is_load:
                     self._land(job)
             elif not copy.is_given_up:  # else it was aborted

@@ -85,7 +85,7 @@ class _Task:
 class DiskTier(Tier):
     """See `Tier`; all methods are for the control loop. `close` alone waits, for the threads."""
 
-    name = "disk"
+    kind = name = "disk"
     is_whole = True
     max_inflight_bytes = 256 << 20
 

@@ -68,6 +68,7 @@ class Tier(ABC):
     a `pdx.errors.PdxError` or None.
     """
 
+    kind: str  # what its counters begin with: "peer", "disk", …
     name: str  # unique in the node: "disk", "host", the peer's name
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long

@@ -51,9 +51,9 @@ def test_what_was_evicted_from_the_gpu_comes_back_from_host_memory(bed: Bed) -> 
     for seed in range(2, 2 + room):
         engine.finish(saved(engine, tokens(seed, CHUNK)))
         wait_until(lambda seed=seed: used(bed)[0] == (seed + 2) * CHUNK_BYTES, what="it is in host memory")
-    loaded = bed.node.status().counters["sent_bytes"]
+    loaded = bed.node.status().counters["arenas_stored_bytes"]
     check_loaded(engine, first, 3 * CHUNK)
-    assert bed.node.status().counters["sent_bytes"] >= loaded + 3 * LAYERS * CHUNK // BLOCK * PAGE_BYTES
+    assert bed.node.status().counters["arenas_stored_bytes"] >= loaded + 3 * LAYERS * CHUNK // BLOCK * PAGE_BYTES
     bed.wait_at_rest()
 
 

@@ -165,7 +165,7 @@ def test_what_is_sealed_on_a_gpu_is_copied_to_the_first_arena_and_comes_back(sta
     stage.settle()
     assert stage.hits([0, 1, 2, 3], (1,)) == 3
     assert not stage.may_come([0, 1, 2, 3], (1,))
-    assert stage.counters["sent_bytes"] == 5 * GRANULE_BYTES
+    assert stage.counters["arenas_stored_bytes"] == 5 * GRANULE_BYTES
 
 
 def test_another_gpu_gets_it_too(stage):

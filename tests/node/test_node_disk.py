@@ -62,7 +62,7 @@ def test_what_a_killed_node_had_is_found_by_the_next_one(start_node, disk):
         assert read(node.address, name) == content(name)
     counters = node.status().counters
     assert counters["disk_loaded"] == len(NAMES)
-    assert counters["loaded_bytes"] == len(NAMES) * 500_000
+    assert counters["disk_loaded_bytes"] == len(NAMES) * 500_000
     assert "disk_corrupt" not in counters
 
 

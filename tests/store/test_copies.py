@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from push_stage import MIB, SendingStage, key
+from push_stage import MIB, FakeWay, SendingStage, key
 
 from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefused
 from pdx.memory.digest import digests
@@ -361,7 +361,7 @@ def test_sealed_chunks_are_sent_as_soon_as_they_are_granted(stage):
     stage.grant(stage.way.offers[0])
     assert [job.nbytes for job in stage.way.jobs] == [2 * MIB]
     assert stage.holds() == 2, "they stay until they are there"
-    assert stage.copies.copied_bytes(TRANSFER) == 0
+    assert stage.copies.copied_bytes(TRANSFER, "peer") == 0
     stage.finish_all()
     assert stage.way.farewells == [LetGo(1, True)]
     stage.assert_idle()
@@ -373,10 +373,10 @@ def test_what_was_acknowledged_of_a_transfer_is_known_while_it_is_pushed(stage):
     stage.start([0], transfer=TRANSFER)
     stage.grant(stage.way.offers[0])
     stage.finish()
-    assert stage.copies.copied_bytes(TRANSFER) == 8 * MIB
-    assert stage.copies.copied_bytes("another") == 0
+    assert stage.copies.copied_bytes(TRANSFER, "peer") == 8 * MIB
+    assert stage.copies.copied_bytes("another", "peer") == 0
     stage.finish_all()
-    assert stage.copies.copied_bytes(TRANSFER) == 0
+    assert stage.copies.copied_bytes(TRANSFER, "peer") == 0
 
 
 def test_an_offer_waits_until_the_way_is_usable(stage):
@@ -525,4 +525,22 @@ def test_a_broken_channel_ends_pushes_without_a_word(stage):
     assert stage.over == [(2, False), (1, False)]
     assert (stage.counters["copies_lost"], stage.counters["jobs_failed"]) == (2, 0), "each is counted once"
     assert stage.way.farewells == []
+    stage.assert_idle()
+
+
+def test_what_went_to_another_arena_is_not_across(stage):
+    """A transfer's slices may be copied within the node before they are pushed: only what a peer has is across."""
+    within = FakeWay("arenas")
+    within.kind = "arenas"
+    slots = stage.reserve([0], MIB)
+    stage.start([0], transfer=TRANSFER)
+    stage.start([0], transfer=TRANSFER, way=within)
+    for way in (stage.way, within):
+        stage.granted(way.name, stage.grants(way.offers[0]))
+    stage.fill(slots, 0, 1, seal=True)
+    (job,) = within.jobs
+    stage.copies.done(within.name, job.job, None)
+    within.jobs.clear()
+    assert (stage.copies.copied_bytes(TRANSFER, "peer"), stage.counters["arenas_stored_bytes"]) == (0, MIB)
+    stage.finish_all()
     stage.assert_idle()

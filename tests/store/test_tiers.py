@@ -38,7 +38,7 @@ def pattern(name, shard):
 class DictTier(Tier):
     """A fake: chunks in a dictionary, jobs that end by `end`."""
 
-    name = "below"
+    kind = name = "below"
     is_whole = True
 
     def __init__(self, arena, copies_of):
@@ -215,7 +215,7 @@ def test_what_is_sealed_is_stored_below_and_comes_back(stage):
     stage.end_all()
     assert stage.hits([0, 1, 2]) == 3
     assert not stage.may_come([0, 1, 2, 3])
-    assert stage.counters["loaded_bytes"] == 3 * GRANULE_BYTES
+    assert stage.counters["below_loaded_bytes"] == 3 * GRANULE_BYTES
 
 
 def test_all_shards_are_stored_and_loaded(stage):

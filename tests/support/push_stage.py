@@ -80,6 +80,8 @@ class Write:
 class FakeWay(Tier):
     """A peer: remembers what it is told."""
 
+    kind = "peer"
+
     def __init__(self, name: str = "b", over: Any = None) -> None:
         self.name = name
         self.is_usable = True

@@ -37,6 +37,8 @@ JOIN_S = 5.0
 class PeerTier(Tier):
     """A peer that this node writes to. Loads from a peer are asked for by messages (`pdx.node.peers.fetches`)."""
 
+    kind = "peer"
+
     def __init__(self, name: str, ways: Ways) -> None:
         self.name = name
         self.max_inflight_bytes = ways.config.window_bytes
@@ -219,7 +221,7 @@ class Ways:
         """A worker's prefill is over: note what peers had of it by now."""
         flow = self._flows.get(transfer)
         if flow is not None:
-            so_far = flow.acked + self.copies.copied_bytes(transfer)
+            so_far = flow.acked + self.copies.copied_bytes(transfer, PeerTier.kind)
             self._mark(transfer, Event.ACROSS, so_far - flow.across, at_ns)
             flow.across = so_far
 

@@ -118,7 +118,9 @@ def test_a_byte_that_changed_on_its_way_is_never_seen(nodes, write):
 
 def has_answered(a, b, writes):
     """So many writes are across, or the push was stopped before."""
-    return b.status().counters.get("digest_mismatches") or a.status().counters.get("sent_bytes", 0) >= writes * MIB
+    return (
+        b.status().counters.get("digest_mismatches") or a.status().counters.get("peer_stored_bytes", 0) >= writes * MIB
+    )
 
 
 def test_what_is_fetched_is_checked_too(nodes):

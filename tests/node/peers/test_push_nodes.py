@@ -222,7 +222,7 @@ def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, channel):
         ask = Admit(keys, lease_s=5.0, transfer=TRANSFER)
         found = wait_until(lambda: (got := decode.ask(ask)).hits == 3 and not got.waiting and got)
         assert [slot.nbytes for slot in found.slots] == [MIB, MIB, 5000]
-        wait_until(lambda: cluster.counter("a", "sent_bytes") == 2 * MIB + 5000)
+        wait_until(lambda: cluster.counter("a", "peer_stored_bytes") == 2 * MIB + 5000)
         assert cluster.counter("a", "copies") == 1
     cluster.settle()
     assert cluster["a"].status().chunk_bytes == {"sealed": 2 * MIB}, "the tail was for the push"

@@ -48,7 +48,7 @@ def reserve(prefill):
 
 
 def wait_sent(cluster, nbytes):
-    wait_until(lambda: cluster.counter("a", "sent_bytes") == nbytes, what=f"{nbytes} bytes are acknowledged")
+    wait_until(lambda: cluster.counter("a", "peer_stored_bytes") == nbytes, what=f"{nbytes} bytes are acknowledged")
 
 
 def spans_of(folder, nbytes):
@@ -82,7 +82,7 @@ def test_every_layer_is_written_once_and_when_it_is_filled(cluster, folder):
         bounds.append(time.monotonic_ns())
         sent = LAYERS * PER_LAYER
         spans = spans_of(folder, sent)
-    assert sum(span.nbytes for span in spans) == sent == cluster.counter("a", "sent_bytes")
+    assert sum(span.nbytes for span in spans) == sent == cluster.counter("a", "peer_stored_bytes")
     assert by_layer(spans) == dict.fromkeys(range(LAYERS), PER_LAYER)
     for span in spans:
         assert (span.lane, span.transfer, span.who, span.num_layers) == ("wire", TRANSFER, "a", 1)
