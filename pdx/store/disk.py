@@ -71,7 +71,7 @@ class _Task:
     hold: int = 0  # bytes of the cap that are its own until it is over
     charge: int = 0  # of these, what its file takes
     is_cancelled: bool = False
-    is_doomed: bool = False  # its file is to be removed as soon as it is there
+    is_doomed: bool = False  # its file is to be removed as soon as it is there; or its victims are forgotten
     gone: list[_File] = field(default_factory=list)
     error: TierError | None = None
 
@@ -294,15 +294,15 @@ class DiskTier(Tier):
             if task is not None and key in doomed:
                 task.is_cancelled = task.is_doomed = True
         files = [list(self._index[key].values()) for key in dict.fromkeys(keys) if key in self._index]
-        self._remove([file for of_key in files for file in of_key])
+        self._remove([file for of_key in files for file in of_key], is_forgotten=True)
         return len(files)
 
-    def _remove(self, files: Sequence[_File]) -> None:
+    def _remove(self, files: Sequence[_File], *, is_forgotten: bool = False) -> None:
         if files:
             self._take_out(files)
             nbytes = sum(file.charge for file in files)
             self._leaving += nbytes
-            self._give(_Task(victims=files, hold=nbytes), self._removals)
+            self._give(_Task(victims=files, hold=nbytes, is_doomed=is_forgotten), self._removals)
 
     def close(self) -> None:
         """See `Tier.close`."""
@@ -347,6 +347,9 @@ class DiskTier(Tier):
         self._charged -= task.hold
         left = [file for file in task.victims if file not in task.gone]
         for file in left:
+            if task.is_doomed and task.job is None:  # nobody may find it again; it is there until the next start
+                self._charged += file.charge
+                continue
             self._insert(file)
             self._index.move_to_end(file.key, last=False)
 

@@ -201,6 +201,25 @@ def test_a_full_disk_keeps_what_it_has_and_new_chunks_replace_old_ones(tmp_path,
 
 
 @is_root
+def test_what_was_forgotten_is_not_found_again_when_its_file_cannot_be_removed(bed, monkeypatch):
+    """A client's name says nothing of the bytes: the old ones must not come back under it."""
+    assert bed.store(1)
+    used = bed.tier.used_bytes
+
+    def denied(path):
+        raise TierError(f"{path} cannot be removed", "denied")
+
+    monkeypatch.setattr(chunk_file, "remove", denied)
+    assert bed.tier.evict([key(1)]) == 1
+    bed.settle()
+    assert bed.counters["disk_denied"] == 1
+    assert not bed.tier.find([key(1)], 1)
+    assert bed.tier.used_bytes == used, "the file still takes its part of the cap"
+    monkeypatch.undo()
+    assert bed.store(1)
+    assert len(bed.tier.find([key(1)], 1)) == 1
+
+
 def test_a_read_only_disk_is_read(tmp_path):
     with small_disk(tmp_path / "tier", MIB) as folder:
         bed = Bed(folder.parent)
