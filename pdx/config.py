@@ -158,16 +158,47 @@ def handover_path(address: str, arena: int = 0) -> Path:
     return Path(f"{socket_path(address)}.gpu{arena or ''}")
 
 
-class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config` of `PdxConnector`; the same for every role."""
+class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every command that starts a node may say of it, in the words of `pdx node`."""
+
+    arena: str | int = ""  # host memory for chunks; empty: 4GiB, none where there are GPUs
+    gpus: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=64)]], Meta(max_length=32)
+    ] = []  # with an arena each
+    gpu_arena: str | int = "4GiB"  # of each GPU
+    disk: Annotated[str, Meta(max_length=4096)] = ""  # see NodeConfig, as the next ones
+    disk_limit: str | int = "100GiB"
+    numa: NumaChoice = "auto"
+    metrics: Annotated[str, Meta(max_length=256)] = ""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of `NodeConfig` that say the same. The first arena is the host's, where it has one.
+
+        :raises ConfigError: a size that is none, or a GPU named twice.
+        """
+        others = {
+            "disk": os.path.abspath(self.disk) if self.disk else "",
+            "disk_limit_bytes": parse_bytes(self.disk_limit),
+            "numa": self.numa,
+            "metrics": self.metrics,
+        }
+        if len(set(self.gpus)) != len(self.gpus):
+            raise ConfigError(f"--gpu {' --gpu '.join(self.gpus)}: a GPU has one arena; name each once")
+        if not self.gpus:
+            return {"arena_bytes": parse_bytes(self.arena or "4GiB"), **others}
+        of_gpus = {"gpu_arena_bytes": parse_bytes(self.gpu_arena), **others}
+        if self.arena:
+            return {"arena_bytes": parse_bytes(self.arena), "more_gpus": list(self.gpus), **of_gpus}
+        first, *more = self.gpus
+        return {"arena_bytes": of_gpus["gpu_arena_bytes"], "gpu": first, "more_gpus": more, **of_gpus}
+
+
+class ConnectorConfig(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of `PdxConnector`; the same for every role. `NodeOptions` are of a node that this
+    engine starts."""
 
     node: str = ""  # empty: PDX_NODE, else this host's default socket
     start_node: bool = True  # start a node where none runs
-    arena: str | int = "4GiB"  # size of the arena if this engine has to start the node
-    gpu: Annotated[str, Meta(max_length=64)] = ""  # of a node that this engine starts, see NodeConfig; as is `numa`
-    numa: NumaChoice = "auto"
-    disk: Annotated[str, Meta(max_length=4096)] = ""  # of a node that this engine starts, see NodeConfig
-    disk_limit: str | int = "100GiB"
     proxy: str = ""  # told to a node that this engine starts
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     save: bool = True  # put prompts into the store

@@ -99,7 +99,8 @@ class PdxSystem(System):
     def _command(
         self, bed: Bed, port: int, admin_port: int, logs: Path | None = None, trace: Path | None = None
     ) -> Command:
-        options = ["--port", str(port), "--admin", f"127.0.0.1:{admin_port}", "--debug-headers", "--arena", bed.arena]
+        options = ["--port", str(port), "--admin", f"127.0.0.1:{admin_port}", "--debug-headers"]
+        options += ["--gpu-arena" if self.gpu else "--arena", bed.arena]
         if self.channel is not None:
             options += ["--channel", self.channel]
         if self.gpu:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdx.cli.listed import Counts
+from pdx.cli.options import Counts
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdx.cli.listed import Counts, Names
+from pdx.cli.options import NAMES, Counts
 
 if TYPE_CHECKING:
     from pdx.bench.proxy.load import Row
@@ -39,7 +39,7 @@ MODES = ("forward", "sampled")
     type=Counts(least=2),
     help="Generated for each request; from two lengths the cost of a token follows.",
 )
-@click.option("--modes", default=",".join(MODES), show_default=True, type=Names(), help="Of the proxy.")
+@click.option("--modes", default=",".join(MODES), show_default=True, type=NAMES, help="Of the proxy.")
 @click.option(
     "--first-ms", default=20.0, show_default=True, type=click.FloatRange(0), help="An engine's time to a first token."
 )

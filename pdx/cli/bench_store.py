@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdx.cli.listed import ByteSizes, Counts, Names
+from pdx.cli.options import BYTE_SIZES, NAMES, Counts
 from pdx.cli.status import size
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ WIDTH = 150  # of tables that are not on a terminal
 
 
 @click.command()
-@click.option("--sizes", default="1MiB,4MiB,16MiB", show_default=True, type=ByteSizes(), help="Of a chunk.")
+@click.option("--sizes", default="1MiB,4MiB,16MiB", show_default=True, type=BYTE_SIZES, help="Of a chunk.")
 @click.option("--chunks", default=8, show_default=True, type=click.IntRange(1, 10_000), help="Chunks in a round.")
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(1, 10_000), help="Rounds that count.")
 @click.option(
-    "--tiers", default="", type=Names(), help="host, gpu, disk, remote, and channels to another node (default: all)."
+    "--tiers", default="", type=NAMES, help="host, gpu, disk, remote, and channels to another node (default: all)."
 )
 @click.option(
     "--index", default="10000,100000", show_default=True, type=Counts(), help='Chunks in the index; "": none.'

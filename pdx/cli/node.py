@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
-from pdx.config import NodeConfig, default_node, default_proxy, parse, parse_bytes
+from pdx.cli.options import node_options
+from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, parse
 from pdx.errors import ConfigError
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 
 @click.command()
 @click.option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
-@click.option("--arena", metavar="SIZE", help="Host memory for chunks. [default: 4GiB; none with --gpu]")
-@click.option(
-    "--gpu",
-    "gpus",
-    multiple=True,
-    metavar="WHICH",
-    help="Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. May be repeated.",
-)
-@click.option("--gpu-arena", default="4GiB", show_default=True, metavar="SIZE", help="Of each GPU.")
-@click.option("--disk", default="", metavar="FOLDER", help="Keep chunks there, too, also when the node ends.")
-@click.option("--disk-limit", default="100GiB", show_default=True, help="The most that they take of that disk.")
-@click.option(
-    "--numa",
-    default="auto",
-    show_default=True,
-    metavar="auto|none|N",
-    help="NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they have the same.",
-)
+@node_options
 @click.option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
 @click.option("--name", default="", help="What peers and the proxy call it. [default: made from host and address]")
 @click.option("--listen", default="", metavar="ADDRESS", help="Where peers connect. [default: a socket on this host]")
@@ -59,12 +43,6 @@ from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
     type=click.Choice(["wire", "always", "never"]),
     help="Check what arrives from peers: what came over a wire, everything, or nothing.",
 )
-@click.option(
-    "--metrics",
-    default="",
-    metavar="HOST:PORT",
-    help="Prometheus metrics at /metrics, for this host. [default: nowhere]",
-)
 @click.option("--exit-when-idle", type=float, default=0.0, metavar="SECONDS", help="End when nobody is attached.")
 @click.option("--status", is_flag=True, help="Show the state of the running node and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --status: one JSON object.")
@@ -73,27 +51,14 @@ from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 @click.option("--force", is_flag=True, help="With --stop: also while engines are attached.")
 def node(
     address: str | None,
-    arena: str | None,
-    gpus: tuple[str, ...],
-    gpu_arena: str,
-    disk: str,
-    disk_limit: str,
-    numa: str,
     proxy: str | None,
-    name: str,
-    listen: str,
-    roster: str,
-    keys: str,
-    channels: tuple[str, ...],
-    trusted_network: bool,
-    digests: str,
-    metrics: str,
     exit_when_idle: float,
     status: bool,
     as_json: bool,
     watch: bool,
     stop: bool,
     force: bool,
+    **others: Any,
 ) -> None:
     """Run the node of this host in the foreground; or, with --status, show what the running one holds; or end it."""
     address = address or default_node()
@@ -111,41 +76,17 @@ def node(
         return
     from pdx.node.daemon import run
 
-    check_channels(channels)
+    check_channels(others["channels"])
+    of_node = {name: others.pop(name) for name in NodeOptions.__struct_fields__}
     settings = {
         "address": address,
-        **arena_settings(arena, gpus, gpu_arena),
-        "disk": os.path.abspath(disk) if disk else "",
-        "disk_limit_bytes": parse_bytes(disk_limit),
-        "numa": numa,
         "proxy": default_proxy() if proxy is None else proxy,
-        "name": name,
-        "listen": listen,
-        "roster": roster,
-        "keys": keys,
-        "channels": list(channels),
-        "trusted_network": trusted_network,
-        "digests": digests,
-        "metrics": metrics,
         "exit_when_idle_s": exit_when_idle,
+        **parse(NodeOptions, of_node).settings(),
+        **others,
     }
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run(parse(NodeConfig, settings))
-
-
-def arena_settings(arena: str | None, gpus: Sequence[str], gpu_arena: str) -> dict[str, object]:
-    """The settings of `NodeConfig` that say where chunks lie. The first arena is the host's, where it has one.
-
-    :raises ConfigError: a size that is none, or a GPU named twice.
-    """
-    if len(set(gpus)) != len(gpus):
-        raise ConfigError(f"--gpu {' --gpu '.join(gpus)}: a GPU has one arena; name each once")
-    if not gpus:
-        return {"arena_bytes": parse_bytes(arena or "4GiB")}
-    of_gpus = {"gpu_arena_bytes": parse_bytes(gpu_arena)}
-    if arena is None:
-        return {"arena_bytes": of_gpus["gpu_arena_bytes"], "gpu": gpus[0], "more_gpus": list(gpus[1:]), **of_gpus}
-    return {"arena_bytes": parse_bytes(arena), "more_gpus": list(gpus), **of_gpus}
 
 
 def check_channels(channels: Sequence[str]) -> None:

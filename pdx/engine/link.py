@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdx.client.connection import Connection
-from pdx.config import ConnectorConfig, NodeConfig, default_proxy, parse_bytes
+from pdx.config import ConnectorConfig, NodeConfig, default_proxy
 from pdx.errors import PdxError
 from pdx.memory.arena import Arena
 from pdx.node.start import start_detached
@@ -176,11 +176,7 @@ class NodeLink:
     def _node_config(self) -> NodeConfig:
         return NodeConfig(
             address=self._config.node_address(),
-            arena_bytes=parse_bytes(self._config.arena),
-            gpu=self._config.gpu,
-            disk=self._config.disk,
-            disk_limit_bytes=parse_bytes(self._config.disk_limit),
-            numa=self._config.numa,
             proxy=self._config.proxy or default_proxy(),
             trace=self._config.trace,
+            **self._config.settings(),
         )

@@ -16,10 +16,10 @@ from node_harness import arenas_of
 from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
-from pdx.cli.node import arena_settings
 from pdx.cli.status import as_object, duration, size, view
 from pdx.cli.stop import stop
 from pdx.client.api import connect
+from pdx.config import NodeOptions
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
 from pdx.wire.messages import AttachedStatus, DiskStatus, NodeStatus, PeerStatus
 
@@ -216,17 +216,18 @@ def test_sizes_and_durations_read_well():
 @pytest.mark.parametrize(
     ("arena", "gpus", "settings"),
     [
-        (None, (), {"arena_bytes": 4 << 30}),
+        ("", (), {"arena_bytes": 4 << 30}),
         ("8MiB", (), {"arena_bytes": 8 << 20}),
-        (None, ("1",), {"arena_bytes": 2 << 20, "gpu": "1", "more_gpus": [], "gpu_arena_bytes": 2 << 20}),
-        (None, ("0", "1"), {"arena_bytes": 2 << 20, "gpu": "0", "more_gpus": ["1"], "gpu_arena_bytes": 2 << 20}),
+        ("", ("1",), {"arena_bytes": 2 << 20, "gpu": "1", "more_gpus": [], "gpu_arena_bytes": 2 << 20}),
+        ("", ("0", "1"), {"arena_bytes": 2 << 20, "gpu": "0", "more_gpus": ["1"], "gpu_arena_bytes": 2 << 20}),
         ("8MiB", ("0", "1"), {"arena_bytes": 8 << 20, "more_gpus": ["0", "1"], "gpu_arena_bytes": 2 << 20}),
     ],
 )
 def test_where_chunks_lie_is_said_by_arena_and_gpu(arena, gpus, settings):
-    assert arena_settings(arena, gpus, "2MiB") == settings
+    found = NodeOptions(arena=arena, gpus=gpus, gpu_arena="2MiB").settings()
+    assert {name: found[name] for name in found if "arena" in name or "gpu" in name} == settings
 
 
 def test_a_gpu_named_twice_is_refused():
     with pytest.raises(ConfigError, match="--gpu 0 --gpu 0: a GPU has one arena"):
-        arena_settings(None, ("0", "0"), "2MiB")
+        NodeOptions(gpus=["0", "0"]).settings()

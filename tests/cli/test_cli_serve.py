@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pdx.cli import serve as module
 from pdx.cli.serve import engine_command, serve
-from pdx.config import ConnectorConfig, parse
+from pdx.config import ConnectorConfig, NodeConfig, parse
 from pdx.errors import ConfigError
 
 
@@ -116,6 +116,36 @@ def test_who_starts_the_node(monkeypatch, flags, starts):
     result = CliRunner().invoke(serve, ["decode", "some/model", "--node", "ipc:///n", *flags])
     assert result.exit_code == 0, result.output
     assert connector(executed[0])["kv_connector_extra_config"]["start_node"] is starts
+
+
+def test_what_is_said_of_the_node_reaches_the_node_that_the_engine_starts(monkeypatch):
+    executed = []
+    monkeypatch.setattr(os, "execvp", lambda file, argv: executed.append(argv))
+    options = ["--arena", "1GiB", "--gpu", "0", "--gpu", "1", "--gpu-arena", "2GiB", "--disk", "cache"]
+    options += ["--disk-limit", "3GiB", "--numa", "none", "--metrics", "127.0.0.1:9400"]
+    result = CliRunner().invoke(serve, ["both", "some/model", "--node", "ipc:///n", *options, "--disk-cache", "x"])
+    assert result.exit_code == 0, result.output
+    config = parse(ConnectorConfig, connector(executed[0])["kv_connector_extra_config"])
+    node = parse(NodeConfig, {"address": "ipc:///n", **config.settings()})
+    assert (node.arena_bytes, node.gpu, node.more_gpus, node.gpu_arena_bytes) == (1 << 30, "", ["0", "1"], 2 << 30)
+    assert (node.disk, node.disk_limit_bytes) == (os.path.abspath("cache"), 3 << 30)
+    assert (node.numa, node.metrics) == ("none", "127.0.0.1:9400")
+    assert executed[0][-2:] == ["--disk-cache", "x"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--disk-limit", "much"], "'much' is not a size"),
+        (["--gpu", "0,0"], "a GPU has one arena"),
+        (["--disk", "cache", "--no-start-node"], "--disk is for a node that this command starts"),
+    ],
+)
+def test_what_no_node_takes_is_said_before_vllm_starts(monkeypatch, options, words):
+    monkeypatch.setattr(os, "execvp", lambda file, argv: pytest.fail("started"))
+    result = CliRunner().invoke(serve, ["both", "some/model", "--node", "ipc:///n", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
 
 
 @pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config", "--kv-tr"])

@@ -162,18 +162,37 @@ def node_pid(running: Up, role: str) -> int:
     ],
 )
 def test_nodes_choose_their_channel_where_none_is_named(channel, options):
-    assert [list(node.options) for node in nodes_of(Path("/run"), channel)] == options
+    assert [list(node.options) for node in nodes_of(Path("/run"), channel, {})] == options
 
 
 @pytest.mark.parametrize(
     ("channel", "gpus", "options"),
     [
         (None, ["GPU-1"], [["--gpu", "GPU-1"]]),
+        (None, ["0", "1"], [["--gpu", "0", "--gpu", "1"]]),
+        ("auto", ["0"], [["--name", "prefill", "--gpu", "0"], ["--name", "decode", "--gpu", "0"]]),
         ("auto", ["0", "1"], [["--name", "prefill", "--gpu", "0"], ["--name", "decode", "--gpu", "1"]]),
     ],
 )
 def test_arenas_go_to_the_gpus_that_are_named(channel, gpus, options):
-    assert [list(node.options) for node in nodes_of(Path("/run"), channel, gpus)] == options
+    assert [list(node.options) for node in nodes_of(Path("/run"), channel, {"gpus": gpus})] == options
+
+
+def test_two_nodes_have_a_folder_each_on_the_disk():
+    nodes = nodes_of(Path("/run"), "tcp", {"disk": "/cache", "disk_limit": "2GiB"})
+    rest = [list(node.options)[list(node.options).index("--disk") :] for node in nodes]
+    assert rest == [["--disk", f"/cache/{role}", "--disk-limit", "2GiB"] for role in ("prefill", "decode")]
+
+
+def test_the_node_gets_a_disk_and_serves_metrics(start_up, place):
+    (port,) = free_ports(1)
+    running = start_up(
+        "--disk", str(place / "cache"), "--disk-limit", "2GiB", "--metrics", f"127.0.0.1:{port}"
+    ).wait_ready()
+    with connect(f"ipc://{running.place}/pdx/up-{running.port}/node.sock") as node:
+        disk = node.status().disk
+    assert (disk.folder, disk.limit_bytes) == (str(place / "cache"), 2 << 30)
+    assert b"pdx_node_arena_bytes" in _get(f"http://127.0.0.1:{port}/metrics")
 
 
 def test_an_arena_on_a_gpu_that_is_not_there_ends_it_with_the_reason(start_up):
@@ -187,8 +206,12 @@ def test_an_arena_on_a_gpu_that_is_not_there_ends_it_with_the_reason(start_up):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "0,1"], "one node: name one (two nodes need --channel)"),
+        (["--gpu", "0,1,2", "--channel", "auto"], "two nodes: name one or two"),
         (["--gpu", "0,", "--channel", "auto"], "two nodes: name one or two"),
+        (["--gpu", "0", "--gpu", "0"], "a GPU has one arena; name each once"),
+        (["--disk-limit", "much"], "'much' is not a size"),
+        (["--metrics", "127.0.0.1:1", "--channel", "tcp"], "choose one of them"),
+        (["--disk", "cache", "--node", "ipc:///tmp/x.sock"], "--disk is for a node that this command starts"),
         (["--gpu", "0", "--node", "ipc:///tmp/x.sock"], "choose one of them"),
         (["--channel", "pigeon"], "no channel between nodes is named 'pigeon'"),
         (["--channel", "inproc"], "no channel between nodes is named 'inproc'"),

@@ -159,7 +159,7 @@ def test_pdx_is_started_with_its_channel(bed, two_cores):
     told = "--admin 127.0.0.1:8001 --debug-headers"
     assert f"pdx up MODEL --port 8000 {told} --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
     assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
-    assert "--arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
+    assert "--gpu-arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
     assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
 
 

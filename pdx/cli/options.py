@@ -1,0 +1,117 @@
+"""Options that several commands share, and options that are lists, written with commas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from pdx.config import NodeOptions, parse_bytes
+from pdx.errors import ConfigError
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # generic in newer versions of click only
+
+
+class Listed(_ParamType):
+    """What is between the commas, each once and in that order, as a tuple; an empty text is an empty list."""
+
+    name = "list"
+
+    def __init__(self, one: Callable[[str], object] = str) -> None:
+        """`one` makes a value from a word; the message of its ConfigError or ValueError is for the user."""
+        self._one = one
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):  # click may convert what it has converted
+            return value
+        words = value.split(",") if value.strip() else []
+        try:
+            return tuple(dict.fromkeys(self._one(word.strip()) for word in words))
+        except (ConfigError, ValueError) as error:
+            self.fail(str(error), param, ctx)
+
+
+class Counts(Listed):
+    """Whole numbers of at least `least`, such as 1,8,64."""
+
+    def __init__(self, least: int = 1) -> None:
+        def one(word: str) -> int:
+            if not word.isdecimal() or int(word) < least:
+                raise ValueError(f"{word!r} is not a whole number from {least} on; write for example 1,8,64")
+            return int(word)
+
+        super().__init__(one)
+
+
+NAMES, BYTE_SIZES = Listed(), Listed(parse_bytes)  # such as shm,tcp and 64KiB,1MiB
+
+
+def _each(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[str]:
+    return [word.strip() for text in value for word in text.split(",")]
+
+
+_OF_NODES = (
+    click.option(
+        "--arena", default="", metavar="SIZE", help="Host memory for chunks. [default: 4GiB; none with --gpu]"
+    ),
+    click.option(
+        "--gpu",
+        "gpus",
+        multiple=True,
+        callback=_each,
+        metavar="WHICH",
+        help="Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. Repeatable, or a list: 0,1.",
+    ),
+    click.option("--gpu-arena", default="4GiB", show_default=True, metavar="SIZE", help="Of each GPU."),
+    click.option("--disk", default="", metavar="FOLDER", help="Keep chunks there, too, also when the node ends."),
+    click.option(
+        "--disk-limit",
+        default="100GiB",
+        show_default=True,
+        metavar="SIZE",
+        help="The most that they take of that disk.",
+    ),
+    click.option(
+        "--numa",
+        default="auto",
+        show_default=True,
+        metavar="auto|none|N",
+        help="NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they have the same.",
+    ),
+    click.option(
+        "--metrics",
+        default="",
+        metavar="HOST:PORT",
+        help="Prometheus metrics of the node at /metrics, for this host. [default: nowhere]",
+    ),
+)
+
+
+def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that starts a node: `pdx.config.NodeOptions`, as keywords of those names."""
+    for option in reversed(_OF_NODES):
+        command = option(command)
+    return command
+
+
+def refuse_node_options(why: str) -> None:
+    """:raises ConfigError: the command line says something of a node that the running command starts no node for."""
+    ctx = click.get_current_context()
+    for parameter in ctx.command.params:
+        of_node = parameter.name in NodeOptions.__struct_fields__
+        if of_node and ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"{parameter.opts[0]} is for a node that this command starts, {why}; choose one of them")
+
+
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """The command line that gives `node_options` these values."""
+    flags: list[str] = []
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value] if value else []:
+            flags += [f"--{name.replace('_', '-')}" if name != "gpus" else "--gpu", each]
+    return flags
