@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated
 
 import msgspec
@@ -17,6 +17,7 @@ from pdx.proxy.health import Reason
 from pdx.proxy.leg import Answer, failed
 from pdx.telemetry.timeline import Event
 
+_CACHED = b'"cached_tokens"'
 _CHOICES = re.compile(rb'"choices"\s*:')
 
 
@@ -29,12 +30,12 @@ class _Failure(msgspec.Struct):
 
 
 class AsItIs:
-    """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached: to the decode
-    engine all that arrives is, and the prefill leg may know better by then.
+    """The engine's answer is the client's, byte for byte, but for how much of the prompt was cached: to a decode engine
+    that was sent its leg together with the prefill leg, all that arrives is.
     """
 
-    def __init__(self, cached_tokens: Callable[[], int | None] = lambda: None) -> None:
-        """`cached_tokens`: what the prefill engine had of the prompt, as far as it has said so."""
+    def __init__(self, cached_tokens: Callable[[], Awaitable[int | None]] | None = None) -> None:
+        """`cached_tokens` waits for what the prefill engine had of the prompt; None: it does not say."""
         self._cached_tokens = cached_tokens
 
     async def take(self, exchange: Exchange, answer: Answer) -> None:
@@ -44,14 +45,20 @@ class AsItIs:
         else:
             await _relay_whole(exchange, answer, self)
 
-    def event(self, event: bytes) -> bytes:
-        """An event of the client's stream."""
-        data = sse.data(event) if b'"cached_tokens"' in event else None
-        return event if data is None else sse.event(self.whole(data))
+    async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
+        """Of the client's stream. An event that waits for the prefill engine keeps none before it waiting."""
+        first = next((at for at, event in enumerate(events) if _CACHED in event), 0)
+        for part in (events[:first], events[first:]):
+            if part:
+                yield b"".join([await self._event(event) for event in part])
 
-    def whole(self, raw: bytes) -> bytes:
+    async def _event(self, event: bytes) -> bytes:
+        data = sse.data(event) if self._cached_tokens is not None and _CACHED in event else None
+        return event if data is None else sse.event(await self.whole(data))
+
+    async def whole(self, raw: bytes) -> bytes:
         """The client's answer in one piece."""
-        cached = self._cached_tokens()
+        cached = await self._cached_tokens() if self._cached_tokens is not None and _CACHED in raw else None
         return raw if cached is None else with_cached(raw, cached)
 
 
@@ -83,9 +90,9 @@ class Continuation:
             exchange.reply.pass_on(answer.headers)
             exchange.reply.whole(200, merged)
 
-    def event(self, event: bytes) -> bytes:
-        """An event of the client's stream."""
-        return self._continued.event(event)
+    async def pieces(self, events: list[bytes]) -> AsyncIterator[bytes]:
+        """Of the client's stream."""
+        yield b"".join(map(self._continued.event, events))
 
 
 async def _relay_whole(exchange: Exchange, answer: Answer, shape: AsItIs) -> None:
@@ -98,7 +105,7 @@ async def _relay_whole(exchange: Exchange, answer: Answer, shape: AsItIs) -> Non
     else:
         exchange.first_token(answer.engine, streams=False)
     exchange.reply.pass_on(answer.headers)
-    exchange.reply.whole(answer.status, shape.whole(raw), content_type=answer.content_type)
+    exchange.reply.whole(answer.status, await shape.whole(raw), content_type=answer.content_type)
 
 
 async def _relay_stream(exchange: Exchange, answer: Answer, shape: AsItIs | Continuation) -> None:
@@ -142,5 +149,6 @@ def _check_first(answer: Answer, event: bytes) -> None:
 async def _pass_on(exchange: Exchange, events: list[bytes], shape: AsItIs | Continuation) -> None:
     """Those up to the one that ends the stream, behind which nothing matters."""
     end = next((index for index, event in enumerate(events, 1) if sse.is_done(event)), None)
-    await exchange.reply.write(b"".join(map(shape.event, events[:end])))
+    async for piece in shape.pieces(events[:end]):
+        await exchange.reply.write(piece)
     exchange.answered = end is not None

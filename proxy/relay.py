@@ -26,6 +26,9 @@ from pdx.telemetry.timeline import Event
 from pdx.wire.messages import EngineFacts
 
 _RETRY_AFTER_S = 1
+USAGE_S = (
+    5.0  # a chat's usage waits so long for the prefill leg: by then the decode engine has computed the prompt itself
+)
 
 
 def new_transfer() -> str:
@@ -58,6 +61,7 @@ class Relay:
         self._drain = drain
         self._failover = Failover(metrics=metrics, faults=faults, clock=clock)
         self._faults = faults
+        self._clock = clock
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
@@ -156,8 +160,15 @@ class Relay:
             found = prefill.result()
             return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
-        def cached_tokens() -> int | None:
-            found = prefill.result() if prefill.done() else None
+        async def cached_tokens() -> int | None:
+            give_up_at = self._clock() + USAGE_S
+            while not prefill.done() and self._clock() < give_up_at:
+                await asyncio.wait([prefill], timeout=USAGE_S / 4)
+            if not prefill.done():
+                text = f"transfer {exchange.transfer}: {pair.prefiller.name} answers later than the decode engine"
+                self._warn(f"prefill late {pair.prefiller.url}", f"{text}, which has computed the prompt itself")
+                return None
+            found = prefill.result()
             return found.usage.cached_tokens if isinstance(found, answer.PrefillAnswer) else None
 
         try:

@@ -110,7 +110,7 @@ def generate(body, prompt, limit, server):
 
 
 class StandIn:
-    """One engine. `fault` breaks it; `seen`, `arrived`, `closed` tell what happened to it."""
+    """One engine. `fault` breaks it; `seen`, `arrived`, `answered`, `closed` tell what happened to it."""
 
     def __init__(self, name="engine", server=None):
         self.name = name
@@ -118,6 +118,7 @@ class StandIn:
         self.url = ""
         self.seen = []  # (path, body, headers) of every generating request
         self.arrived = asyncio.Event()
+        self.answered = asyncio.Event()  # an answer was given to its end
         self.closed = asyncio.Event()  # a request was abandoned by whoever sent it
         self.progress = asyncio.Event()  # a stream has sent something
         self.probed = []  # the answer to each GET /health, and "token" for each probe of one token
@@ -176,6 +177,7 @@ class StandIn:
             answer = await self.answer(request, body)
             if not answer.prepared:
                 answer.headers.update(self.headers)
+            self.answered.set()
             return answer
         except asyncio.CancelledError:
             self.closed.set()

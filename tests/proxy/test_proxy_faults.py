@@ -5,10 +5,10 @@ import json
 import time
 
 import pytest
-from engine_standin import StandIn
+from engine_standin import Server, StandIn
 from proxy_harness import FORWARDED, HALF, cluster, events, patience, run, until, within
 
-from pdx.proxy import leg
+from pdx.proxy import leg, relay
 from pdx.proxy.health import Health
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -172,6 +172,57 @@ def test_a_chat_that_is_answered_before_its_prefill_ends_that():
             assert (await within(request))[0] == 200
             await within(made.prefill.closed.wait())
             assert await made.node.cancelled() == transfer
+
+    run(main)
+
+
+def cached_tokens(raw, *, stream):
+    usage = events(raw)[-2]["usage"] if stream else json.loads(raw)["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_of_a_chat_waits_for_what_the_prefill_engine_had(stream):
+    async def main():
+        async with cluster(server=Server(details=True)) as made:
+            body = {**TALK, "stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+            had = cached_tokens((await made.post(CHAT, body, base=made.prefill.url))[2], stream=stream)
+            made.prefill.seen.clear()
+            made.prefill.arrived.clear()
+            made.prefill.fault = "hold"
+            request = asyncio.create_task(made.post(CHAT, body))
+            await within(asyncio.gather(made.prefill.arrived.wait(), made.decode.arrived.wait()))
+            params = made.decode.bodies[0]["kv_transfer_params"]
+            made.decode.settled[params["transfer_id"]].set()  # all KV has arrived, and the answer is whole
+            await within(made.decode.answered.wait())
+            for _ in range(20):  # all in one event loop: the proxy has its answer by then
+                await made.get("/health")
+            made.prefill.released.set()
+            status, headers, raw = await within(request)
+            assert (status, headers["x-pdx-mode"]) == (200, "sampled")
+            assert cached_tokens(raw, stream=stream) == had
+            assert await made.node.prefilled() == params["transfer_id"]
+            assert await made.metric("pdx_proxy_cancels_total", reason="prefill_late") == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_usage_of_a_chat_does_not_wait_for_a_prefill_engine_that_hangs(stream, monkeypatch):
+    async def main():
+        monkeypatch.setattr(relay, "USAGE_S", 0.05)
+        async with cluster(server=Server(details=True)) as made:
+            made.prefill.fault = "hold"
+            body = {**TALK, "stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+            request = asyncio.create_task(made.post(CHAT, body))
+            await within(made.decode.arrived.wait())
+            transfer = made.decode.bodies[0]["kv_transfer_params"]["transfer_id"]
+            made.decode.settled[transfer].set()  # by its own deadline
+            status, _, raw = await within(request)
+            assert (status, cached_tokens(raw, stream=stream) > 0) == (200, True)  # the decode engine's own
+            await within(made.prefill.closed.wait())
+            assert await made.node.cancelled() == transfer
+            assert await made.metric("pdx_proxy_cancels_total", reason="prefill_late") == 1
 
     run(main)
 
