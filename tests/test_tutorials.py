@@ -260,7 +260,7 @@ class TestCarrier(ChannelConformance):
 
 
 def test_doctor_tries_the_channel_of_the_page(carrier, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(carrier))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(carrier), *filter(None, sys.path)]))
     (line,) = commands("add-a-channel", "pdx doctor")
     result = CliRunner().invoke(main, [*line[1:], "--json"])
     assert result.exit_code == 0, result.output

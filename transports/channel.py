@@ -7,17 +7,17 @@ and says what became of them. It never retries, sleeps, chooses or keeps deadlin
 
 from __future__ import annotations
 
-import bisect
 import ctypes
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import msgspec
 from msgspec import Meta
 
-from pdx.errors import ChannelError, ChannelUnavailable
+from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
 
 if TYPE_CHECKING:
     from pdx.cuda.memory import DeviceMemory, Handle
@@ -138,17 +138,6 @@ class GpuMemory(Memory):
         return self._device.export()
 
 
-def check_on_host(memory: Memory, scheme: str) -> None:
-    """What `register` of a backend that moves host memory only checks first.
-
-    :raises ChannelUnavailable: it is a GPU's.
-    """
-    if memory.gpu:
-        raise ChannelUnavailable(
-            f"{scheme} moves host memory, and {memory} is a GPU's; use cuda_ipc on one host, nixl or ucx between hosts"
-        )
-
-
 class Transfer(ABC):
     """One write under way. Any thread may use it.
 
@@ -158,14 +147,21 @@ class Transfer(ABC):
     """
 
     error: ChannelError | None = None
+    _is_over = False
 
-    @abstractmethod
     def poll(self) -> bool:
         """Whether it is over. Never blocks."""
+        return self._is_over
 
     @abstractmethod
     def abort(self) -> None:
         """Do not begin what has not begun; completion follows, with or without an error. Never blocks. Idempotent."""
+
+    def finish(self, error: ChannelError | None) -> None:
+        """It is over: the first call counts. For its backend."""
+        if not self._is_over:
+            self.error = error
+            self._is_over = True
 
 
 class Channel(ABC):
@@ -174,6 +170,8 @@ class Channel(ABC):
     Where writes are not checked and cannot be stopped, one that is closed or aborted may still read local memory and
     write remote memory until it ends. It is never notified of, and `Listener.revoke` tells when it has ended.
     """
+
+    is_closed = False  # its region need not close it any more
 
     @abstractmethod
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
@@ -235,40 +233,67 @@ class Listener(ABC):
 class Region(ABC):
     """Local memory registered with one technology, once; the root of all its channels and of its listener.
 
-    Closing it closes them. Threads and descriptors that a backend needs are its own and end with `close`.
+    Closing it closes them. Threads and descriptors that a backend needs are its own and end with `close`. Any thread
+    may use it. A backend says how it listens (`_listening`) and connects (`_connected`), or overrides more.
     """
 
     scheme: ClassVar[str]
     crosses_wire: ClassVar[bool] = True  # bytes leave the host's memory, so digests are due
     checks_writes: ClassVar[bool] = True  # see Listener; if not, only a silent or dead peer is known not to write
     is_polled: ClassVar[bool] = False  # `wake` may not be called: somebody must poll transfers and `take`
+    takes_gpus: ClassVar[bool] = False  # memory may be a GPU's
     # Only who holds a session's token can reach the memory. If not, whoever reaches the technology's own ports is
     # trusted, so it is used only where the user says so.
     is_authenticated: ClassVar[bool] = True
 
-    @classmethod
-    @abstractmethod
-    def availability(cls) -> Availability:
-        """Whether this scheme can work here. Imports what it needs, opens nothing, raises nothing."""
+    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+        """See `register`, which others call."""
+        self.memory = memory
+        self.host = host
+        self.wake = wake
+        self._lock = threading.RLock()  # guards all below
+        self._listener: Listener | None = None
+        self._channels: list[Channel] = []  # without those that have ended, at the time of the last `connect`
+        self._is_open = True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.memory} {self._listener} {len(self._channels)} channels>"
 
     @classmethod
-    @abstractmethod
-    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> Region:
+    def availability(cls) -> Availability:
+        """Whether this scheme can work here. Imports what it needs, opens nothing, raises nothing."""
+        return Availability(is_ok=True)
+
+    @classmethod
+    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> Self:
         """Register `memory`. `host`: the address to listen on and to be reached at. `wake` is called from any thread
         when a notification is there, or a transfer of a channel without a `wake` of its own is over; it returns at
         once.
 
         :raises ChannelUnavailable: it cannot work here.
         """
+        found = cls.availability()
+        if not found.is_ok:
+            raise ChannelUnavailable(f"{found.why}; {found.fix}")
+        if memory.gpu and not cls.takes_gpus:
+            raise ChannelUnavailable(
+                f"{cls.scheme} moves host memory, and {memory} is a GPU's; "
+                "use cuda_ipc on one host, nixl or ucx between hosts"
+            )
+        return cls(memory, host, wake)
 
-    @abstractmethod
     def listen(self) -> Listener:
         """Begin to receive; the same listener each time.
 
         :raises ChannelUnavailable: the address cannot be had.
         """
+        with self._lock:
+            if not self._is_open:
+                raise ChannelUnavailable("the region is closed")
+            if self._listener is None:
+                self._listener = self._listening()
+            return self._listener
 
-    @abstractmethod
     def connect(
         self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
     ) -> Channel:
@@ -279,10 +304,35 @@ class Region(ABC):
         :raises ChannelBroken: the peer does not answer or does not know the token.
         :raises ChannelUnavailable: this scheme cannot reach it (another host, another version).
         """
+        if remote.scheme != self.scheme:
+            raise ChannelUnavailable(f"a region of scheme {remote.scheme!r} cannot be reached over {self.scheme}")
+        channel = self._connected(remote, timeout_s, wake or self.wake)
+        with self._lock:
+            self._channels = [each for each in self._channels if not each.is_closed] + [channel]
+            is_open = self._is_open
+        if not is_open:
+            channel.close()
+            raise ChannelBroken("the region is closed")
+        return channel
 
-    @abstractmethod
     def close(self) -> None:
         """Close everything and deregister. Idempotent."""
+        with self._lock:
+            self._is_open = False
+            channels, self._channels = self._channels, []
+            listener = self._listener
+        for channel in channels:
+            channel.close()
+        if listener is not None:
+            listener.close()
+
+    def _listening(self) -> Listener:
+        """A new listener. Raises as `listen`."""
+        raise NotImplementedError
+
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> Channel:
+        """A new channel to a region of this scheme. Raises as `connect`."""
+        raise NotImplementedError
 
 
 def check_write(pieces: Sequence[Piece], notify: bytes, local_nbytes: int, remote_nbytes: int) -> None:
@@ -298,63 +348,6 @@ def check_write(pieces: Sequence[Piece], notify: bytes, local_nbytes: int, remot
         inside = 0 <= piece.local <= local_nbytes - piece.nbytes and 0 <= piece.remote <= remote_nbytes - piece.nbytes
         if piece.nbytes <= 0 or not inside:
             raise ValueError(f"{piece} lies outside a region ({local_nbytes} local, {remote_nbytes} remote bytes)")
-
-
-class Spans:
-    """The spans granted to one session, for backends that check writes. Not thread-safe: its backend locks it.
-
-    A span in use (`enter` … `leave`) is being written; it can be revoked, but is not free before the last `leave`.
-    """
-
-    def __init__(self) -> None:
-        self._granted: dict[int, int] = {}  # offset -> bytes
-        self._starts: list[int] = []  # the same offsets, sorted
-        self._in_use: dict[int, int] = {}  # offset of the span -> writes landing in it, also after it was revoked
-
-    def grant(self, offset: int, nbytes: int) -> None:
-        """Add a span; spans of one session do not overlap."""
-        if offset not in self._granted:
-            bisect.insort(self._starts, offset)
-        self._granted[offset] = nbytes
-
-    def revoke(self, offset: int, nbytes: int) -> bool:
-        """See `Listener.revoke`."""
-        if self._granted.get(offset) == nbytes:
-            del self._granted[offset]
-            del self._starts[bisect.bisect_left(self._starts, offset)]
-        return not self._in_use.get(offset)
-
-    def revoke_all(self) -> None:
-        """The session is over."""
-        self._granted.clear()
-        self._starts.clear()
-
-    def enter(self, spans: Iterable[tuple[int, int]]) -> list[int] | None:
-        """All of these (offset, nbytes) are about to be written; what to `leave` with, None if one is not granted.
-
-        Each must lie inside one granted span. It costs the logarithm of the granted spans for each.
-        """
-        starts = [self._span_of(offset, nbytes) for offset, nbytes in spans]
-        entered = [start for start in starts if start is not None]
-        if len(entered) != len(starts):
-            return None
-        for start in entered:
-            self._in_use[start] = self._in_use.get(start, 0) + 1
-        return entered
-
-    def leave(self, entered: Iterable[int]) -> None:
-        """These are written, or never will be."""
-        for start in entered:
-            self._in_use[start] -= 1
-            if not self._in_use[start]:
-                del self._in_use[start]
-
-    def _span_of(self, offset: int, nbytes: int) -> int | None:
-        index = bisect.bisect_right(self._starts, offset) - 1
-        if index < 0:
-            return None
-        start = self._starts[index]
-        return start if offset + nbytes <= start + self._granted[start] else None
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:

@@ -16,8 +16,8 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import msgspec
 
@@ -27,9 +27,9 @@ from pdx.cuda.memory import DeviceMemory, Handle
 from pdx.cuda.page_lock import PageLock
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolError
 from pdx.telemetry.host import process_stat
-from pdx.transports.channel import Availability, GpuMemory, Memory, Piece
-from pdx.transports.local import Address, LocalListener, LocalRegion, Source, availability, hand_over
-from pdx.transports.shm import Mapping, open_file
+from pdx.transports.channel import Availability, GpuMemory, Memory
+from pdx.transports.local import Address, Copy, LocalListener, LocalRegion, Source, availability, hand_over
+from pdx.transports.shm import Mapping
 
 _FIX = "pip install 'pdx-transport[gpu]', on a host with an NVIDIA GPU and its driver"
 _HOST_TO_HOST = "neither side's memory is a GPU's; use shm"
@@ -45,17 +45,8 @@ _luggage = msgspec.msgpack.Decoder(Luggage)
 _log = logging.getLogger(__name__)
 
 
-class Copy(NamedTuple):
-    """`nbytes` bytes from the address `source` to the address `target`."""
-
-    target: int
-    source: int
-    nbytes: int
-
-
-class CudaSource:
-    """A writer's memory as its reader has opened it: a GPU's, or a file of the host's. Owns the mapping and a copying
-    stream. The thread of one connection copies and closes."""
+class CudaSource(Source):
+    """A GPU's memory, or a file of the host's. Owns the mapping and a copying stream."""
 
     def __init__(self, gpu: Gpu, block: DeviceMemory | Mapping, *, lock: PageLock | None = None, pid: int = 0) -> None:
         """`gpu` copies. `pid`: the process with which the memory goes, 0 if it outlives its writer."""
@@ -100,11 +91,7 @@ class CudaSource:
         return cls(gpu, mapping, lock=locked(mapping, gpu, is_read_only=True))
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Make these copies, all together; none runs on when this has returned or raised.
-
-        :raises ConnectionError: the process with which the memory goes is on its way: bytes may have been others.
-        :raises ChannelBroken: CUDA cannot.
-        """
+        """See `Source.copy`."""
         try:
             if self._stream is None:
                 self._stream = CopyStream(self._gpu)
@@ -149,10 +136,10 @@ def locked(block: Mapping | Memory, gpu: Gpu, *, is_read_only: bool = False) -> 
 class CudaIpcListener(LocalListener):
     """Maps the writers' memory. Its own is page-locked, if it is the host's, as soon as a first GPU writes to it."""
 
-    def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
-        super().__init__(CudaIpcRegion.scheme, memory, wake)
+    def __init__(self, region: CudaIpcRegion) -> None:
         self._locking = threading.Lock()  # guards all below
         self._own_lock: PageLock | None = None
+        super().__init__(region)
 
     def close(self) -> None:
         """See `Listener.close`."""
@@ -181,14 +168,6 @@ class CudaIpcListener(LocalListener):
             self._lock_own(gpu)
         return source
 
-    def _copy(self, source: Source, pieces: list[Piece]) -> None:
-        assert isinstance(source, CudaSource)
-        source.copy(self._copies(source, pieces))
-
-    def _copies(self, source: CudaSource, pieces: list[Piece]) -> Iterator[Copy]:
-        for piece in pieces:
-            yield Copy(self._memory.address + piece.remote, source.address + piece.local, piece.nbytes)
-
     def _lock_own(self, gpu: Gpu) -> None:
         with self._locking:
             if self._own_lock is None and not self._closing.is_set():
@@ -200,10 +179,14 @@ class CudaIpcRegion(LocalRegion):
 
     scheme: ClassVar[str] = "cuda_ipc"
     streams: ClassVar[int] = 1  # a GPU's engine copies as fast behind one, and memory is mapped and page-locked once
+    takes_gpus: ClassVar[bool] = True
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None], fd: int) -> None:
+    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
         super().__init__(memory, host, wake)
-        self._fd = fd  # of host memory's file, else -1
+        if memory.address % mmap.PAGESIZE:
+            raise ChannelUnavailable(f"{memory} begins at {memory.address:#x}, not at a page")
+        if not memory.gpu:
+            self._open_file()
 
     @classmethod
     def availability(cls) -> Availability:
@@ -213,43 +196,22 @@ class CudaIpcRegion(LocalRegion):
             return Availability(is_ok=False, why=why, fix=_FIX)
         return found
 
-    @classmethod
-    def register(
-        cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None
-    ) -> CudaIpcRegion:
-        """See `Region.register`; `host` does not matter."""
-        found = cls.availability()
-        if not found.is_ok:
-            raise ChannelUnavailable(f"{found.why}; {found.fix}")
-        if memory.address % mmap.PAGESIZE:
-            raise ChannelUnavailable(f"{memory} begins at {memory.address:#x}, not at a page")
-        return cls(memory, host, wake, -1 if memory.gpu else open_file(memory))
-
-    def close(self) -> None:
-        """See `Region.close`."""
-        super().close()
-        with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
     def _listening(self) -> CudaIpcListener:
-        return CudaIpcListener(self._memory, self._wake)
+        return CudaIpcListener(self)
 
     def _check(self, address: Address) -> None:
-        if not (address.gpu or self._memory.gpu):
+        if not (address.gpu or self.memory.gpu):
             raise ChannelUnavailable(_HOST_TO_HOST)
 
     def _hand_over(self, stream: socket.socket) -> None:
-        if not isinstance(self._memory, GpuMemory):
-            hand_over(stream, msgspec.msgpack.encode(Luggage(None)), self._fd)
-            return
-        try:
-            handle, fd = self._memory.export()
-        except GpuError as error:
-            raise ChannelUnavailable(f"cannot hand {self._memory} over: {error}") from error
+        handle, fd = None, self.fd
+        if isinstance(self.memory, GpuMemory):
+            try:
+                handle, fd = self.memory.export()
+            except GpuError as error:
+                raise ChannelUnavailable(f"cannot hand {self.memory} over: {error}") from error
         try:
             hand_over(stream, msgspec.msgpack.encode(Luggage(handle)), fd)
         finally:
-            if fd >= 0:
+            if handle is not None and fd >= 0:
                 os.close(fd)

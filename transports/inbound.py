@@ -14,11 +14,10 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
-from pdx.transports.channel import Memory, Piece, RemoteRegion, merged
+from pdx.transports.channel import Piece, Region, RemoteRegion, merged
 from pdx.transports.frames import (
     GREETING_BYTES,
     HEAD_BYTES,
@@ -51,23 +50,24 @@ _log = logging.getLogger(__name__)
 class StreamListener(SessionListener):
     """Accepts streams and receives writes, with one thread for each stream and one that accepts."""
 
-    scheme: str
-
-    def __init__(self, memory: Memory, wake: Callable[[], None], server: socket.socket) -> None:
-        super().__init__(memory.nbytes, wake)
-        self._memory = memory
+    def __init__(self, region: Region, server: socket.socket, detail: bytes) -> None:
+        """Listens at `server`; `detail` is what a peer needs to connect to it."""
+        super().__init__(region.memory, region.wake)
+        self.scheme = region.scheme
         self._server = server
-        self._acceptor = threading.Thread(target=self._accept, name=f"pdx-{self.scheme}-accept", daemon=True)
+        self._detail = detail
         self._closing = threading.Event()
         # Guards all below, and that no descriptor is used by one thread while another closes it.
         self._lock = threading.Lock()
         self._streams: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, object] = {}  # with their origins, in the order they came
-        self._joined: dict[socket.socket, Session] = {}
+        self._joined: dict[Session, set[socket.socket]] = {}
         self.faults: Counter[str] = Counter()  # what was wrong with streams, by kind
+        self._acceptor = threading.Thread(target=self._accept, name=f"pdx-{self.scheme}-accept", daemon=True)
+        self._acceptor.start()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self._streams)} streams, {len(self._joined)} of sessions>"
+        return f"<{type(self).__name__} {len(self._streams)} streams, {len(self._joined)} sessions>"
 
     @property
     def strangers(self) -> int:
@@ -75,26 +75,17 @@ class StreamListener(SessionListener):
         return len(self._strangers)
 
     @abstractmethod
-    def _origin(self, stream: socket.socket, address: Any) -> object:
-        """Who is answerable for a stream that was just accepted from `address`, as a host or a process.
-
-        :raises OSError: the stream is broken.
-        """
-
-    @abstractmethod
-    def _detail(self) -> bytes:
-        """What a peer needs to connect."""
-
-    @abstractmethod
-    def _vet(self, stream: socket.socket) -> None:
-        """Look at a stream that was just accepted, set its options.
+    def _meet(self, stream: socket.socket, address: Any) -> object:
+        """Look at a stream that was just accepted from `address`, and set its options. Who is answerable for it, as a
+        host or a process.
 
         :raises ProtocolError: it is not wanted.
+        :raises OSError: it is broken.
         """
 
     def _admit(self, stream: socket.socket) -> Any:
         """Take what belongs to the greeting, within the stream's timeout; the token was right. What it is goes to
-        `_land` and `_dismiss`.
+        `_land`, and is closed behind the stream's end.
 
         :raises ChannelUnavailable: the memory of this peer cannot be reached.
         """
@@ -108,29 +99,22 @@ class StreamListener(SessionListener):
         :raises ChannelBroken: it cannot be brought there.
         """
 
-    @abstractmethod
     def _drop(self, stream: socket.socket, nbytes: int) -> None:
         """Take the payload of a refused write off the stream."""
-
-    def _dismiss(self, luggage: Any) -> None:
-        """The stream is over."""
-
-    def start(self) -> None:
-        """Begin to accept."""
-        self._acceptor.start()
 
     def invite(self, token: bytes) -> RemoteRegion:
         """See `Listener.invite`."""
         self._sessions.open(token)
-        return RemoteRegion(self.scheme, self._memory.nbytes, token, self._detail())
+        return RemoteRegion(self.scheme, self._memory.nbytes, token, self._detail)
 
     def expel(self, token: bytes) -> None:
         """See `Listener.expel`."""
         self._sessions.expel(token)
         with self._lock:
-            for stream, session in self._joined.items():
+            for session, streams in self._joined.items():
                 if session.token == token:
-                    shut(stream)
+                    for stream in streams:
+                        shut(stream)
 
     def close(self) -> None:
         """End all sessions; when it returns no thread of it is left, and nothing more lands."""
@@ -156,12 +140,10 @@ class StreamListener(SessionListener):
                     self._fault("accept", error)
                 continue
             try:
-                origin = self._origin(stream, address)
-            except OSError as error:
+                self._take_in(stream, self._meet(stream, address))
+            except (OSError, ProtocolError) as error:
+                self._fault("greeting" if isinstance(error, ProtocolError) else "lost", error)
                 stream.close()
-                self._fault("lost", error)
-                continue
-            self._take_in(stream, origin)
 
     def _take_in(self, stream: socket.socket, origin: object) -> None:
         thread = threading.Thread(target=self._serve, args=(stream,), name=f"pdx-{self.scheme}-receive", daemon=True)
@@ -196,6 +178,7 @@ class StreamListener(SessionListener):
         """The root of the thread of one stream."""
         is_greeted = False
         luggage: Any = None
+        session: Session | None = None
         try:
             session = self._greeted(stream)
             if session is not None:
@@ -215,25 +198,29 @@ class StreamListener(SessionListener):
         except ChannelBroken as error:
             self._fault("broken", error)
         finally:
-            self._dismiss(luggage)
+            if luggage is not None:
+                luggage.close()
             with self._lock:
                 stream.close()
-                for streams in (self._streams, self._strangers, self._joined):
-                    streams.pop(stream, None)
+                self._streams.pop(stream, None)
+                self._strangers.pop(stream, None)
+                if session is not None:
+                    self._joined[session].discard(stream)
+                    if not self._joined[session]:
+                        del self._joined[session]
 
     def _greeted(self, stream: socket.socket) -> Session | None:
         """The session that this stream belongs to from now on; None if it may not."""
-        self._vet(stream)
         packed = bytearray(GREETING_BYTES)
         if not fill(stream, packed, deadline=time.monotonic() + GREETING_S):
             return None
         session = self._sessions.find(unpack_greeting(packed))
         if session is not None:
             with self._lock:
-                if sum(each is session for each in self._joined.values()) >= MAX_STREAMS_OF_A_SESSION:
+                if len(self._joined.get(session, ())) >= MAX_STREAMS_OF_A_SESSION:
                     raise ProtocolError(f"more than {MAX_STREAMS_OF_A_SESSION} streams of one session")
                 if session.is_open:  # not expelled meanwhile: under the lock, so that `expel` has shut all there are
-                    self._joined[stream] = session
+                    self._joined.setdefault(session, set()).add(stream)
                     self._strangers.pop(stream, None)  # from now on nobody takes its place
                     return session
         self._fault("token", "a token that opens nothing")

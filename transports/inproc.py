@@ -10,18 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted, WriteRefused
-from pdx.transports.channel import (
-    Availability,
-    Channel,
-    Memory,
-    Notification,
-    Piece,
-    Region,
-    RemoteRegion,
-    Transfer,
-    check_on_host,
-    check_write,
-)
+from pdx.transports.channel import Channel, Memory, Notification, Piece, Region, RemoteRegion, Transfer, check_write
 from pdx.transports.sessions import Session, SessionListener
 
 _HERE = secrets.token_bytes(16)  # which process this is
@@ -35,48 +24,32 @@ class InprocTransfer(Transfer):
         self.channel = channel
         self.pieces = pieces
         self.notify = notify
-        self._is_over = False
-
-    def poll(self) -> bool:
-        """See `Transfer.poll`."""
-        return self._is_over
 
     def abort(self) -> None:
         """See `Transfer.abort`: one that waits."""
         self.channel.target.give_up(lambda each: each is self, TransferAborted("aborted before it began"))
-
-    def finish(self, error: ChannelError | None) -> None:
-        """It is over."""
-        self.error = error
-        self._is_over = True
 
 
 class InprocChannel(Channel):
     """Copies from one region to another. `close` waits for a copy that another thread is making."""
 
     def __init__(
-        self,
-        region: InprocRegion,
-        target: InprocListener,
-        session: Session,
-        remote_nbytes: int,
-        wake: Callable[[], None],
+        self, memory: Memory, target: InprocListener, session: Session, nbytes: int, wake: Callable[[], None]
     ) -> None:
+        """`nbytes`: of the remote region."""
         self.wake = wake
         self.target = target
         self.session = session
-        self.memory = region.memory
-        self._region = region
-        self._remote_nbytes = remote_nbytes
-        self._lock = threading.Lock()  # guards _is_open, and that nothing is copied behind `close`
-        self._is_open = True
+        self.memory = memory
+        self._remote_nbytes = nbytes
+        self._lock = threading.Lock()  # guards is_closed, and that nothing is copied behind `close`
 
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """Copy everything, then tell both sides."""
         check_write(pieces, notify, self.memory.nbytes, self._remote_nbytes)
         transfer = InprocTransfer(self, pieces, notify)
         with self._lock:
-            if self._is_open:
+            if not self.is_closed:
                 self.target.receive(transfer)
                 return transfer
         transfer.finish(ChannelBroken("the channel is closed"))
@@ -86,17 +59,15 @@ class InprocChannel(Channel):
     def close(self) -> None:
         """No more copies."""
         with self._lock:
-            self._is_open = False
+            self.is_closed = True
         self.target.give_up(lambda each: each.channel is self, ChannelBroken("the channel is closed"))
-        self._region.forget(self)
 
 
 class InprocListener(SessionListener):
     """The receiving side of a region of this process."""
 
     def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
-        super().__init__(memory.nbytes, wake)
-        self._memory = memory
+        super().__init__(memory, wake)
         self._lock = threading.Lock()  # copies are made one after the other, and none behind `close`
         self._waiting: dict[Session, deque[InprocTransfer]] = {}  # for notifications to be taken
 
@@ -200,53 +171,15 @@ class InprocRegion(Region):
     scheme: ClassVar[str] = "inproc"
     crosses_wire: ClassVar[bool] = False
 
-    def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
-        self.memory = memory
-        self._wake = wake
-        self._listener = InprocListener(memory, wake)
-        self._channels: set[InprocChannel] = set()
+    def _listening(self) -> InprocListener:
+        return InprocListener(self.memory, self.wake)
 
-    def __repr__(self) -> str:
-        return f"<InprocRegion {self.memory} {len(self._channels)} channels>"
-
-    @classmethod
-    def availability(cls) -> Availability:
-        """Everywhere."""
-        return Availability(is_ok=True)
-
-    @classmethod
-    def register(
-        cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None
-    ) -> InprocRegion:
-        """See `Region.register`; there is nothing to do."""
-        check_on_host(memory, cls.scheme)
-        return cls(memory, wake)
-
-    def listen(self) -> InprocListener:
-        """See `Region.listen`."""
-        return self._listener
-
-    def connect(
-        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
-    ) -> InprocChannel:
-        """See `Region.connect`."""
-        if remote.scheme != self.scheme or remote.detail != _HERE:
-            raise ChannelUnavailable(f"an inproc region of process {os.getpid()} was expected, not {remote.scheme!r}")
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> InprocChannel:
+        if remote.detail != _HERE:
+            raise ChannelUnavailable(f"an inproc region of process {os.getpid()} was expected, not another's")
         with _LISTENERS_LOCK:
             listener = _LISTENERS.get(remote.token)
         session = listener.session(remote.token) if listener else None
         if listener is None or session is None:
             raise ChannelBroken("nobody has invited with this token")
-        channel = InprocChannel(self, listener, session, remote.nbytes, wake or self._wake)
-        self._channels.add(channel)
-        return channel
-
-    def forget(self, channel: InprocChannel) -> None:
-        """It is closed."""
-        self._channels.discard(channel)
-
-    def close(self) -> None:
-        """Close all channels and the listener."""
-        for channel in list(self._channels):
-            channel.close()
-        self._listener.close()
+        return InprocChannel(self.memory, listener, session, remote.nbytes, wake)

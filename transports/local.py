@@ -20,10 +20,9 @@ import socket
 import struct
 import sys
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -31,12 +30,11 @@ from msgspec import Meta
 from pdx.errors import ChannelUnavailable, ProtocolError
 from pdx.security.unix_peer import Credentials, peer_of, receive_fds
 from pdx.telemetry.host import host_id
-from pdx.transports.channel import Availability, Memory, Piece, RemoteRegion
+from pdx.transports.channel import Availability, Piece, Region, RemoteRegion
 from pdx.transports.inbound import StreamListener
-from pdx.transports.outbound import StreamChannel, StreamRegion, open_streams
-from pdx.transports.streams import Buffer, fill
+from pdx.transports.outbound import StreamRegion
+from pdx.transports.streams import fill
 
-STREAMS = 2
 MAX_LUGGAGE_BYTES = 512
 _BACKLOG = 64
 _NETWORK = "/proc/self/ns/net"
@@ -62,27 +60,6 @@ def availability() -> Availability:
     return Availability(is_ok=True)
 
 
-def listen(scheme: str) -> socket.socket:
-    """Under a fresh name.
-
-    :raises ChannelUnavailable: it cannot.
-    """
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        server.bind(_socket_name(scheme, secrets.token_hex(16)))
-        server.listen(_BACKLOG)
-    except OSError as error:
-        server.close()
-        raise ChannelUnavailable(f"cannot listen: {error}") from error
-    return server
-
-
-def address_of(server: socket.socket, gpu: str = "") -> bytes:
-    """What a peer needs to connect."""
-    name = str(server.getsockname(), "ascii").rpartition("-")[2]
-    return msgspec.msgpack.encode(Address(*_here(), name, gpu))
-
-
 def address_in(remote: RemoteRegion) -> Address:
     """The address that a peer has told.
 
@@ -95,23 +72,6 @@ def address_in(remote: RemoteRegion) -> Address:
     if (address.boot, address.network) != _here():
         raise ChannelUnavailable("the peer runs on another host, or in another network namespace")
     return address
-
-
-def connect(scheme: str, address: Address, timeout_s: float) -> socket.socket:
-    """A stream to this listener.
-
-    :raises OSError: nobody listens there, or another user does.
-    """
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        stream.settimeout(timeout_s)
-        stream.connect(_socket_name(scheme, address.name))
-        if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the token
-            raise ConnectionError(f"user {uid} listens there")
-    except OSError:
-        stream.close()
-        raise
-    return stream
 
 
 def hand_over(stream: socket.socket, packed: bytes, fd: int) -> None:
@@ -147,13 +107,6 @@ def take_over(stream: socket.socket) -> tuple[bytes, int]:
             os.close(fd)
 
 
-def is_shut(stream: socket.socket) -> bool:
-    """Whether the other end has shut it, though there may be frames to be read."""
-    poller = select.poll()
-    poller.register(stream, select.POLLRDHUP)
-    return bool(poller.poll(0))
-
-
 def _rest(stream: socket.socket, nbytes: int, deadline: float) -> bytes:
     rest = bytearray(nbytes)
     if nbytes and not fill(stream, rest, deadline=deadline):
@@ -170,29 +123,47 @@ def _socket_name(scheme: str, name: str) -> str:
     return f"\0pdx-{scheme}-{name}"
 
 
-class Source(Protocol):
-    """A writer's memory as its reader has opened it."""
+class Copy(NamedTuple):
+    """`nbytes` bytes from the address `source` to the address `target`."""
 
+    target: int
+    source: int
     nbytes: int
 
+
+class Source(ABC):
+    """A writer's memory as its reader has opened it. The thread of one stream copies and closes."""
+
+    address: int
+    nbytes: int
+
+    @abstractmethod
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Make these copies, all together; none runs on when this has returned or raised.
+
+        :raises ConnectionError: the writer is gone, and its bytes may have been others.
+        :raises ChannelBroken: they cannot be copied.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Nobody reads it any more. Once."""
-
-
-class LocalChannel(StreamChannel):
-    """Sends heads only; `close` is final for the reader, too: it looks at the stream behind each copy."""
-
-    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
-        return ()
 
 
 class LocalListener(StreamListener):
     """Copies from the writers' memory. A stream's luggage is the `Source` that was handed over through it."""
 
-    def __init__(self, scheme: str, memory: Memory, wake: Callable[[], None]) -> None:
+    def __init__(self, region: Region) -> None:
         """:raises ChannelUnavailable: it cannot listen."""
-        self.scheme = scheme
-        super().__init__(memory, wake, listen(scheme))
+        name = secrets.token_hex(16)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            server.bind(_socket_name(region.scheme, name))
+            server.listen(_BACKLOG)
+        except OSError as error:
+            server.close()
+            raise ChannelUnavailable(f"cannot listen: {error}") from error
+        super().__init__(region, server, msgspec.msgpack.encode(Address(*_here(), name, region.memory.gpu)))
 
     @abstractmethod
     def _open(self, packed: bytes, fd: int, pid: int) -> Source:
@@ -202,23 +173,11 @@ class LocalListener(StreamListener):
         :raises ChannelUnavailable: it cannot be opened here.
         """
 
-    @abstractmethod
-    def _copy(self, source: Source, pieces: list[Piece]) -> None:
-        """Copy these pieces, which lie inside both memories. No copy runs on when this has returned or raised.
-
-        :raises ConnectionError: the writer is gone, and its bytes may have been others.
-        :raises ChannelBroken: they cannot be copied.
-        """
-
-    def _detail(self) -> bytes:
-        return address_of(self._server, self._memory.gpu)
-
-    def _origin(self, stream: socket.socket, address: Any) -> Credentials:
-        return peer_of(stream)
-
-    def _vet(self, stream: socket.socket) -> None:
-        if (uid := peer_of(stream).uid) != os.geteuid():
-            raise ProtocolError(f"a connection of user {uid}")
+    def _meet(self, stream: socket.socket, address: Any) -> Credentials:
+        peer = peer_of(stream)
+        if peer.uid != os.geteuid():
+            raise ProtocolError(f"a connection of user {peer.uid}")
+        return peer
 
     def _admit(self, stream: socket.socket) -> Source:
         # The stream still has the deadline of the greeting.
@@ -233,42 +192,67 @@ class LocalListener(StreamListener):
         for piece in pieces:
             if piece.nbytes > luggage.nbytes - piece.local:
                 raise ProtocolError(f"{piece} lies outside of the writer's {luggage.nbytes} bytes")
-        self._copy(luggage, pieces)
+        target, source = self._memory.address, luggage.address
+        luggage.copy([Copy(target + piece.remote, source + piece.local, piece.nbytes) for piece in pieces])
         # A writer that closes its channel shuts the stream first and uses its memory again then: a copy behind which
-        # the stream is still open was made of the right bytes. Any other must not be notified.
-        if is_shut(stream):
+        # the stream is still open was made of the right bytes. Any other must not be notified. There may be frames to
+        # be read on a stream that is shut.
+        poller = select.poll()
+        poller.register(stream, select.POLLRDHUP)
+        if poller.poll(0):
             raise ConnectionError("the writer has closed the channel")
-
-    def _drop(self, stream: socket.socket, nbytes: int) -> None:
-        """There is no payload."""
-
-    def _dismiss(self, luggage: Source | None) -> None:
-        if luggage is not None:
-            luggage.close()
 
 
 class LocalRegion(StreamRegion):
-    """Memory that can be handed to another process."""
+    """Memory that can be handed to another process; `host` does not matter. Only heads are sent."""
 
     crosses_wire: ClassVar[bool] = False
-    streams: ClassVar[int] = STREAMS
+    sends_bytes: ClassVar[bool] = False
+    fd = -1  # of the memory's file, opened to be read by peers; -1: none
 
-    @abstractmethod
-    def _hand_over(self, stream: socket.socket) -> None:
-        """Send this region's memory, to be read.
+    @classmethod
+    def availability(cls) -> Availability:
+        """On Linux."""
+        return availability()
 
-        :raises ChannelUnavailable: it cannot be handed over.
-        :raises OSError: the stream broke.
+    def close(self) -> None:
+        """See `Region.close`."""
+        super().close()
+        with self._lock:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _open_file(self) -> None:
+        """Open the memory's file.
+
+        :raises ChannelUnavailable: it has none, or not all of it.
         """
+        memory = self.memory
+        if memory.path is None:
+            raise ChannelUnavailable("anonymous memory cannot be handed to another process; it must map a file")
+        try:
+            fd = os.open(memory.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ChannelUnavailable(f"cannot open {memory.path}: {error}") from error
+        if os.fstat(fd).st_size < memory.nbytes:
+            os.close(fd)
+            raise ChannelUnavailable(f"{memory.path} is smaller than {memory}")
+        self.fd = fd
 
     def _check(self, address: Address) -> None:
         """:raises ChannelUnavailable: the memory behind this address is not for this region."""
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> LocalChannel:
+    def _dial(self, remote: RemoteRegion, timeout_s: float) -> socket.socket:
         address = address_in(remote)
         self._check(address)
-        dial = partial(connect, self.scheme, address)
-        streams = open_streams(dial, remote.token, self.streams, timeout_s, self._hand_over)
-        channel = LocalChannel(self._memory.nbytes, remote, wake)
-        channel.start(streams)
-        return channel
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stream.settimeout(timeout_s)
+            stream.connect(_socket_name(self.scheme, address.name))
+            if (uid := peer_of(stream).uid) != os.geteuid():  # else somebody else would learn the token
+                raise ConnectionError(f"user {uid} listens there")
+        except OSError:
+            stream.close()
+            raise
+        return stream

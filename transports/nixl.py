@@ -24,11 +24,12 @@ import msgspec
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
 from pdx.transports import nixl_agent
-from pdx.transports.channel import Availability, Listener, Memory, Notification, Region, RemoteRegion
+from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion
 from pdx.transports.nixl_agent import NixlAgent
 from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
 from pdx.transports.onesided import Ledger
 from pdx.transports.sealed import seal, unseal
+from pdx.transports.sessions import SessionListener
 
 _MAX_OWED = 1024  # agents
 _LOOK_S = 0.0002  # how often the region looks after transfers while there are some
@@ -36,12 +37,13 @@ _SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}  # of UCX: a dead process of this host 
 _LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
 
 
-class NixlListener(Listener):
+class NixlListener(SessionListener):
     """Hears notifications; what is written it does not see."""
 
     def __init__(self, region: NixlRegion) -> None:
         self._region = region
         self._ledger = Ledger(region.memory.nbytes)
+        super().__init__(region.memory, region.wake, self._ledger)
 
     @property
     def dropped(self) -> int:
@@ -55,19 +57,15 @@ class NixlListener(Listener):
         detail = NixlDetail(agent.name, agent.metadata, memory.address, memory.nbytes, agent.place)
         return seal(NixlRegion.scheme, memory.nbytes, token, msgspec.msgpack.encode(detail))
 
-    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`. It is remembered for `revoke`; the peer is trusted to stay inside."""
-        self._ledger.grant(token, offset, nbytes)
-
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
         """See `Listener.revoke`. True only for a session that was expelled and whose writers stopped or are dead."""
         self._hear()
-        return self._ledger.revoke(token, offset, nbytes)
+        return super().revoke(token, offset, nbytes)
 
     def take(self) -> list[Notification]:
         """See `Listener.take`."""
         self._hear()
-        return self._ledger.take()
+        return super().take()
 
     def expel(self, token: bytes) -> None:
         """Nobody hears of its writes any more. They may still land: it is not stopped."""
@@ -90,56 +88,39 @@ class NixlRegion(Region):
     checks_writes: ClassVar[bool] = False
     is_polled: ClassVar[bool] = True
     is_authenticated: ClassVar[bool] = False
+    takes_gpus: ClassVar[bool] = True
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
-    def __init__(self, memory: Memory, agent: NixlAgent, wake: Callable[[], None]) -> None:
-        self.memory = memory
-        self.agent = agent
-        self._wake = wake
-        self._listener = NixlListener(self)
-        self._lock = threading.Lock()  # guards all below, and loading and unloading of agents
+    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+        """See `Region.register`. `wake` is called for transfers, not for notifications.
+
+        UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
+        UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
+        """
+        super().__init__(memory, host, wake)
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        settings = {**_SETTINGS, **(_LOOPBACK_SETTINGS if is_loopback else {}), **self.settings}
+        self.agent = NixlAgent(memory, settings)  # it is listening from here on
+        # The region's lock guards all below, too, and loading and unloading of agents.
         self._peers: dict[str, NixlPeer] = {}
         self._owed: dict[str, list[bytes]] = {}  # farewells that could not be said, by agent
-        self._channels: set[NixlChannel] = set()
+        self._live: set[NixlChannel] = set()
         self._closing: set[NixlChannel] = set()  # closed, with requests that NIXL is still at
-        self._is_open = True
+        self._has_ended = False
         # NIXL tells nobody when a transfer is over, and sends notifications only when it is asked.
         self._has_transfers = threading.Event()
         self._lookout = threading.Thread(target=self._look, name="pdx-nixl", daemon=True)
         self._lookout.start()
-
-    def __repr__(self) -> str:
-        return f"<NixlRegion {self.agent.name} {self.memory} {len(self._channels)} channels>"
 
     @classmethod
     def availability(cls) -> Availability:
         """See `Region.availability`."""
         return nixl_agent.availability()
 
-    @classmethod
-    def register(
-        cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None
-    ) -> NixlRegion:
-        """See `Region.register`. `wake` is called for transfers, not for notifications.
+    def _listening(self) -> NixlListener:
+        return NixlListener(self)
 
-        UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
-        UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
-        """
-        found = cls.availability()
-        if not found.is_ok:
-            raise ChannelUnavailable(f"{found.why}; {found.fix}")
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        settings = {**_SETTINGS, **(_LOOPBACK_SETTINGS if is_loopback else {}), **cls.settings}
-        return cls(memory, NixlAgent(memory, settings), wake)
-
-    def listen(self) -> NixlListener:
-        """See `Region.listen`. The agent is listening since it was made."""
-        return self._listener
-
-    def connect(
-        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
-    ) -> NixlChannel:
-        """See `Region.connect`."""
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> NixlChannel:
         try:
             detail = msgspec.msgpack.decode(unseal(self.scheme, remote), type=NixlDetail)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -147,8 +128,8 @@ class NixlRegion(Region):
         with self._lock:
             if not self._is_open:
                 raise ChannelBroken("the region is closed")
-            channel = NixlChannel(self, self._join(detail), remote, wake or self._wake)
-            self._channels.add(channel)
+            channel = NixlChannel(self, self._join(detail), remote, wake)
+            self._live.add(channel)
         try:
             channel.greet(timeout_s)
             self._say_farewells(channel.peer.name)
@@ -169,8 +150,8 @@ class NixlRegion(Region):
     def closing(self, channel: NixlChannel) -> None:
         """It is closed, but not yet ended."""
         with self._lock:
-            if channel in self._channels:
-                self._channels.discard(channel)
+            if channel in self._live:
+                self._live.discard(channel)
                 self._closing.add(channel)
 
     def ended(self, channel: NixlChannel, farewell: bytes) -> None:
@@ -192,13 +173,13 @@ class NixlRegion(Region):
 
     def close(self) -> None:
         """See `Region.close`. UCX ends with the agent; only another process of this host could still write here."""
-        for channel in list(self._channels):
+        super().close()
+        for channel in list(self._live):  # one that is connecting
             channel.close()
-        self._listener.close()
         with self._lock:
-            if not self._is_open:
+            if self._has_ended:
                 return
-            self._is_open = False
+            self._has_ended = True
             for channel in self._closing:
                 channel.drop()
             self._closing.clear()
@@ -212,7 +193,7 @@ class NixlRegion(Region):
             self._has_transfers.wait()
             self._has_transfers.clear()
             with self._lock:
-                channels = [*self._channels, *self._closing]
+                channels = [*self._live, *self._closing]
             if sum(channel.sweep() for channel in channels):
                 self._has_transfers.set()
                 time.sleep(_LOOK_S)
@@ -221,7 +202,7 @@ class NixlRegion(Region):
         peer = self._peers.get(detail.agent)
         if peer is not None and peer.is_broken:
             # What was under way to it must end first: it uses keys that go with the peer.
-            if any(channel.has_transfers for channel in self._channels | self._closing if channel.peer is peer):
+            if any(channel.has_transfers for channel in self._live | self._closing if channel.peer is peer):
                 raise ChannelBroken(f"writes to {peer.name} are still failing")
             self.agent.unload(peer.name)
             peer = None

@@ -162,6 +162,7 @@ class NixlChannel(Channel):
         """See `Channel.close`. What NIXL is writing it goes on to write, in silence: nobody is notified of it."""
         with self._lock:
             self._is_open = False
+            self.is_closed = True
             transfers = list(self._transfers)
         for transfer in transfers:
             transfer.give_up(ChannelBroken("the channel was closed"))

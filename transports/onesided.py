@@ -12,17 +12,16 @@ import itertools
 import logging
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from pdx.telemetry.host import host_id, process_stat
-from pdx.transports.channel import MAX_UNTAKEN_BYTES, NOTIFICATION_BYTES, TOKEN_BYTES, Notification
+from pdx.transports.channel import TOKEN_BYTES
+from pdx.transports.sessions import Session, Sessions
 
 HELLO, WRITE, BYE = range(3)
 NAME_BYTES = 8
@@ -64,15 +63,13 @@ def compose(token: bytes, kind: int, name: bytes, payload: bytes) -> bytes:
     return _HEAD.pack(token, kind, name) + payload
 
 
-@dataclass(eq=False)
-class _Session:
-    granted: dict[int, int] = field(default_factory=dict)  # offset -> bytes
-    connections: dict[bytes, Process | None] = field(default_factory=dict)
-    untaken_bytes: int = 0
-    look_at: float = 0.0  # when it is worth to look again at processes that existed
-    is_open: bool = True
-    was_heard: bool = False
-    is_uncounted: bool = False  # it has had more connections than are kept: whether they have ended nobody knows
+class _Session(Session):
+    def __init__(self, token: bytes) -> None:
+        super().__init__(token)
+        self.connections: dict[bytes, Process | None] = {}
+        self.look_at = 0.0  # when it is worth to look again at processes that existed
+        self.was_heard = False
+        self.is_uncounted = False  # it has had more connections than are kept: whether they have ended nobody knows
 
     def is_over(self, now: float) -> bool:
         """Whether it is known that nobody writes in it any more."""
@@ -86,44 +83,22 @@ class _Session:
         return all(process is not None and process.is_gone for process in self.connections.values())
 
 
-class Ledger:
-    """The sessions of one listener, over a region of `nbytes`. Any thread may use it.
+class Ledger(Sessions):
+    """Sessions whose writes nobody sees, over a region of `nbytes`. Any thread may use it.
 
-    One that was expelled stays as long as it may have spans that its writers still write to. It goes when it is known
-    to be over, whoever notices that first: a goodbye, a question for a span, or a look at a few of them with each new
-    session.
+    One that was expelled stays, with its spans, as long as its writers may still write to them. It goes when it is
+    known to be over, whoever notices that first: a goodbye, a question for a span, or a look at a few of them with each
+    new session.
     """
 
+    _sessions: dict[bytes, _Session]  # type: ignore[assignment]  # as `_new` makes them
+
     def __init__(self, nbytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._nbytes = nbytes
+        super().__init__(nbytes)
         self._clock = clock
-        self._lock = threading.Lock()  # guards all below
-        self._sessions: dict[bytes, _Session] = {}
         self._expelled: dict[bytes, None] = {}  # those that stay, the one to be looked at next first
-        self._landed: list[Notification] = []
-        self._unheard: set[_Session] = set()  # whose they are
         self.dropped = 0  # messages of nobody's, or that are none, or for which there was no room
         self._has_overflowed = False
-
-    def open(self, token: bytes) -> None:
-        """:raises ValueError: the token is no fresh one."""
-        with self._lock:
-            if len(token) != TOKEN_BYTES or token in self._sessions:
-                raise ValueError("a session needs a fresh token")
-            self._sweep()
-            self._sessions[token] = _Session()
-
-    def grant(self, token: bytes, offset: int, nbytes: int) -> None:
-        """See `Listener.grant`. Nothing is granted to a session that is over.
-
-        :raises ValueError: the span is not inside the region.
-        """
-        if offset < 0 or not 0 < nbytes <= self._nbytes - offset:
-            raise ValueError(f"[{offset}, {offset + nbytes}) is not inside a region of {self._nbytes} bytes")
-        with self._lock:
-            session = self._sessions.get(token)
-            if session is not None and session.is_open:
-                session.granted[offset] = nbytes
 
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
         """See `Listener.revoke`."""
@@ -131,18 +106,7 @@ class Ledger:
             session = self._sessions.get(token)
             if session is None or session.granted.get(offset) != nbytes:
                 return True
-            return self._forget_if_over(token, session)
-
-    def expel(self, token: bytes) -> None:
-        """Nothing more is notified. Idempotent."""
-        with self._lock:
-            self._expel(token)
-
-    def expel_all(self) -> None:
-        """No session is open any more."""
-        with self._lock:
-            for token in list(self._sessions):
-                self._expel(token)
+            return self._forget_if_over(session)
 
     def hear(self, message: bytes) -> None:
         """A message has come, from anybody."""
@@ -150,37 +114,26 @@ class Ledger:
             if not self._heed(message):
                 self.dropped += 1
 
-    def take(self) -> list[Notification]:
-        """See `Listener.take`."""
-        with self._lock:
-            landed, self._landed = self._landed, []
-            for session in self._unheard:
-                session.untaken_bytes = 0
-            self._unheard.clear()
-        return landed
+    def _new(self, token: bytes) -> _Session:
+        for each in list(itertools.islice(self._expelled, SWEPT)):
+            del self._expelled[each]
+            if not self._forget_if_over(self._sessions[each]):
+                self._expelled[each] = None  # the others first
+        return _Session(token)
 
-    def _expel(self, token: bytes) -> None:
-        session = self._sessions.get(token)
-        if session is None:
-            return
+    def _end(self, session: Session) -> None:
         session.is_open = False
         if not session.granted:
-            del self._sessions[token]
-        elif not self._forget_if_over(token, session):
-            self._expelled[token] = None
+            del self._sessions[session.token]
+        elif not self._forget_if_over(self._sessions[session.token]):
+            self._expelled[session.token] = None
 
-    def _forget_if_over(self, token: bytes, session: _Session) -> bool:
+    def _forget_if_over(self, session: _Session) -> bool:
         if not session.is_over(self._clock()):
             return False
-        del self._sessions[token]
-        self._expelled.pop(token, None)
+        del self._sessions[session.token]
+        self._expelled.pop(session.token, None)
         return True
-
-    def _sweep(self) -> None:
-        for token in list(itertools.islice(self._expelled, SWEPT)):
-            del self._expelled[token]
-            if not self._forget_if_over(token, self._sessions[token]):
-                self._expelled[token] = None  # the others first
 
     def _heed(self, message: bytes) -> bool:
         if len(message) < _HEAD.size:
@@ -192,7 +145,7 @@ class Ledger:
         if kind == BYE:
             session.connections.pop(name, None)
             session.was_heard = True
-            self._forget_if_over(token, session)
+            self._forget_if_over(session)
             return True
         if kind == HELLO and len(session.connections) < MAX_CONNECTIONS:
             session.connections[name] = _process(message[_HEAD.size :])
@@ -200,18 +153,15 @@ class Ledger:
             session.is_uncounted = True
             return False
         elif kind == WRITE and session.is_open and self._has_room(session):
-            payload = message[_HEAD.size :]
-            self._landed.append(Notification(token, payload))
-            session.untaken_bytes += len(payload) + NOTIFICATION_BYTES
-            self._unheard.add(session)
+            self._notify(session, message[_HEAD.size :])
         else:
             return False
         session.was_heard = True
         return True
 
-    def _has_room(self, session: _Session) -> bool:
+    def _has_room(self, session: Session) -> bool:
         """What its writer says comes whether there is room or not."""
-        if session.untaken_bytes < MAX_UNTAKEN_BYTES:
+        if session.has_room:
             return True
         if not self._has_overflowed:
             self._has_overflowed = True

@@ -1,4 +1,4 @@
-"""The writing half of channels over streams. Subclasses say what a payload is."""
+"""The writing half of channels over streams: sockets, and the threads that send and hear acknowledgements."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from pdx.errors import (
-    ChannelBroken,
-    ChannelError,
-    ChannelUnavailable,
-    ProtocolError,
-    TransferAborted,
-    WriteRefused,
-)
-from pdx.transports.channel import Channel, Memory, Piece, Region, RemoteRegion, Transfer, check_write, merged
+from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
+from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
 from pdx.transports.frames import (
     ACK_BYTES,
     OK,
@@ -33,12 +27,11 @@ from pdx.transports.frames import (
     unpack_ack,
     unpack_reason,
 )
-from pdx.transports.inbound import StreamListener
 from pdx.transports.streams import Buffer, fill, send_all, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
-_BLOCKING_BYTES = 4 << 20  # that a thread sends between two looks at acknowledgements
 _BUSY_BYTES = 1 << 20  # a stream with less under way takes another write before the next stream is used
+_SENT_BYTES = 4 << 20  # at most, before acknowledgements are looked at again
 _MAX_ACKS = 64  # that are received at once
 
 
@@ -52,28 +45,19 @@ class StreamTransfer(Transfer):
         self.number: int | None = None  # on its stream; given when its first byte is sent
         self.unsent: Sequence[Buffer] = ()  # once it has a number
         self._channel = channel
-        self._is_over = False
-
-    def poll(self) -> bool:
-        """See `Transfer.poll`."""
-        return self._is_over
 
     def abort(self) -> None:
         """See `Transfer.abort`. A write of which a byte may have been sent runs on."""
         self._channel.abort(self)
 
-    def finish(self, error: ChannelError | None) -> None:
-        """It is over."""
-        self.error = error
-        self._is_over = True
-
 
 class _Stream:
     """One socket: writes go out and are acknowledged in one order. The channel's lock guards all of it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, bell: int) -> None:
         self.sock = sock
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # there is something to send
+        self.bell = bell  # of its thread: there is something to send
+        self.acks = bytearray()  # received in part; the thread's own
         self.queue: deque[StreamTransfer] = deque()  # not wholly sent
         self.begun: deque[StreamTransfer] = deque()  # begun and not acknowledged
         self.next_number = 0
@@ -83,12 +67,14 @@ class _Stream:
 class StreamChannel(Channel):
     """Writes over streams that all greeted with the same token; each write goes over one of them.
 
-    Each stream has one thread, which sends and receives acknowledgements. When one stream fails, all end. The thread
-    of a stream declares the stream's open writes broken when it ends: only then nothing reads their local bytes.
+    A thread waits in `poll` alone, for room and for acknowledgements: a peer that stops reading keeps no answer from
+    being heard. When one stream fails, all end. A stream's thread declares the stream's open writes broken when it
+    ends: only then nothing reads their local bytes.
     """
 
-    def __init__(self, local_nbytes: int, remote: RemoteRegion, wake: Callable[[], None]) -> None:
-        self._local_nbytes = local_nbytes
+    def __init__(self, region: StreamRegion, remote: RemoteRegion, wake: Callable[[], None]) -> None:
+        self._memory = region.memory
+        self._sends_bytes = region.sends_bytes
         self._remote = remote
         self._wake = wake
         self._lock = threading.Lock()  # guards all below, and the transfers
@@ -99,35 +85,38 @@ class StreamChannel(Channel):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._streams)} streams, {self._broken or 'open'}>"
 
-    @abstractmethod
-    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
-        """What is sent behind the head of a write with these pieces."""
-
     def start(self, socks: Sequence[socket.socket]) -> None:
         """Take over these streams, whose greetings were answered.
+
+        Sending bytes fills a core, so each stream has a thread of its own; one is enough where only heads are sent.
 
         :raises ChannelBroken: no thread or descriptor is left for them.
         """
         name = f"pdx-{self._remote.scheme}-send"
         try:
-            for sock in socks:
-                sock.settimeout(None)
-                stream = _Stream(sock)
-                self._streams.append(stream)
-                thread = threading.Thread(target=self._run, args=(stream,), name=name, daemon=True)
-                thread.start()
+            for group in [[sock] for sock in socks] if self._sends_bytes else [socks]:
+                bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                streams = [_Stream(sock, bell) for sock in group]
+                thread = threading.Thread(target=self._run, args=(streams, bell), name=name, daemon=True)
+                with self._lock:  # before it runs: its thread takes streams away
+                    self._streams += streams
+                try:
+                    thread.start()
+                except RuntimeError:
+                    os.close(bell)
+                    with self._lock:
+                        self._streams = [each for each in self._streams if each not in streams]
+                    raise
                 self._threads.append(thread)
         except (OSError, RuntimeError) as error:
             self.close()
-            while self._streams:  # one whose thread has not started
-                os.close(self._streams.pop().bell)
             for sock in socks:
                 sock.close()
             raise ChannelBroken(f"cannot connect: {error}") from error
 
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """See `Channel.write`."""
-        check_write(pieces, notify, self._local_nbytes, self._remote.nbytes)
+        check_write(pieces, notify, self._memory.nbytes, self._remote.nbytes)
         transfer = StreamTransfer(self, pieces, pack_body(pieces, notify))
         with self._lock:
             if self._broken is None:
@@ -147,7 +136,7 @@ class StreamChannel(Channel):
             return
         self._begin(stream, transfer)
         try:
-            self._sent(stream, send_some(stream.sock, transfer.unsent, _AT_ONCE_BYTES, socket.MSG_DONTWAIT))
+            self._sent(stream, send_some(stream.sock, transfer.unsent, _AT_ONCE_BYTES))
         except OSError as error:
             self._break(ChannelBroken(f"the connection broke: {error}"))
             return
@@ -164,11 +153,6 @@ class StreamChannel(Channel):
             stream.nbytes -= transfer.nbytes
             transfer.finish(TransferAborted("aborted before it began"))
         self._wake()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no thread and no stream of it is left."""
-        return not self._streams
 
     def close(self) -> None:
         """See `Channel.close`."""
@@ -189,8 +173,11 @@ class StreamChannel(Channel):
         transfer.number = stream.next_number
         stream.next_number += 1
         stream.begun.append(transfer)
-        payload = self._payload(merged(transfer.pieces))
-        transfer.unsent = [*pack_write(transfer.number, transfer.packed), *payload]
+        unsent: list[Buffer] = [*pack_write(transfer.number, transfer.packed)]
+        if self._sends_bytes:
+            view = self._memory.view
+            unsent += [view[each.local : each.local + each.nbytes] for each in merged(transfer.pieces)]
+        transfer.unsent = unsent
 
     def _sent(self, stream: _Stream, unsent: Sequence[Buffer]) -> None:
         """That much is left of the first write of the queue. Under the lock."""
@@ -198,62 +185,66 @@ class StreamChannel(Channel):
         if not unsent:
             stream.queue.popleft()
 
-    # ---- on a stream's own thread -----------------------------------------------------------
+    # ---- on a thread of the channel ---------------------------------------------------------
 
-    def _run(self, stream: _Stream) -> None:
+    def _run(self, streams: list[_Stream], bell: int) -> None:
         reason: ChannelError = ChannelBroken("the peer closed the connection")
         try:
-            self._serve(stream)
+            self._serve(streams, bell)
         except (OSError, ProtocolError) as error:
             reason = ChannelBroken(f"the connection broke: {error}")
         finally:
             with self._lock:
                 self._break(reason)
-                self._streams.remove(stream)
-                stream.sock.close()
-                os.close(stream.bell)
-                for transfer in {*stream.begun, *stream.queue}:
-                    transfer.finish(self._broken)
+                os.close(bell)
+                for stream in streams:
+                    self._streams.remove(stream)
+                    stream.sock.close()
+                    for transfer in {*stream.begun, *stream.queue}:
+                        transfer.finish(self._broken)
+                self.is_closed = not self._streams
             self._wake()
 
-    def _serve(self, stream: _Stream) -> None:
-        """Send and receive acknowledgements until the stream ends."""
+    def _serve(self, streams: list[_Stream], bell: int) -> None:
+        """Send and receive acknowledgements until a stream ends."""
         poller = select.poll()
-        poller.register(stream.bell, select.POLLIN)
-        poller.register(stream.sock, select.POLLIN)
-        acks = bytearray()
+        poller.register(bell, select.POLLIN)
         while True:
-            ready = dict(poller.poll(0 if stream.queue else None))
-            if stream.bell in ready:
-                os.eventfd_read(stream.bell)
-            if stream.sock.fileno() in ready:
-                got = stream.sock.recv(ACK_BYTES * _MAX_ACKS)
-                if not got:
+            for stream in streams:
+                poller.register(stream.sock, select.POLLIN | (select.POLLOUT if stream.queue else 0))
+            ready = dict(poller.poll())
+            if bell in ready:
+                os.eventfd_read(bell)
+            for stream in streams:
+                found = ready.get(stream.sock.fileno(), 0)
+                if found & ~select.POLLOUT and not self._hear(stream):
                     return
-                acks += got
-                whole = len(acks) - len(acks) % ACK_BYTES
-                self._heed(stream, bytes(acks[:whole]))
-                del acks[:whole]
-            self._send(stream)
+                if found & select.POLLOUT:
+                    self._send(stream)
 
     def _send(self, stream: _Stream) -> None:
-        """The next bytes of the queue, if there are some. Blocks until the kernel has taken them."""
+        """The next bytes of the queue, if there are some: as many as the kernel takes now."""
         with self._lock:
             if not stream.queue:
                 return
             transfer = stream.queue[0]
             if transfer.number is None:
                 self._begin(stream, transfer)
-        unsent = send_some(stream.sock, transfer.unsent, _BLOCKING_BYTES)
+        unsent = send_some(stream.sock, transfer.unsent, _SENT_BYTES)
         with self._lock:
             self._sent(stream, unsent)
 
-    def _heed(self, stream: _Stream, acks: bytes) -> None:
-        """The writes that are over: acknowledged and wholly sent. Local bytes are not free because a peer says so,
-        only because nobody reads them any more."""
+    def _hear(self, stream: _Stream) -> bool:
+        """The writes that are over: acknowledged and wholly sent. False: the stream is over.
+
+        Local bytes are not free because a peer says so, only because nobody reads them any more.
+        """
+        got = stream.sock.recv(ACK_BYTES * _MAX_ACKS)
+        stream.acks += got
         with self._lock:
-            for at in range(0, len(acks), ACK_BYTES):
-                ack = unpack_ack(acks[at : at + ACK_BYTES])
+            while len(stream.acks) >= ACK_BYTES:
+                ack = unpack_ack(stream.acks[:ACK_BYTES])
+                del stream.acks[:ACK_BYTES]
                 transfer = stream.begun[0] if stream.begun else None
                 if transfer is None or transfer.number != ack.number or transfer.unsent:
                     raise ProtocolError(f"write {ack.number} was acknowledged and is not under way")
@@ -263,105 +254,57 @@ class StreamChannel(Channel):
                 stream.nbytes -= transfer.nbytes
                 transfer.finish(None if ack.status == OK else WriteRefused("not inside granted spans"))
         self._wake()
+        return bool(got)
 
 
 class StreamRegion(Region):
-    """What regions of the stream backends have in common: one listener, many channels, and an end of all of them. Any
-    thread may use it."""
+    """What regions of the stream backends have in common: how a channel connects."""
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
-        self._memory = memory
-        self._host = host
-        self._wake = wake
-        self._lock = threading.Lock()  # guards all below
-        self._listener: StreamListener | None = None
-        self._channels: list[StreamChannel] = []
-        self._is_open = True
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._memory} {self._listener} {len(self._channels)} channels>"
+    streams: ClassVar[int] = 2  # of a channel
+    sends_bytes: ClassVar[bool]  # bytes follow the head of a write; else the reader copies them
 
     @abstractmethod
-    def _listening(self) -> StreamListener:
-        """A new listener, not started.
+    def _dial(self, remote: RemoteRegion, timeout_s: float) -> socket.socket:
+        """A stream to the listener of that region.
 
-        :raises ChannelUnavailable: the address cannot be had.
+        :raises ChannelUnavailable: it cannot be reached from here.
+        :raises OSError: it does not answer.
         """
 
-    @abstractmethod
+    def _hand_over(self, stream: socket.socket) -> None:
+        """Send what belongs to the greeting.
+
+        :raises ChannelUnavailable: it cannot be handed over.
+        :raises OSError: the stream broke.
+        """
+
     def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> StreamChannel:
-        """A new channel, started. Raises as `Region.connect`."""
-
-    def listen(self) -> StreamListener:
-        """See `Region.listen`."""
-        with self._lock:
-            if not self._is_open:
-                raise ChannelUnavailable("the region is closed")
-            if self._listener is None:
-                self._listener = self._listening()
-                self._listener.start()
-            return self._listener
-
-    def connect(
-        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
-    ) -> StreamChannel:
-        """See `Region.connect`."""
-        if remote.scheme != self.scheme:
-            raise ChannelUnavailable(f"a region of scheme {remote.scheme!r} cannot be reached over {self.scheme}")
-        channel = self._connected(remote, timeout_s, wake or self._wake)
-        with self._lock:
-            self._channels = [each for each in self._channels if not each.is_closed] + [channel]
-            is_open = self._is_open
-        if not is_open:
-            channel.close()
-            raise ChannelBroken("the region is closed")
+        """Over greeted streams of one session, all or none."""
+        deadline = time.monotonic() + timeout_s
+        channel = StreamChannel(self, remote, wake)
+        with contextlib.ExitStack() as stack:
+            streams = []
+            try:
+                for _ in range(self.streams):
+                    stream = stack.enter_context(self._dial(remote, max(deadline - time.monotonic(), 1e-6)))
+                    stream.settimeout(max(deadline - time.monotonic(), 1e-6))
+                    send_all(stream, [pack_greeting(remote.token)])
+                    self._hand_over(stream)
+                    _hear_answer(stream, deadline)
+                    stream.settimeout(None)
+                    streams.append(stream)
+            except (OSError, ProtocolError) as error:
+                raise ChannelBroken(f"cannot connect: {error}") from error
+            stack.pop_all()
+        channel.start(streams)
         return channel
-
-    def close(self) -> None:
-        """See `Region.close`."""
-        with self._lock:
-            self._is_open = False
-            channels, self._channels = self._channels, []
-            listener = self._listener
-        for channel in channels:
-            channel.close()
-        if listener is not None:
-            listener.close()
-
-
-def open_streams(
-    connect: Callable[[float], socket.socket],
-    token: bytes,
-    count: int,
-    timeout_s: float,
-    hand_over: Callable[[socket.socket], None] = lambda stream: None,
-) -> list[socket.socket]:
-    """`count` greeted streams of one session, all or none. `connect` gets the seconds that are left; `hand_over` sends
-    what belongs to the greeting.
-
-    :raises ChannelUnavailable: the reader cannot take what was handed over, or there is nothing to hand over.
-    :raises ChannelBroken: the token is not known there; everything else that goes wrong.
-    """
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
-        streams = []
-        try:
-            for _ in range(count):
-                stream = stack.enter_context(connect(max(deadline - time.monotonic(), 1e-6)))
-                stream.settimeout(max(deadline - time.monotonic(), 1e-6))
-                send_all(stream, [pack_greeting(token)])
-                hand_over(stream)
-                _hear_answer(stream, deadline)
-                streams.append(stream)
-        except (OSError, ProtocolError) as error:
-            raise ChannelBroken(f"cannot connect: {error}") from error
-        stack.pop_all()
-        return streams
 
 
 def _hear_answer(stream: socket.socket, deadline: float) -> None:
-    """The answer to a greeting. Raises as `open_streams`.
+    """The answer to a greeting.
 
+    :raises ChannelUnavailable: the reader cannot take what was handed over.
+    :raises ChannelBroken: the token is not known there.
     :raises ProtocolError: the other side does not speak our protocol.
     :raises OSError: the stream broke, or the deadline is over.
     """

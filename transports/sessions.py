@@ -1,42 +1,93 @@
-"""The sessions of one listener: who may write where, and what has landed. For backends that check writes; no I/O."""
+"""Who may write where, and what has landed: the one table of a listener, whatever carries the bytes. No I/O."""
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from pdx.transports.channel import (
     MAX_UNTAKEN_BYTES,
     NOTIFICATION_BYTES,
     TOKEN_BYTES,
     Listener,
+    Memory,
     Notification,
     Piece,
-    Spans,
 )
 
 
-@dataclass(eq=False)
 class Session:
-    """One peer's permission to write. Only `Sessions` changes it, under its lock."""
+    """One peer's permission to write, and the spans granted to it. Its `Sessions` locks it.
 
-    token: bytes
-    spans: Spans = field(default_factory=Spans)
-    landing: int = 0  # writes that have entered and not left
-    untaken_bytes: int = 0  # of notifications that nobody has taken
-    is_open: bool = True
+    A span in use (`enter` … `leave`) is being written; it can be revoked, but is not free before the last `leave`.
+    """
+
+    def __init__(self, token: bytes = b"") -> None:
+        self.token = token
+        self.is_open = True
+        self.untaken_bytes = 0  # of notifications that nobody has taken
+        self.granted: dict[int, int] = {}  # offset -> bytes
+        self._starts: list[int] = []  # the same offsets, sorted
+        self._in_use: dict[int, int] = {}  # offset of the span -> writes landing in it, also after it was revoked
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether a write has entered and not left."""
+        return bool(self._in_use)
 
     @property
     def has_room(self) -> bool:
         """Whether another write of it may be received, or it is over, so that none will be."""
         return self.untaken_bytes < MAX_UNTAKEN_BYTES or not self.is_open
 
+    def grant(self, offset: int, nbytes: int) -> None:
+        """Add a span; spans of one session do not overlap."""
+        if offset not in self.granted:
+            bisect.insort(self._starts, offset)
+        self.granted[offset] = nbytes
+
+    def revoke(self, offset: int, nbytes: int) -> bool:
+        """See `Listener.revoke`."""
+        if self.granted.get(offset) == nbytes:
+            del self.granted[offset]
+            del self._starts[bisect.bisect_left(self._starts, offset)]
+        return not self._in_use.get(offset)
+
+    def end(self) -> None:
+        """It is over, and nothing is granted any more."""
+        self.is_open = False
+        self.granted.clear()
+        self._starts.clear()
+
+    def enter(self, spans: Iterable[tuple[int, int]]) -> list[int] | None:
+        """All of these (offset, nbytes) are about to be written; what to `leave` with, None if one is not granted.
+
+        Each must lie inside one granted span. It costs the logarithm of the granted spans for each.
+        """
+        entered = []
+        for offset, nbytes in spans:
+            index = bisect.bisect_right(self._starts, offset) - 1
+            start = self._starts[index] if index >= 0 else 0
+            if index < 0 or offset + nbytes > start + self.granted[start]:
+                return None
+            entered.append(start)
+        for start in entered:
+            self._in_use[start] = self._in_use.get(start, 0) + 1
+        return entered
+
+    def leave(self, entered: Iterable[int]) -> None:
+        """These are written, or never will be."""
+        for start in entered:
+            self._in_use[start] -= 1
+            if not self._in_use[start]:
+                del self._in_use[start]
+
 
 class Sessions:
     """All sessions of a listener over a region of `nbytes`. For any thread; `wake` is called without the lock."""
 
-    def __init__(self, nbytes: int, wake: Callable[[], None]) -> None:
+    def __init__(self, nbytes: int, wake: Callable[[], None] = lambda: None) -> None:
         self._nbytes = nbytes
         self._wake = wake
         # Guards all below, and everything in the sessions. An expelled session stays until its last write has left.
@@ -51,7 +102,7 @@ class Sessions:
         with self._lock:
             if len(token) != TOKEN_BYTES or token in self._sessions:
                 raise ValueError("a session needs a fresh token")
-            self._sessions[token] = Session(token)
+            self._sessions[token] = self._new(token)
 
     def find(self, token: bytes) -> Session | None:
         """The open session of a token that a stranger showed.
@@ -72,49 +123,46 @@ class Sessions:
         with self._lock:
             session = self._sessions.get(token)
             if session is not None and session.is_open:
-                session.spans.grant(offset, nbytes)
+                session.grant(offset, nbytes)
 
     def revoke(self, token: bytes, offset: int, nbytes: int) -> bool:
         """See `Listener.revoke`."""
         with self._lock:
             session = self._sessions.get(token)
-            return session is None or session.spans.revoke(offset, nbytes)
+            return session is None or session.revoke(offset, nbytes)
 
     def expel(self, token: bytes) -> None:
         """Nothing new enters, nothing more is notified. Idempotent."""
         with self._lock:
             if (session := self._sessions.get(token)) is not None:
                 self._end(session)
+                self._lock.notify_all()
 
     def expel_all(self) -> None:
         """No session is open any more."""
         with self._lock:
-            for session in list(self._sessions.values()):
-                self._end(session)
+            for token in list(self._sessions):
+                self.expel(token)
 
     def enter(self, session: Session, pieces: Sequence[Piece]) -> list[int] | None:
         """These pieces are about to land: what to `leave` or `land` with, None if one of them may not."""
         with self._lock:
-            if not session.is_open:
-                return None
-            entered = session.spans.enter((piece.remote, piece.nbytes) for piece in pieces)
-            session.landing += entered is not None
-            return entered
+            return session.enter((piece.remote, piece.nbytes) for piece in pieces) if session.is_open else None
 
     def leave(self, session: Session, entered: Iterable[int]) -> None:
         """The write that entered so has failed; nothing of it will land any more."""
         with self._lock:
-            self._leave(session, entered)
+            session.leave(entered)
+            self._forget(session)
 
     def land(self, session: Session, entered: Iterable[int], payload: bytes) -> bool:
         """The write that entered so has landed. False if its session was expelled meanwhile: nobody hears of it."""
         with self._lock:
             is_open = session.is_open
             if is_open:
-                self._landed.append(Notification(session.token, payload))
-                session.untaken_bytes += len(payload) + NOTIFICATION_BYTES
-                self._unheard.add(session)
-            self._leave(session, entered)
+                self._notify(session, payload)
+            session.leave(entered)
+            self._forget(session)
         if is_open:
             self._wake()
         return is_open
@@ -135,27 +183,32 @@ class Sessions:
             self._lock.notify_all()
         return landed
 
-    def _leave(self, session: Session, entered: Iterable[int]) -> None:
-        session.spans.leave(entered)
-        session.landing -= 1
-        self._forget(session)
+    # ---- under the lock ---------------------------------------------------------------------
+
+    def _new(self, token: bytes) -> Session:
+        return Session(token)
+
+    def _notify(self, session: Session, payload: bytes) -> None:
+        self._landed.append(Notification(session.token, payload))
+        session.untaken_bytes += len(payload) + NOTIFICATION_BYTES
+        self._unheard.add(session)
 
     def _end(self, session: Session) -> None:
-        session.is_open = False
-        self._lock.notify_all()
-        session.spans.revoke_all()
+        session.end()
         self._forget(session)
 
     def _forget(self, session: Session) -> None:
-        if not session.is_open and not session.landing:
+        if not session.is_open and not session.is_landing:
             self._sessions.pop(session.token, None)
 
 
 class SessionListener(Listener):
     """Over `Sessions`, which answer all that concerns no connection. Subclasses invite, expel and close."""
 
-    def __init__(self, nbytes: int, wake: Callable[[], None]) -> None:
-        self._sessions = Sessions(nbytes, wake)
+    def __init__(self, memory: Memory, wake: Callable[[], None], sessions: Sessions | None = None) -> None:
+        """`sessions`: of another kind than most."""
+        self._memory = memory
+        self._sessions = sessions or Sessions(memory.nbytes, wake)
 
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:
         """See `Listener.grant`."""

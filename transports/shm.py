@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from pdx.errors import ChannelUnavailable, ProtocolError
-from pdx.transports.channel import Availability, Memory, Piece, check_on_host
-from pdx.transports.local import LocalListener, LocalRegion, Source, availability, hand_over
+from pdx.transports.channel import Memory
+from pdx.transports.local import Copy, LocalListener, LocalRegion, Source, hand_over
 
 _MADV_POPULATE_READ = 22  # Linux 5.14: map all pages now instead of at the first touch
 _POPULATE_BYTES = 32 << 20  # at a time; `close` waits for one of them
@@ -27,7 +26,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class Mapping:
+class Mapping(Source):
     """Read-only memory at `address`. Whoever owns the file could cut it short under us, which ends this process; so it
     must be of our own user, who could end us anyway."""
 
@@ -56,6 +55,11 @@ class Mapping:
         mapping._populating.start()
         return mapping
 
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """See `Source.copy`."""
+        for each in copies:
+            ctypes.memmove(*each)
+
     def close(self) -> None:
         """Unmap it; nobody may read it any more. Once."""
         self._closing.set()
@@ -77,58 +81,18 @@ class ShmListener(LocalListener):
             raise ProtocolError("a greeting without a file")
         return Mapping.open(fd)
 
-    def _copy(self, source: Source, pieces: list[Piece]) -> None:
-        assert isinstance(source, Mapping)
-        for piece in pieces:
-            ctypes.memmove(self._memory.address + piece.remote, source.address + piece.local, piece.nbytes)
-
 
 class ShmRegion(LocalRegion):
     """Memory that maps a file."""
 
     scheme: ClassVar[str] = "shm"
 
-    def __init__(self, memory: Memory, host: str, wake: Callable[[], None], fd: int) -> None:
+    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
         super().__init__(memory, host, wake)
-        self._fd = fd
-
-    @classmethod
-    def availability(cls) -> Availability:
-        """On Linux."""
-        return availability()
-
-    @classmethod
-    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> ShmRegion:
-        """See `Region.register`; `host` does not matter. Opens the memory's file, to be read by peers."""
-        check_on_host(memory, cls.scheme)
-        return cls(memory, host, wake, open_file(memory))
-
-    def close(self) -> None:
-        """See `Region.close`."""
-        super().close()
-        with self._lock, contextlib.suppress(OSError):
-            os.close(self._fd)
-            self._fd = -1
+        self._open_file()
 
     def _listening(self) -> ShmListener:
-        return ShmListener(self.scheme, self._memory, self._wake)
+        return ShmListener(self)
 
     def _hand_over(self, stream: socket.socket) -> None:
-        hand_over(stream, b"", self._fd)
-
-
-def open_file(memory: Memory) -> int:
-    """A descriptor of the memory's file, to be read.
-
-    :raises ChannelUnavailable: it has none, or not all of it.
-    """
-    if memory.path is None:
-        raise ChannelUnavailable("anonymous memory cannot be handed to another process; it must map a file")
-    try:
-        fd = os.open(memory.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise ChannelUnavailable(f"cannot open {memory.path}: {error}") from error
-    if os.fstat(fd).st_size < memory.nbytes:
-        os.close(fd)
-        raise ChannelUnavailable(f"{memory.path} is smaller than {memory}")
-    return fd
+        hand_over(stream, b"", self.fd)

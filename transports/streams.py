@@ -68,8 +68,8 @@ def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
             sock.sendall(buffer)
 
 
-def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int, flags: int = 0) -> Sequence[Buffer]:
-    """Send about `limit` bytes in one call; what is left of `buffers`. With MSG_DONTWAIT what the kernel takes at once.
+def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int) -> Sequence[Buffer]:
+    """Send what the kernel takes at once, about `limit` bytes at most; what is left of `buffers`.
 
     :raises OSError: the stream broke.
     """
@@ -80,7 +80,7 @@ def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int, flags:
         if limit <= 0:
             break
     try:
-        return _behind(buffers, sock.sendmsg(batch, [], flags))
+        return _behind(buffers, sock.sendmsg(batch, [], socket.MSG_DONTWAIT))
     except BlockingIOError:
         return buffers
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from pdx.errors import ChannelUnavailable
-from pdx.transports.channel import Availability, Memory, Piece, RemoteRegion, check_on_host
+from pdx.transports.channel import Piece, RemoteRegion
 from pdx.transports.inbound import StreamListener
-from pdx.transports.outbound import StreamChannel, StreamRegion, open_streams
-from pdx.transports.streams import Buffer, fill, fill_all
+from pdx.transports.outbound import StreamRegion
+from pdx.transports.streams import fill, fill_all
 
-STREAMS = 2
 KEEPALIVE_IDLE_S = 15
 KEEPALIVE_INTERVAL_S = 5
 KEEPALIVE_PROBES = 3
@@ -37,32 +35,12 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
 
 
-class TcpChannel(StreamChannel):
-    """Sends straight from a region's memory."""
-
-    def __init__(self, memory: Memory, remote: RemoteRegion, wake: Callable[[], None]) -> None:
-        super().__init__(memory.nbytes, remote, wake)
-        self._memory = memory
-
-    def _payload(self, pieces: list[Piece]) -> Sequence[Buffer]:
-        view = self._memory.view
-        return [view[piece.local : piece.local + piece.nbytes] for piece in pieces]
-
-
 class TcpListener(StreamListener):
     """Receives straight into a region's memory."""
 
-    scheme = "tcp"
-
-    def _detail(self) -> bytes:
-        host, port = self._server.getsockname()[:2]
-        return msgspec.msgpack.encode(Address(host, port))
-
-    def _origin(self, stream: socket.socket, address: Any) -> str:
-        return str(address[0])
-
-    def _vet(self, stream: socket.socket) -> None:
+    def _meet(self, stream: socket.socket, address: Any) -> str:
         _prepare(stream)
+        return str(address[0])
 
     def _land(self, stream: socket.socket, luggage: None, pieces: list[Piece]) -> None:
         view = self._memory.view
@@ -78,43 +56,27 @@ class TcpListener(StreamListener):
 
 
 class TcpRegion(StreamRegion):
-    """Any memory; nothing is registered anywhere."""
+    """Any memory; nothing is registered anywhere. It listens on `host` and no other address, at a port that is free."""
 
     scheme: ClassVar[str] = "tcp"
-    streams: ClassVar[int] = STREAMS
-
-    @classmethod
-    def availability(cls) -> Availability:
-        """Everywhere."""
-        return Availability(is_ok=True)
-
-    @classmethod
-    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> TcpRegion:
-        """See `Region.register`. It listens on `host` and no other address, at a port that is free."""
-        check_on_host(memory, cls.scheme)
-        return cls(memory, host, wake)
+    sends_bytes: ClassVar[bool] = True
 
     def _listening(self) -> TcpListener:
-        return TcpListener(self._memory, self._wake, _bind(self._host))
+        server = _bind(self.host)
+        host, port = server.getsockname()[:2]
+        return TcpListener(self, server, msgspec.msgpack.encode(Address(host, port)))
 
-    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> TcpChannel:
+    def _dial(self, remote: RemoteRegion, timeout_s: float) -> socket.socket:
         family, address = _target(remote.detail)
-
-        def connect(left_s: float) -> socket.socket:
-            stream = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                _prepare(stream)
-                stream.settimeout(left_s)
-                stream.connect(address)
-            except OSError:
-                stream.close()
-                raise
-            return stream
-
-        streams = open_streams(connect, remote.token, self.streams, timeout_s)
-        channel = TcpChannel(self._memory, remote, wake)
-        channel.start(streams)
-        return channel
+        stream = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _prepare(stream)
+            stream.settimeout(timeout_s)
+            stream.connect(address)
+        except OSError:
+            stream.close()
+            raise
+        return stream
 
 
 def _prepare(stream: socket.socket) -> None:

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
+from pdx.errors import ChannelBroken, ProtocolError
 from pdx.transports import ucx_engine
 from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion, merged
 from pdx.transports.sealed import seal, unseal
@@ -80,7 +80,7 @@ class UcxListener(SessionListener):
     """Receives writes. What is not public belongs to the engine's thread, but for `_sessions`, which locks itself."""
 
     def __init__(self, region: UcxRegion) -> None:
-        super().__init__(region.memory.nbytes, region.wake)
+        super().__init__(region.memory, region.wake)
         self._region = region
         self._inbounds: dict[bytes, _Inbound] = {}  # by channel
         self._lanes: set[int] = set()
@@ -209,46 +209,33 @@ class UcxRegion(Region):
 
     scheme: ClassVar[str] = "ucx"
     is_authenticated: ClassVar[bool] = False  # our messages are, UCX itself is not
+    takes_gpus: ClassVar[bool] = True
     settings: ClassVar[dict[str, str]] = {}  # more of UCX
 
-    def __init__(self, memory: Memory, settings: dict[str, str], wake: Callable[[], None]) -> None:
-        self.memory = memory
-        self.wake = wake
-        self.channels: dict[bytes, UcxChannel] = {}  # the engine's thread's
-        self._listener = UcxListener(self)
-        self.engine = UcxEngine(settings, CONTROL_TAG, MAX_MESSAGE_BYTES, self._receive, gpu=memory.gpu)
+    def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
+        """See `Region.register`.
 
-    def __repr__(self) -> str:
-        return f"<UcxRegion {self.memory} {len(self.channels)} channels>"
+        UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
+        UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
+        """
+        super().__init__(memory, host, wake)
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        settings = {**_SETTINGS, **(_LOOPBACK_SETTINGS if is_loopback else {}), **self.settings}
+        self.channels: dict[bytes, UcxChannel] = {}  # the engine's thread's
+        self._receiver = UcxListener(self)
+        self.engine = UcxEngine(settings, CONTROL_TAG, MAX_MESSAGE_BYTES, self._receive, gpu=memory.gpu)
 
     @classmethod
     def availability(cls) -> Availability:
         """See `Region.availability`."""
         return ucx_engine.availability()
 
-    @classmethod
-    def register(cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None) -> UcxRegion:
-        """See `Region.register`.
+    def _listening(self) -> UcxListener:
+        return self._receiver  # the worker is listening since it was made
 
-        UCX listens on the loopback interface alone if `host` is a loopback address, else on every interface. The user's
-        UCX_NET_DEVICES has precedence; UCX_TLS says by what means.
-        """
-        found = cls.availability()
-        if not found.is_ok:
-            raise ChannelUnavailable(f"{found.why}; {found.fix}")
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        return cls(memory, {**_SETTINGS, **(_LOOPBACK_SETTINGS if is_loopback else {}), **cls.settings}, wake)
-
-    def listen(self) -> UcxListener:
-        """See `Region.listen`. The worker is listening since it was made."""
-        return self._listener
-
-    def connect(
-        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
-    ) -> UcxChannel:
-        """See `Region.connect`."""
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> UcxChannel:
         address = unseal(self.scheme, remote)
-        channel = UcxChannel(self, remote, wake or self.wake)
+        channel = UcxChannel(self, remote, wake)
         self.engine.call(lambda: channel.greet(address))
         if not channel.answered.wait(timeout_s) or channel.lane < 0:
             channel.lose("nobody answered")
@@ -270,27 +257,25 @@ class UcxRegion(Region):
 
     def close(self) -> None:
         """See `Region.close`."""
-        channels = list(self.channels.values())
-        for channel in channels:
+        for channel in list(self.channels.values()):  # all begin to end before the first is waited for
             channel.lose("the region was closed")
-        for channel in channels:
-            channel.wait_ended()
-        self._listener.close()
+        super().close()
+        self._receiver.close()
         self.engine.close()
 
     def _receive(self, data: bytes) -> None:
         try:
             message = decode(data)
         except ProtocolError:
-            self._listener.dropped += 1
+            self._receiver.dropped += 1
             return
         if isinstance(message, Greet):
-            self._listener.greeted(message)
+            self._receiver.greeted(message)
         elif isinstance(message, Put):
-            self._listener.put(message)
+            self._receiver.put(message)
         elif (channel := self.channels.get(message.channel)) is None:
             if isinstance(message, End):
-                self._listener.end(message.channel)
+                self._receiver.end(message.channel)
         elif isinstance(message, Welcome):
             channel.welcome(message.lane)
         elif isinstance(message, Done):

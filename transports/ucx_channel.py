@@ -45,22 +45,11 @@ class UcxTransfer(Transfer):
         self.is_sent = False
         self.is_aborted = False
         self._channel = channel
-        self._is_over = False
-
-    def poll(self) -> bool:
-        """See `Transfer.poll`."""
-        return self._is_over
 
     def abort(self) -> None:
         """It is not begun if it waits behind others; what UCX has begun, it finishes."""
         self.is_aborted = True
         self._channel.abort(self)
-
-    def end(self, error: ChannelError | None) -> None:
-        """It is over; the first call counts."""
-        if not self._is_over:
-            self.error = error
-            self._is_over = True
 
 
 class UcxChannel(Channel):
@@ -103,7 +92,7 @@ class UcxChannel(Channel):
             if self._is_open:
                 self._region.engine.run(lambda: self._queue(transfer))
             else:
-                transfer.end(ChannelBroken("the channel is closed"))
+                transfer.finish(ChannelBroken("the channel is closed"))
         return transfer
 
     def close(self) -> None:
@@ -145,10 +134,10 @@ class UcxChannel(Channel):
         while self._waiting and len(self._under_way) < WINDOW:
             transfer = self._waiting.popleft()
             if transfer.is_aborted:
-                transfer.end(TransferAborted("it was aborted before it began"))
+                transfer.finish(TransferAborted("it was aborted before it began"))
                 self._wake()
             elif self._endpoint is None:
-                transfer.end(ChannelBroken("the channel is closed"))
+                transfer.finish(ChannelBroken("the channel is closed"))
                 self._wake()
             else:
                 self._send(self._endpoint, transfer)
@@ -171,7 +160,7 @@ class UcxChannel(Channel):
 
     def _finish(self, number: int, transfer: UcxTransfer) -> None:
         if transfer.has_answer and transfer.is_sent and self._under_way.pop(number, None) is not None:
-            transfer.end(transfer.answer)
+            transfer.finish(transfer.answer)
             self._wake()
             self._begin()
             self._look_ended()
@@ -179,7 +168,7 @@ class UcxChannel(Channel):
     def _drop(self, transfer: UcxTransfer) -> None:
         if transfer in self._waiting:
             self._waiting.remove(transfer)
-            transfer.end(TransferAborted("it was aborted before it began"))
+            transfer.finish(TransferAborted("it was aborted before it began"))
             self._wake()
 
     def _say(self, message: Message) -> None:
@@ -205,4 +194,5 @@ class UcxChannel(Channel):
 
     def _look_ended(self) -> None:
         if self._endpoint is None and not self._under_way:
+            self.is_closed = True
             self._ended.set()

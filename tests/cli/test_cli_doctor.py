@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 def strange(monkeypatch):
     """The package with strange channels is installed, here and in child processes."""
     monkeypatch.syspath_prepend(PLUGIN)
-    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # PLUGIN is the first
 
 
 @pytest.fixture(autouse=True)

@@ -437,7 +437,7 @@ def test_memory_that_was_closed_cannot_be_handed_over(fake):
         with pytest.raises(ChannelUnavailable, match="hand .* over"):
             writer.region.connect(reader.session((0, MIB))[1])
         with pytest.raises(GpuError):
-            writer.region._memory.export()
+            writer.region.memory.export()
 
 
 def test_host_memory_that_does_not_begin_at_a_page_is_not_registered(fake, tmp_path):

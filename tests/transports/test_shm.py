@@ -6,6 +6,7 @@ import ctypes
 import os
 import secrets
 import socket
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +27,20 @@ from pdx.transports.shm import Mapping, ShmRegion
 
 class TestShm(ChannelConformance):
     region = ShmRegion
+
+
+def test_a_channel_has_one_thread_in_the_writer_and_one_for_each_stream_in_the_reader():
+    """The writer sends heads only."""
+    with Stage(ShmRegion) as stage:
+        writer, reader = stage.side(MIB), stage.side(MIB)
+        _, remote = reader.session((0, MIB))
+        reader.region.listen()
+        before = set(threading.enumerate())
+        channel = writer.connect(remote)
+        threads = [thread for thread in set(threading.enumerate()) - before if thread.name != "pdx-populate"]
+        names = sorted(thread.name for thread in threads)
+        assert names == ["pdx-shm-receive"] * ShmRegion.streams + ["pdx-shm-send"]
+        assert stage.finish([channel.write([Piece(0, at, 4096)], b"") for at in range(0, MIB, 4096)]) == [""] * 256
 
 
 def address_of(remote: RemoteRegion) -> Address:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
 import socket
+import sys
+import termios
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -19,7 +22,7 @@ from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.testing.waiting import wait_until
-from pdx.transports import inbound
+from pdx.transports import inbound, outbound
 from pdx.transports.channel import MAX_PIECES, Memory, Piece, RemoteRegion
 from pdx.transports.frames import (
     ACK_BYTES,
@@ -397,6 +400,44 @@ def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel():
         wait_until(transfer.poll, "it is over")
         assert isinstance(transfer.error, ChannelBroken)
         assert "not under way" in str(transfer.error)
+    region.close()
+
+
+def unread(sock):
+    """Bytes that have come and were not received."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_a_peer_that_stops_reading_is_heard_all_the_same():
+    """What it had received by then is over, though the next write is stuck half sent."""
+    size = 64 * MIB
+    region = TcpRegion.register(Memory(memoryview(bytearray(size))))
+    with socket.socket() as server, ExitStack() as stack:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        streams = []
+
+        def serve():
+            for _ in range(TcpRegion.streams):
+                streams.append(stack.enter_context(server.accept()[0]))
+                streams[-1].recv(4096)
+                streams[-1].sendall(pack_ack(Ack(0, OK)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
+        channel = region.connect(RemoteRegion("tcp", size, b"t" * 16, detail))
+        thread.join()
+        channel._streams[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB // 8)
+        first = channel.write([Piece(0, 0, 4096)], b"")
+        assert streams[0].recv(HEAD_BYTES + 4096, socket.MSG_WAITALL)
+        second = channel.write([Piece(0, 0, size)], b"")
+        wait_until(lambda: unread(streams[0]) > outbound._AT_ONCE_BYTES + MIB // 8, "its thread is sending")
+        streams[0].sendall(pack_ack(Ack(0, OK)))
+        wait_until(first.poll, "the first one is over")
+        assert first.error is None
+        assert not second.poll()
     region.close()
 
 

@@ -31,7 +31,6 @@ from pdx.transports.channel import (
     Region,
     RemoteRegion,
     Transfer,
-    check_on_host,
     check_write,
 )
 from pdx.transports.sessions import Session, SessionListener
@@ -97,20 +96,10 @@ class CarrierTransfer(Transfer):
     def __init__(self, head: Head) -> None:
         self.head = head
         self.is_aborted = False
-        self._is_over = False
-
-    def poll(self) -> bool:
-        """See `Transfer.poll`."""
-        return self._is_over
 
     def abort(self) -> None:
         """See `Transfer.abort`: a write that has begun runs on."""
         self.is_aborted = True
-
-    def finish(self, error: ChannelError | None) -> None:
-        """It is over. `error` first: who sees that it is over may look at it."""
-        self.error = error
-        self._is_over = True
 
 
 class CarrierChannel(Channel):
@@ -122,8 +111,7 @@ class CarrierChannel(Channel):
         self._remote_nbytes = remote_nbytes
         self._wake = wake
         self._writes: SimpleQueue[CarrierTransfer | None] = SimpleQueue()
-        self._lock = threading.Lock()  # guards is_open, and that nothing is queued behind the None of `close`
-        self.is_open = True
+        self._lock = threading.Lock()  # guards is_closed, and that nothing is queued behind the None of `close`
         self._thread = threading.Thread(target=self._run, name="carrier-write", daemon=True)
         self._thread.start()
 
@@ -132,18 +120,18 @@ class CarrierChannel(Channel):
         check_write(pieces, notify, self._memory.nbytes, self._remote_nbytes)
         transfer = CarrierTransfer(Head(list(pieces), notify))
         with self._lock:
-            if self.is_open:
-                self._writes.put(transfer)
-            else:
+            if self.is_closed:
                 transfer.finish(ChannelBroken("the channel is closed"))
+            else:
+                self._writes.put(transfer)
         return transfer
 
     def close(self) -> None:
         """See `Channel.close`. What is queued fails, because the stream is shut."""
         with self._lock:
-            was_open, self.is_open = self.is_open, False
+            was_closed, self.is_closed = self.is_closed, True
         shut(self._stream)
-        if was_open:
+        if not was_closed:
             self._writes.put(None)
         self._thread.join()
         self._stream.close()
@@ -177,8 +165,7 @@ class CarrierListener(SessionListener):
     """Accepts streams; a thread for each receives straight into the memory."""
 
     def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
-        super().__init__(memory.nbytes, wake)
-        self._memory = memory
+        super().__init__(memory, wake)
         self._name = secrets.token_hex(16)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._server.bind(f"\0carrier-{self._name}")
@@ -294,14 +281,6 @@ class CarrierRegion(Region):
     # Another user of this host could take a dead listener's name, be told the token and use it elsewhere.
     is_authenticated: ClassVar[bool] = False
 
-    def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
-        self._memory = memory
-        self._wake = wake
-        self._lock = threading.Lock()  # guards all below
-        self._listener: CarrierListener | None = None
-        self._channels: list[CarrierChannel] = []
-        self._is_open = True
-
     @classmethod
     def availability(cls) -> Availability:
         """On Linux."""
@@ -309,30 +288,13 @@ class CarrierRegion(Region):
             return Availability(False, "this is not Linux", "use tcp")
         return Availability(True)
 
-    @classmethod
-    def register(
-        cls, memory: Memory, *, host: str = "127.0.0.1", wake: Callable[[], None] = lambda: None
-    ) -> CarrierRegion:
-        """See `Region.register`; `host` does not matter."""
-        check_on_host(memory, cls.scheme)
-        return cls(memory, wake)
+    def _listening(self) -> CarrierListener:
+        try:
+            return CarrierListener(self.memory, self.wake)
+        except OSError as error:
+            raise ChannelUnavailable(f"cannot listen: {error}") from error
 
-    def listen(self) -> CarrierListener:
-        """See `Region.listen`."""
-        with self._lock:
-            if not self._is_open:
-                raise ChannelUnavailable("the region is closed")
-            if self._listener is None:
-                try:
-                    self._listener = CarrierListener(self._memory, self._wake)
-                except OSError as error:
-                    raise ChannelUnavailable(f"cannot listen: {error}") from error
-            return self._listener
-
-    def connect(
-        self, remote: RemoteRegion, *, timeout_s: float = 5.0, wake: Callable[[], None] | None = None
-    ) -> CarrierChannel:
-        """See `Region.connect`."""
+    def _connected(self, remote: RemoteRegion, timeout_s: float, wake: Callable[[], None]) -> CarrierChannel:
         name = self._name_of(remote)
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -345,29 +307,10 @@ class CarrierRegion(Region):
         except OSError as error:
             stream.close()
             raise ChannelBroken(f"carrier: {error}") from error
-        channel = CarrierChannel(stream, self._memory, remote.nbytes, wake or self._wake)
-        with self._lock:
-            self._channels = [each for each in self._channels if each.is_open] + [channel]
-            is_open = self._is_open
-        if not is_open:
-            channel.close()
-            raise ChannelBroken("the region is closed")
-        return channel
-
-    def close(self) -> None:
-        """See `Region.close`."""
-        with self._lock:
-            self._is_open = False
-            channels, listener = self._channels, self._listener
-        for channel in channels:
-            channel.close()
-        if listener is not None:
-            listener.close()
+        return CarrierChannel(stream, self.memory, remote.nbytes, wake)
 
     def _name_of(self, remote: RemoteRegion) -> str:
         """What a peer says of itself is a stranger's word: typed, bounded, and checked."""
-        if remote.scheme != self.scheme:
-            raise ChannelUnavailable(f"a region of scheme {remote.scheme!r} cannot be reached over {self.scheme}")
         try:
             address = msgspec.msgpack.decode(remote.detail, type=Address)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:

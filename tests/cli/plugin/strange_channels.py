@@ -79,8 +79,7 @@ class Copying(Region):
 
     @classmethod
     def register(cls, memory, *, host="127.0.0.1", wake=lambda: None):
-        region = cls()
-        region.memory = memory
+        region = cls(memory, host, wake)
         region.mailbox = None
         return region
 

@@ -43,9 +43,8 @@ class FlippingRegion(InprocRegion):
     scheme: ClassVar[str] = "flipping"
     crosses_wire: ClassVar[bool] = True
 
-    def __init__(self, memory, wake):
-        super().__init__(memory, wake)
-        self._listener = FlippingListener(memory, wake)
+    def _listening(self):
+        return FlippingListener(self.memory, self.wake)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class SlowRegion(InprocRegion):
     def register(cls, memory, *, host="127.0.0.1", wake=lambda: None):
         OPENING.set()
         assert GO_ON.wait(10)
-        return cls(memory, wake)
+        return cls(memory, host, wake)
 
     def close(self):
         CLOSED.append(self.scheme)

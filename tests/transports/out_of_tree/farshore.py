@@ -13,6 +13,5 @@ class FarshoreListener(InprocListener):
 class FarshoreRegion(InprocRegion):
     scheme = "farshore"
 
-    def __init__(self, memory, wake):
-        super().__init__(memory, wake)
-        self._listener = FarshoreListener(memory, wake)
+    def _listening(self):
+        return FarshoreListener(self.memory, self.wake)
