@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdx.bench.harness import plot_style as style
 from pdx.bench.harness.plot_style import CHANNELS, Look, Sheet
-from pdx.cli.status import size
+from pdx.cli.tables import size
 
 if TYPE_CHECKING:
     from pdx.bench.channels.measure import Row

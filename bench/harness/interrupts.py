@@ -142,6 +142,14 @@ class Steps:
             self.say(f"[{self._at + 1}/{self._total}] {name}")
         self._at += 1
 
+    def took(self, line: str) -> None:
+        """A step is over, and gave what `line` says."""
+        self._at += 1
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=line, completed=self._at)
+        else:
+            self.say(line)
+
     def skip(self, count: int) -> None:
         """The next `count` steps are not taken."""
         self._at += count

@@ -12,7 +12,7 @@ from pdx.bench.store import lookups, tiers
 from pdx.bench.store.engine_memory import Load
 from pdx.bench.store.lookups import IndexRow
 from pdx.bench.store.tiers import Row
-from pdx.cli.status import size
+from pdx.cli.tables import size
 from pdx.errors import ConfigError, PdxError
 
 

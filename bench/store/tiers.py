@@ -26,7 +26,7 @@ from pdx.bench.harness.nodes import TO, end, node_pair
 from pdx.bench.harness.report import significant
 from pdx.bench.harness.timing import Spread, spread
 from pdx.bench.store.engine_memory import EngineMemory, Load
-from pdx.cli.status import size
+from pdx.cli.tables import size
 from pdx.client.api import Node, connect
 from pdx.config import NodeConfig
 from pdx.cuda.gpu import why_no_gpu

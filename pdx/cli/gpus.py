@@ -22,7 +22,7 @@ import msgspec
 
 from pdx.cli.findings import FindingName
 from pdx.cli.machine import Fact
-from pdx.cli.status import size
+from pdx.cli.tables import size
 from pdx.errors import GpuError
 from pdx.transports.channel import Memory
 from pdx.transports.registry import FOR_GPUS, find

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pdx.cli.findings import FindingName
-from pdx.cli.status import size
+from pdx.cli.tables import size
 
 SHM = Path("/dev/shm")
 DEFAULT_ARENA_BYTES = 4 << 30

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
 import click
 
-from pdx.cli.lazy_group import LazyGroup
 from pdx.errors import PdxError
 
+# Where each command is, in the order in which `--help` lists them.
 COMMANDS = {
     "up": "pdx.cli.up:up",
     "serve": "pdx.cli.serve:serve",
@@ -14,15 +18,31 @@ COMMANDS = {
     "proxy": "pdx.cli.proxy:proxy",
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",
-    "bench": "pdx.cli.bench:bench",
+    "bench": "pdx.cli.main:bench",
     "plan": "pdx.cli.plan:plan",
+}
+BENCHES = {
+    "breakdown": "pdx.cli.bench_breakdown:breakdown",
+    "transfer": "pdx.cli.bench:transfer",
+    "store": "pdx.cli.bench:store",
+    "proxy": "pdx.cli.bench:proxy",
+    "serve": "pdx.cli.bench_serve:serve",
 }
 
 
-class Commands(LazyGroup):
-    """The subcommands of `pdx`."""
+class LazyGroup(click.Group):
+    """Its commands are imported when they are needed, so that `pdx node` does not load the proxy."""
 
-    where = COMMANDS
+    def __init__(self, *args: Any, where: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._where = where
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._where)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module, _, name = self._where.get(cmd_name, "").partition(":")
+        return getattr(import_module(module), name) if module else None
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -31,7 +51,7 @@ class Commands(LazyGroup):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=Commands)
+@click.group(cls=LazyGroup, where=COMMANDS)
 @click.version_option(package_name="pdx-transport", prog_name="pdx")
 def main() -> None:
     """PDX moves the KV cache of LLM engines: from prefill to decode, and from engines to memory for reuse.
@@ -39,6 +59,19 @@ def main() -> None:
     \b
     The quickest start:  pdx up MODEL
     Part by part:        pdx node;  pdx serve prefill MODEL;  pdx serve decode MODEL;  pdx proxy
+    """
+
+
+@click.group(cls=LazyGroup, where=BENCHES)
+def bench() -> None:
+    """Measure: a handoff part by part beside vLLM's own, channels, the store, the proxy, and a whole service.
+
+    \b
+    Where does a request's time go?      pdx bench breakdown
+    How fast is each channel here?       pdx bench transfer
+    And the tiers of the store?          pdx bench store
+    What does the proxy cost?            pdx bench proxy
+    How does a running service do?       pdx bench serve --url http://127.0.0.1:8000
     """
 
 

@@ -2,53 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
+import msgspec
+from rich.console import Console
+from rich.live import Live
 
-from pdx.cli.options import node_options
-from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, parse
-from pdx.errors import ConfigError
+from pdx.cli.options import node_options, option
+from pdx.cli.tables import size, view
+from pdx.client.connection import Connection
+from pdx.config import NodeConfig, NodeOptions, default_node, default_proxy, parse, socket_path
+from pdx.errors import ConfigError, NodeError, NodeUnavailable
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
+from pdx.wire.messages import VERSION, AttachedStatus, Hello, NodeStatus, Status
+
+PATIENCE_S = 30.0
+ANSWER_S = 5.0
 
 
 @click.command()
-@click.option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
+@option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
 @node_options
-@click.option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
-@click.option("--name", default="", help="What peers and the proxy call it. [default: made from host and address]")
-@click.option("--listen", default="", metavar="ADDRESS", help="Where peers connect. [default: a socket on this host]")
-@click.option("--roster", default="", metavar="FILE", help="Names the peers, their addresses and public keys.")
-@click.option("--keys", default="", metavar="FILE", help="Secret key made by pdx keygen; needed beyond this host.")
-@click.option(
+@option("--proxy", help="Where the proxy listens; '' for none. [default: $PDX_PROXY, else this user's]")
+@option("--name", default="", help="What peers and the proxy call it. [default: made from host and address]")
+@option("--listen", default="", metavar="ADDRESS", help="Where peers connect. [default: a socket on this host]")
+@option("--roster", default="", metavar="FILE", help="Names the peers, their addresses and public keys.")
+@option("--keys", default="", metavar="FILE", help="Secret key made by pdx keygen; needed beyond this host.")
+@option(
     "--channel",
     "channels",
     multiple=True,
     metavar="SCHEME",
     help="Use this channel to peers; repeated: the first that works. [default: the fastest; pdx doctor lists them]",
 )
-@click.option(
+@option(
     "--trusted-network",
     is_flag=True,
     help="Choose also among channels that do not authenticate who writes (nixl, ucx): whoever reaches this host may.",
 )
-@click.option(
+@option(
     "--digests",
     default="wire",
-    show_default=True,
     type=click.Choice(["wire", "always", "never"]),
     help="Check what arrives from peers: what came over a wire, everything, or nothing.",
 )
-@click.option("--exit-when-idle", type=float, default=0.0, metavar="SECONDS", help="End when nobody is attached.")
-@click.option("--status", is_flag=True, help="Show the state of the running node and exit.")
-@click.option("--json", "as_json", is_flag=True, help="With --status: one JSON object.")
-@click.option("--watch", is_flag=True, help="With --status: refresh every second until Ctrl-C.")
-@click.option("--stop", is_flag=True, help="End the running node, and wait until its memory is free.")
-@click.option("--force", is_flag=True, help="With --stop: also while engines are attached.")
+@option("--exit-when-idle", type=float, default=0.0, metavar="SECONDS", help="End when nobody is attached.")
+@option("--status", is_flag=True, help="Show the state of the running node and exit.")
+@option("--json", "as_json", is_flag=True, help="With --status: one JSON object.")
+@option("--watch", is_flag=True, help="With --status: refresh every second until Ctrl-C.")
+@option("--stop", is_flag=True, help="End the running node, and wait until its memory is free.")
+@option("--force", is_flag=True, help="With --stop: also while engines are attached.")
 def node(
     address: str | None,
     proxy: str | None,
@@ -67,9 +79,7 @@ def node(
     if force and not stop:
         raise click.UsageError("--force goes with --stop")
     if stop:
-        from pdx.cli.stop import stop as stop_node
-
-        click.echo(stop_node(address, force=force))
+        click.echo(end_node(address, force=force))
         return
     if status:
         _show(address, as_json=as_json, watch=watch)
@@ -98,26 +108,73 @@ def check_channels(channels: Sequence[str]) -> None:
 
 
 def _show(address: str, *, as_json: bool, watch: bool) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    from pdx.cli.status import as_object, view, without_self
+    """Show the status of the node at `address`: once, or every second until Ctrl-C."""
     from pdx.client.api import connect
 
-    with connect(address) as attached:
+    with connect(address) as attached, contextlib.suppress(KeyboardInterrupt):
+        status = without_self(attached.status())
         if as_json:
-            while True:
-                click.echo(as_object(without_self(attached.status())))
-                if not watch:
-                    return
+            click.echo(as_object(status))
+            while watch:
                 time.sleep(1.0)
-        if not watch:
-            Console().print(view(without_self(attached.status()), address))
-            return
-        try:
-            with Live(view(without_self(attached.status()), address), screen=sys.stdout.isatty()) as live:
+                click.echo(as_object(without_self(attached.status())))
+        elif not watch:
+            Console().print(view(status, address))
+        else:
+            with Live(view(status, address), screen=sys.stdout.isatty()) as live:
                 while True:
                     time.sleep(1.0)
                     live.update(view(without_self(attached.status()), address), refresh=True)
-        except KeyboardInterrupt:
-            return
+
+
+def without_self(status: NodeStatus) -> NodeStatus:
+    """`status` without the process that asked for it: its session of this process that was heard last."""
+    own = [one for one in status.attached if one.pid == os.getpid() and one.kind == "client"]
+    asked = min(own, key=lambda one: one.silent_s, default=None)
+    return msgspec.structs.replace(status, attached=[one for one in status.attached if one is not asked])
+
+
+def as_object(status: NodeStatus) -> bytes:
+    """The same as one JSON object; on the wire it is an array."""
+    return msgspec.json.encode({name: getattr(status, name) for name in status.__struct_fields__})
+
+
+def end_node(address: str, *, force: bool, patience_s: float = PATIENCE_S) -> str:
+    """End the node at `address`, and wait until its process, its socket and its arena are gone; says what was ended.
+
+    `force`: also where engines are attached, which go on without PDX.
+
+    :raises NodeUnavailable: no node answers there.
+    :raises NodeError: engines are attached, or it does not end.
+    """
+    with Connection(address, Hello(VERSION, os.getpid(), "client", name="pdx node --stop")) as node:
+        if not node.attach(ANSWER_S):
+            raise NodeUnavailable(f"no node answers at {address} within {ANSWER_S:g} s")
+        answer = node.call(Status(), ANSWER_S)
+        assert isinstance(answer, NodeStatus)
+        status, arena = without_self(answer), node.arena.path
+        engines = [one for one in status.attached if one.kind != "client"]
+        if engines and not force:
+            raise NodeError(
+                f"engines are attached to the node at {address}: {_listed(engines)}; --force ends it anyway"
+            )
+        pidfd = os.pidfd_open(status.pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        if not select.select([pidfd], [], [], patience_s)[0]:
+            raise NodeError(f"process {status.pid} has not ended within {patience_s:g} s; see its log, or kill it")
+    finally:
+        os.close(pidfd)
+    left = [str(path) for path in (socket_path(address), arena) if path.exists()]
+    if left:
+        raise NodeError(f"process {status.pid} ended and left {' and '.join(left)} behind")
+    held = f"{size(status.arena_bytes)} of memory and {sum(status.chunks.values()):,} chunks"
+    others = f"; still attached were {_listed(status.attached)}" if status.attached else ""
+    return f"the node at {address} (process {status.pid}) has ended, with {held}{others}"
+
+
+def _listed(attached: Sequence[AttachedStatus]) -> str:
+    """Up to eight of them by name."""
+    names = [f"{one.kind} {one.engine[:8] or one.name} (process {one.pid})" for one in attached]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

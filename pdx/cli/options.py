@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
 else:
     _ParamType = click.ParamType  # generic in newer versions of click only
+
+
+option = partial(click.option, show_default=True)
+FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 class Listed(_ParamType):
@@ -67,7 +73,7 @@ _OF_NODES = (
         metavar="WHICH",
         help="Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. Repeatable, or a list: 0,1.",
     ),
-    click.option("--gpu-arena", default="4GiB", show_default=True, metavar="SIZE", help="Of each GPU."),
+    option("--gpu-arena", default="4GiB", metavar="SIZE", help="Of each GPU."),
     click.option("--disk", default="", metavar="FOLDER", help="Keep chunks there, too, also when the node ends."),
     click.option(
         "--disk-limit",
@@ -76,10 +82,9 @@ _OF_NODES = (
         metavar="SIZE",
         help="The most that they take of that disk.",
     ),
-    click.option(
+    option(
         "--numa",
         default="auto",
-        show_default=True,
         metavar="auto|none|N",
         help="NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they have the same.",
     ),
@@ -94,8 +99,8 @@ _OF_NODES = (
 
 def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that starts a node: `pdx.config.NodeOptions`, as keywords of those names."""
-    for option in reversed(_OF_NODES):
-        command = option(command)
+    for each in reversed(_OF_NODES):
+        command = each(command)
     return command
 
 

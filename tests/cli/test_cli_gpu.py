@@ -18,7 +18,7 @@ from rich.console import Console
 from pdx.cli import doctor, gpus
 from pdx.cli.machine import Fact
 from pdx.cli.main import main
-from pdx.cli.status import view
+from pdx.cli.tables import view
 from pdx.config import NodeConfig
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.wire.messages import NodeStatus

@@ -16,8 +16,8 @@ from node_harness import arenas_of
 from rich.console import Console
 
 from pdx.cli.main import COMMANDS, main
-from pdx.cli.status import as_object, duration, size, view
-from pdx.cli.stop import stop
+from pdx.cli.node import as_object, end_node
+from pdx.cli.tables import duration, size, view
 from pdx.client.api import connect
 from pdx.config import NodeOptions
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
@@ -82,7 +82,7 @@ def test_force_without_stop_is_a_usage_error():
 
 def test_a_node_that_does_not_end_is_named(node):
     with pytest.raises(NodeError, match=f"process {node.pid} has not ended"):
-        stop(node.address, force=False, patience_s=0.0)
+        end_node(node.address, force=False, patience_s=0.0)
 
 
 def test_status_as_tables(node):

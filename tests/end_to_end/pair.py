@@ -90,9 +90,9 @@ class Pair:
 
     def serve(self, role: str, core: int) -> Server:
         (port,) = free_ports(1)
-        options = ["--node", self.configs[role].address, "--arena", str(ARENA_BYTES), "--proxy", self.control]
-        if self.is_wired:
-            options.append("--no-start-node")  # an engine could not know its name and channel
+        options = ["--node", self.configs[role].address, "--proxy", self.control]
+        # An engine could not know a wired node's name and channel.
+        options += ["--no-start-node"] if self.is_wired else ["--arena", str(ARENA_BYTES)]
         command = [sys.executable, "-m", "pdx.cli.main", "serve", role, str(self.model), *options]
         env = {**ENGINE_ENV, "VLLM_CPU_OMP_THREADS_BIND": str(core)}
         return Server([*command, "--port", str(port), *ENGINE_FLAGS], port, self.workplace / f"{role}.log", env)

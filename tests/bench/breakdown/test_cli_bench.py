@@ -23,9 +23,8 @@ from pdx.bench.channels import transfer
 from pdx.bench.harness.report import machine
 from pdx.bench.store import memcpy
 from pdx.bench.systems.system import Bed
-from pdx.cli.bench import BENCHES
 from pdx.cli.bench_breakdown import room_for_engines
-from pdx.cli.main import main
+from pdx.cli.main import BENCHES, main
 
 PROGRAM = Path(__file__).with_name("breakdown_program.py")
 SMALL = ["--tokens", "20,50", "--concurrency", "1,2", "--rounds", "2", "--warmups", "1", "--output-tokens", "4"]

@@ -20,7 +20,7 @@ from pdx.bench.channels import trial as channel_trial
 from pdx.bench.channels.measure import MEMCPY, Row
 from pdx.bench.channels.transfer import Result, Run, view
 from pdx.bench.channels.trial import Missing
-from pdx.cli.bench_transfer import Teller
+from pdx.bench.harness.interrupts import Steps
 from pdx.cli.main import main
 
 pytestmark = pytest.mark.timeout(180)  # half a dozen processes that import much, on machines that may be busy
@@ -140,7 +140,7 @@ def test_a_second_signal_does_not_disturb_the_end(tmp_path, monkeypatch):
         real(path, *args, **kwargs)
         removed.append(path)
 
-    monkeypatch.setattr(Teller, "tell", lambda self, scheme, message: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Steps, "took", lambda self, line: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(channel_trial.shutil, "rmtree", disturbed)
     monkeypatch.setattr(Run, "draw", lambda self, path: None)  # which leaves fonts open
     options = ["--channel", "tcp", "--no-raw", "--sizes", "4KiB", "--in-flight", "1", "--repeats", "1"]

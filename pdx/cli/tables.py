@@ -1,0 +1,104 @@
+"""How the commands show what they know: tables, sizes and durations; and a node's whole status on one page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdx.wire.messages import NodeStatus
+
+_WIDTH = 150  # of tables that are not on a terminal
+
+
+def table(
+    title: str, columns: Iterable[str], rows: Iterable[Iterable[RenderableType]], *, header: bool = True
+) -> Table:
+    """Columns whose name begins with ">" hold numbers. Text of others is no markup, and is folded, not cut."""
+    made = Table(title=title, title_justify="left", show_header=header)
+    for name in columns:
+        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return made
+
+
+def console() -> Console:
+    """For results, on standard output."""
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+
+
+def size(nbytes: int) -> str:
+    """`nbytes` with a binary unit, three digits or so."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, without leading zeros."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def view(status: NodeStatus, address: str) -> RenderableType:
+    """Everything in `status` on one page."""
+    attached = [
+        (one.engine[:8] or one.name, one.kind, str(one.shard), one.role, one.url, str(one.pid), str(one.running))
+        + (f"{one.silent_s:.1f} s",)
+        for one in sorted(status.attached, key=lambda a: (a.engine, a.kind, a.shard, a.pid))
+    ]
+    apart = [Text(f"engine {one.engine} shares no chunks {one.unshared}") for one in status.attached if one.unshared]
+    chunks = [(state, str(count), size(status.chunk_bytes.get(state, 0))) for state, count in status.chunks.items()]
+    counters = [
+        (name, size(value) if name.endswith("bytes") else f"{value:,}")
+        for name, value in sorted(status.counters.items())
+    ]
+    return Group(
+        _head(status, address),
+        table("attached", ("engine", "kind", ">shard", "role", "url", ">pid", ">running", ">silent"), attached),
+        *apart,
+        *([_peers(status)] if status.peers else []),
+        table("chunks", ("state", ">chunks", ">bytes"), chunks),
+        table("counters", ("name", ">value"), counters, header=False),
+    )
+
+
+def _head(status: NodeStatus, address: str) -> Text:
+    used = status.arena_bytes - status.free_bytes
+    share = used / status.arena_bytes if status.arena_bytes else 0.0
+    place = f" on {status.gpu}" if status.gpu and len(status.arenas) < 2 else ""
+    disk = status.disk
+    return Text.assemble(
+        ("node ", "bold"),
+        f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
+        f"peers connect to {status.listen}\n" if status.listen else "",
+        f"arena {size(status.arena_bytes)}{place}, used {size(used)} ({share:.0%}); "
+        f"{status.leases} leases, {status.pins} pins ({size(status.pinned_bytes)}), "
+        f"{status.transfers} transfers under way",
+        f"; {status.mapped} blocks of GPU memory mapped" if status.mapped else "",
+        *(
+            f"\n  {f'GPU {one.gpu}' if one.gpu else 'host memory'}: {size(one.total_bytes)}, "
+            f"used {size(one.total_bytes - one.free_bytes)}"
+            for one in (status.arenas if len(status.arenas) > 1 else [])
+        ),
+        f"\ndisk {disk.folder}: {disk.chunks} chunks, {size(disk.used_bytes)} of {size(disk.limit_bytes)}"
+        if disk
+        else "",
+    )
+
+
+def _peers(status: NodeStatus) -> Table:
+    rows = []
+    for peer in sorted(status.peers, key=lambda p: p.name):
+        rates = " ".join(f"{scheme} {rate:.2f}" for scheme, rate in sorted(peer.rates.items()))
+        counts = (str(peer.pushes), str(peer.landing), size(peer.sent_bytes), size(peer.landed_bytes))
+        rows.append((peer.name, peer.state, peer.channel, rates, *counts, peer.why))
+    return table("peers", ("peer", "link", "channel", "GB/s", ">pushes", ">landing", ">sent", ">landed", "why"), rows)
