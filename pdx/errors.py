@@ -111,11 +111,14 @@ class TransferAborted(ChannelError):
 
 
 class TierError(PdxError):
-    """A tier could not store or load a chunk. `kind` is one word, by which such errors are counted."""
+    """A tier could not store or load a chunk. `kind` is one word, by which such errors are counted; `is_left`: what was
+    stored in part could not be removed.
+    """
 
-    def __init__(self, text: str, kind: str) -> None:
+    def __init__(self, text: str, kind: str, *, is_left: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
+        self.is_left = is_left
 
 
 class GpuError(PdxError):

@@ -84,7 +84,7 @@ class Bed:
 
     def write(self) -> None:
         chunks = [SimpleNamespace(slot=slot, layers=LAYERS) for slot in self._slots]
-        copy: Any = SimpleNamespace(number=1, keys=self._keys, shards=1, chunks=chunks, layout=b"")
+        copy: Any = SimpleNamespace(number=1, keys=self._keys, shards=1, chunks=chunks)
         self.tier.admit(copy)
         self._run(self.tier.store)
         self.tier.over(copy)

@@ -29,16 +29,17 @@ from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.layout import slice_span
 from pdx.store.tier import Part
-from pdx.wire.messages import MAX_LAYERS, Bytes, Key, LayerCount, Layout, Shard
+from pdx.wire.messages import MAX_LAYERS, Bytes, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096  # of a chunk with fewer than about 500 slices; more slices need whole further blocks
 WHOLE, PARTIAL = ".chunk", ".partial"
 _DIGEST_BYTES = 8
 _MAX_BODY_BYTES = _DIGEST_BYTES * MAX_LAYERS + 256
 _PREFIX = struct.Struct("<8sIIQ")
 _GROUP_BYTES = 8 << 20  # read or written by one system call; a job can end between two
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 _NAME = re.compile(r"([0-9a-f]{2})([0-9a-f]{30})-([0-9]{1,6})(\.chunk|\.partial)")
 _INLINE_BLOCKS = 4  # a file of so few blocks needs no block that says where they are …
 _LISTED_BLOCKS = 340  # … and a larger one needs at most one for so many of them
@@ -49,7 +50,15 @@ _WRITE_KINDS = {
     errno.EPERM: "denied",
     errno.EROFS: "read_only",
 }
-_READ_KINDS = {errno.ENOENT: "missing", errno.EACCES: "denied", errno.EPERM: "denied", errno.ELOOP: "corrupt"}
+_READ_KINDS = {
+    errno.ENOENT: "missing",
+    errno.EACCES: "denied",
+    errno.EPERM: "denied",
+    errno.ELOOP: "corrupt",
+    errno.EMFILE: "exhausted",
+    errno.ENFILE: "exhausted",
+    errno.ENOMEM: "exhausted",
+}
 Over = Callable[[], bool]
 
 
@@ -60,7 +69,6 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     shard: Shard
     nbytes: Bytes
     layers: LayerCount
-    layout: Layout  # for whoever looks at the file; what is a hit is decided by the key, which is made from it, too
     digests: Annotated[bytes, Meta(max_length=_DIGEST_BYTES * MAX_LAYERS)]
 
 
@@ -84,19 +92,26 @@ def path_of(root: Path, key: bytes, shard: int) -> Path:
 
 
 def listed(root: Path) -> list[Path]:
-    """All files in the folders, those that were used last first.
+    """All files in the tier's folders, those that were used last first.
 
     :raises OSError: they cannot be listed.
     """
     times: list[tuple[int, str]] = []
-    for folder in [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]:
-        with os.scandir(folder) as entries:
-            times += [(entry.stat(follow_symlinks=False).st_mtime_ns, entry.path) for entry in entries]
+    with os.scandir(root) as folders:  # a disk's own `lost+found` is none of them
+        names = [each.path for each in folders if _FOLDER.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    for name in names:
+        with os.scandir(name) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+                    times.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
     return [Path(path) for _, path in sorted(times, reverse=True)]
 
 
 def salvage(path: Path) -> tuple[Header | None, TierError | None, int]:
-    """What a file from before says of itself, or why it is of no use; the bytes of one that should go and cannot."""
+    """What a file from before says of itself, or why it is of no use; the bytes of one of no use that stays.
+
+    One of no use is removed, if it is not the process that cannot read it.
+    """
     match = _NAME.fullmatch(path.name)
     if match is None or match[1] != path.parent.name:
         return None, TierError(f"{path} is no tier's", "foreign"), 0
@@ -107,38 +122,52 @@ def salvage(path: Path) -> tuple[Header | None, TierError | None, int]:
     except TierError as error:
         why = error
     try:
-        remove(path)
+        if why.kind != "exhausted":
+            remove(path)
+            return None, why, 0
     except TierError:
+        pass
+    try:
         return None, why, path.lstat().st_blocks * 512
-    return None, why, 0
+    except OSError:  # somebody else has removed it
+        return None, why, 0
 
 
-def write(path: Path, part: Part, arena: Arena, layout: bytes, is_over: Over) -> None:
+def write(path: Path, part: Part, arena: Arena, is_over: Over) -> None:
     """Copy a whole chunk from an arena to its file.
 
-    :raises TierError: it could not be written, or `is_over`; no file is left.
+    :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
     """
-    partial = path.with_suffix(PARTIAL)
+    partial, is_left = path.with_suffix(PARTIAL), False
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _write(fd, part, arena, layout, is_over)
+            _write(fd, part, arena, is_over)
             os.rename(partial, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
+            is_left = not _is_gone(partial)
             raise
         finally:
             os.close(fd)
     except OSError as error:
         kind = _WRITE_KINDS.get(error.errno or 0, "write_failed")
-        raise TierError(f"{path} cannot be written: {error.strerror}", kind) from error
+        raise TierError(f"{path} cannot be written: {error.strerror}", kind, is_left=is_left) from error
     except StaleSlot as error:
-        raise TierError(f"{path} is not written: {error}", "stale") from error
+        raise TierError(f"{path} is not written: {error}", "stale", is_left=is_left) from error
+    except TierError as error:
+        raise TierError(str(error), error.kind, is_left=is_left) from error
 
 
-def _write(fd: int, part: Part, arena: Arena, layout: bytes, is_over: Over) -> None:
+def _is_gone(path: Path) -> bool:
+    try:
+        remove(path)
+    except TierError:
+        return False
+    return True
+
+
+def _write(fd: int, part: Part, arena: Arena, is_over: Over) -> None:
     slot, start = part.slot, _header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     arena.check(slot)
@@ -150,7 +179,7 @@ def _write(fd: int, part: Part, arena: Arena, layout: bytes, is_over: Over) -> N
             digests += xxhash.xxh3_64_digest(data[offset : offset + count])
         _write_all(fd, data, start + first)
     arena.check(slot)
-    header = Header(part.key, part.shard, slot.nbytes, part.layers, layout, bytes(digests))
+    header = Header(part.key, part.shard, slot.nbytes, part.layers, bytes(digests))
     _write_all(fd, memoryview(_encoded(header, start)), 0)
 
 

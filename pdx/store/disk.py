@@ -2,13 +2,16 @@
 
 The control loop owns the index, which says what is on the disk and in which order it was used, and the account of the
 bytes. A few threads read, write and remove the files (`pdx.store.chunk_file`) and post what became of it. Loads go
-first; one thread is left for them whatever is to be stored.
+first; one thread is left for them whatever is to be stored or removed.
 
     <root>/<two hex digits>/<key>-<shard>.chunk
 
 The account counts what may be on the disk: files, files that are being written, and files until they are removed. It
 never exceeds the cap: a file is begun when there is room for all of it, if need be in place of the files that were not
 used for longest, which the same thread removes first. Until all files from before are counted nothing is stored.
+
+What was forgotten, or is broken, is never found again, also where its file cannot be removed: a client's name says
+nothing of the bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pdx.config import private_folder
 from pdx.errors import ConfigError, TierError
@@ -46,11 +50,16 @@ FULL_S = 60.0
 JOIN_S = 10.0
 _BATCH = 256
 _DISK_FAULTS = ("full", "denied", "read_only", "write_failed")
-_BROKEN = ("corrupt", "truncated", "outdated", "read_failed")  # what a file is that is of no use to anybody
+_NOT_OF_THE_FILE = ("exhausted", "failed")  # why a load fails though its file may be good
+_LEFT_OUT = {
+    "not_counted": "the files from before are not counted yet",
+    "paused": "writes failed, and none are tried for some seconds",
+    "too_large": "a chunk is larger than all of the cap",
+    "busy": "all files that could make room are being written or removed",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
+class _File(msgspec.Struct, frozen=True):
     """One file. `charge`: bytes of the cap."""
 
     key: bytes
@@ -60,20 +69,23 @@ class _File:
     charge: int
 
 
-@dataclass(eq=False, slots=True)
-class _Task:
-    """Work for a thread: a job, or only files to remove. The thread sets `gone` and `error`."""
+class _Task(msgspec.Struct, eq=False):
+    """Work for a thread: a job, or only files to remove. The thread sets `left` and `error`."""
 
     job: Job | None = None
     is_load: bool = False
-    layout: bytes = b""
     victims: Sequence[_File] = ()  # to be removed first
     hold: int = 0  # bytes of the cap that are its own until it is over
     charge: int = 0  # of these, what its file takes
     is_cancelled: bool = False
-    is_doomed: bool = False  # its file is to be removed as soon as it is there; or its victims are forgotten
-    gone: list[_File] = field(default_factory=list)
+    forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
+    left: list[_File] = msgspec.field(default_factory=list)  # victims that could not be removed
     error: TierError | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the copy; 0: none."""
+        return self.job.number if self.job is not None else 0
 
     @property
     def part(self) -> Part:
@@ -114,23 +126,30 @@ class DiskTier(Tier):
         self._faults = Faults(counters, clock)
         self._clock = clock
         self._index: OrderedDict[bytes, dict[int, _File]] = OrderedDict()  # by shard; what was used last is at the end
-        self._charged = 0  # bytes that may be on the disk …
-        self._leaving = 0  # … and of these, those of files that are to be removed in place of no other
-        self._busy: dict[tuple[bytes, int], _Task | None] = {}  # files that are being written, or removed (None)
+        self.num_chunks = 0  # that can be found, each shard counted
+        self.used_bytes = 0  # of the cap: what may be on the disk …
+        self._leaving = 0  # … and of that, files that are to be removed in place of no other
+        self._found_bytes = 0  # … and files that can be found
+        self._stuck: dict[tuple[bytes, int], int] = {}  # … and what cannot be found, nor removed: until it is replaced
+        self._busy: dict[bytes, dict[int, _Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
-        self._under_way: dict[_Task, None] = {}
-        self._admitted: dict[int, tuple[bytes, set[bytes]]] = {}  # a layout, and keys to be forgotten since
+        self._under_way: dict[int, dict[_Task, None]] = {}  # by copy
+        self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
+        self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
+        self._places = itertools.count(1)
         self._errors = 0  # writes that failed since the last one that did not
         self._paused_until = 0.0
+        self._blind_until = 0.0  # nothing is found until then
         self._reached = limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
         self._reached_until = 0.0
         self.is_counted = False  # whether the index has all files
+        self._is_scanning = True
         self._evicted_meanwhile: set[bytes] = set()
         self._condition = threading.Condition()  # guards the next five
         self._loads: deque[_Task] = deque()
         self._removals: deque[_Task] = deque()
         self._stores: deque[_Task] = deque()
-        self._storing = 0
+        self._writing = 0  # threads that store or remove
         self._is_closing = False
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(owned(root / "tier", self._taken))
@@ -152,22 +171,17 @@ class DiskTier(Tier):
         """For `pdx node --status`."""
         return DiskStatus(str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the cap that are in use."""
-        return self._charged
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks that can be found, each shard counted."""
-        return sum(map(len, self._index.values()))
-
     # ---- the tier ---------------------------------------------------------------------------
+
+    @property
+    def takes_stores(self) -> bool:
+        """See `Tier.takes_stores`."""
+        return self.is_counted and self._clock() >= self._paused_until
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """See `Tier.find`. What is found counts as used."""
         found: list[Held] = []
-        for key in keys:
+        for key in keys if self._clock() >= self._blind_until else ():
             held = self._held(key, shards)
             if held is None:
                 break
@@ -189,77 +203,70 @@ class DiskTier(Tier):
 
     def admit(self, copy: Copy) -> Grant:
         """See `Tier.admit`."""
-        self._admitted[copy.number] = (copy.layout, set())
+        self._admitted[copy.number] = next(self._places)
         granted: list[int] = []
         for index, key in enumerate(copy.keys):
             if self._held(key, copy.shards) is not None:
                 continue
             chunks = copy.chunks[index * copy.shards : (index + 1) * copy.shards]
-            charges = [chunk_file.disk_bytes(chunk.slot.nbytes, chunk.layers) for chunk in chunks]
-            why = self._why_not(sum(charges))
-            if why:
+            charge = sum(chunk_file.disk_bytes(chunk.slot.nbytes, chunk.layers) for chunk in chunks)
+            if not self.takes_stores or charge > self.limit_bytes:
+                why = "too_large" if self.takes_stores else "paused" if self.is_counted else "not_counted"
                 self._leave_out(why, len(copy.keys) - index)
                 break
             granted.append(index)
         return Grant(granted)
 
-    def _why_not(self, charge: int) -> str:
-        if not self.is_counted:
-            return "not_counted"
-        if self._clock() < self._paused_until:
-            return "paused"
-        if charge > self.limit_bytes:
-            return "too_large"
-        return ""
-
     def _leave_out(self, why: str, chunks: int) -> None:
         self._counters[f"disk_{why}"] += chunks
-        text = {
-            "not_counted": "the files from before are not counted yet",
-            "paused": "writes failed, and none are tried for some seconds",
-            "too_large": f"a chunk is larger than all of {self.limit_bytes} bytes",
-            "busy": "all files that could make room are being written or removed",
-        }[why]
-        self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {text}")
+        self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {_LEFT_OUT[why]}")
 
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
-        part, (layout, evicted) = job.parts[0], self._admitted.get(job.number, (b"", set()))
+        part = job.parts[0]
+        is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
+        if is_forgotten or part.shard in self._index.get(part.key, {}):
+            self._post(partial(self._on_done, self.name, job, None))
+            return
+        if part.shard in self._busy.get(part.key, {}):
+            self._later.setdefault((part.key, part.shard), []).append(job)
+            return
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers)
         victims = self._room_for(charge)
-        if part.key in evicted or part.shard in self._index.get(part.key, {}):
-            self._post(partial(self._on_done, self.name, job, None))
-        elif (part.key, part.shard) in self._busy:
-            self._later.setdefault((part.key, part.shard), []).append(job)
-        elif victims is None:
+        if victims is None:
             self._leave_out("busy", 1)
             self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
-        else:
-            self._take_out(victims)
-            freed = sum(file.charge for file in victims)
-            hold = max(charge, freed)
-            self._charged += hold - freed
-            task = _Task(job, layout=layout, victims=victims, hold=hold, charge=charge)
-            self._busy[part.key, part.shard] = task
-            self._give(task, self._stores)
+            return
+        freed = sum(file.charge for file in victims)
+        task = _Task(job, victims=victims, hold=max(charge, freed), charge=charge)
+        self.used_bytes += task.hold - freed
+        self._take_out(victims, task)
+        self._busy.setdefault(part.key, {})[part.shard] = task
+        self._give(task, self._stores)
 
     def _room_for(self, charge: int) -> list[_File] | None:
         """The files that have to go first; None: there are not enough."""
         limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
-        lack = self._charged + charge - limit_bytes
-        victims: list[_File] = []
-        for files in self._index.values():
-            if lack <= 0:
-                break
-            victims += files.values()
-            lack -= sum(file.charge for file in files.values())
-        return victims if lack <= 0 else None
+        lack = self.used_bytes + charge - limit_bytes
+        return self._oldest(lack) if lack <= self._found_bytes else None
 
-    def _take_out(self, files: Iterable[_File]) -> None:
-        """These cannot be found any more; whoever calls has them removed."""
+    def _oldest(self, nbytes: int) -> list[_File]:
+        """So many bytes of files that were not used for longest."""
+        files: list[_File] = []
+        for of_key in self._index.values():
+            if nbytes <= 0:
+                break
+            files += of_key.values()
+            nbytes -= sum(file.charge for file in of_key.values())
+        return files
+
+    def _take_out(self, files: Iterable[_File], task: _Task) -> None:
+        """These cannot be found any more; `task` removes them."""
         for file in files:
             self._index.pop(file.key, None)
-            self._busy[file.key, file.shard] = None
+            self._busy.setdefault(file.key, {})[file.shard] = task
+            self.num_chunks -= 1
+            self._found_bytes -= file.charge
             self._counters["disk_removed"] += 1
 
     def load(self, job: Job) -> None:
@@ -267,129 +274,158 @@ class DiskTier(Tier):
         self._give(_Task(job, is_load=True), self._loads)
 
     def _give(self, task: _Task, queue: deque[_Task]) -> None:
-        self._under_way[task] = None
+        self._under_way.setdefault(task.number, {})[task] = None
         with self._condition:
             queue.append(task)
             self._condition.notify_all()
+        if self._is_closing:
+            self._end_queued()
 
     def cancel(self, copy: Copy) -> None:
         """See `Tier.cancel`."""
-        for task in self._under_way:
-            if task.job is not None and task.job.number == copy.number:
-                task.is_cancelled = True
+        for task in self._under_way.get(copy.number, ()):
+            task.is_cancelled = True
 
     def over(self, copy: Copy) -> None:
         """See `Tier.over`."""
-        if self._admitted.pop(copy.number, None) is not None:
-            self._touch(copy.keys)
+        if self._admitted.pop(copy.number, None) is None:
+            return
+        self._touch(copy.keys)
+        first = next(iter(self._admitted.values()), None)
+        while self._forgotten:
+            key, place = self._forgotten.popitem(last=False)
+            if first is not None and place > first:  # a copy that was admitted before may still bring it
+                self._forgotten[key] = place
+                self._forgotten.move_to_end(key, last=False)
+                return
 
     def evict(self, keys: Sequence[bytes]) -> int:
         """See `Tier.evict`."""
-        doomed = set(keys)
-        if not self.is_counted:
-            self._evicted_meanwhile |= doomed
-        for _, evicted in self._admitted.values():
-            evicted.update(doomed)
-        for (key, _), task in self._busy.items():
-            if task is not None and key in doomed:
-                task.is_cancelled = task.is_doomed = True
-        files = [list(self._index[key].values()) for key in dict.fromkeys(keys) if key in self._index]
-        self._remove([file for of_key in files for file in of_key], is_forgotten=True)
-        return len(files)
+        files: list[_File] = []
+        count = 0
+        for key in dict.fromkeys(keys):
+            if self._is_scanning:
+                self._evicted_meanwhile.add(key)
+            if self._admitted:
+                self._forgotten[key] = next(self._places)
+                self._forgotten.move_to_end(key)
+            for shard, task in self._busy.get(key, {}).items():
+                task.forgotten.add(key)
+                if task.job is not None and (task.part.key, task.part.shard) == (key, shard):
+                    task.is_cancelled = True
+            files += self._index.get(key, {}).values()
+            count += key in self._index
+        self._remove(files, is_forgotten=True)
+        return count
 
-    def _remove(self, files: Sequence[_File], *, is_forgotten: bool = False) -> None:
+    def _remove(self, files: Sequence[_File], *, is_forgotten: bool) -> None:
         if files:
-            self._take_out(files)
-            nbytes = sum(file.charge for file in files)
-            self._leaving += nbytes
-            self._give(_Task(victims=files, hold=nbytes, is_doomed=is_forgotten), self._removals)
+            task = _Task(victims=files, hold=sum(file.charge for file in files))
+            if is_forgotten:
+                task.forgotten.update(file.key for file in files)
+            self._take_out(files, task)
+            self._leaving += task.hold
+            self._give(task, self._removals)
 
     def close(self) -> None:
-        """See `Tier.close`."""
+        """See `Tier.close`. What was forgotten is removed first, as far as the disk answers."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
+        end = time.monotonic() + JOIN_S
         for thread in self._threads:
-            thread.join(JOIN_S)
+            thread.join(max(0.0, end - time.monotonic()))
+        self._end_queued()
+        if not any(thread.is_alive() for thread in self._threads):
+            self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
+
+    def _end_queued(self) -> None:
+        """The tier is closed: what no thread has begun is over."""
         for queue in (self._loads, self._removals, self._stores):
             while queue:
                 task = queue.popleft()
+                task.left += task.victims
                 task.error = TierError("the disk tier is closed", "cancelled")
                 self._post(partial(self._over, task))
         for job in itertools.chain.from_iterable(self._later.values()):
             self._post(partial(self._on_done, self.name, job, TierError("the disk tier is closed", "cancelled")))
         self._later.clear()
-        if not any(thread.is_alive() for thread in self._threads):
-            self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
 
     # ---- what became of it, on the control loop ---------------------------------------------
 
     def _over(self, task: _Task) -> None:
         """A thread is done with this."""
-        del self._under_way[task]
-        self._settle(task)
+        _take(self._under_way, task.number, task)
+        self.used_bytes -= task.hold
+        for file in task.left:
+            self._insert(file, is_forgotten=file.key in task.forgotten)
         if task.job is None:
             self._leaving -= task.hold
             if task.error is not None:
                 self._warn(task.error)
         elif task.is_load:
-            self._loaded(task)
+            self._loaded(task.part, task.error)
         else:
-            self._stored(task.job, task)
+            self._stored(task)
         for file in task.victims:
-            self._free((file.key, file.shard), None)
+            self._free(file.key, file.shard, task)
         if task.job is not None:
-            self._free((task.part.key, task.part.shard), task)
+            self._free(task.part.key, task.part.shard, task)
             self._on_done(self.name, task.job, task.error)
 
-    def _settle(self, task: _Task) -> None:
-        """Count what is on the disk now in place of what the task held."""
-        self._charged -= task.hold
-        left = [file for file in task.victims if file not in task.gone]
-        for file in left:
-            if task.is_doomed and task.job is None:  # nobody may find it again; it is there until the next start
-                self._charged += file.charge
-                continue
-            self._insert(file)
-            self._index.move_to_end(file.key, last=False)
-
-    def _free(self, name: tuple[bytes, int], task: _Task | None) -> None:
+    def _free(self, key: bytes, shard: int, task: _Task) -> None:
         """What `task` did to this file is over; if nothing else is to be done to it, what waits for that can be."""
-        if name in self._busy and self._busy[name] is task:
-            del self._busy[name]
-            for job in self._later.pop(name, ()):
+        if self._busy.get(key, {}).get(shard) is task:
+            _take(self._busy, key, shard)
+            for job in self._later.pop((key, shard), ()):
                 self.store(job)
 
-    def _insert(self, file: _File) -> None:
+    def _insert(self, file: _File, *, is_forgotten: bool = False) -> None:
+        """There is this file; it counts as not used for longest."""
+        self.used_bytes += file.charge
+        if is_forgotten:
+            self._stuck[file.key, file.shard] = file.charge
+            return
         self._index.setdefault(file.key, {})[file.shard] = file
-        self._charged += file.charge
+        self._index.move_to_end(file.key, last=False)
+        self.num_chunks += 1
+        self._found_bytes += file.charge
 
-    def _stored(self, job: Job, task: _Task) -> None:
+    def _stored(self, task: _Task) -> None:
         part, error = task.part, task.error
+        name = part.key, part.shard
         if error is None:
             self._errors = 0
             self._counters["disk_stored"] += 1
-            file = _File(part.key, part.shard, part.slot.nbytes, part.layers, task.charge)
+            self.used_bytes -= self._stuck.pop(name, 0)
+            file = _File(*name, part.slot.nbytes, part.layers, task.charge)
             self._insert(file)
-            if task.is_doomed:
-                self._remove([file])
-        elif error.kind != "cancelled":
+            self._index.move_to_end(part.key)
+            if part.key in task.forgotten:
+                self._remove([file], is_forgotten=True)
+            return
+        if error.is_left and name not in self._stuck:
+            self._stuck[name] = task.charge
+            self.used_bytes += task.charge
+        if error.kind != "cancelled":
             self._warn(error)
             self._errors += error.kind in _DISK_FAULTS
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
-                self._reached, self._reached_until = self._charged, self._clock() + FULL_S
+                self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
             if self._errors >= MAX_ERRORS:
                 self._paused_until = self._clock() + PAUSE_S
 
-    def _loaded(self, task: _Task) -> None:
-        part, error = task.part, task.error
-        file = self._index.get(part.key, {}).get(part.shard)
+    def _loaded(self, part: Part, error: TierError | None) -> None:
+        files = self._index.get(part.key, {})
         if error is None:
             self._counters["disk_loaded"] += 1
-        elif error.kind not in ("cancelled", "stale") and not (error.kind == "missing" and file is None):
-            self._warn(error)
-        if error is not None and error.kind in (*_BROKEN, "missing", "denied"):
-            self._remove(list(self._index.get(part.key, {}).values()))
+        elif error.kind not in ("cancelled", "stale"):
+            if part.shard in files or error.kind != "missing":
+                self._warn(error)
+            if error.kind in _NOT_OF_THE_FILE:
+                self._blind_until = self._clock() + PAUSE_S  # whoever waits would have it loaded at once again
+            else:
+                self._remove(list(files.values()), is_forgotten=True)
 
     def _warn(self, error: TierError) -> None:
         self._counters[f"disk_{error.kind}"] += 1
@@ -397,31 +433,23 @@ class DiskTier(Tier):
 
     def _found(self, files: Sequence[_File], stuck_bytes: int) -> None:
         """Files from before; those that were used last come first."""
-        self._charged += stuck_bytes
+        self.used_bytes += stuck_bytes
         for file in files:
             self._insert(file)
-            self._index.move_to_end(file.key, last=False)
         self.evict([file.key for file in files if file.key in self._evicted_meanwhile])
-        lack = self._charged - self._leaving - self.limit_bytes
-        excess: list[_File] = []
-        for of_key in self._index.values():
-            if lack <= 0:
-                break
-            excess += of_key.values()
-            lack -= sum(file.charge for file in of_key.values())
-        self._remove(excess)
+        self._remove(self._oldest(self.used_bytes - self._leaving - self.limit_bytes), is_forgotten=False)
 
-    def _counted(self, seen: Counter[str]) -> None:
-        self.is_counted = True
+    def _scanned(self, seen: Counter[str], error: TierError | None) -> None:
+        """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
+        self._is_scanning = False
         self._evicted_meanwhile.clear()
         self._counters.update({f"disk_{kind}": count for kind, count in seen.items()})
-        log.info(
-            "disk tier %s: %d chunks, %d of %d MiB",
-            self._root,
-            self.num_chunks,
-            self._charged >> 20,
-            self.limit_bytes >> 20,
-        )
+        if error is not None:
+            self._warn(error)
+            return
+        self.is_counted = True
+        used, limit = self.used_bytes >> 20, self.limit_bytes >> 20
+        log.info("disk tier %s: %d chunks, %d of %d MiB", self._root, self.num_chunks, used, limit)
 
     # ---- on the threads ---------------------------------------------------------------------
 
@@ -429,57 +457,61 @@ class DiskTier(Tier):
         while (task := self._next()) is not None:
             try:
                 self._do(task)
-            except TierError as error:
-                task.error = TierError(str(error), error.kind)  # a traceback would keep the arena's memory mapped
+            except TierError as error:  # a traceback would keep the arena's memory mapped
+                task.error = TierError(str(error), error.kind, is_left=error.is_left)
             except Exception as error:  # the thread's root: a job must end, and the thread must not
                 log.exception("the disk tier failed")
                 task.error = TierError(f"{type(error).__name__}: {error}", "failed")
+            if not task.is_load:
+                with self._condition:
+                    self._writing -= 1
+                    self._condition.notify_all()
             self._post(partial(self._over, task))
 
     def _next(self) -> _Task | None:
         with self._condition:
-            while not self._is_closing:
-                if self._loads:
+            while True:
+                if self._loads and not self._is_closing:
                     return self._loads.popleft()
-                if self._removals:
-                    return self._removals.popleft()
-                if self._stores and self._storing < THREADS - 1:
-                    self._storing += 1
-                    return self._stores.popleft()
+                queue = self._removals or (not self._is_closing and self._stores)
+                if queue and (self._writing < THREADS - 1 or self._is_closing):
+                    self._writing += 1
+                    return queue.popleft()
+                if self._is_closing:
+                    return None
                 self._condition.wait()
-        return None
 
     def _do(self, task: _Task) -> None:
-        is_store = task.job is not None and not task.is_load
-        try:
-            for file in task.victims:
-                chunk_file.remove(chunk_file.path_of(self._root, file.key, file.shard))
-                task.gone.append(file)
-            if task.job is None:
-                return
-            part = task.part
-            path, arena = chunk_file.path_of(self._root, part.key, part.shard), self._arenas[part.slot.arena]
-            if task.is_load:
-                chunk_file.read(path, part, arena, lambda: task.is_cancelled or self._is_closing)
-            else:
-                chunk_file.write(path, part, arena, task.layout, lambda: task.is_cancelled or self._is_closing)
-        finally:
-            if is_store:
-                with self._condition:
-                    self._storing -= 1
-                    self._condition.notify_all()
+        for file in task.victims:
+            try:
+                chunk_file.remove(self._path(file.key, file.shard))
+            except TierError as error:
+                task.left.append(file)
+                task.error = TierError(str(error), error.kind)
+        if task.job is None or task.error is not None:
+            return
+        part = task.part
+        path, arena = self._path(part.key, part.shard), self._arenas[part.slot.arena]
+        copy = chunk_file.read if task.is_load else chunk_file.write
+        copy(path, part, arena, lambda: task.is_cancelled or self._is_closing)
+
+    def _path(self, key: bytes, shard: int) -> Path:
+        return chunk_file.path_of(self._root, key, shard)
 
     def _scan(self) -> None:
         """Tell the control loop of all files from before."""
         seen: Counter[str] = Counter()
+        why: TierError | None = None
         try:
             self._scan_files(seen)
         except OSError as error:
             text = f"{self._root} cannot be listed: {error.strerror}; nothing is stored there"
-            self._post(partial(self._warn, TierError(text, "read_failed")))
-            return
+            why = TierError(text, "read_failed")
+        except Exception as error:  # the thread's root
+            log.exception("the disk tier failed")
+            why = TierError(f"{self._root} is not read: {type(error).__name__}; nothing is stored there", "failed")
         if not self._is_closing:
-            self._post(partial(self._counted, seen))
+            self._post(partial(self._scanned, seen, why))
 
     def _scan_files(self, seen: Counter[str]) -> None:
         paths = chunk_file.listed(self._root)
@@ -499,3 +531,10 @@ class DiskTier(Tier):
                     if error.kind not in ("unfinished", "foreign"):
                         self._post(partial(self._faults.warn, f"disk {error.kind}", f"the disk tier: {error}"))
             self._post(partial(self._found, files, stuck_bytes))
+
+
+def _take(groups: dict[Any, dict[Any, Any]], name: object, member: object) -> None:
+    """Take one out of a group that is dropped with its last."""
+    del groups[name][member]
+    if not groups[name]:
+        del groups[name]

@@ -79,6 +79,11 @@ class Tier(ABC):
         """Whether copies may be admitted and jobs given now; where that changes, `Copies.ready` is to be called."""
         return True
 
+    @property
+    def takes_stores(self) -> bool:
+        """Whether what nobody waits for may be stored now."""
+        return True
+
     @abstractmethod
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """The leading keys that the tier has in every shard, by what it knows in memory."""

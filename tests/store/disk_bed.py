@@ -108,7 +108,7 @@ class Bed:
 
     def copy(self, keys, shards=1, nbytes=None, layers=4):
         chunks = [SimpleNamespace(slot=self.slot(0, nbytes), layers=layers) for _ in range(len(keys) * shards)]
-        return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks, layout=b"layout")
+        return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks)
 
     def start_store(self, number, shard=0, *, shards=1, at=0, nbytes=None, layers=4):
         """Copy chunk `number` from slot `at`; the copy, or None if the tier left it out."""

@@ -104,11 +104,6 @@ def test_a_lookup_ends_at_the_first_key_that_is_missing(bed):
     assert len(bed.tier.find([key(number) for number in range(4)], 1)) == 2
 
 
-def test_a_file_says_for_which_layout_it_is(bed):
-    assert bed.store(1)
-    assert chunk_file.inspect(bed.file(1)).layout == b"layout"
-
-
 def test_what_is_there_is_not_stored_again(bed):
     assert bed.store(1)
     assert bed.start_store(1) is None
@@ -365,6 +360,84 @@ def test_closing_ends_every_job(bed, gate):
     bed.tier.close()
     assert {copy.number for copy in copies} == set(bed.over)
     assert {path.suffix for path in bed.files} <= {".chunk"}
+
+
+def test_what_is_given_to_a_closed_tier_ends(bed):
+    assert bed.store(1)
+    bed.close_tier()
+    copy = bed.start_load(1)
+    assert bed.end(copy).kind == "cancelled"
+
+
+def test_what_was_forgotten_is_gone_when_the_tier_is_closed(bed, gate):
+    """A client's name says nothing of the bytes: the old ones must not come back after a restart."""
+    for number in range(12):
+        assert bed.store(number)
+    remove = gate("remove")
+    for number in range(12):
+        assert bed.tier.evict([key(number)]) == 1
+    assert remove.arrived.acquire(timeout=60)
+    remove.open()
+    bed.close_tier()
+    assert bed.files == []
+    bed.open()
+    assert not any(bed.has(number) for number in range(12))
+
+
+def test_removals_leave_a_thread_for_loads(bed, gate):
+    for number in range(9):
+        assert bed.store(number)
+    remove = gate("remove")
+    for number in range(8):
+        bed.tier.evict([key(number)])
+    for _ in range(THREADS - 1):
+        assert remove.arrived.acquire(timeout=60)
+    assert bed.end(bed.start_load(8, at=10)) is None
+    assert not remove.arrived.acquire(blocking=False)
+    remove.open()
+
+
+class Watched(OrderedDict):
+    """Counts what is looked at one by one."""
+
+    def __init__(self, *args):
+        self.looks = 0
+        super().__init__(*args)
+
+    def __iter__(self):
+        for each in super().__iter__():
+            self.looks += 1
+            yield each
+
+    def items(self):
+        for each in super().items():
+            self.looks += 1
+            yield each
+
+    def values(self):
+        for each in super().values():
+            self.looks += 1
+            yield each
+
+
+@pytest.mark.parametrize("name", ["_under_way", "_busy", "_admitted", "_index"])
+def test_no_call_looks_at_what_it_does_not_change(make, gate, name):
+    """With 200 stores under way, one more costs as much as the first."""
+    bed = make(limit_bytes=300 * CHARGE, slots=2)
+    assert bed.store(999)
+    write = gate("write")
+    copies = [bed.start_store(number) for number in range(200)]
+    watched = Watched(getattr(bed.tier, name))
+    setattr(bed.tier, name, watched)
+    bed.tier.evict([key(7)])
+    bed.tier.cancel(copies[9])
+    bed.tier.evict([key(999)])
+    copies.append(bed.start_store(1000))
+    bed.tier.status()
+    assert watched.looks <= 3
+    write.open()
+    ends = [bed.end(copy) for copy in copies]
+    assert [number for number, error in enumerate(ends) if error is not None] == [7, 9]
 
 
 # ---- starting -------------------------------------------------------------------------------

@@ -220,6 +220,200 @@ def test_what_was_forgotten_is_not_found_again_when_its_file_cannot_be_removed(b
     assert len(bed.tier.find([key(1)], 1)) == 1
 
 
+def _refuse_to_remove(monkeypatch, *numbers):
+    """`chunk_file.remove` fails for these chunks."""
+    real = chunk_file.remove
+
+    def remove(path):
+        if any(path.name.startswith(key(number).hex()) for number in numbers):
+            raise TierError(f"{path} cannot be removed", "denied")
+        real(path)
+
+    monkeypatch.setattr(chunk_file, "remove", remove)
+
+
+def test_what_makes_room_and_is_forgotten_meanwhile_is_not_found_again_when_it_cannot_be_removed(bed, monkeypatch):
+    bed.limit_bytes = 2 * bed.charge
+    bed.restart()
+    assert bed.store(1)
+    assert bed.store(2)
+    _refuse_to_remove(monkeypatch, 1)
+    copy = bed.start_store(3)
+    bed.tier.evict([key(1)])
+    assert bed.end(copy).kind == "denied"
+    bed.settle()
+    assert not bed.has(1)
+    assert bed.has(2)
+    assert bed.tier.used_bytes == 2 * bed.charge
+
+
+def test_what_is_forgotten_while_it_is_stored_is_not_found_when_it_cannot_be_removed(bed, monkeypatch):
+    _refuse_to_remove(monkeypatch, 1)
+    copy = bed.start_store(1)
+    call = bed.calls.get(timeout=60)  # the file is there, and the control loop has not heard
+    bed.tier.evict([key(1)])
+    call()
+    assert bed.end(copy) is None
+    bed.settle()
+    assert not bed.has(1)
+    assert bed.tier.used_bytes == bed.charge
+
+
+def test_a_broken_file_that_cannot_be_removed_is_not_found_again(bed, monkeypatch):
+    """A request that waits for it would have it loaded again and again."""
+    assert bed.store(1)
+    os.truncate(bed.file(1), 5000)
+    _refuse_to_remove(monkeypatch, 1)
+    assert bed.load(1).kind == "truncated"
+    assert not bed.has(1)
+    assert bed.tier.used_bytes == bed.charge
+
+
+def test_one_of_several_files_that_cannot_be_removed_keeps_none_of_the_others(bed, monkeypatch):
+    for number in range(3):
+        assert bed.store(number)
+    _refuse_to_remove(monkeypatch, 0)
+    assert bed.tier.evict([key(number) for number in range(3)]) == 3
+    bed.settle()
+    assert bed.files == [bed.file(0)]
+    assert bed.tier.used_bytes == bed.charge
+
+
+def test_what_replaces_a_file_that_could_not_be_removed_is_counted_once(bed, monkeypatch):
+    assert bed.store(1)
+    with monkeypatch.context() as patch:
+        _refuse_to_remove(patch, 1)
+        assert bed.tier.evict([key(1)]) == 1
+        bed.settle()
+    assert bed.store(1)
+    assert bed.tier.used_bytes == bed.charge
+    assert bed.load(1) is None
+
+
+def test_an_unfinished_file_that_cannot_be_removed_counts(bed, monkeypatch):
+    def failing(*args, **_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        patch.setattr(os, "unlink", failing)
+        assert not bed.store(1)
+    assert bed.disk_bytes > 0
+    assert bed.disk_bytes <= bed.tier.used_bytes == bed.charge
+    assert bed.store(1)
+    assert bed.tier.used_bytes == bed.charge
+    assert bed.files == [bed.file(1)]
+
+
+@pytest.mark.parametrize("fake", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_node_without_descriptors_keeps_its_files(bed, monkeypatch, fake):
+    assert bed.store(1)
+
+    def failing(*args):
+        raise OSError(fake, os.strerror(fake))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        assert bed.load(1).kind == "exhausted"
+    assert bed.counters["disk_exhausted"] == 1
+    assert not bed.has(1), "nobody asks for it again and again"
+    bed.now += PAUSE_S
+    assert bed.load(1) is None
+    assert bed.has(1)
+
+
+def test_a_node_that_starts_without_descriptors_keeps_its_files(bed, monkeypatch):
+    assert bed.store(1)
+    bed.close_tier()
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file, "inspect", _exhausted)
+        bed.open()
+    assert not bed.has(1)
+    assert bed.tier.used_bytes >= bed.disk_bytes > 0
+    bed.restart()
+    assert bed.load(1) is None
+
+
+def _exhausted(path):
+    raise TierError(f"{path} cannot be read", "exhausted")
+
+
+def test_a_load_that_meets_a_bug_is_not_asked_for_again_and_again(bed, monkeypatch):
+    assert bed.store(1)
+
+    def failing(*args):
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file, "read", failing)
+        assert bed.load(1).kind == "failed"
+    assert not bed.has(1)
+    bed.now += PAUSE_S
+    assert bed.has(1)
+
+
+def test_folders_that_no_tier_made_are_not_looked_into(bed, monkeypatch):
+    """A disk has a `lost+found`, which its user may not read."""
+    assert bed.store(1)
+    (bed.root / "lost+found").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if os.fspath(path).endswith("lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    bed.restart()
+    assert bed.load(1) is None
+
+
+def test_a_file_that_goes_while_it_is_counted_is_a_miss(bed, monkeypatch):
+    for number in range(3):
+        assert bed.store(number)
+    bed.file(1).with_suffix(".partial").write_bytes(b"")
+    real = chunk_file.remove
+
+    def gone(path):
+        real(path)
+        raise TierError(f"{path} cannot be removed", "denied")
+
+    bed.close_tier()
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file, "remove", gone)
+        bed.open()
+    assert [bed.has(number) for number in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["chunk", "partial"])
+def test_a_folder_in_the_place_of_a_file_stays(bed, name):
+    assert bed.store(1)
+    bed.file(2).with_suffix(f".{name}").mkdir(parents=True)
+    (bed.file(2).with_suffix(f".{name}") / "mine").write_text("mine")
+    bed.restart()
+    assert bed.load(1) is None
+    assert (bed.file(2).with_suffix(f".{name}") / "mine").exists()
+    assert not bed.store(2)
+    assert bed.store(3)
+
+
+def test_a_bug_while_files_are_counted_costs_stores_and_nothing_else(bed, monkeypatch):
+    assert bed.store(1)
+    bed.close_tier()
+
+    def failing(path):
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file, "salvage", failing)
+        bed.open(wait=False)
+        while not bed.counters["disk_failed"]:
+            bed.turn()
+    assert not bed.store(2)
+    bed.tier.evict([key(number) for number in range(100)])
+    assert not bed.tier._evicted_meanwhile, "nobody looks at these"
+
+
 def test_a_read_only_disk_is_read(tmp_path):
     with small_disk(tmp_path / "tier", MIB) as folder:
         bed = Bed(folder.parent)
