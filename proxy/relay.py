@@ -81,6 +81,9 @@ class Relay:
                 exchange.reply.abort()
             if isinstance(error, asyncio.CancelledError):
                 raise
+        except Exception:
+            self._cancel(exchange, outcome)
+            raise
         finally:
             exchange.timeline.outcome = outcome
             self._metrics.requests.labels(exchange.route, exchange.mode, outcome).inc()
@@ -89,6 +92,7 @@ class Relay:
         try:
             await self._run(exchange)
         except NoEngine:
+            self._cancel(exchange, "no_decoder")
             await exchange.reply.fail(503, "no engine is available to serve this request")
             return Outcome.UNAVAILABLE
         except Exhausted as error:
@@ -175,7 +179,7 @@ class Relay:
             with self._health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
             await self._decode(exchange, leg, AsItIs(cached_tokens), after=prefill)
-            if not prefill.done():
+            if not prefill.done() and exchange.outcome is Outcome.OK:
                 self._cancel(exchange, "prefill_late")
         finally:
             prefill.cancel()
@@ -184,15 +188,20 @@ class Relay:
         if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX and exchange.outcome is Outcome.OK:
             self._warn_refused(exchange, failure)
 
-    async def _prefill_beside(self, exchange: Exchange, pair: Pair) -> answer.PrefillAnswer | LegFailed | Exhausted:
-        """The prefill leg while the decode leg is under way; where it fails, the decode engine computes all."""
+    async def _prefill_beside(self, exchange: Exchange, pair: Pair) -> answer.PrefillAnswer | Exception:
+        """The prefill leg while the decode leg is under way. However it fails, the decode engine computes all then."""
         try:
             _, prefill, _ = await self._prefill(exchange, pair, is_beside=True)
-        except (LegFailed, Exhausted) as failure:
-            why = failure.reason if isinstance(failure, LegFailed) else "exhausted"
-            if why != Reason.STATUS_4XX:
+        except Exception as failure:  # noqa: BLE001 - the root of a task, which another one waits for
+            why = "internal"
+            if isinstance(failure, LegFailed | Exhausted):
+                why = failure.reason if isinstance(failure, LegFailed) else "exhausted"
                 about = f"prefill {failure.url} {why}" if isinstance(failure, LegFailed) else failure.lack
-                self._warn(about, f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}")
+                if why != Reason.STATUS_4XX:
+                    text = f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}"
+                    self._warn(about, text)
+            else:
+                self._faults.unexpected("a prefill leg", failure)
             reason = f"prefill_{why}"
             self._metrics.fallbacks.labels(reason).inc()
             self._cancel(exchange, reason)

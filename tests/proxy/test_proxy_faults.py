@@ -227,6 +227,66 @@ def test_the_usage_of_a_chat_does_not_wait_for_a_prefill_engine_that_hangs(strea
     run(main)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_defect_in_the_prefill_of_a_chat_costs_it_nothing_but_that(stream, monkeypatch):
+    async def main():
+        async with cluster() as made:
+            want = await made.post(CHAT, TALK, base=made.decode.url)
+            made.decode.seen.clear()
+            monkeypatch.setattr(relay.answer, "decode_prefill", defective)
+            status, headers, raw = await made.post(CHAT, {**TALK, "stream": stream})
+            assert (status, headers["x-pdx-mode"], len(made.decode.seen)) == (200, "alone", 1)
+            if not stream:
+                assert json.loads(raw)["choices"] == json.loads(want[2])["choices"]
+            assert await made.node.cancelled() == headers["x-pdx-transfer-id"]
+            assert await made.metric("pdx_proxy_fallbacks_total", reason="prefill_internal") == 1
+            assert await made.metric("pdx_proxy_events_total", event="internal_errors") == 1
+
+    run(main)
+
+
+def defective(*_args, **_kwargs):
+    raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_nodes_are_told_where_a_defect_ends_a_request(path, monkeypatch):
+    async def main():
+        async with cluster() as made:
+            monkeypatch.setattr(relay.AsItIs, "take", defective)
+            status, _, _ = await made.post(path, {**BODY, "logprobs": 1} if path == COMPLETIONS else TALK)
+            assert status == 500
+            assert await made.node.cancelled() == made.prefill.bodies[0]["kv_transfer_params"]["transfer_id"]
+            assert await made.metric("pdx_proxy_cancels_total", reason="internal") == 1
+            assert await made.metric("pdx_proxy_requests_total", outcome="internal") == 1
+
+    run(main)
+
+
+def test_nodes_are_told_where_no_engine_is_left_to_decode(monkeypatch):
+    async def main():
+        async with cluster() as made:
+            monkeypatch.setattr(relay.router, "decoder", lambda *_args, **_kwargs: None)
+            assert (await made.post(CHAT, TALK))[0] == 503
+            assert await made.node.cancelled() == made.prefill.bodies[0]["kv_transfer_params"]["transfer_id"]
+            assert await made.metric("pdx_proxy_cancels_total", reason="no_decoder") == 1
+
+    run(main)
+
+
+def test_a_chat_that_its_decode_engine_refuses_is_not_late():
+    async def main():
+        async with cluster() as made:
+            made.prefill.fault = "hold"
+            made.decode.fault = 404
+            assert (await made.post(CHAT, TALK))[0] == 404
+            await within(made.prefill.closed.wait())
+            assert await made.node.cancelled() == made.prefill.bodies[0]["kv_transfer_params"]["transfer_id"]
+            assert await made.metric("pdx_proxy_cancels_total", reason="decode_refused") == 1
+
+    run(main)
+
+
 def test_a_request_the_engine_refuses_is_refused_by_the_engine():
     async def main():
         async with cluster() as made:
