@@ -124,6 +124,8 @@ class TierError(PdxError):
 class GpuError(PdxError):
     """A call of the CUDA driver failed; the text names the call and the driver's own error."""
 
+    code = ""  # the driver's name of it, "CUDA_ERROR_…", where it was the driver
+
 
 class GpuUnavailable(GpuError):
     """There is no such GPU, no driver, or no library to reach it."""

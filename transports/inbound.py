@@ -36,7 +36,7 @@ from pdx.transports.frames import (
     unpack_head,
 )
 from pdx.transports.sessions import Session, SessionListener
-from pdx.transports.streams import fill, send_all, shut
+from pdx.transports.streams import fill, shut
 
 MAX_STRANGERS = 64  # at once
 MAX_STRANGERS_OF_AN_ORIGIN = 16  # so that those of one host do not drive out those of others
@@ -183,7 +183,7 @@ class StreamListener(SessionListener):
             session = self._greeted(stream)
             if session is not None:
                 luggage = self._admit(stream)
-                send_all(stream, [pack_answer(OK)])
+                stream.sendall(pack_answer(OK))
                 is_greeted = True
                 stream.settimeout(None)
                 self._receive(stream, session, luggage)
@@ -194,7 +194,7 @@ class StreamListener(SessionListener):
         except ChannelUnavailable as error:
             self._fault("unreachable", error)
             with contextlib.suppress(OSError):
-                send_all(stream, [pack_answer(UNREACHABLE, str(error) or "it cannot be reached")])
+                stream.sendall(pack_answer(UNREACHABLE, str(error) or "it cannot be reached"))
         except ChannelBroken as error:
             self._fault("broken", error)
         finally:
@@ -224,7 +224,7 @@ class StreamListener(SessionListener):
                     self._strangers.pop(stream, None)  # from now on nobody takes its place
                     return session
         self._fault("token", "a token that opens nothing")
-        send_all(stream, [pack_answer(UNKNOWN)])
+        stream.sendall(pack_answer(UNKNOWN))
         return None
 
     def _receive(self, stream: socket.socket, session: Session, luggage: Any) -> None:
@@ -237,7 +237,7 @@ class StreamListener(SessionListener):
                 raise ProtocolError(f"write {head.number} came where write {number} was to come")
             body = unpack_body(inline_body(head, head_bytes) or _body(stream, head))
             is_landed = self._take_write(stream, session, luggage, body)
-            send_all(stream, [pack_ack(Ack(number, OK if is_landed else REFUSED))])
+            stream.sendall(pack_ack(Ack(number, OK if is_landed else REFUSED)))
             number += 1
 
     def _take_write(self, stream: socket.socket, session: Session, luggage: Any, body: Body) -> bool:

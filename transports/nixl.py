@@ -26,13 +26,12 @@ from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
 from pdx.transports import nixl_agent
 from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion
 from pdx.transports.nixl_agent import NixlAgent
-from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
+from pdx.transports.nixl_channel import LOOK_S, NixlChannel, NixlDetail, NixlPeer
 from pdx.transports.onesided import Ledger
 from pdx.transports.sealed import seal, unseal
 from pdx.transports.sessions import SessionListener
 
 _MAX_OWED = 1024  # agents
-_LOOK_S = 0.0002  # how often the region looks after transfers while there are some
 _SETTINGS = {"KEEPALIVE_INTERVAL": "1s"}  # of UCX: a dead process of this host is noticed after two of them
 _LOOPBACK_SETTINGS = {"NET_DEVICES": "lo"}
 
@@ -196,7 +195,7 @@ class NixlRegion(Region):
                 channels = [*self._live, *self._closing]
             if sum(channel.sweep() for channel in channels):
                 self._has_transfers.set()
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
 
     def _join(self, detail: NixlDetail) -> NixlPeer:
         peer = self._peers.get(detail.agent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,9 @@ from pdx.transports.onesided import BYE, HELLO, WRITE, compose, this_process
 
 if TYPE_CHECKING:
     from pdx.transports.nixl import NixlRegion
+
+
+LOOK_S = 0.0002  # between two looks after transfers while there are some
 
 
 class NixlDetail(msgspec.Struct, array_like=True, frozen=True):
@@ -52,18 +56,13 @@ class NixlTransfer(Transfer):
         self._message = message
         self._lock = threading.Lock()  # guards all below, and each use of the handle
         self._handle = handle
-        self._over = threading.Event()
         self._is_aborted = False
 
     def poll(self) -> bool:
         """See `Transfer.poll`. The region looks, too, if nobody polls."""
-        if not self._over.is_set():
+        if not self._is_over:
             self.advance()
-        return self._over.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is over; whether it is."""
-        return self._over.wait(timeout_s)
+        return self._is_over
 
     def abort(self) -> None:
         """NIXL has begun at once and cannot stop; when it is done, nobody is notified."""
@@ -83,14 +82,14 @@ class NixlTransfer(Transfer):
                     return
                 if self._is_aborted:
                     error = TransferAborted("it was aborted when it was on its way")
-                elif not self._over.is_set():
+                elif not self._is_over:
                     agent.notify(self._channel.peer.name, self._message)
             except agent.errors as broken:
                 error = ChannelBroken(f"NIXL: {broken}")
                 self._channel.peer.is_broken = True
             agent.release(self._handle)
             self._handle = None
-            self._end(error)
+            self.finish(error)
         finally:
             self._lock.release()
         self._channel.settle(self)
@@ -98,7 +97,7 @@ class NixlTransfer(Transfer):
     def give_up(self, error: ChannelError) -> None:
         """It is over for whoever waits."""
         with self._lock:
-            self._end(error)
+            self.finish(error)
 
     def drop(self) -> None:
         """The agent ends."""
@@ -107,10 +106,10 @@ class NixlTransfer(Transfer):
                 self._channel.agent.release(self._handle)
                 self._handle = None
 
-    def _end(self, error: ChannelError | None) -> None:
-        if not self._over.is_set():
-            self.error = error
-            self._over.set()
+    def finish(self, error: ChannelError | None) -> None:
+        """See `Transfer.finish`. Under the lock."""
+        if not self._is_over:
+            super().finish(error)
             self._channel.wake()
 
 
@@ -144,8 +143,11 @@ class NixlChannel(Channel):
         """
         begin = functools.partial(self.agent.read_byte, self.peer.name, self.peer.address, self.peer.place)
         greeting = self._begin(begin, self._message(HELLO, this_process()))
-        if not greeting.wait(timeout_s):
-            raise ChannelBroken(f"{self.peer.name} does not answer within {timeout_s} s")
+        deadline = time.monotonic() + timeout_s
+        while not greeting.poll():
+            if time.monotonic() > deadline:
+                raise ChannelBroken(f"{self.peer.name} does not answer within {timeout_s} s")
+            time.sleep(LOOK_S)
         if greeting.error is not None:
             raise greeting.error
 

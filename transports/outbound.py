@@ -27,7 +27,7 @@ from pdx.transports.frames import (
     unpack_ack,
     unpack_reason,
 )
-from pdx.transports.streams import Buffer, fill, send_all, send_some, shut
+from pdx.transports.streams import Buffer, fill, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
 _BUSY_BYTES = 1 << 20  # a stream with less under way takes another write before the next stream is used
@@ -288,7 +288,7 @@ class StreamRegion(Region):
                 for _ in range(self.streams):
                     stream = stack.enter_context(self._dial(remote, max(deadline - time.monotonic(), 1e-6)))
                     stream.settimeout(max(deadline - time.monotonic(), 1e-6))
-                    send_all(stream, [pack_greeting(remote.token)])
+                    stream.sendall(pack_greeting(remote.token))
                     self._hand_over(stream)
                     _hear_answer(stream, deadline)
                     stream.settimeout(None)

@@ -57,17 +57,6 @@ def fill_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
                 raise ConnectionError("the stream ended in the middle of a write")
 
 
-def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
-    """Send all of `buffers`, many of them in one call. Blocks until the kernel has taken them.
-
-    :raises OSError: the stream broke.
-    """
-    for start in range(0, len(buffers), IOV_MAX):
-        batch = buffers[start : start + IOV_MAX]
-        for buffer in _behind(batch, sock.sendmsg(batch)):
-            sock.sendall(buffer)
-
-
 def send_some(sock: socket.socket, buffers: Sequence[Buffer], limit: int) -> Sequence[Buffer]:
     """Send what the kernel takes at once, about `limit` bytes at most; what is left of `buffers`.
 

@@ -23,13 +23,14 @@ from typing import ClassVar
 
 import msgspec
 
+from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelBroken, ProtocolError
 from pdx.transports import ucx_engine
 from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion, merged
 from pdx.transports.sealed import seal, unseal
 from pdx.transports.sessions import Session, SessionListener
 from pdx.transports.ucx_channel import GRACE_S, UcxChannel
-from pdx.transports.ucx_engine import Buffer, Endpoint, GpuSpan, UcxEngine
+from pdx.transports.ucx_engine import Buffer, Endpoint, UcxEngine
 from pdx.transports.ucx_messages import (
     CONTROL_TAG,
     FAILED,
@@ -245,7 +246,7 @@ class UcxRegion(Region):
     def span(self, offset: int, nbytes: int) -> Buffer:
         """Bytes of the memory, for UCX."""
         if self.memory.gpu:
-            return GpuSpan(self.memory.address + offset, nbytes)
+            return DeviceSpan(self.memory.address + offset, nbytes)
         return self.memory.view[offset : offset + nbytes]
 
     def on_thread(self, work: Callable[[], None]) -> None:

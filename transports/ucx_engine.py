@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 from pdx.cuda.gpu import Gpu
+from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError
 from pdx.transports.channel import Availability
 
@@ -60,20 +61,7 @@ def availability() -> Availability:
     return Availability(True)
 
 
-class GpuSpan:
-    """Bytes of a GPU's memory, as UCXX takes them. Whoever made it keeps the memory."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),  # not read-only
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "strides": None,
-            "version": 3,
-        }
-
-
-Buffer: TypeAlias = memoryview | bytes | bytearray | GpuSpan
+Buffer: TypeAlias = memoryview | bytes | bytearray | DeviceSpan
 
 
 def gpu_transports(context_info: str) -> list[str]:

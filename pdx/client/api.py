@@ -47,7 +47,7 @@ from pdx.wire.messages import (
 if TYPE_CHECKING:
     import torch
 
-    from pdx.cuda.arena import DeviceSpan
+    from pdx.cuda.memory import DeviceSpan
     from pdx.memory.arena import Arena
 
 _A = TypeVar("_A", bound=Answer)

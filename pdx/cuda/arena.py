@@ -14,12 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu, keeping_context
 from pdx.cuda.handover import fetch_handle
-from pdx.cuda.memory import DeviceMemory, Handle
+from pdx.cuda.memory import DeviceMemory, DeviceSpan, Handle
 from pdx.errors import (
     ArenaTooSmall,
     GpuError,
@@ -34,18 +34,6 @@ from pdx.memory.slot import Slot
 
 HANDOVER_S = 5.0
 _log = logging.getLogger(__name__)
-
-
-class DeviceSpan:
-    """Bytes of a mapped arena as others' libraries take them. As long as it lives, they stay mapped."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
-        self.nbytes = nbytes
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None}
 
 
 class GpuArena(Arena):

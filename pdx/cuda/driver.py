@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from pdx.errors import GpuError, GpuMemoryFull, GpuUnavailable
 
@@ -30,14 +30,6 @@ _UNAVAILABLE = frozenset(
 _bindings: ModuleType | None = None
 _ready_in = 0  # the process that has called cuInit; a forked child has not
 _lock = threading.Lock()
-
-
-class Outcome(NamedTuple):
-    """What became of a call: `value` if `error` is empty, else the driver's name of the error and its explanation."""
-
-    error: str
-    text: str
-    value: Any
 
 
 def api() -> ModuleType:
@@ -78,27 +70,8 @@ def call(name: str, *args: Any) -> Any:
     :raises GpuUnavailable: there is no driver, or no such GPU.
     :raises GpuError: anything else; the text has the call, and the error's name and explanation.
     """
-    outcome = attempt(name, *args)
-    if outcome.error:
-        raise failure(name, outcome)
-    return outcome.value
-
-
-def attempt(name: str, *args: Any) -> Outcome:
-    """Like `call`, for who looks at the driver's error.
-
-    :raises GpuUnavailable: there is no driver.
-    """
     _initialise()
-    return _outcome(name, *args)
-
-
-def failure(name: str, outcome: Outcome) -> GpuError:
-    """The exception for an outcome with an error."""
-    text = f"{name} failed: {outcome.error} ({outcome.text})"
-    if outcome.error == "CUDA_ERROR_OUT_OF_MEMORY":
-        return GpuMemoryFull(text)
-    return GpuUnavailable(text) if outcome.error in _UNAVAILABLE else GpuError(text)
+    return _call(name, *args)
 
 
 def version() -> int:
@@ -116,21 +89,25 @@ def _initialise() -> None:
     with _lock:
         if _ready_in == os.getpid():
             return
-        outcome = _outcome("cuInit", 0)
-        if outcome.error:
-            raise GpuUnavailable(str(failure("cuInit", outcome)))
+        try:
+            _call("cuInit", 0)
+        except GpuError as error:
+            raise GpuUnavailable(str(error)) from error
         _ready_in = os.getpid()
 
 
-def _outcome(name: str, *args: Any) -> Outcome:
+def _call(name: str, *args: Any) -> Any:
     bindings = api()
     try:
         result, *values = getattr(bindings, name)(*args)
         if result == _SUCCESS:
-            return Outcome("", "", values[0] if len(values) == 1 else tuple(values) or None)
-        text = bindings.cuGetErrorString(result)[1] or b""
+            return values[0] if len(values) == 1 else tuple(values) or None
+        code, text = result.name, (bindings.cuGetErrorString(result)[1] or b"").decode(errors="replace")
     except RuntimeError as error:  # the bindings cannot load the driver's library
         raise GpuUnavailable(f"{name}: no NVIDIA driver can be loaded here ({error})") from error
     except ValueError as error:  # the driver is newer than the bindings, which do not know this result
-        return Outcome("CUDA_ERROR_UNKNOWN", str(error), None)
-    return Outcome(result.name, text.decode(errors="replace"), None)
+        code, text = "CUDA_ERROR_UNKNOWN", str(error)
+    kind = GpuMemoryFull if code == "CUDA_ERROR_OUT_OF_MEMORY" else GpuUnavailable if code in _UNAVAILABLE else GpuError
+    refused = kind(f"{name} failed: {code} ({text})")
+    refused.code = code
+    raise refused

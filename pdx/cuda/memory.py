@@ -221,13 +221,12 @@ class DeviceMemory:
             raise GpuUnavailable(f"{handle.nbytes} bytes are not whole granules of {granularity} of GPU {on.uuid}")
         kinds = api().CUmemAllocationHandleType
         with _Held() as held:
-            outcome = driver.attempt(
-                "cuMemImportFromShareableHandle", fd, kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            )
-            if outcome.error:
-                raise _cannot_open("cuMemImportFromShareableHandle", outcome, handle)
-            held.add("cuMemRelease", outcome.value)
-            return cls._map(outcome.value, handle.nbytes, handle.gpu, on=on, held=held)
+            try:
+                generic = call("cuMemImportFromShareableHandle", fd, kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+            except GpuError as error:
+                raise _cannot_open(error, handle) from error
+            held.add("cuMemRelease", generic)
+            return cls._map(generic, handle.nbytes, handle.gpu, on=on, held=held)
 
     @classmethod
     def _map(cls, generic: Any, nbytes: int, gpu: str, *, on: Gpu, held: _Held) -> DeviceMemory:
@@ -261,15 +260,27 @@ class DeviceMemory:
         ctypes.memmove(raw.getPtr(), handle.data, _IPC_HANDLE_BYTES)
         with _Held() as held:
             flags = int(api().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-            outcome = driver.attempt("cuIpcOpenMemHandle", raw, flags)
-            if outcome.error:
-                raise _cannot_open("cuIpcOpenMemHandle", outcome, handle)
-            address = int(outcome.value)
+            try:
+                address = int(call("cuIpcOpenMemHandle", raw, flags))
+            except GpuError as error:
+                raise _cannot_open(error, handle) from error
             held.add("cuIpcCloseMemHandle", address)
             _, nbytes = call("cuMemGetAddressRange", address)
             if nbytes < handle.nbytes:
                 raise GpuUnavailable(f"the handle promises {handle.nbytes} bytes, its memory has {nbytes}")
             return cls(address, handle.nbytes, handle.gpu, "ipc", on=on, held=held)
+
+
+class DeviceSpan:
+    """Bytes of a GPU's memory as others' libraries take them. Whoever made it keeps them mapped."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None}
 
 
 def num_mapped() -> int:
@@ -304,11 +315,11 @@ def _granularity(properties: Any) -> int:
     return int(call("cuMemGetAllocationGranularity", properties, options.CU_MEM_ALLOC_GRANULARITY_MINIMUM))
 
 
-def _cannot_open(name: str, outcome: driver.Outcome, handle: Handle) -> GpuError:
+def _cannot_open(error: GpuError, handle: Handle) -> GpuError:
     """The exception for a handle that the driver does not open."""
-    why = str(driver.failure(name, outcome))
-    if outcome.error == "CUDA_ERROR_OUT_OF_MEMORY":
-        return driver.failure(name, outcome)
+    if isinstance(error, GpuMemoryFull):
+        return error
+    why = str(error)
     try:
         stat = process_stat(handle.pid)
     except OSError:  # no descriptor is left, as little for the driver

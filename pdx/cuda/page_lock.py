@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.errors import GpuError
@@ -126,14 +125,14 @@ class PageLock:
 
         :raises GpuError: it is not, or only a part of it.
         """
-        outcome = driver.attempt("cuMemHostRegister", address, nbytes, flags)
-        if not outcome.error:
+        try:
+            call("cuMemHostRegister", address, nbytes, flags)
             return True
-        # The driver says this for any overlap: another registration may be shorter, or not be mapped for the GPU.
-        is_taken = outcome.error == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
-        if is_taken and _is_reachable(address, nbytes):
-            return False
-        raise driver.failure("cuMemHostRegister", outcome)
+        except GpuError as error:
+            # The driver says this for any overlap: another registration may be shorter, or not be mapped for the GPU.
+            if error.code == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" and _is_reachable(address, nbytes):
+                return False
+            raise
 
     def _flags(self) -> int:
         """:raises GpuError: this GPU cannot do what is needed."""
@@ -151,10 +150,11 @@ def _is_reachable(address: int, nbytes: int) -> bool:
     """Whether the GPU reaches all of this host memory at the host's addresses, by others' registrations."""
     end = address + nbytes
     while address < end:
-        found = [driver.attempt("cuPointerGetAttribute", _attribute(name), address) for name in _MAPPING]
-        if any(outcome.error for outcome in found):
+        try:
+            found = [call("cuPointerGetAttribute", _attribute(name), address) for name in _MAPPING]
+        except GpuError:
             return False
-        device, is_mapped, start, size = (int(outcome.value) for outcome in found)
+        device, is_mapped, start, size = map(int, found)
         if device != address or not is_mapped or not start <= address < start + size:
             return False
         address = start + size

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pdx.cuda import driver, gpu
-from pdx.testing.fake_cuda_calls import DeviceCalls, MemoryCalls
+from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
 from pdx.testing.fake_cuda_host import HostMemory
-from pdx.testing.fake_cuda_memory import FakeMemory, Refused
+from pdx.testing.fake_cuda_memory import FakeMemory
 from pdx.testing.fake_cuda_streams import StreamCalls
 
 
@@ -55,18 +55,18 @@ class FakeCuda:
         that may be page-locked; -1: any number.
         """
         self.bindings = driver.real_api()
-        self.memory = FakeMemory(gpus, nbytes, has_peer_access=peer_access, reaches_unseen=reaches_unseen)
         self.calls: Counter[str] = Counter()  # by name, also those that failed
         self.failed: list[str] = []  # calls that `fail` made fail
-        self.host = HostMemory(lock_limit)
         has = {"vmm": vmm, "rdma": vmm, "host_pointers": True, "read_only_register": read_only_register}
-        has["rdma_memory"] = rdma_memory
-        self._devices = DeviceCalls(self.bindings, self.memory, version=driver_version, has=has)
-        self._streams = StreamCalls(self._devices, self.host, lag_s)
+        has |= {"rdma_memory": rdma_memory, "peer_access": peer_access, "unseen": reaches_unseen}
+        self._devices = DeviceCalls(self.bindings, gpus, nbytes, version=driver_version, has=has)
+        self.memory = FakeMemory(self._devices)
+        self.host = HostMemory(self._devices, lock_limit)
+        self._streams = StreamCalls(self._devices, self.memory, self.host, lag_s)
         self._lock = threading.Lock()
         self._failures: list[_Failure] = []
         self._functions: dict[str, Callable[..., Any]] = {"cuGetErrorString": _error_string}
-        for part in (self._devices, MemoryCalls(self._devices, self.host), self._streams):
+        for part in (self._devices, self.memory, self.host, self._streams):
             self._functions |= {name: getattr(part, name) for name in dir(part) if name.startswith("cu")}
 
     def capture(self, *, is_under_way: bool) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pdx.testing.fake_cuda_memory import Refused
+from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
 
 
 class Mapping(NamedTuple):
@@ -21,12 +21,14 @@ class Mapping(NamedTuple):
 
 
 class HostMemory:
-    """Registrations of host memory. Any thread may call.
+    """Registrations of host memory: names and arguments of calls are the bindings'. Any thread may call.
 
     `lock_limit`: bytes that may be page-locked; -1: any number.
     """
 
-    def __init__(self, lock_limit: int) -> None:
+    def __init__(self, devices: DeviceCalls, lock_limit: int) -> None:
+        self._devices = devices
+        self._bindings = devices.bindings
         self.lock = threading.RLock()
         self._lock_limit = lock_limit
         self._registered: dict[int, tuple[int, bool]] = {}  # address -> bytes, whether kernels reach it
@@ -35,12 +37,18 @@ class HostMemory:
         with self.lock:
             return len(self._registered)
 
-    def forget(self) -> None:
+    def forget(self, *addresses: int) -> None:
+        """What is registered there is so no more; all, if none is named."""
         with self.lock:
-            self._registered.clear()
+            for address in addresses or list(self._registered):
+                if self._registered.pop(address, None) is None:
+                    raise Refused("HOST_MEMORY_NOT_REGISTERED")
 
-    def register(self, address: int, nbytes: int, *, is_read_only: bool, is_for_kernels: bool = True) -> None:
+    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
         """Whole pages that this process has mapped, and nothing of which is registered."""
+        self._devices.here()
+        is_read_only = bool(flags & int(self._bindings.CU_MEMHOSTREGISTER_READ_ONLY))
+        is_for_kernels = bool(flags & int(self._bindings.CU_MEMHOSTREGISTER_DEVICEMAP))
         if nbytes <= 0 or address % mmap.PAGESIZE or nbytes % mmap.PAGESIZE:
             raise Refused("INVALID_VALUE")
         if not _is_mapped(address, nbytes, needs_write=not is_read_only):
@@ -52,10 +60,26 @@ class HostMemory:
                 raise Refused("OUT_OF_MEMORY")
             self._registered[address] = nbytes, is_for_kernels
 
-    def unregister(self, address: int) -> None:
-        with self.lock:
-            if self._registered.pop(address, None) is None:
-                raise Refused("HOST_MEMORY_NOT_REGISTERED")
+    def cuMemHostUnregister(self, address: int) -> None:
+        self._devices.here()
+        self.forget(address)
+
+    def cuPointerGetAttribute(self, attribute: Any, address: Any) -> Any:
+        """What is asked of page-locked host memory; the fake knows no other."""
+        self._devices.here()
+        known, found = self._bindings.CUpointer_attribute, self.at(int(address))
+        if found is None:
+            raise Refused("INVALID_VALUE")
+        start, nbytes, is_for_kernels = found
+        if attribute == known.CU_POINTER_ATTRIBUTE_DEVICE_POINTER and is_for_kernels:
+            return self._bindings.CUdeviceptr(int(address))
+        if attribute == known.CU_POINTER_ATTRIBUTE_MAPPED:
+            return True
+        if attribute == known.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+            return self._bindings.CUdeviceptr(start)
+        if attribute == known.CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+            return nbytes
+        raise Refused("INVALID_VALUE")
 
     def spans(self) -> list[tuple[int, int]]:
         """Address and bytes of every registration."""

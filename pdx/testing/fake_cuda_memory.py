@@ -16,6 +16,9 @@ import struct
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
 
 GRANULARITY = 2 << 20
 _HOST_VARIABLE = "PDX_FAKE_GPU_HOST"  # which processes have their GPUs in common: a name, inherited by children
@@ -29,10 +32,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-class Refused(Exception):  # noqa: N818 - no error of PDX, but a CUresult
-    """A call that ends with this CUresult: its name without CUDA_ERROR_."""
 
 
 @dataclass(eq=False)
@@ -70,19 +69,17 @@ class Range:
 
 
 class FakeMemory:
-    """What this process has of device memory. Any thread may call.
+    """What this process has of device memory: names and arguments of calls are the bindings'. Any thread may call.
 
     One lock guards all of it, and is held while bytes are copied: nothing is unmapped under a copy.
     """
 
-    def __init__(self, gpus: int, nbytes: int, *, has_peer_access: bool, reaches_unseen: bool) -> None:
+    def __init__(self, devices: DeviceCalls) -> None:
         self.lock = threading.RLock()
-        self.num_gpus = gpus
-        self.total = nbytes
-        self._used = [0] * gpus  # by what this process made
+        self._devices = devices
+        self._bindings = devices.bindings
+        self._used = [0] * devices.num_gpus  # by what this process made
         self._host = os.environ.setdefault(_HOST_VARIABLE, f"p{os.getpid()}")
-        self._has_peer_access = has_peer_access
-        self._reaches_unseen = reaches_unseen  # also GPUs that this process has no ordinal of
         self._handles: dict[int, Allocation] = {}
         self._next_handle = 0x1000
         self._ranges: dict[int, Range] = {}
@@ -100,7 +97,7 @@ class FakeMemory:
 
     def free(self, ordinal: int) -> int:
         """Bytes of the GPU that no process has, whoever made them and whether that one lives."""
-        return self.total - _held_bytes(f"/memfd:pdx-fake-gpu-{self._host}-{ordinal}")
+        return self._devices.total - _held_bytes(f"/memfd:pdx-fake-gpu-{self._host}-{ordinal}")
 
     def close(self) -> None:
         """Give back what the process did not. Nothing may use it any more."""
@@ -108,38 +105,44 @@ class FakeMemory:
             for found in list(self._ranges.values()):
                 self._drop_range(found)
             for handle in list(self._handles):
-                self.release(handle)
+                self.cuMemRelease(handle)
 
-    def can_access(self, ordinal: int, other: int) -> bool:
-        """Whether one GPU reaches the other's memory."""
-        is_seen = other < self.num_gpus
-        return ordinal == other or (self._has_peer_access and (is_seen or self._reaches_unseen))
+    def cuMemGetInfo(self) -> tuple[int, int]:
+        return self.free(self._devices.here()), self._devices.total
 
     # --- the virtual-memory API
 
-    def create(self, nbytes: int, ordinal: int) -> int:
-        """A new allocation; its handle."""
-        if nbytes <= 0 or nbytes % GRANULARITY or not 0 <= ordinal < self.num_gpus:
+    def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> int:
+        self._check_properties(properties)
+        return GRANULARITY
+
+    def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> Any:
+        self._check_properties(properties)
+        if properties.allocFlags.gpuDirectRDMACapable and not self._devices.has["rdma_memory"]:
+            raise Refused("NOT_SUPPORTED")
+        if nbytes <= 0 or nbytes % GRANULARITY or not 0 <= properties.location.id < self._devices.num_gpus:
             raise Refused("INVALID_VALUE")
         with self.lock:
-            return self._new_handle(self._allocate(nbytes, ordinal))
+            return self._new_handle(self._allocate(nbytes, properties.location.id))
 
-    def release(self, handle: int) -> None:
+    def cuMemRelease(self, handle: Any) -> None:
         with self.lock:
-            self._let_go(self._handles.pop(handle, None))
+            self._let_go(self._handles.pop(int(handle), None))
 
-    def export(self, handle: int) -> int:
+    def cuMemExportToShareableHandle(self, handle: Any, kind: Any, flags: int) -> int:
         """A new descriptor of the allocation, which was made here."""
+        self._check_kind(kind)
         with self.lock:
-            allocation = self._handles.get(handle)
+            allocation = self._handles.get(int(handle))
             if allocation is None or not allocation.is_ours:
                 raise Refused("INVALID_VALUE")
             fd = os.dup(allocation.fd)
             os.set_inheritable(fd, True)  # as one that a C library made
             return fd
 
-    def take_in(self, fd: int) -> int:
+    def cuMemImportFromShareableHandle(self, fd: int, kind: Any) -> Any:
         """A handle of the allocation behind a descriptor; the descriptor stays the caller's."""
+        self._check_kind(kind)
         try:
             match = _MEMFD.match(os.readlink(f"/proc/self/fd/{fd}"))
             nbytes = os.fstat(fd).st_size
@@ -150,31 +153,19 @@ class FakeMemory:
         with self.lock:
             return self._new_handle(Allocation(os.dup(fd), nbytes, int(match[2]), is_ours=False))
 
-    def reserve(self, nbytes: int) -> int:
-        """Addresses at which nothing is yet."""
-        if nbytes <= 0 or nbytes % GRANULARITY:
-            raise Refused("INVALID_VALUE")
-        # Aligned as a GPU's addresses are: room for one more granule, from which the ends are cut off again.
-        start = _mmap(0, nbytes + GRANULARITY, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        aligned = -(-start // GRANULARITY) * GRANULARITY
-        for address, size in ((start, aligned - start), (aligned + nbytes, start + GRANULARITY - aligned)):
-            if size:
-                _libc.munmap(address, size)
-        with self.lock:
-            self._ranges[aligned] = Range(aligned, nbytes)
-        return aligned
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: Any, flags: int) -> Any:
+        return self._bindings.CUdeviceptr(self._reserve(nbytes))
 
-    def free_addresses(self, address: int, nbytes: int) -> None:
+    def cuMemAddressFree(self, address: Any, nbytes: int) -> None:
         with self.lock:
             found = self._exactly(address, nbytes)
             if found.mapped is not None:
                 raise Refused("INVALID_VALUE")
-            _libc.munmap(found.start, found.nbytes)
-            del self._ranges[address]
+            self._drop_range(found)
 
-    def map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
+    def cuMemMap(self, address: Any, nbytes: int, offset: int, handle: Any, flags: int) -> None:
         with self.lock:
-            found, allocation = self._exactly(address, nbytes), self._handles.get(handle)
+            found, allocation = self._exactly(address, nbytes), self._handles.get(int(handle))
             is_right = allocation is not None and found.mapped is None and offset == 0
             if allocation is None or not is_right or nbytes > allocation.nbytes:
                 raise Refused("INVALID_VALUE")
@@ -182,7 +173,7 @@ class FakeMemory:
             allocation.holds += 1
             found.mapped = allocation
 
-    def unmap(self, address: int, nbytes: int) -> None:
+    def cuMemUnmap(self, address: Any, nbytes: int) -> None:
         with self.lock:
             found = self._exactly(address, nbytes)
             if found.mapped is None or found.kind != "vmm":
@@ -191,72 +182,95 @@ class FakeMemory:
             self._let_go(found.mapped)
             found.mapped, found.shadow, found.access = None, 0, set()
 
-    def set_access(self, address: int, nbytes: int, ordinals: list[int]) -> None:
+    def cuMemSetAccess(self, address: Any, nbytes: int, access: list[Any], count: int) -> None:
+        ordinals = {entry.location.id for entry in access[:count]}
         with self.lock:
             found = self._exactly(address, nbytes)
             if found.mapped is None:
                 raise Refused("INVALID_VALUE")
-            if not all(self.can_access(ordinal, found.mapped.ordinal) for ordinal in ordinals):
+            if not all(self._devices.can_access(ordinal, found.mapped.ordinal) for ordinal in ordinals):
                 raise Refused("INVALID_DEVICE")
-            found.access |= set(ordinals)
+            found.access |= ordinals
+
+    def _check_properties(self, properties: Any) -> None:
+        is_right = (
+            properties.type == self._bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            and properties.location.type == self._bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        )
+        if not is_right:
+            raise Refused("INVALID_VALUE")
+        self._check_kind(properties.requestedHandleTypes)
+
+    def _check_kind(self, kind: Any) -> None:
+        if kind != self._bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
+            raise Refused("INVALID_VALUE")
+        if not self._devices.has["vmm"]:
+            raise Refused("NOT_SUPPORTED")
 
     # --- cuMemAlloc and legacy IPC
 
-    def alloc(self, nbytes: int, ordinal: int) -> int:
+    def cuMemAlloc(self, nbytes: int) -> Any:
         """New memory, mapped."""
+        ordinal = self._devices.here()
         if nbytes <= 0:
             raise Refused("INVALID_VALUE")
         size = -(-nbytes // GRANULARITY) * GRANULARITY
         with self.lock:
             allocation = self._allocate(size, ordinal)
-            return self._map_whole(allocation, ordinal, kind="alloc").start
+            return self._bindings.CUdeviceptr(self._map_whole(allocation, ordinal, kind="alloc").start)
 
-    def free_memory(self, address: int) -> None:
+    def cuMemFree(self, address: Any) -> None:
         self._drop_of_kind(address, "alloc")
 
-    def ipc_handle(self, address: int) -> bytes:
+    def cuIpcGetMemHandle(self, address: Any) -> Any:
         """The 64 bytes by which another process finds it."""
+        self._devices.here()
         with self.lock:
-            found = self._ranges.get(address)
+            found = self._ranges.get(int(address))
             if found is None or found.kind != "alloc" or found.mapped is None:
                 raise Refused("INVALID_VALUE")
             pid, memory = os.getpid(), found.mapped
-            return _IPC.pack(_IPC_MARK, pid, memory.fd, _started(pid), memory.nbytes, memory.ordinal)
+            raw = _IPC.pack(_IPC_MARK, pid, memory.fd, _started(pid), memory.nbytes, memory.ordinal)
+        handle = self._bindings.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), raw, 64)
+        return handle
 
-    def open_ipc(self, raw: bytes, ordinal: int) -> int:
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> Any:
         """Map what a living process has; once for all opens of the same handle."""
+        raw, ordinal = ctypes.string_at(handle.getPtr(), 64), self._devices.here()
         mark, pid, fd, started, nbytes, owner = _IPC.unpack(raw)
         if mark != _IPC_MARK:
             raise Refused("INVALID_VALUE")
         if pid == os.getpid():
             raise Refused("INVALID_CONTEXT")
-        if not self.can_access(ordinal, owner):
+        if not self._devices.can_access(ordinal, owner):
             raise Refused("PEER_ACCESS_UNSUPPORTED")
         with self.lock:
-            for found in self._ranges.values():
-                if found.kind == "ipc" and found.key == raw:
-                    found.opens += 1
-                    return found.start
+            found = next((each for each in self._ranges.values() if each.kind == "ipc" and each.key == raw), None)
+            if found is not None:
+                found.opens += 1
+                return self._bindings.CUdeviceptr(found.start)
             try:
                 if _started(pid) != started:
                     raise Refused("INVALID_HANDLE")
                 ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
             except OSError:
                 raise Refused("INVALID_HANDLE") from None
-            mapping = self._map_whole(Allocation(ours, nbytes, owner, is_ours=False), ordinal, kind="ipc")
-            mapping.key, mapping.exporter = raw, (pid, started)
-            return mapping.start
+            found = self._map_whole(Allocation(ours, nbytes, owner, is_ours=False), ordinal, kind="ipc")
+            found.key, found.exporter = raw, (pid, started)
+            return self._bindings.CUdeviceptr(found.start)
 
-    def close_ipc(self, address: int) -> None:
+    def cuIpcCloseMemHandle(self, address: Any) -> None:
         self._drop_of_kind(address, "ipc")
 
-    def range_of(self, address: int) -> tuple[int, int]:
+    def cuMemGetAddressRange(self, address: Any) -> tuple[Any, int]:
         """Start and size of the memory that has this address."""
+        self._devices.here()
         with self.lock:
-            found = self._range_with(address)
+            found = self._range_with(int(address))
             if found is None or found.mapped is None:
                 raise Refused("INVALID_VALUE")
-            return found.start, found.nbytes
+            return self._bindings.CUdeviceptr(found.start), found.nbytes
 
     # --- copies
 
@@ -305,10 +319,24 @@ class FakeMemory:
         self._used[ordinal] += nbytes
         return Allocation(fd, nbytes, ordinal, is_ours=True)
 
-    def _new_handle(self, allocation: Allocation) -> int:
+    def _reserve(self, nbytes: int) -> int:
+        """Addresses at which nothing is yet."""
+        if nbytes <= 0 or nbytes % GRANULARITY:
+            raise Refused("INVALID_VALUE")
+        # Aligned as a GPU's addresses are: room for one more granule, from which the ends are cut off again.
+        start = _mmap(0, nbytes + GRANULARITY, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        aligned = -(-start // GRANULARITY) * GRANULARITY
+        for address, size in ((start, aligned - start), (aligned + nbytes, start + GRANULARITY - aligned)):
+            if size:
+                _libc.munmap(address, size)
+        with self.lock:
+            self._ranges[aligned] = Range(aligned, nbytes)
+        return aligned
+
+    def _new_handle(self, allocation: Allocation) -> Any:
         self._next_handle += 1
         self._handles[self._next_handle] = allocation
-        return self._next_handle
+        return self._bindings.CUmemGenericAllocationHandle(self._next_handle)
 
     def _let_go(self, allocation: Allocation | None) -> None:
         if allocation is None:
@@ -320,15 +348,16 @@ class FakeMemory:
                 self._used[allocation.ordinal] -= allocation.nbytes
 
     def _map_whole(self, allocation: Allocation, ordinal: int, *, kind: str) -> Range:
-        address = self.reserve(allocation.nbytes)
+        address = self._reserve(allocation.nbytes)
         found = self._ranges[address]
         found.shadow = _shadow_of(allocation, allocation.nbytes)
         found.mapped, found.kind, found.access = allocation, kind, {ordinal, allocation.ordinal}
         return found
 
-    def _drop_of_kind(self, address: int, kind: str) -> None:
+    def _drop_of_kind(self, address: Any, kind: str) -> None:
+        self._devices.here()
         with self.lock:
-            found = self._ranges.get(address)
+            found = self._ranges.get(int(address))
             if found is None or found.kind != kind:
                 raise Refused("INVALID_VALUE")
             found.opens -= 1
@@ -360,8 +389,8 @@ class FakeMemory:
         _mmap(found.shadow, found.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
         ctypes.memset(found.shadow, _JUNK[0], found.nbytes)
 
-    def _exactly(self, address: int, nbytes: int) -> Range:
-        found = self._ranges.get(address)
+    def _exactly(self, address: Any, nbytes: int) -> Range:
+        found = self._ranges.get(int(address))
         if found is None or found.nbytes != nbytes:
             raise Refused("INVALID_VALUE")
         return found

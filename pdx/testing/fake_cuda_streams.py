@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pdx.testing.fake_cuda_calls import DeviceCalls
+from pdx.testing.fake_cuda_calls import DeviceCalls, Refused
 from pdx.testing.fake_cuda_host import HostMemory
-from pdx.testing.fake_cuda_memory import Range, Refused
+from pdx.testing.fake_cuda_memory import FakeMemory, Range
 
 
 class FakeStream:
@@ -73,11 +73,11 @@ class FakeEvent:
 class StreamCalls:
     """What the fake driver does for calls about streams, events and copies: names and arguments are the bindings'."""
 
-    def __init__(self, devices: DeviceCalls, host: HostMemory, lag_s: float) -> None:
+    def __init__(self, devices: DeviceCalls, memory: FakeMemory, host: HostMemory, lag_s: float) -> None:
         self.broken = ""  # a copy has failed: every later call says so, as after a fault on a GPU
         self._devices = devices
         self._bindings = devices.bindings
-        self._memory = devices.memory
+        self._memory = memory
         self._host = host
         self._lag_s = lag_s
         self.gate = threading.Event()

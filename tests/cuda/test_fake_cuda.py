@@ -16,7 +16,7 @@ from pdx.cuda.copies import CopyStream
 from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.cuda.memory import DeviceMemory, _properties
-from pdx.errors import GpuMemoryFull
+from pdx.errors import GpuError, GpuMemoryFull
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.fake_cuda_calls import SPOIL_CAPTURES
 
@@ -33,7 +33,11 @@ def streams(fake):
 
 
 def error_of(name, *args):
-    return driver.attempt(name, *args).error
+    try:
+        driver.call(name, *args)
+    except GpuError as error:
+        return error.code
+    return ""
 
 
 def test_a_stream_waits_for_an_event_of_another(fake, streams):
@@ -111,9 +115,11 @@ def test_a_module_runs_with_it(tmp_path, monkeypatch):
     (tmp_path / "looks.py").write_text(
         "import sys\n"
         "from pdx.cuda.gpu import all_gpus\n"
-        "from pdx.cuda.driver import attempt, version\n"
+        "from pdx.cuda.driver import call, version\n"
+        "from pdx.errors import GpuError\n"
         "print(sys.argv[1:], len(all_gpus()), all_gpus()[0].supports_vmm, version())\n"
-        "print(attempt('cuMemGetInfo').error)\n"
+        "try: call('cuMemGetInfo')\n"
+        "except GpuError as error: print(error.code)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     settings = ("--gpus", "3", "--no-vmm", "--driver-version", "13000", "--fail", "cuMemGetInfo:0:OUT_OF_MEMORY")
@@ -254,8 +260,10 @@ def test_what_is_known_of_page_locked_memory(fake):
     known = driver.api().CUpointer_attribute
 
     def asked(name, at):
-        outcome = driver.attempt("cuPointerGetAttribute", getattr(known, f"CU_POINTER_ATTRIBUTE_{name}"), at)
-        return outcome.error or int(outcome.value)
+        try:
+            return int(call("cuPointerGetAttribute", getattr(known, f"CU_POINTER_ATTRIBUTE_{name}"), at))
+        except GpuError as error:
+            return error.code
 
     for flags, device in ((3, address + 64), (0, "CUDA_ERROR_INVALID_VALUE")):
         call("cuMemHostRegister", address, 4096, flags)

@@ -17,6 +17,7 @@ from pdx.cuda import driver  # noqa: E402
 from pdx.cuda.driver import call  # noqa: E402
 from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.memory import DeviceMemory  # noqa: E402
+from pdx.errors import GpuError  # noqa: E402
 from pdx.testing.fake_cuda import fake_cuda  # noqa: E402
 from pdx.testing.fake_cuda_kernels import install  # noqa: E402
 
@@ -58,9 +59,10 @@ def is_refused(fake, *args):
     """By the kernel, and every later call of the driver."""
     with pytest.raises(Exception, match="not the GPU's to use"):
         copy(*args)
-    said = driver.attempt("cuMemGetInfo").error
+    with pytest.raises(GpuError) as caught:
+        driver.call("cuMemGetInfo")
     fake.heal()
-    return said == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    return caught.value.code == "CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
 def test_device_memory_and_the_engines_own(fake, memory):

@@ -25,8 +25,8 @@ from pdx.cuda import driver
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
 from pdx.engine.streams import Streams
+from pdx.testing.fake_cuda_calls import Refused
 from pdx.testing.fake_cuda_kernels import install
-from pdx.testing.fake_cuda_memory import Refused
 
 DEADLINE_S = 20.0
 

@@ -385,7 +385,7 @@ def test_whatever_call_of_the_driver_fails_the_engine_goes_on(
         caplog.clear()  # an exception in a record keeps the node's arena
         if failed[-1] in RELEASES:
             for address, _ in fake.host.spans():
-                fake.host.unregister(address)
+                fake.host.forget(address)
             fake.memory.close()
         assert fake.leftovers() == {}, failed
         assert fake.spoiled == []

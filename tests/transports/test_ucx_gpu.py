@@ -8,13 +8,13 @@ from contextlib import closing
 import pytest
 from cuda_world import two_gpus
 
+from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelUnavailable
 from pdx.testing.channel_memory import GpuBlock, HostFile
 from pdx.testing.channel_stage import MIB
 from pdx.testing.fake_cuda import FakeCuda
 from pdx.transports import ucx_engine
 from pdx.transports.ucx import UcxRegion
-from pdx.transports.ucx_engine import GpuSpan
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_ucxx_sees_device_memory_in_what_it_gets(fake, monkeypatch):
             found = array(region.span(4096, 8192))
             assert (found.ptr, found.nbytes, found.cuda) == (memory.address + 4096, 8192, is_cuda)
             assert found.c_contiguous
-    assert array(GpuSpan(1 << 40, 3)).nbytes == 3
+    assert array(DeviceSpan(1 << 40, 3)).nbytes == 3
 
 
 def test_ucx_as_it_is_installed_refuses_or_starts(fake):
