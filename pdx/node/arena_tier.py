@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu
-from pdx.errors import ArenaTooSmall, GpuError, PdxError, TransferAborted
+from pdx.errors import ArenaTooSmall, GpuError, PdxError, StaleSlot, TransferAborted
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
-from pdx.store.copies import NODE, Copies
+from pdx.store.chunk import NODE
+from pdx.store.copies import Copies
 from pdx.store.copy import Copy
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Part, Tier
@@ -49,6 +50,7 @@ class ArenaTier(Tier):
         self._post = post
         self._slots: dict[int, list[Slot]] = {}  # by copy: granted to it
         self._cancelled: set[int] = set()  # copies
+        self._is_closing = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._streams: dict[str, CopyStream] = {}  # by GPU; the thread's
         self._thread = threading.Thread(target=self._run, name="pdx-arenas", daemon=True)
@@ -102,7 +104,8 @@ class ArenaTier(Tier):
         return self._store.delete(keys)
 
     def close(self) -> None:
-        """End the thread, and wait for the copy that it makes. Idempotent."""
+        """End the thread, and wait for the job that it does, for some seconds. Idempotent."""
+        self._is_closing = True
         self._jobs.put(None)
         self._thread.join(JOIN_S)
 
@@ -111,7 +114,8 @@ class ArenaTier(Tier):
         if error is None:
             for part in job.parts:
                 assert part.remote is not None
-                self._copies.land(part.remote, part.first_layer, part.count)
+                with contextlib.suppress(StaleSlot):  # it was deleted meanwhile
+                    self._copies.land(part.remote, part.first_layer, part.count)
         self._copies.done(self.name, job, error)
 
     # ---- on its own thread ------------------------------------------------------------------
@@ -126,9 +130,10 @@ class ArenaTier(Tier):
         return lambda: self._over(job, error)
 
     def _move(self, job: Job) -> PdxError | None:
-        if job.number in self._cancelled:
+        if job.number in self._cancelled or self._is_closing:
             return TransferAborted("the copy was given up")
         used: dict[str, CopyStream] = {}
+        views = [arena.data[:0] for arena in self._arenas if not arena.gpu]  # they keep the memory mapped, see `close`
         try:
             with contextlib.ExitStack() as ends:
                 for part in job.parts:
@@ -138,6 +143,8 @@ class ArenaTier(Tier):
         except Exception as error:  # the thread goes on with other jobs
             log.exception("a copy between arenas failed")
             return GpuError(f"{type(error).__name__}: {error}")
+        finally:
+            views.clear()
         return None
 
     def _copy(self, part: Part, used: dict[str, CopyStream], ends: contextlib.ExitStack) -> None:

@@ -9,6 +9,8 @@ from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State, Step, advance
 
+NODE = 0  # the session that fills what a copy loads: the node itself
+
 
 class Chunk:
     """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it."""

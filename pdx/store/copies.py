@@ -24,7 +24,7 @@ from typing import Any
 
 from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import NODE, Chunk
 from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
@@ -32,8 +32,6 @@ from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Job, Tier
 
 log = logging.getLogger("pdx.node")
-
-NODE = 0  # the session that fills what a copy loads: the node itself
 
 
 class Queue:
@@ -282,7 +280,7 @@ class Copies:
         dead: dict[Copy, None] = {}
         for chunk in chunks:
             for item in self._items.get(chunk, ()):
-                if item.copy.state is not CopyState.RUNNING:
+                if item.copy.state is not CopyState.RUNNING or item.copy.is_load:
                     continue
                 if item.is_dead:
                     dead[item.copy] = None
@@ -385,7 +383,9 @@ class Copies:
                 if not isinstance(error, TierError):  # a tier that fails says so itself, in bounded measure
                     log.warning("%r failed: %s", copy, error)
                 self._counters["jobs_failed"] += 1
-                if copy.state is CopyState.RUNNING:
+                if copy.is_load:  # the others may be good
+                    self.give_back([part.slot for part in job.parts])
+                elif copy.state is CopyState.RUNNING:
                     self._give_up(copy, CopyStep.CANCEL)
             if copy.state is CopyState.DRAINING:
                 self._drain(copy)

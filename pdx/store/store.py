@@ -16,7 +16,7 @@ import msgspec
 from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import NODE, Chunk
 from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.index import Index
 from pdx.store.leases import Leases
@@ -313,10 +313,15 @@ class Store:
         return count
 
     def delete(self, keys: Iterable[bytes]) -> int:
-        """Forget sealed chunks in every shard, pinned or not; leased ones are freed with their last lease."""
+        """Forget sealed chunks in every shard, pinned or not; leased ones are freed with their last lease.
+
+        What a copy brings here is aborted: it would be found again afterwards.
+        """
         count = 0
         for key in keys:
-            sealed = [chunk for chunk in self._index.of(key) if chunk.state is State.SEALED]
+            chunks = self._index.of(key)
+            self.abort([chunk for chunk in chunks if chunk.writer == NODE])
+            sealed = [chunk for chunk in chunks if chunk.state is State.SEALED]
             count += bool(sealed)
             for chunk in sealed:
                 self.pools[chunk.slot.arena].drop(chunk)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from pdx.store.chunk import Chunk
@@ -22,6 +22,7 @@ from pdx.store.store import Store
 from pdx.store.tier import Tier
 
 BACKLOG_SHARE = 0.25  # of the memory for chunks that may be held because it waits to be stored in one tier
+MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
 
 
 class Tiers:
@@ -53,7 +54,8 @@ class Tiers:
         self._load_s = load_s
         self._counters = counters
         self._clock = clock
-        self._sealed: dict[tuple[int, tuple[int, ...]], dict[bytes, None]] = {}  # (shards, arenas) -> keys; see `turn`
+        # (shards, arenas) -> keys that are to be stored; it holds none of them
+        self._sealed: defaultdict[tuple[int, tuple[int, ...]], OrderedDict[bytes, None]] = defaultdict(OrderedDict)
 
     # ---- storing ----------------------------------------------------------------------------
 
@@ -61,7 +63,7 @@ class Tiers:
         """Slices of these chunks were filled, or they are whole, or never will be."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.tail and self._next(chunk.arenas) is not None:
-                self._sealed.setdefault((chunk.shards, tuple(chunk.arenas)), {})[chunk.key] = None
+                self._sealed[chunk.shards, tuple(chunk.arenas)][chunk.key] = None
 
     def _next(self, arenas: Sequence[int]) -> Tier | None:
         """Where chunks that are sealed in these arenas are stored."""
@@ -70,28 +72,34 @@ class Tiers:
         return self.below[0] if self.below else None
 
     def turn(self) -> None:
-        """Store what was sealed since the last call. To be called after each turn of the control loop."""
-        sealed, self._sealed = self._sealed, {}
-        for (shards, arenas), keys in sealed.items():
-            # Of others another shard is still being filled, or they are gone already.
-            whole = [key for key in keys if self._store.find([key], shards, arenas)]
+        """Store what was sealed, as far as the tiers keep up. To be called after each turn of the control loop."""
+        for (shards, arenas), keys in self._sealed.items():
             tier = self._next(arenas)
-            if whole and tier is not None:
-                self._spill(tier, whole, shards, arenas)
+            if keys and tier is not None and tier.takes_stores:
+                self._spill(tier, keys, shards, arenas)
+            while len(keys) > MAX_WAITING:
+                keys.popitem(last=False)
+                self._counters["stores_dropped"] += 1
 
-    def _spill(self, tier: Tier, keys: list[bytes], shards: int, arenas: tuple[int, ...]) -> None:
-        store = self._store
-        left = int(store.total_bytes * BACKLOG_SHARE) - self._copies.stored_bytes(tier.name)
-        fitting = 0
-        for chunks in store.find(keys, shards, arenas):
-            left -= sum(chunk.slot.nbytes for chunk in chunks)
-            if left < 0:
+    def _spill(self, tier: Tier, keys: OrderedDict[bytes, None], shards: int, arenas: tuple[int, ...]) -> None:
+        most = int(self._store.total_bytes * BACKLOG_SHARE)
+        left = most - self._copies.stored_bytes(tier.name)
+        wanted: list[bytes] = []
+        while keys and left > 0:
+            key = next(iter(keys))
+            chunks = self._store.known(key, shards, arenas)
+            nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
+            if chunks is None or nbytes > most:  # it was evicted meanwhile, or would take too much of the memory
+                self._counters["stores_dropped"] += 1
+            elif nbytes > left:
                 break
-            fitting += 1
-        self._counters["stores_dropped"] += len(keys) - fitting
-        if fitting:
+            elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again
+                wanted.append(key)
+                left -= nbytes
+            del keys[key]
+        if wanted:
             deadline = self._clock() + self._store_s
-            self._copies.store(tier, keys[:fitting], shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
+            self._copies.store(tier, wanted, shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
 
     def bring(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None) -> None:
         """Copy these chunks to the first arena, where peers are written from, slice by slice while they are filled."""

@@ -1,6 +1,9 @@
 """Several arenas in one node: what is sealed in one is copied to the first, and comes back where it is wanted."""
 
+import ctypes
+import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -301,3 +304,28 @@ def test_a_thread_that_meets_a_bug_goes_on(stage, monkeypatch):
     assert stage.counters["jobs_failed"] == 1
     stage.save([1])
     assert stage.hits([1]) == 1
+
+
+def test_a_copy_that_outlives_the_tier_has_its_memory(tmp_path, monkeypatch):
+    """A GPU may hang for longer than the tier waits: what comes then must not write where nothing is mapped."""
+    stage = Stage(tmp_path)
+    began, go_on = threading.Event(), threading.Event()
+    moves = []
+
+    def slow(to, at, nbytes):
+        began.set()
+        assert go_on.wait(60)
+        moves.append(all(str(arena.path) in Path("/proc/self/maps").read_text() for arena in stage.arenas[:2]))
+
+    monkeypatch.setattr(ctypes, "memmove", slow)
+    monkeypatch.setattr("pdx.node.arena_tier.JOIN_S", 0.0)
+    stage.fill(stage.reserve([0]))
+    assert began.wait(60)
+    stage.fill(stage.reserve([1]))
+    stage.tiers.close()
+    for arena in stage.arenas:
+        arena.close()
+    go_on.set()
+    stage.tier._thread.join(60)
+    assert moves == [True], "the next copy is not begun"
+    stage.mailbox.close()

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdx.errors import NodeError
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.store.copies import NODE, Copies
+from pdx.store.chunk import NODE
+from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
@@ -320,10 +321,111 @@ def test_a_tail_is_never_stored(stage):
     assert not stage.tier.jobs
 
 
+def held(stage):
+    return sum(chunk.leases > 0 for chunk in stage.store._slots.values())
+
+
 def test_stores_that_nobody_waits_for_hold_a_bounded_part_of_the_arena(stage):
     stage.save(list(range(GRANULES)))
-    assert len(stage.tier.jobs) == GRANULES // 4
-    assert stage.counters["stores_dropped"] == GRANULES - GRANULES // 4
+    assert len(stage.tier.jobs) == held(stage) == GRANULES // 4
+    while stage.tier.jobs:
+        stage.end()
+        assert held(stage) <= GRANULES // 4
+    assert len(stage.tier.chunks) == GRANULES, "what had to wait is stored as soon as there is room"
+    assert not stage.counters["stores_dropped"]
+
+
+def test_what_is_evicted_before_its_turn_is_not_stored_and_counts(stage):
+    stage.save(list(range(GRANULES)))
+    stage.forget(range(8, GRANULES))
+    stage.end_all()
+    assert len(stage.tier.chunks) == 8
+    assert stage.counters["stores_dropped"] == GRANULES - 8
+
+
+def test_what_waits_to_be_stored_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr("pdx.store.tiers.MAX_WAITING", 6)
+    stage.save(list(range(GRANULES)))
+    assert stage.counters["stores_dropped"] == GRANULES - GRANULES // 4 - 6
+    stage.end_all()
+    assert len(stage.tier.chunks) == GRANULES // 4 + 6
+
+
+def test_a_chunk_that_alone_is_more_than_that_part_is_left_out(tmp_path):
+    stage = Stage(tmp_path, granules=2)
+    stage.save([0])
+    stage.save([1])
+    assert not stage.tier.jobs
+    assert stage.counters["stores_dropped"] == 2
+    stage.assert_idle()
+    stage.close()
+
+
+def test_what_is_sealed_before_a_tier_takes_stores_is_stored_when_it_does(stage, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(DictTier, "takes_stores", False)
+        stage.save([0, 1])
+        assert not stage.tier.jobs
+        assert held(stage) == 0
+    stage.turn()
+    stage.end_all()
+    assert len(stage.tier.chunks) == 2
+
+
+def test_what_waits_to_be_stored_costs_nothing_while_there_is_no_room(stage, monkeypatch):
+    stage.save(list(range(GRANULES)))
+    looks = []
+    monkeypatch.setattr(stage.store, "known", lambda *args: looks.append(args))
+    stage.turn()
+    assert not looks
+
+
+def test_one_chunk_that_cannot_be_loaded_costs_none_of_the_others(stage):
+    stage.save(list(range(4)))
+    stage.end_all()
+    stage.forget(range(4))
+    free = stage.store.free_bytes
+    stage.tier.max_inflight_bytes = 2 * GRANULE_BYTES
+    assert stage.may_come(list(range(4)))
+    assert len(stage.tier.jobs) == 2
+    del stage.tier.chunks[key(1), 0]
+    stage.end(1)
+    assert not stage.may_come([1]), "nobody waits for it any more"
+    stage.end_all()
+    assert [stage.hits([number]) for number in range(4)] == [1, 0, 1, 1]
+    assert stage.store.free_bytes == free - 3 * GRANULE_BYTES
+    assert stage.counters["jobs_failed"] == 1
+
+
+def test_what_is_deleted_while_it_is_loaded_is_not_there_afterwards(stage):
+    """A client's name says nothing of the bytes: the old ones must not come back under it."""
+    stage.save([0, 1])
+    stage.end_all()
+    stage.forget([0, 1])
+    free = stage.store.free_bytes
+    assert stage.may_come([0, 1])
+    stage.forget([0])
+    assert stage.store.free_bytes < free, "the tier may still write there"
+    stage.end_all()
+    assert [stage.hits([number]) for number in (0, 1)] == [0, 1]
+    assert stage.store.free_bytes == free - GRANULE_BYTES
+
+
+def test_a_tier_that_is_too_slow_is_left_alone_also_where_no_job_was_begun(stage):
+    stage.save([0, 1])
+    stage.end_all()
+    stage.forget([0, 1])
+    stage.tier.max_inflight_bytes = 0
+    assert stage.may_come([0])
+    assert not stage.tier.jobs
+    stage.now += 6
+    late = stage.store.expire()
+    stage.copies.changed(late)
+    stage.tiers.changed(late)
+    stage.copies.tick(stage.now)
+    stage.turn()
+    assert stage.counters["copies_late"] == 1
+    assert not stage.may_come([1])
 
 
 def test_what_somebody_waits_for_goes_before_what_is_only_stored(stage):
