@@ -1,80 +1,104 @@
 """All benches, one after the other, and docs/numbers.md from their results: `python -m pdx.bench`.
 
 About fifteen minutes on two cores. A goal that is missed is shown, not an error; exit status 1: a bench did not run.
+`python -m pdx.bench NAME…` runs some. With `--before CHECKOUT` each runs in turns with that checkout's, and what is
+shown is each figure's ratio; no result is kept.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import shutil
+import statistics
 import subprocess
 import sys
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from pdx.bench.gpu.__main__ import SECTIONS
 from pdx.bench.harness.places import RESULTS, ROOT
-from pdx.bench.harness.report import at_least, console, publish
+from pdx.bench.harness.report import console
 
-BENCHES = ("pages", "node", "scaling", "pushes", "handoff", "overhead", "channels", "paged", "across", "digests")
-# A result is named as its program is, but for the room that the program is in.
-ROOMS = {
-    **dict.fromkeys(("pages",), "store"),
-    **dict.fromkeys(("scaling", "pushes", "handoff", "overhead", "across", "digests", "flood"), "node"),
-    **dict.fromkeys(("paged", "idle"), "channels"),
+# By the name of its result, what `python -m` gets.
+BENCHES = {
+    "pages": "pdx.bench.store.pages",
+    "node": "pdx.bench.node",
+    "scaling": "pdx.bench.node.scaling",
+    "pushes": "pdx.bench.node.pushes",
+    "channels": "pdx.bench.channels",
+    "paged": "pdx.bench.channels.paged",
+    "across": "pdx.bench.node.across",
+    "stalls": "pdx.bench.proxy.stalls",
 }
-# Their last results are shown: one takes as long as one wants, some need a GPU (`python -m pdx.bench.gpu`), and the
-# last are of `pdx bench breakdown`, copied from its --out.
+BREAKDOWN = "breakdown"
+# `make bench` measures the handoff and what the connector costs by a short breakdown.
+HANDOFF = "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-both,plain --rounds 5 --no-overhead"
+# Their last results are shown: some need a GPU (`python -m pdx.bench.gpu`), the others are of `pdx bench breakdown`,
+# copied from its --out.
 SHOWN = (
-    "idle",
-    "flood",
-    "flood-proxy",
-    "proxy_cost",
-    "proxy_faults",
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield"),
     *("reuse-lmcache", "reuse-plain"),
 )
 NUMBERS = ROOT / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
-PAGES_GOAL = 0.8
-BREAKDOWN = "breakdown"
 
 
-def module_of(bench: str) -> str:
-    """What `python -m` gets to measure it."""
-    room, _, rest = bench.partition("_")
-    if rest:
-        return f"pdx.bench.{room}.{rest}"
-    return ".".join(["pdx.bench", *([ROOMS[bench]] if bench in ROOMS else []), bench])
-
-
-def run(bench: str) -> str | None:
-    """Run one bench in a process of its own; its last line, None where it failed."""
-    module = module_of(bench)
-    console.rule(module)
-    command = [sys.executable, "-m", module]
+def run(module: str, root: Path = ROOT) -> dict[str, float] | None:
+    """The figures of one bench, in a process of its own; None where it failed."""
+    console.rule(module if root == ROOT else f"{module} of {root}")
+    env = os.environ if root == ROOT else {**os.environ, "PYTHONPATH": str(root)}
     last = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    command = [sys.executable, "-P", "-m", module]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=env) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line.strip() or last
-    return None if process.returncode else last
+    if process.returncode:
+        return None
+    return {name: value for name, value in json.loads(last).items() if isinstance(value, (int, float))}
 
 
-def publish_pages(last: str) -> None:
-    """The slowest case of each operation, on one thread and on two."""
-    rows: list[dict[str, Any]] = json.loads(last)["rows"]
-    figures = []
-    for operation in ("gather", "scatter"):
-        for threads in (1, 2):
-            cases = [row for row in rows if row["operation"] == operation and row["threads"] == threads]
-            slowest = min(cases, key=lambda row: row["ratio"])
-            note = f"{slowest['page_kib']} KiB pages, {slowest['order']}: {slowest['gb_s']} GB/s"
-            name = (
-                f"{operation}, {threads} thread{'s' * (threads > 1)}, slowest of {len(cases)}: share of memcpy's rate"
-            )
-            figures.append(at_least(name, slowest["ratio"], "", PAGES_GOAL, note))
-    publish("pages", "gather and scatter of KV pages of 16 to 128 KiB", figures, {"rows": rows})
+def run_handoff() -> bool:
+    """Measure it, and keep its figures as the result `handoff`."""
+    console.rule("handoff")
+    out = ROOT / "pdx-bench" / "handoff"
+    program, *options = HANDOFF.split()
+    command = [sys.executable, "-P", "-m", f"{program}.cli.main", *options, "--out", str(out)]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        return False
+    shutil.copy(out / f"{BREAKDOWN}.json", RESULTS / "handoff.json")
+    return True
+
+
+def beside(names: list[str], before: Path, rounds: int) -> int:
+    """Run each bench here and in that checkout in turns; show the median of each figure's ratio."""
+    failed = 0
+    for name in names:
+        ratios: dict[str, list[float]] = defaultdict(list)
+        for turn in range(rounds):
+            roots = (before.resolve(), ROOT) if turn % 2 == 0 else (ROOT, before.resolve())
+            found = {root: run(BENCHES[name], root) for root in roots}
+            here, there = found[ROOT], found[before.resolve()]
+            if here is None or there is None:
+                failed = 1
+                continue
+            for figure in here.keys() & there.keys():
+                if there[figure]:
+                    ratios[figure].append(here[figure] / there[figure])
+        table = Table(title=f"{name}: here / {before}, median of {rounds} turns", title_justify="left")
+        for column in ("figure", "ratio", "least", "most"):
+            table.add_column(column, justify="left" if column == "figure" else "right")
+        for figure, each in ratios.items():
+            table.add_row(figure, *(f"{value:.3f}" for value in (statistics.median(each), min(each), max(each))))
+        console.print(table)
+    return failed
 
 
 def table(bench: str) -> str:
@@ -117,8 +141,8 @@ def _title(result: dict[str, Any]) -> str:
 def _command(bench: str, result: dict[str, Any]) -> str:
     """What one types to measure it again."""
     if result["bench"] != BREAKDOWN:
-        name, _, only = bench.partition("-")
-        return f"python -m {module_of(name)}" + (f" --only {only}" if only else "")
+        _, is_gpu, only = bench.partition("gpu-")
+        return f"python -m pdx.bench.gpu --only {only}" if is_gpu else f"python -m {BENCHES[bench]}"
     asked = result["details"]["settings"]
     lists = " ".join(f"--{name} {','.join(map(str, asked[name]))}" for name in ("tokens", "concurrency", "systems"))
     overhead = "" if asked["overhead_pairs"] else " --no-overhead"
@@ -139,21 +163,25 @@ def fill_numbers() -> None:
     """Replace what stands between the marks."""
     head, _, rest = NUMBERS.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
-    tables = "\n".join(table(bench) for bench in (*BENCHES, *SHOWN) if (RESULTS / f"{bench}.json").exists())
-    NUMBERS.write_text(f"{head}{BEGIN}\n{tables}\n{END}{tail}")
+    shown = [name for name in (*BENCHES, "handoff", *SHOWN) if (RESULTS / f"{name}.json").exists()]
+    NUMBERS.write_text(f"{head}{BEGIN}\n" + "\n".join(map(table, shown)) + f"\n{END}{tail}")
 
 
 def main() -> int:
-    failed = []
-    for bench in BENCHES:
-        last = run(bench)
-        if last is None:
-            failed.append(bench)
-        elif bench == "pages":
-            publish_pages(last)
+    parser = argparse.ArgumentParser(prog="python -m pdx.bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join((*BENCHES, 'handoff'))}")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="run each bench in turns with that checkout's")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each bench with --before")
+    options = parser.parse_args()
+    if unknown := set(options.names) - {*BENCHES, *([] if options.before else ["handoff"])}:
+        parser.error(f"no such bench: {', '.join(sorted(unknown))}")
+    names = options.names or [*BENCHES, "handoff"]
+    if options.before:
+        return beside([name for name in names if name in BENCHES], options.before, options.rounds)
+    failed = [name for name in names if not (run_handoff() if name == "handoff" else run(BENCHES[name]))]
     fill_numbers()
-    for bench in failed:
-        console.print(f"{module_of(bench)} failed")
+    for name in failed:
+        console.print(f"{name} failed")
     return 1 if failed else 0
 
 

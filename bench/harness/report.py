@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,17 @@ def plain(name: str, value: float, unit: str, note: str = "") -> Figure:
 def significant(value: float) -> float:
     """Five digits of it: what is small does not become nothing."""
     return float(f"{value:.5g}")
+
+
+def show_rows(rows: Sequence[Any], title: str) -> None:
+    """Dataclasses as a table: numbers to the right, columns named as their fields."""
+    table = Table(title=title, title_justify="left")
+    for field in fields(rows[0]):
+        is_text = isinstance(getattr(rows[0], field.name), str)
+        table.add_column(field.name.replace("_", " "), justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in asdict(row).values()))
+    console.print(table)
 
 
 def publish(

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -37,55 +37,38 @@ class Stage:
     admin_url: str  # the proxy's
     engine_pids: tuple[int, int]
     proxy_pid: int
-    before: Other | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Other:
-    """A second proxy in front of the same engines, of another checkout."""
-
-    url: str
-    pid: int
 
 
 @contextlib.contextmanager
-def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
-    """All of them; they end with this context, and also if this process is killed. `before`: the other checkout.
+def stage(pace: Pace) -> Iterator[Stage]:
+    """All of them; they end with this context, and also if this process is killed.
 
     :raises RuntimeError: one of them did not start; the message has the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, Processes(Path(folder)) as processes:
-        ports = free_ports(5)
+        ports = free_ports(4)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [
             _started(processes, name, ["-m", "pdx.bench.proxy.stand_in_engine", f"--port={port}", *times], url)
             for name, port, url in zip(("prefill", "decode"), ports, urls, strict=False)
         ]
-        controls = [f"ipc://{folder}/{name}.sock" for name in ("proxy", "before")]
+        control = f"ipc://{folder}/proxy.sock"
         for engine in engines:
             wait_ready(engine)
-        proxies = []
-        for name, port, control, checkout in zip(
-            ("proxy", "before"), ports[2:4], controls, (None, before), strict=True
-        ):
-            if name == "before" and checkout is None:
-                continue
-            options = ["--prefill", urls[0], "--decode", urls[1], "--control", control]
-            if checkout is None:  # the other checkout may be older than these options
-                options += ["--admin", f"127.0.0.1:{ports[4]}", "--debug-headers"]
-            command = ["-m", "pdx.cli.main", "proxy", "--port", str(port), *options, "--log-level", "warning"]
-            proxies.append(_started(processes, name, command, f"http://127.0.0.1:{port}", checkout))
-            wait_ready(proxies[-1])
+        command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[2]), "--log-level", "warning"]
+        command += ["--prefill", urls[0], "--decode", urls[1], "--control", control]
+        command += ["--admin", f"127.0.0.1:{ports[3]}", "--debug-headers"]
+        proxy = _started(processes, "proxy", command, urls[2])
+        wait_ready(proxy)
         first, second = engines
-        other = Other(urls[3], proxies[1].pid) if before is not None else None
-        with _reported(controls[: len(proxies)], urls[0], urls[1]):
+        with _reported(control, urls[0], urls[1]):
             _wait_for_nodes(urls[2])
-            yield Stage(pace, urls[0], urls[1], urls[2], urls[4], (first.pid, second.pid), proxies[0].pid, other)
+            yield Stage(pace, urls[0], urls[1], urls[2], urls[3], (first.pid, second.pid), proxy.pid)
 
 
 @contextlib.contextmanager
-def _reported(controls: Sequence[str], prefill_url: str, decode_url: str) -> Iterator[None]:
+def _reported(control: str, prefill_url: str, decode_url: str) -> Iterator[None]:
     """The proxy hears of the engines what a node would tell: without it, nothing is forwarded."""
     facts = EngineFacts(MODEL_LEN, looks_back=False)
     report = encode(
@@ -105,14 +88,11 @@ def _reported(controls: Sequence[str], prefill_url: str, decode_url: str) -> Ite
     ended = threading.Event()
 
     def tell() -> None:
-        with zmq.Context() as context, contextlib.ExitStack() as stack:
-            lines = [stack.enter_context(context.socket(zmq.DEALER)) for _ in controls]
-            for line, control in zip(lines, controls, strict=True):
-                line.setsockopt(zmq.LINGER, 0)
-                line.connect(control)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+            line.setsockopt(zmq.LINGER, 0)
+            line.connect(control)
             while True:
-                for line in lines:
-                    line.send(report)
+                line.send(report)
                 if ended.wait(REPORT_S):
                     return
 
@@ -136,9 +116,8 @@ def _wait_for_nodes(proxy_url: str) -> None:
         time.sleep(LOOK_S)
 
 
-def _started(processes: Processes, name: str, arguments: list[str], url: str, checkout: Path | None = None) -> Process:
-    env = {"PYTHONPATH": str(checkout)} if checkout is not None else None
-    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=answers_health(url), env=env)
+def _started(processes: Processes, name: str, arguments: list[str], url: str) -> Process:
+    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=answers_health(url))
 
 
 def wait_ready(process: Process) -> None:

@@ -21,9 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from pdx.bench.harness.report import show_rows
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
 from pdx.store import chunk_file
@@ -152,12 +150,7 @@ def main(folder: str) -> None:
             finally:
                 bed.tier.close()
         arena.close()
-    table = Table(title=f"The disk tier against plain files, {TOTAL_BYTES >> 20} MiB, median of {ROUNDS}")
-    for column in ("operation", "chunk MiB", "plain GB/s", "tier GB/s", "ratio"):
-        table.add_column(column, justify="left" if column == "operation" else "right")
-    for row in found:
-        table.add_row(*(str(value) for value in asdict(row).values()))
-    Console().print(table)
+    show_rows(found, f"The disk tier against plain files, {TOTAL_BYTES >> 20} MiB, median of {ROUNDS}")
     print(json.dumps({"bench": "disk", "rows": [asdict(row) for row in found]}))
 
 

@@ -6,7 +6,7 @@ means as fast as a plain copy. The last line is JSON.
 
 from __future__ import annotations
 
-import json
+import itertools
 import mmap
 import os
 import random
@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 
 import numpy
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from pdx.bench.harness.report import Figure, at_least, publish, show_rows
 from pdx.bench.harness.timing import Timing, measure
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
@@ -28,6 +27,7 @@ TOTAL_BYTES = 128 << 20
 PAGE_KIB = (16, 32, 64, 128)
 RUN_BLOCKS = 8  # consecutive block ids in the allocation-like order
 REPEATS = 11
+GOAL = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,25 @@ def row(operation: str, page_kib: int, order: str, threads: int, timings: dict[s
     return Row(operation, page_kib, order, threads, round(memcpy_gb_s, 2), round(gb_s, 2), round(ratio, 3))
 
 
+def figures(rows: list[Row]) -> list[Figure]:
+    """The slowest case of each operation, on one thread and on two."""
+    found = []
+    for operation, threads in itertools.product(("gather", "scatter"), (1, 2)):
+        cases = [row for row in rows if (row.operation, row.threads) == (operation, threads)]
+        slowest = min(cases, key=lambda row: row.ratio)
+        note = f"{slowest.page_kib} KiB pages, {slowest.order}: {slowest.gb_s} GB/s"
+        name = f"{operation}, {threads} thread{'s' * (threads > 1)}, slowest of {len(cases)}: share of memcpy's rate"
+        found.append(at_least(name, slowest.ratio, "", GOAL, note))
+    return found
+
+
 def main() -> None:
     cache = torch.full((TOTAL_BYTES,), 1, dtype=torch.uint8)
     arena = shared_memory(TOTAL_BYTES).fill_(2)
     rows = list(cases(cache, arena))
-    table = Table(title=f"KV pages against a plain copy, {TOTAL_BYTES >> 20} MiB each, median of {REPEATS}")
-    for column in ("operation", "page KiB", "order", "threads", "memcpy GB/s", "GB/s", "ratio"):
-        table.add_column(column, justify="left" if column in ("operation", "order") else "right")
-    for result in rows:
-        table.add_row(*(str(value) for value in asdict(result).values()))
-    Console().print(table)
-    print(json.dumps({"bench": "pages", "rows": [asdict(result) for result in rows]}))
+    show_rows(rows, f"KV pages against a plain copy, {TOTAL_BYTES >> 20} MiB each, median of {REPEATS}")
+    title = "gather and scatter of KV pages of 16 to 128 KiB"
+    publish("pages", title, figures(rows), {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

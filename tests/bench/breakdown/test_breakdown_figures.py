@@ -16,6 +16,7 @@ GOALS = {
     "handoff, nixl / pdx, decoder may run": 200 / 35,
     "pdx: prefill's end until the decoder may run, by its timeline": 35.0,
     "TTFT, pdx / prefill alone": 1.0,
+    "pdx: share of bytes moved when prefill ended": 1.0,
     "mean TTFT, nixl / pdx": 4001.5 / 2001.5,
     "mean ITL, nixl / pdx": 40 / 30,
     "answers equal to plain vLLM's": 1.0,
@@ -56,6 +57,7 @@ SLOW = {
     "handoff, nixl / pdx, client's first token": ("pdx", {"ttft_ms": lambda each: each.ttft_ms + 11}),
     "handoff, nixl / pdx, decoder may run": ("pdx", {"decode_first_ms": lambda each: each.decode_first_ms + 46}),
     "TTFT, pdx / prefill alone": ("plain", {"ttft_ms": lambda each: each.ttft_ms * 0.95}),
+    "pdx: share of bytes moved when prefill ended": ("pdx", {"hidden_share": lambda each: 0.94}),
     "mean TTFT, nixl / pdx": ("nixl", {"ttft_ms": lambda each: 2990.0}),
     "mean ITL, nixl / pdx": ("pdx", {"itl_ms": lambda each: [30.0, 51.0]}),
     "answers equal to plain vLLM's": ("nixl", {"is_same": lambda each: each.round != 1}),
@@ -121,6 +123,9 @@ def test_prefill_is_compared_with_that_of_plain_vllm():
     found = values(result([request("pdx"), request("nixl", engines=slow), request("plain")]))
     for system, ratio in (("nixl", 2.0), ("pdx", 1.0)):
         assert found[f"4,000 tokens: prefill by its engine's metrics, {system} / plain"] == ratio
+    keeping = [request("pdx-both", engines=Engines(4.0, 1031.0, 35.0, 30.0, 0.0)), request("plain")]
+    found = goals(figures(result(keeping)))
+    assert found["prefill by its engine's metrics, pdx-both / plain"].is_met is False
 
 
 def test_prompts_that_the_decoder_had_to_compute_are_the_handoffs_fault():

@@ -4,20 +4,24 @@ A step is a line of the store's or the node's Python, or an element of a contain
 in Python or within one call of C. The messages are those of `pdx.bench.node.scaling`, which times them.
 """
 
+import os
 import sys
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 
 import pytest
+import zmq
 
 import pdx.node
 import pdx.store
-from pdx.bench.node import scaling_bed
-from pdx.bench.node.scaling_bed import Here, Load, drive
+from pdx.bench.node import scaling
+from pdx.bench.node.scaling import Load, drive
+from pdx.config import NodeConfig, listen_address
 from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.node.service import PROBE_BYTES, Service
 from pdx.store.allocator import Allocator
 from pdx.store.store import Claim, Store
-from pdx.wire.messages import Admit, Cancel
+from pdx.wire.messages import VERSION, Admit, Cancel, Hello
 
 SMALL, LARGE = 600, 6_000
 CROWD = 12  # one lease, reservation, transfer of others for so many chunks
@@ -25,6 +29,55 @@ SPARE = 1.1  # what the large one may cost of the small one's steps, and a few m
 MORE = 30
 MEASURED = tuple(str(Path(room.__file__).parent) for room in (pdx.store, pdx.node))
 PLAIN = (dict, OrderedDict, list, set)
+
+
+class Here:
+    """A node's own classes in this process, without its loop; its arena is a file of which no byte is touched."""
+
+    def __init__(self, folder, arena_bytes):
+        config = NodeConfig(address=f"ipc://{folder}/run/node.sock", arena_bytes=arena_bytes)
+        path, nbytes = folder / "arena", arena_bytes + PROBE_BYTES
+        with path.open("wb") as file:
+            file.truncate(nbytes + nbytes // GRANULE_BYTES * 8)
+        self.now = 0.0
+        self._routes = 0
+        self._arena = Arena(path, nbytes, writable_generations=True)
+        self.service = Service(config, [self._arena], 1, lambda: self.now)
+        self._context = zmq.Context()
+        self.service.peers.open(self._context, listen_address(config), "127.0.0.1", lambda _: None, lambda _: None)
+
+    def attach(self):
+        self._routes += 1
+        hello = Hello(VERSION, os.getpid(), "client", name="bench")
+        session, _ = self.service.attach(self._routes.to_bytes(4, "little"), hello, os.getpid())
+        return Attached(self.service, session)
+
+    def tick(self):
+        """Deadlines, and answers to who waits."""
+        self.service.tick()
+        for _ in self.service.admissions.late_answers():
+            pass
+
+    def close(self):
+        self.service.detach_all()
+        self.service.peers.close()
+        self._context.term()
+        self._arena.close()
+
+
+class Attached:
+    """A process of `Here`: this one."""
+
+    def __init__(self, service, session):
+        self._service, self._session = service, session
+
+    def ask(self, body):
+        answer = self._service.handle(self._session, body)
+        assert answer is not None, "no answer is kept back from who does not ask for that"
+        return answer
+
+    def end(self):
+        self._service.end(self._session)
 
 
 class Steps:
@@ -86,7 +139,7 @@ def is_flat(small, large):
 @pytest.fixture
 def load(place, monkeypatch):
     """A node's service with so many chunks, and much that waits for its end; with the steps that it takes."""
-    monkeypatch.setattr(scaling_bed, "WRITER_CHUNKS", 200)
+    monkeypatch.setattr(scaling, "WRITER_CHUNKS", 200)
     beds = []
 
     def make(chunks):
@@ -96,7 +149,6 @@ def load(place, monkeypatch):
         beds.append(bed)
         made = Load(bed, chunks)
         crowd(bed, chunks)
-        bed.pass_time = lambda: False  # the crowd's deadlines are not over
         steps = Steps()
         for part in (bed.service.store, bed.service.transfers, bed.service.sessions):
             steps.watch(part)
@@ -104,7 +156,7 @@ def load(place, monkeypatch):
 
     yield make
     for bed in beds:
-        bed.__exit__(None, None, None)
+        bed.close()
 
 
 def crowd(bed, chunks):
@@ -160,7 +212,7 @@ def test_a_tick_costs_what_ends_however_much_waits(load):
         client = bed.attach()
         found = client.ask(Admit([(chunks - 1).to_bytes(16, "little")], lease_s=0.5))
         assert found.lease
-        bed._now += 1.0
+        bed.now += 1.0
         busy, _ = steps_of(steps, bed.tick)
         assert bed.service.store.counters["leases_expired"] == 1
         counts.append((idle, busy))
