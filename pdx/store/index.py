@@ -38,6 +38,12 @@ class Groups(Generic[Key]):
         return list(self._groups.get(key, ()))
 
 
+class Whole(tuple[Chunk, ...]):
+    """All chunks of a key, one per shard, all sealed: a lookup sees that without a look at each."""
+
+    __slots__ = ()
+
+
 class Index:
     """Where a chunk's record is found, and how many there are of each state.
 
@@ -75,6 +81,15 @@ class Index:
             if chunk.shard < shards and chunk.slot.arena == (arenas[chunk.shard] if arenas else 0)
         )
 
+    def sealed(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> tuple[Chunk, ...] | None:
+        """The chunk of every shard of `key`, all sealed; None where one is missing."""
+        chunks = self._keys.get(key, ())
+        if type(chunks) is Whole and len(chunks) == shards and len(self.slots) == 1:
+            return chunks
+        chunks = self.of(key, shards, arenas)
+        is_whole = len(chunks) == shards and all(chunk.state is State.SEALED for chunk in chunks)
+        return chunks if is_whole else None
+
     def add(self, chunks: Sequence[Chunk]) -> None:
         """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
         if not chunks:
@@ -110,7 +125,11 @@ class Index:
                 self.deadlines.discard(chunk, chunk.deadline)
             if was in WRITABLE and state not in WRITABLE:
                 self.writers.discard(chunk.writer, chunk)
-            if was in FINDABLE and state not in FINDABLE:
+            if state is State.SEALED:
+                chunks = self._keys[chunk.key]
+                if len(chunks) == chunk.shards and all(each.state is State.SEALED for each in chunks):
+                    self._keys[chunk.key] = Whole(chunks)
+            elif was in FINDABLE and state not in FINDABLE:
                 self._hide(chunk)
             if chunk.transfer is not None and not (chunk.tail and state is State.SEALED):
                 self.transfers.discard(chunk.transfer, chunk)

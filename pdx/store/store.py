@@ -91,17 +91,14 @@ class Store:
 
     # ---- looking up and leasing -------------------------------------------------------------
 
-    def find(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[list[Chunk]]:
-        """The leading run of keys that are sealed in every shard: one list of `shards` chunks per hit."""
-        hits: list[list[Chunk]] = []
+    def find(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
+        """The leading run of keys that are sealed in every shard: `shards` chunks per hit."""
+        hits: list[tuple[Chunk, ...]] = []
         for key in keys:
-            chunks = self._index.of(key, shards, arenas)
-            if len(chunks) != shards:
+            chunks = self._index.sealed(key, shards, arenas)
+            if chunks is None:
                 break
-            for chunk in chunks:
-                if chunk.state is not State.SEALED:
-                    return hits
-            hits.append(list(chunks))
+            hits.append(chunks)
         return hits
 
     def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:

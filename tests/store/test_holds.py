@@ -89,7 +89,7 @@ def test_a_chunk_that_is_still_being_filled_stays_when_its_reader_ends(store):
     assert chunk.state is State.FILLING
     store.fill([chunk.slot], 1, 1, WRITER)
     store.seal([chunk])
-    assert store.find([KEY], 1) == [[chunk]]
+    assert store.find([KEY], 1) == [(chunk,)]
     assert reserve(store, OTHER, granules=GRANULES)[2] is False, "it can be evicted as any other"
 
 
