@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 import pdx.wire.messages
-import pdx.wire.peer_messages
 from pdx.cli.main import main
 from pdx.config import ConnectorConfig, NodeConfig
 

@@ -8,15 +8,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from link_stage import Raw, Stage
+from connection_stage import Raw, Stage
 from node_harness import Wire, arenas_of, refused_node
 
 import pdx.config
 import pdx.memory.keys
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Cancel, Push, Refused
-from pdx.wire.peer_messages import LetGo, PeerBye
+from pdx.wire.messages import Admit, Bye, Cancel, Push, Refused, Release
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for folder in ("pdx", "proxy", "kernels", "transports") for path in (ROOT / folder).rglob("*.py"))
@@ -208,9 +207,9 @@ def test_names_without_end_open_no_sockets(place):
         before = len(os.listdir("/proc/self/fd"))
         for number in range(2000):
             with pytest.raises(PeerUnknown):
-                alpha.links.dial(f"tcp://evil{number}.example:1")
+                alpha.connections.dial(f"tcp://evil{number}.example:1")
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, what="no file more is open")
-        assert alpha.links.links == []
+        assert alpha.connections.peers == []
     finally:
         stage.close()
 
@@ -226,15 +225,15 @@ def test_one_peer_cannot_speak_in_the_session_of_another(place):
         with Raw(stage, beta) as one, Raw(stage, beta) as two:
             one.hello(name="one")
             two.hello(name="two")
-            stage.until(lambda: len(beta.links.sessions) == 2)
-            by_name = {session.name: session for session in beta.links.sessions}
-            two.send(LetGo(1, complete=False))
-            stage.until(lambda: beta.core.saw("told"))
-            assert beta.core.saw("told") == [(by_name["two"], LetGo(1, complete=False))]
+            stage.until(lambda: len(beta.connections.peers) == 2)
+            by_name = {session.name: session for session in beta.connections.peers}
+            two.send(Release(1, complete=False))
+            stage.until(lambda: beta.core.saw("heard"))
+            assert beta.core.saw("heard") == [(by_name["two"], Release(1, complete=False), 0)]
             assert by_name["one"].token != by_name["two"].token
-            two.send(PeerBye())
+            two.send(Bye())
             stage.until(lambda: beta.core.saw("over"))
-            assert list(beta.links.sessions) == [by_name["one"]]
+            assert list(beta.connections.peers) == [by_name["one"]]
     finally:
         stage.close()
 

@@ -140,7 +140,7 @@ class Daemon:
                 )
             self._proxy: ProxyLine | None = None
             if config.proxy:
-                self._proxy = ProxyLine(self._context, config.proxy, self._peers.links.secure_proxy, self._faults)
+                self._proxy = ProxyLine(self._context, config.proxy, self._peers.connections.secure_proxy, self._faults)
                 undo.callback(self._proxy.close)
                 for line in self._proxy.sockets:
                     self._poller.register(line, zmq.POLLIN)
@@ -202,7 +202,7 @@ class Daemon:
             self._peers.mailbox.deliver()
         elif source == self._desk.entry.fd:
             pass  # somebody connects: `heed` has seen to it
-        elif self._peers.links.serve(source):
+        elif self._peers.connections.serve(source):
             pass
         elif isinstance(source, int) and not any(handover.serve(source) for handover in self._handovers):
             self._bury(source)

@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdx.errors import ConfigError
-from pdx.node.peers.handshake import LinkState
+from pdx.node.peers.connection import ConnectionState
 from pdx.security.address import check_listen
 from pdx.wire.messages import NodeStatus, PeerStatus
 
@@ -59,7 +59,9 @@ def _by_peer(peers: list[PeerStatus], name: str, text: str) -> Metric:
     family = CounterMetricFamily if name.endswith("_bytes") else GaugeMetricFamily
     found = family(f"pdx_node_peer_{name}", text, labels=["peer"])
     for peer in peers:
-        found.add_metric([peer.name], float(peer.state == LinkState.READY if name == "up" else getattr(peer, name)))
+        found.add_metric(
+            [peer.name], float(peer.state == ConnectionState.READY if name == "up" else getattr(peer, name))
+        )
     return found
 
 

@@ -77,7 +77,7 @@ class Reports:
             transfers=len(self._transfers),
             attached=[self._attached(session, now) for session in self._sessions],
             counters={**self._counters, **self._store.counters},
-            listen=self._peers.links.address,
+            listen=self._peers.connections.address,
             peers=self._peers.statuses(),
             gpu=self._gpus[0],
             arenas=[
@@ -107,14 +107,14 @@ class Reports:
             self._store.free_bytes,
             engines,
             marks,
-            listen=self._peers.links.address,
-            public_key=self._peers.links.public_key,
+            listen=self._peers.connections.address,
+            public_key=self._peers.connections.public_key,
             host=host_id(),
             sent_ns=time.monotonic_ns(),
         )
 
     def _url(self, session: Session) -> str:
-        return reachable_url(session.hello.url, self._peers.links.address)
+        return reachable_url(session.hello.url, self._peers.connections.address)
 
     def _attached(self, session: Session, now: float) -> AttachedStatus:
         hello = session.hello

@@ -32,6 +32,7 @@ from pdx.telemetry.faults import Faults
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import (
     MAX_SLOTS,
+    RIGHTS,
     VERSION,
     Abort,
     Admit,
@@ -100,6 +101,7 @@ class Service:
             transfers=self.transfers,
             counters=self.counters,
             faults=self.faults,
+            numbers=self.sessions.numbers,
             layouts=lambda: [session.hello.layout for session in self.sessions],
             mark=self._mark_own,
             on_changed=self._changed,
@@ -167,6 +169,8 @@ class Service:
         """
         if hello.version != VERSION:
             raise ProtocolError(f"this node speaks version {VERSION}, the process {hello.version}; upgrade the older")
+        if hello.kind == "peer":
+            raise ProtocolError("a peer connects where peers do (--listen), not where processes attach")
         session = self.sessions.attach(route, hello, pid, self._clock())
         if session.unshared:
             error = LayoutError(f"engine {hello.engine!r} shares no chunks {session.unshared}")
@@ -212,10 +216,9 @@ class Service:
         :raises ProtocolError: the message makes no sense from this session or in this state.
         """
         session.last_seen = self._clock()
-        handler = self._handlers.get(type(ask))
-        if handler is None:
-            raise ProtocolError(f"{type(ask).__name__} is not for an attached process")
-        return handler(session, ask)
+        if type(ask) not in RIGHTS[session.hello.kind]:
+            raise ProtocolError(f"{type(ask).__name__} is not for a {session.hello.kind} that is attached")
+        return self._handlers[type(ask)](session, ask)
 
     def tick(self) -> None:
         """Deadlines; call it a few times a second."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import itertools
 import os
 import secrets
 import select
@@ -65,7 +66,7 @@ class Sessions:
         self._workers: dict[tuple[str, int], Session] = {}
         self._by_pid: Counter[int] = Counter()
         self._by_model: dict[str, Session] = {}  # the engine of each model that was attached last
-        self._next_number = 1
+        self.numbers = itertools.count(1)  # of peers, too
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_route.values()))
@@ -122,8 +123,7 @@ class Sessions:
         if self._by_pid[hello.pid] >= MAX_OF_ONE_PROCESS:
             raise NodeError(f"process {hello.pid} is attached {MAX_OF_ONE_PROCESS} times already")
         pidfd = _watched(hello.pid, pid)
-        session = Session(self._next_number, route, hello, pidfd, now)
-        self._next_number += 1
+        session = Session(next(self.numbers), route, hello, pidfd, now)
         self._by_route[route] = session
         self._by_pidfd[pidfd] = session
         self._by_pid[hello.pid] += 1

@@ -1,4 +1,8 @@
-"""What processes say to a node, what it answers, and what nodes and proxies tell each other.
+"""What sessions say to a node, what it answers, and what nodes and proxies tell each other.
+
+A session is a process of this host or a peer, another node. Both speak one protocol: they attach, ask for leases and
+room, fill, give back, push; `RIGHTS` says which kind of session may say what. A node and its peer are each a session
+of the other, over one connection.
 
 Wire format: msgpack arrays, coded by msgspec against the types below; every number, string and list is
 bounded on decode, so a message that decodes is one the receiver can act on. One ZMQ frame is one envelope.
@@ -15,6 +19,7 @@ from msgspec import Meta
 from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
+from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
 
 _T = TypeVar("_T")
 
@@ -41,6 +46,12 @@ Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
 Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
 FieldName = Annotated[str, Meta(pattern=r"^[a-z_]{2,32}\Z")]
 LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+MAX_SCHEMES = 32
+DIGEST_BYTES = 8  # xxh3 of 64 bits, as `pdx.memory.digest` writes it
+
+Schemes = Annotated[list[SchemeName], Meta(max_length=MAX_SCHEMES)]
+HostId = Annotated[str, Meta(max_length=64)]  # equal exactly on one running kernel
+Layouts = Annotated[list[Layout], Meta(max_length=1024)]
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -66,15 +77,20 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
     reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again; 0: not known
 
 
-# ---- from an attached process to its node -------------------------------------------------------
+# ---- from a session to its node -----------------------------------------------------------------
+
+Kind = Literal["scheduler", "worker", "client", "peer"]
 
 
 class Hello(Message, frozen=True):
-    """Attach this process. `engine` groups the processes of one engine; `shard` is the worker's rank."""
+    """Attach this process, or this node as a peer. `engine` groups the processes of one engine; `shard` is the
+    worker's rank. A peer says in which life it is (`epoch`), on which running kernel (`host`), by which channels it
+    can write, and the KV `layouts` of its engines.
+    """
 
     version: Count
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    kind: Literal["scheduler", "worker", "client"]
+    kind: Kind
     name: Name = ""
     engine: Name = ""
     shard: Shard = 0
@@ -84,10 +100,14 @@ class Hello(Message, frozen=True):
     shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # the fields of that layout, as text
     facts: EngineFacts | None = None
     gpu: GpuId = ""  # of a worker's KV cache: its chunks lie in the node's arena on that GPU, if there is one
+    epoch: Handle = 0
+    host: HostId = ""
+    schemes: Schemes = []
+    layouts: Layouts = []
 
 
 class Bye(Message, frozen=True):
-    """Detach: this process maps nothing and writes nothing any more."""
+    """Detach: this session writes nothing any more, now and ever, and maps nothing."""
 
 
 class Ping(Message, frozen=True):
@@ -113,6 +133,9 @@ class Admit(Message, frozen=True):
     `source`: a peer that is asked for what is missing here.
     `wait_s`: while what is missing may still come, the answer is kept back for so long; then it is `waiting`, and
     nothing is leased or granted.
+
+    From a peer: room for what it has, or is filling. `layout`: of these chunks; a process has said its own when it
+    attached. `wait_s`: how long it may wait for room for all of it. `want`: the number of the `Push` that this answers.
     """
 
     keys: Keys
@@ -128,6 +151,8 @@ class Admit(Message, frozen=True):
     source: Name = ""
     wait_s: Seconds = 0.0
     hints: Hints = Hints("")
+    layout: Layout = b""
+    want: Handle = 0
 
     @property
     def sought(self) -> int:
@@ -146,11 +171,16 @@ class Admit(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """Send these sealed chunks to a peer; fields as in `Admit`. `Done.count` says how many are here to be sent."""
+    """Copy chunks to a peer; fields as in `Admit`. `Done.count` says how many of them go, or are on their way.
+
+    From a process: sealed chunks, to `peer`. From a peer: to itself, the leading run of these keys and, of a
+    `transfer`, also what is still being filled; a `Done` of 0 may take it back later.
+    """
 
     keys: Keys
-    peer: Name
+    peer: Name = ""
     shards: ShardCount = 1
+    transfer: TransferId | None = None
 
 
 class Fill(Message, frozen=True):
@@ -176,9 +206,19 @@ class Abort(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """End a lease."""
+    """End a lease. From a peer: of what this `Admit` of it was granted it writes nothing more, now and ever.
+
+    `complete`: all that was granted was written.
+    """
 
     lease: Handle
+    complete: bool = False
+
+
+class Chosen(Message, frozen=True):
+    """The peer will write by this scheme and no other of those it was welcomed to; before its first `Admit`."""
+
+    scheme: SchemeName
 
 
 class Renew(Message, frozen=True):
@@ -226,20 +266,29 @@ class Status(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Attached. Map `arena_path`; every slot of this node is in there while `epoch` stands.
+    """Attached. A process maps `arena_path`; every slot of this node is in there while `epoch` stands.
 
     If `gpu` is not empty, that file has the generations alone; who needs the data asks at the socket `handover` for it
     and shows this session's secret `ticket` (`pdx.cuda.handover`).
+
+    A peer writes to `regions`, one per scheme that both have, and to `probe`, a slot that is there to try them out.
+    The answer to a hello, and to that answer.
     """
 
     epoch: Handle
     pid: Count
-    arena_path: Name
-    arena_bytes: Bytes
-    granule_bytes: Bytes
+    arena_path: Name = ""
+    arena_bytes: Bytes = 0
+    granule_bytes: Bytes = 0
     gpu: GpuId = ""
     handover: Name = ""
     ticket: Annotated[bytes, Meta(max_length=16)] = b""
+    version: Count = VERSION
+    name: Name = ""
+    host: HostId = ""
+    regions: Annotated[list[RemoteRegion], Meta(max_length=MAX_SCHEMES)] = []
+    probe: Slot | None = None
+    layouts: Layouts = []
 
 
 class Admitted(Message, frozen=True):
@@ -270,7 +319,11 @@ class Done(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request was not carried out; `error` is the name of a class in `pdx.errors`."""
+    """The request was not carried out; `error` is the name of a class in `pdx.errors`.
+
+    To a peer, of an `Admit`: nothing of it is wanted, also if room was granted before; the peer answers `Release` when
+    nothing of it is under way. Of none: the connection is over.
+    """
 
     error: Annotated[str, Meta(max_length=64)]
     text: Annotated[str, Meta(max_length=1024)]
@@ -354,7 +407,9 @@ class NodeStatus(Message, frozen=True):
     disk: DiskStatus | None = None
 
 
-Ask = Hello | Bye | Ping | Admit | Push | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status
+Ask = (
+    Hello | Bye | Ping | Admit | Push | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status | Chosen
+)
 Answer = Welcome | Admitted | Done | Refused | NodeStatus
 
 
@@ -371,6 +426,52 @@ class FromNode(msgspec.Struct, array_like=True, frozen=True):
 
     seq: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     body: Answer
+
+
+_ENGINE: frozenset[type[Message]] = frozenset({Bye, Ping, Fill, Abort, Mark})
+_REQUESTS: frozenset[type[Message]] = frozenset({Admit, Push, Release, Renew, Pin, Delete, Cancel, Status})
+# What each kind of session may say once it is attached. A peer fills by its writes (`Landed`).
+RIGHTS: dict[Kind, frozenset[type[Message]]] = {
+    "worker": _ENGINE,
+    "scheduler": _ENGINE - {Fill} | _REQUESTS,
+    "client": _ENGINE | _REQUESTS,
+    "peer": frozenset({Bye, Ping, Chosen, Admit, Release, Push}),
+}
+
+
+# ---- between two nodes --------------------------------------------------------------------------
+
+PeerBody = Hello | Welcome | Refused | Chosen | Ping | Bye | Admit | Admitted | Release | Push | Done
+PEER_ANSWERS = frozenset({Admitted, Done, Refused})
+
+
+class PeerFrame(msgspec.Struct, array_like=True, frozen=True):
+    """Envelope: `seq` grows by at least one per message and direction of a connection.
+
+    `about`: the number that its asker gave to an `Admit` or a `Push`, in that message and in the answers to it.
+    """
+
+    seq: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    about: Handle
+    body: PeerBody
+
+
+class Slices(msgspec.Struct, array_like=True, frozen=True):
+    """Slices [first_layer, first_layer + layers) of one slot have landed; a digest each, or none at all."""
+
+    offset: Bytes
+    generation: Handle
+    first_layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
+    layers: LayerCount
+    digests: Annotated[bytes, Meta(max_length=MAX_LAYERS * DIGEST_BYTES)] = b""
+
+
+class Landed(msgspec.Struct, array_like=True, frozen=True):
+    """What a peer fills: the notification of one write, for its `Admit` of this number. 0 is the probe, which fills
+    nothing."""
+
+    admit: Handle
+    slices: Annotated[list[Slices], Meta(max_length=4096)]
 
 
 # ---- between a node and the proxy ---------------------------------------------------------------
@@ -448,10 +549,12 @@ _to_node = msgspec.msgpack.Decoder(ToNode)
 _from_node = msgspec.msgpack.Decoder(FromNode)
 _to_proxy = msgspec.msgpack.Decoder(ToProxy)
 _from_proxy: msgspec.msgpack.Decoder[FromProxy] = msgspec.msgpack.Decoder(FromProxy)
+_peer = msgspec.msgpack.Decoder(PeerFrame)
+_landed = msgspec.msgpack.Decoder(Landed)
 
 
-def encode(message: ToNode | FromNode | NodeReport | FromProxy) -> bytes:
-    """One frame."""
+def encode(message: ToNode | FromNode | PeerFrame | Landed | NodeReport | FromProxy) -> bytes:
+    """One frame; of a `Landed` one notification, at most MAX_NOTIFY_BYTES if the sender keeps to few slices."""
     return _encoder.encode(message)
 
 
@@ -486,3 +589,13 @@ def decode_to_proxy(frame: bytes) -> NodeReport:
 def decode_from_proxy(frame: bytes) -> FromProxy:
     """:raises ProtocolError: not a `FromProxy` within bounds."""
     return decode_frame(_from_proxy, frame)
+
+
+def decode_peer(frame: bytes) -> PeerFrame:
+    """:raises ProtocolError: not a `PeerFrame` within bounds."""
+    return decode_frame(_peer, frame)
+
+
+def decode_landed(payload: bytes) -> Landed:
+    """:raises ProtocolError: not a `Landed` within bounds."""
+    return decode_frame(_landed, payload, limit=MAX_NOTIFY_BYTES)

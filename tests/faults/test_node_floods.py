@@ -7,14 +7,13 @@ import socket
 
 import pytest
 import zmq
-from link_stage import key_files, write_roster
+from connection_stage import key_files, write_roster
 from node_harness import MIB, NodeProcess, Wire, attached
 
 from pdx.config import NodeConfig
 from pdx.security.curve_keys import KeyPair
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, Admit, Admitted, Done, Hello, Ping, Welcome
-from pdx.wire.peer_messages import PeerFrame, PeerHello, encode_peer
+from pdx.wire.messages import VERSION, Admit, Admitted, Done, Hello, PeerFrame, Ping, Welcome, encode
 
 LIMIT = 256
 
@@ -62,8 +61,8 @@ def test_strangers_at_the_tcp_port_do_not_end_the_node(node):
             dealer = flood.enter_context(context.socket(zmq.DEALER))
             dealer.linger = 0
             dealer.connect(f"tcp://{where[0]}:{where[1]}")
-            hello = PeerHello(VERSION, f"stranger-{number}", number + 1, "h", 1, ["tcp"])
-            dealer.send(encode_peer(PeerFrame(1, hello)))
+            hello = Hello(VERSION, 1, "peer", f"stranger-{number}", epoch=number + 1, host="h", schemes=["tcp"])
+            dealer.send(encode(PeerFrame(1, 0, hello)))
         assert serves(engine)
         with attached(node.address) as late:
             assert serves(late)

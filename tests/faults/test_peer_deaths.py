@@ -7,7 +7,7 @@ import pytest
 from node_harness import MIB, is_stopped
 from peers_harness import ARENA, Cluster, pattern, put, read
 
-from pdx.node.peers.handshake import LinkState
+from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
 
 SILENCE_S = 1.0
@@ -60,7 +60,7 @@ def test_the_receiver_is_killed_and_started_again(cluster):
     complete(chunk, data)
     assert read(cluster["a"], "x") == data, "the chunk is what it was, here"
     cluster.start("b")
-    wait_until(lambda: cluster.peer("a", "b").state == LinkState.READY)
+    wait_until(lambda: cluster.peer("a", "b").state == ConnectionState.READY)
     cluster["a"].push("x", to="b")
     assert read(cluster["b"], "x", wait_s=15.0) == data
     works_again(cluster, 1)
@@ -100,9 +100,9 @@ def test_the_sender_stops_and_its_late_writes_harm_nobody(cluster):
     chunk, data = half(cluster)
     node = cluster.nodes["a"]
     writer = threading.Thread(target=complete, args=(chunk, data))
-    before = cluster.counter("a", "links_lost")
+    before = cluster.counter("a", "peers_lost")
     freeze(node)
-    wait_until(lambda: cluster.counter("b", "peers_silent"))
+    wait_until(lambda: cluster.counter("b", "peers_lost"))
     cluster.settle("b", timeout_s=10.0)
     others = {f"other-{number}": pattern(50 + number, 4 * MIB - 4096) for number in range(4)}
     for name, other in others.items():
@@ -110,7 +110,7 @@ def test_the_sender_stops_and_its_late_writes_harm_nobody(cluster):
     writer.start()
     node.signal(signal.SIGCONT)
     writer.join()
-    wait_until(lambda: cluster.counter("a", "links_lost") > before, what="it hears that its session is over")
+    wait_until(lambda: cluster.counter("a", "peers_lost") > before, what="it hears that its session is over")
     cluster.settle("a", timeout_s=10.0)
     for name, other in others.items():
         assert read(cluster["b"], name) == other
@@ -135,15 +135,15 @@ def test_a_stopped_sender_in_the_middle_of_a_write(place):
         put(cluster["a"], "x", data, parts=32)
         cluster["a"].push("x", to="b")
         wait_until(lambda: cluster.counter("b", "landed_bytes"))
-        before = cluster.counter("a", "links_lost")
+        before = cluster.counter("a", "peers_lost")
         freeze(cluster.nodes["a"])
-        wait_until(lambda: cluster.counter("b", "peers_silent"))
+        wait_until(lambda: cluster.counter("b", "peers_lost"))
         cluster.settle("b", timeout_s=10.0)
         other = pattern(2, 38 * MIB)
         if not cluster["b"].lookup(["x"]):
             put(cluster["b"], "other", other)
         cluster.nodes["a"].signal(signal.SIGCONT)
-        wait_until(lambda: cluster.counter("a", "links_lost") > before)
+        wait_until(lambda: cluster.counter("a", "peers_lost") > before)
         cluster.settle("a", timeout_s=10.0)
         if cluster["b"].lookup(["other"]):
             assert read(cluster["b"], "other") == other

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from push_stage import MIB, FakeWay, SendingStage, key
+from push_stage import MIB, FakeWay, Granted, SendingStage, key
 
 from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefused
 from pdx.memory.digest import digests
@@ -12,8 +12,7 @@ from pdx.memory.slot import Slot
 from pdx.store.copy import MAX_SLICES
 from pdx.store.tier import Tier
 from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES
-from pdx.wire.messages import MAX_LAYERS
-from pdx.wire.peer_messages import DIGEST_BYTES, Granted, Landed, LetGo, Slices, encode_landed
+from pdx.wire.messages import DIGEST_BYTES, MAX_LAYERS, Landed, Release, Slices, encode
 
 TRANSFER = "transfer-0123456789"
 KIB = 1 << 10
@@ -68,7 +67,7 @@ def test_layers_are_grouped_until_a_write_is_worth_it_and_the_rest_goes_at_the_e
     assert [job.nbytes for job in stage.way.jobs] == [MIB, MIB, 512 * KIB], "nothing more comes: the rest"
     assert slices_of(stage.way.jobs[2]) == [(slots[0].offset + 8 * 256 * KIB, 8, 2)]
     stage.finish_all()
-    assert stage.way.farewells == [LetGo(1, True)]
+    assert stage.way.farewells == [Release(1, True)]
     assert stage.over == [(1, True)]
     stage.assert_idle()
 
@@ -133,10 +132,10 @@ def test_many_small_slices_are_a_full_write_too(stage):
 def test_the_longest_notification_has_room_for_all_digests():
     """As many slices as a write may have, in as many chunks, with the longest numbers."""
     one = Slices(1 << 48, (1 << 63) - 1, MAX_LAYERS - 1, 1, bytes(DIGEST_BYTES))
-    assert len(encode_landed(Landed((1 << 63) - 1, [one] * MAX_SLICES))) <= MAX_NOTIFY_BYTES
+    assert len(encode(Landed((1 << 63) - 1, [one] * MAX_SLICES))) <= MAX_NOTIFY_BYTES
     assert MAX_SLICES <= MAX_PIECES
     whole = Slices(1 << 48, (1 << 63) - 1, 0, MAX_SLICES, bytes(MAX_SLICES * DIGEST_BYTES))
-    assert len(encode_landed(Landed((1 << 63) - 1, [whole]))) <= MAX_NOTIFY_BYTES
+    assert len(encode(Landed((1 << 63) - 1, [whole]))) <= MAX_NOTIFY_BYTES
 
 
 def test_slices_that_do_not_divide_evenly_are_sent_to_the_byte(stage):
@@ -363,7 +362,7 @@ def test_sealed_chunks_are_sent_as_soon_as_they_are_granted(stage):
     assert stage.holds() == 2, "they stay until they are there"
     assert stage.copies.copied_bytes(TRANSFER, "peer") == 0
     stage.finish_all()
-    assert stage.way.farewells == [LetGo(1, True)]
+    assert stage.way.farewells == [Release(1, True)]
     stage.assert_idle()
 
 
@@ -407,7 +406,7 @@ def test_nothing_granted_is_a_push_that_is_over(stage):
     stage.reserve([0], MIB)
     stage.start([0])
     stage.grant(stage.way.offers[0], [])
-    assert stage.way.farewells == [LetGo(1, True)]
+    assert stage.way.farewells == [Release(1, True)]
     stage.assert_idle()
 
 
@@ -447,7 +446,7 @@ def test_a_grant_that_is_none_ends_the_push(stage, indices, slots):
     with pytest.raises(ProtocolError):
         stage.granted("b", Granted(1, indices, slots))
     assert not stage.way.jobs
-    assert stage.way.farewells == [LetGo(1, False)]
+    assert stage.way.farewells == [Release(1, False)]
     assert stage.over == [(1, False)]
     stage.grant(stage.way.offers[0])
     stage.assert_idle()
@@ -484,7 +483,7 @@ def test_a_source_that_dies_before_the_grant_ends_the_push_then(stage):
     stage.start([0, 1])
     stage.lose(slots[1:])
     stage.grant(stage.way.offers[0])
-    assert stage.way.farewells == [LetGo(1, False)]
+    assert stage.way.farewells == [Release(1, False)]
     assert stage.counters["copies_without_source"] == 1
     stage.assert_idle()
 
@@ -510,7 +509,7 @@ def test_a_write_that_fails_when_all_is_sent_is_counted_and_nothing_is_complete(
     assert stage.counters["jobs_failed"] == 1
     assert not stage.way.farewells
     stage.finish()
-    assert stage.way.farewells == [LetGo(1, False)]
+    assert stage.way.farewells == [Release(1, False)]
     assert stage.over == [(1, False)]
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from push_stage import MIB, FakeWay, SendingStage
 
 from pdx.errors import TransferAborted, WriteRefused
-from pdx.wire.peer_messages import LetGo
+from pdx.wire.messages import Release
 
 TRANSFER = "transfer-0123456789"
 
@@ -150,7 +150,7 @@ def after(stage):
     is_lost = not stage.way.is_usable
     assert [body.push for body in stage.way.farewells] == offered or is_lost
     for number, is_complete in stage.over:
-        assert LetGo(number, not is_complete) not in stage.way.farewells
+        assert Release(number, not is_complete) not in stage.way.farewells
     stage.assert_idle()
 
 

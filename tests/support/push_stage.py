@@ -6,14 +6,14 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.peers.announcer import piece, slices, spans
 from pdx.node.peers.incoming import Incoming, Landing
 from pdx.node.peers.lander import Verdict
-from pdx.node.peers.ways import offer as offer_of
+from pdx.node.peers.ways import admit
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
@@ -21,11 +21,36 @@ from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.store.transfers import Transfers
 from pdx.transports.channel import Listener, Notification, RemoteRegion
-from pdx.wire.peer_messages import Granted, LetGo, Offer, Slices, Stop
+from pdx.wire.messages import Admit, Admitted, Done, Refused, Release, Slices
 
 MIB = 1 << 20
 WRITER = 1  # the session that fills chunks on the sender's stage
 FAR = 1e9
+
+
+class Offer(NamedTuple):
+    """An `Admit` of a peer and its number."""
+
+    push: int
+    ask: Admit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ask, name)
+
+
+class Granted(NamedTuple):
+    """An `Admitted` and the number of what it answers."""
+
+    push: int
+    granted: list[int]
+    slots: list[Slot]
+
+
+class Stop(NamedTuple):
+    """A `Refused` and the number of what it answers."""
+
+    push: int
+    text: str = ""
 
 
 def key(number: int) -> bytes:
@@ -85,7 +110,7 @@ class FakeWay(Tier):
     def __init__(self, name: str = "b", over: Any = None) -> None:
         self.name = name
         self.is_usable = True
-        self.sent: list[Offer | LetGo] = []
+        self.sent: list[Offer | Release] = []
         self.jobs: list[Write] = []  # not over
         self.aborted: list[int] = []
         self.told_over = over
@@ -98,7 +123,7 @@ class FakeWay(Tier):
         return []
 
     def admit(self, copy: Copy) -> None:
-        self.sent.append(offer_of(copy, 5.0))
+        self.sent.append(Offer(copy.number, admit(copy, 5.0)))
 
     def store(self, job: Job) -> None:
         assert self.is_usable
@@ -112,7 +137,7 @@ class FakeWay(Tier):
 
     def over(self, copy: Copy) -> None:
         if copy.is_asked and not copy.is_lost:
-            self.sent.append(LetGo(copy.number, copy.is_complete))
+            self.sent.append(Release(copy.number, copy.is_complete))
         if self.told_over is not None:
             self.told_over(copy.number, copy.is_complete)
 
@@ -128,9 +153,9 @@ class FakeWay(Tier):
         return [body for body in self.sent if isinstance(body, Offer)]
 
     @property
-    def farewells(self) -> list[LetGo]:
+    def farewells(self) -> list[Release]:
         """In the order they were said."""
-        return [body for body in self.sent if isinstance(body, LetGo)]
+        return [body for body in self.sent if isinstance(body, Release)]
 
 
 class SendingStage(StoreStage):
@@ -239,11 +264,19 @@ class FakeSession:
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
+        self.source = f"peer {name}"
         self.token = bytes([number]) * 16
-        self.sent: list[Granted | Stop] = []
+        self.sent: list[Any] = []
+        self.abouts: list[int] = []
 
-    def send(self, body: Granted | Stop) -> None:
-        self.sent.append(body)
+    def send(self, body: Admitted | Refused, about: int = 0) -> None:
+        self.abouts.append(about)
+        if isinstance(body, Refused):
+            self.sent.append(Stop(about, body.text))
+        elif isinstance(body, Done):
+            self.sent.append(body)
+        else:
+            self.sent.append(Granted(about, body.granted, body.granted_slots))
 
     def answers(self, push: int) -> list[Granted | Stop]:
         """What it was told about one push."""
@@ -318,9 +351,9 @@ class ReceivingStage(StoreStage):
         """An offer of chunks of so many granules each; its number."""
         self._pushes[session.number] += 1
         settings = {"nbytes": granules * GRANULE_BYTES, "layers": 1, "shards": 1, "wait_s": 5.0, **fields}
-        offer = Offer(self._pushes[session.number], [key(number) for number in numbers], **settings)
-        self.incoming.offered(session, scheme, offer, self.now)
-        return offer.push
+        number = self._pushes[session.number]
+        self.incoming.admit(session, scheme, number, Admit([key(each) for each in numbers], **settings), self.now)
+        return number
 
     def land(
         self,
@@ -340,7 +373,7 @@ class ReceivingStage(StoreStage):
 
     def let_go(self, session: FakeSession, push: int, *, complete: bool = True) -> None:
         """The sender is done."""
-        self.incoming.let_go(session, LetGo(push, complete), self.now)
+        self.incoming.let_go(session, Release(push, complete), self.now)
 
     def tick(self, seconds: float = 0.0) -> None:
         """Time passes."""

@@ -9,7 +9,7 @@ from pdx.memory.digest import Readable, digests
 from pdx.memory.layout import slice_span
 from pdx.store.tier import Job, Part
 from pdx.transports.channel import Piece, Region
-from pdx.wire.peer_messages import Landed, Slices, encode_landed
+from pdx.wire.messages import Landed, Slices, encode
 
 
 def are_digests_due(setting: str, region: Region) -> bool:
@@ -36,7 +36,7 @@ class Announcer:
     def take(self, job: Job) -> bytes:
         """The notification of this job; waits for its digests."""
         if self._pool is None:
-            return encode_landed(Landed(job.number, [slices(part) for part in job.parts]))
+            return encode(Landed(job.number, [slices(part) for part in job.parts]))
         self.begin(job)
         assert self._begun is not None
         future = self._begun[1]
@@ -44,9 +44,7 @@ class Announcer:
         return future.result()
 
     def _digested(self, job: Job) -> bytes:
-        return encode_landed(
-            Landed(job.number, [slices(part, digests(self._memory, spans(part))) for part in job.parts])
-        )
+        return encode(Landed(job.number, [slices(part, digests(self._memory, spans(part))) for part in job.parts]))
 
     def __enter__(self) -> Announcer:
         return self

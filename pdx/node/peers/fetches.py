@@ -9,11 +9,9 @@ from enum import StrEnum
 
 import msgspec
 
-from pdx.node.peers.handshake import LinkState
-from pdx.node.peers.links import Link
+from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.store.deadlines import Deadlines
-from pdx.wire.messages import Admit
-from pdx.wire.peer_messages import Coming, Want
+from pdx.wire.messages import Admit, Push
 
 KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
 
@@ -21,7 +19,7 @@ KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody ask
 class FetchState(StrEnum):
     """How far a fetch is."""
 
-    ASKING = "asking"  # the link may still be dialling
+    ASKING = "asking"  # the peer may still be dialled
     COMING = "coming"
     OVER = "over"
 
@@ -29,31 +27,27 @@ class FetchState(StrEnum):
 class Fetch(msgspec.Struct):
     """One question to one peer, named by the last key asked for: the hash chain makes it name all before it."""
 
+    number: int
     source: str
-    want: Want
+    push: Push
     state: FetchState
     deadline: float
     is_sent: bool = False
-
-    @property
-    def number(self) -> tuple[str, int]:
-        """What names it among all."""
-        return self.source, self.want.want
 
 
 class Fetches:
     """All questions to all peers. Owned by the control loop; the clock is a parameter. Each call costs what it changes,
     or how many questions that are not over were put to the peer that it names."""
 
-    def __init__(self, dial: Callable[[str], Link], fetch_s: float) -> None:
+    def __init__(self, dial: Callable[[str], PeerConnection], fetch_s: float) -> None:
         self._dial = dial
         self._fetch_s = fetch_s
         self._numbers = itertools.count(1)
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
-        self._by_number: dict[tuple[str, int], Fetch] = {}
+        self._by_number: dict[int, Fetch] = {}
         self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
         self._asked: defaultdict[str, dict[int, Fetch]] = defaultdict(dict)  # of each peer: those that are not over
-        self._deadlines: Deadlines[tuple[str, int]] = Deadlines()
+        self._deadlines: Deadlines[int] = Deadlines()
         self.ended: list[bytes] = []  # their last keys; whoever tells those who wait empties it
 
     def __len__(self) -> int:
@@ -67,32 +61,32 @@ class Fetches:
         place = (ask.source, ask.keys[ask.sought - 1])
         fetch = self._fetches.get(place)
         if fetch is None:
-            link = self._dial(ask.source)
-            want = Want(next(self._numbers), list(ask.keys[hits : ask.sought]), ask.shards, ask.awaits)
-            fetch = self._fetches[place] = Fetch(ask.source, want, FetchState.ASKING, now + self._fetch_s)
-            self._by_number[fetch.number] = self._asked[ask.source][want.want] = fetch
-            self._deadlines.add([fetch.number], fetch.deadline)
-            if want.transfer is not None:
-                self._by_transfer[ask.source, want.transfer][want.want] = fetch
-            self._send(fetch, link)
+            peer, number = self._dial(ask.source), next(self._numbers)
+            push = Push(list(ask.keys[hits : ask.sought]), "", ask.shards, ask.awaits)
+            fetch = self._fetches[place] = Fetch(number, ask.source, push, FetchState.ASKING, now + self._fetch_s)
+            self._by_number[number] = self._asked[ask.source][number] = fetch
+            self._deadlines.add([number], fetch.deadline)
+            if push.transfer is not None:
+                self._by_transfer[ask.source, push.transfer][number] = fetch
+            self._send(fetch, peer)
         return fetch.state is not FetchState.OVER and now < fetch.deadline
 
-    def link_ready(self, link: Link) -> None:
-        """Ask what waited for the link."""
-        for fetch in list(self._asked.get(link.name, {}).values()):
-            self._send(fetch, link)
+    def ready(self, peer: PeerConnection) -> None:
+        """Ask what waited for the connection."""
+        for fetch in list(self._asked.get(peer.name, {}).values()):
+            self._send(fetch, peer)
 
-    def _send(self, fetch: Fetch, link: Link) -> None:
-        if link.state is LinkState.READY and fetch.state is FetchState.ASKING and not fetch.is_sent:
+    def _send(self, fetch: Fetch, peer: PeerConnection) -> None:
+        if peer.state is ConnectionState.READY and fetch.state is FetchState.ASKING and not fetch.is_sent:
             fetch.is_sent = True
-            link.send(fetch.want)
+            peer.send(fetch.push, fetch.number)
 
-    def coming(self, link: Link, answer: Coming, now: float) -> None:
-        """The peer's answer; it may take a promise back."""
-        fetch = self._by_number.get((link.name, answer.want))
-        if fetch is None or fetch.state is FetchState.OVER:
+    def answered(self, peer: PeerConnection, number: int, count: int, now: float) -> None:
+        """So many chunks come from the peer, it says; it may take a promise back."""
+        fetch = self._by_number.get(number)
+        if fetch is None or fetch.source != peer.name or fetch.state is FetchState.OVER:
             return
-        if answer.chunks or answer.pushing:
+        if count:
             fetch.state = FetchState.COMING
         else:
             self._end(fetch, now)
@@ -100,7 +94,7 @@ class Fetches:
     def over(self, name: str, number: int, transfer: str | None, now: float) -> None:
         """A push from this peer has ended, whatever way: it answered this question, or it was the transfer's."""
         ended = dict(self._by_transfer.get((name, transfer), {})) if transfer is not None else {}
-        if (asked := self._by_number.get((name, number))) is not None:
+        if (asked := self._by_number.get(number)) is not None and asked.source == name:
             ended[number] = asked
         for fetch in ended.values():
             self._end(fetch, now)
@@ -123,14 +117,14 @@ class Fetches:
         return late
 
     def _forget(self, fetch: Fetch) -> None:
-        name, want = fetch.source, fetch.want
-        del self._fetches[name, want.keys[-1]]
+        name, push = fetch.source, fetch.push
+        del self._fetches[name, push.keys[-1]]
         del self._by_number[fetch.number]
-        if want.transfer is not None:
-            of_transfer = self._by_transfer[name, want.transfer]
-            del of_transfer[want.want]
+        if push.transfer is not None:
+            of_transfer = self._by_transfer[name, push.transfer]
+            del of_transfer[fetch.number]
             if not of_transfer:
-                del self._by_transfer[name, want.transfer]
+                del self._by_transfer[name, push.transfer]
 
     def _end(self, fetch: Fetch, now: float) -> None:
         if fetch.state is FetchState.OVER:
@@ -140,7 +134,7 @@ class Fetches:
         fetch.deadline = now + KEPT_S
         self._deadlines.add([fetch.number], fetch.deadline)
         asked = self._asked[fetch.source]
-        del asked[fetch.want.want]
+        del asked[fetch.number]
         if not asked:
             del self._asked[fetch.source]
-        self.ended.append(fetch.want.keys[-1])
+        self.ended.append(fetch.push.keys[-1])

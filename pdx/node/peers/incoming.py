@@ -24,19 +24,18 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Protocol
 
 from pdx.errors import ArenaTooSmall, ProtocolError
 from pdx.memory.arena import round_up
 from pdx.memory.slot import Slot
+from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.lander import Room, Verdict
 from pdx.store.chunk import Chunk
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.transfers import Transfers
 from pdx.transports.channel import Listener
-from pdx.wire.messages import MAX_SLOTS
-from pdx.wire.peer_messages import Granted, LetGo, Offer, Slices, Stop
+from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Release, Slices
 
 log = logging.getLogger("pdx.node")
 
@@ -79,23 +78,13 @@ RECEIVER: dict[tuple[ReceiverState, ReceiverStep], ReceiverState] = {
 }
 
 
-class Session(Protocol):
-    """A peer that pushes to this node (`pdx.node.peers.links.PeerSession`)."""
-
-    number: int
-    name: str
-    token: bytes
-
-    def send(self, body: Granted | Stop) -> None:
-        """A message over its link."""
-
-
 class Landing:
-    """One push that lands here. `chunks` are those granted to it, by offset."""
+    """What a peer asked room for, by its `Admit` of this number. `chunks` are those granted to it, by offset."""
 
-    def __init__(self, session: Session, scheme: str, offer: Offer, now: float) -> None:
+    def __init__(self, session: PeerConnection, scheme: str, number: int, offer: Admit, now: float) -> None:
         self.session = session
         self.scheme = scheme
+        self.number = number
         self.offer = offer
         self.state = ReceiverState.QUEUED
         self.deadline = now + offer.wait_s  # of waiting for room; then, of landing
@@ -107,24 +96,16 @@ class Landing:
         self.is_let_go = False  # its writer writes nothing more, or is dead; what it wrote may still be on its way in
 
     def __repr__(self) -> str:
-        return f"<Landing {self.offer.push} of {self.session.name} {self.state} {len(self.chunks)} chunks>"
+        return f"<Landing {self.number} of {self.session.name} {self.state} {len(self.chunks)} chunks>"
 
     @property
     def place(self) -> tuple[int, int]:
         """What it is found by."""
-        return self.session.number, self.offer.push
-
-    @property
-    def source(self) -> str:
-        """Who makes its transfer known."""
-        return f"peer {self.session.name}"
+        return self.session.number, self.number
 
 
 class Incoming:
-    """All pushes to this node. Owned by the control loop; the clock is a parameter.
-
-    A peer's chunks are written by the store session `-session.number`, which no attached process ever has.
-    """
+    """All pushes to this node. Owned by the control loop; the clock is a parameter."""
 
     def __init__(
         self,
@@ -173,7 +154,7 @@ class Incoming:
         """All pushes to this node, those that are being closed included."""
         return list(self._landings.values())
 
-    def of(self, session: Session) -> list[Landing]:
+    def of(self, session: PeerConnection) -> list[Landing]:
         """The pushes of a session."""
         return [landing for landing in self._landings.values() if landing.session is session]
 
@@ -184,21 +165,21 @@ class Incoming:
 
     # ---- offers and room --------------------------------------------------------------------
 
-    def offered(self, session: Session, scheme: str, offer: Offer, now: float) -> None:
+    def admit(self, session: PeerConnection, scheme: str, number: int, offer: Admit, now: float) -> None:
         """A peer offers chunks: they get room now, or wait for it.
 
         :raises ProtocolError: the offer makes no sense.
         """
-        landing = Landing(session, scheme, offer, now)
+        landing = Landing(session, scheme, number, offer, now)
         if landing.place in self._landings:
-            raise ProtocolError(f"{session.name} offers push {offer.push} twice")
+            raise ProtocolError(f"{session.name} asks twice for room of number {number}")
         _check(session, offer)
         count, keys = self._count_of[session.name], self._keys_of[session.name]
         is_too_much = count >= MAX_LANDINGS or keys + len(offer.keys) > MAX_KEYS_OF_A_PEER
         if len(self._queue) >= MAX_QUEUED or is_too_much:
             self._counters["offers_stopped"] += 1
             waiting = f"{len(self._queue)} offers wait for room, {count} of yours with {keys} keys are under way"
-            session.send(Stop(offer.push, f"{waiting} already"))
+            session.send(refusal(f"{waiting} already"), number)
             return
         self._landings[landing.place] = landing
         self._count_of[session.name] += 1
@@ -210,7 +191,7 @@ class Incoming:
             if self._transfers.is_given_up(offer.transfer):
                 self._stop(landing, "the transfer was given up", now)
                 return
-            self._transfers.expect(offer.transfer, now + self._push_s, landing.source)
+            self._transfers.expect(offer.transfer, now + self._push_s, landing.session.source)
         self._queue[landing.place] = landing
         self._next_late = min(self._next_late, landing.deadline)
         if self._is_worth_a_look(now):
@@ -282,8 +263,8 @@ class Incoming:
             keys=keys,
             nbytes=offer.nbytes,
             layers=offer.layers,
-            owner=-session.number,
-            writers=[-session.number] * offer.shards,
+            owner=session.number,
+            writers=[session.number] * offer.shards,
             tail_nbytes=0 if is_cut else offer.tail_nbytes,
             partial=partial,
             transfer=offer.transfer,
@@ -319,14 +300,14 @@ class Incoming:
         self._step(landing, ReceiverStep.GRANT)
         landing.deadline = now + self._push_s
         if offer.transfer is not None:
-            self._transfers.open(offer.transfer, slots, landing.deadline, landing.source)
-        session.send(Granted(offer.push, granted, slots))
+            self._transfers.open(offer.transfer, slots, landing.deadline, landing.session.source)
+        session.send(Admitted(granted=granted, granted_slots=slots), landing.number)
 
     # ---- landing ----------------------------------------------------------------------------
 
     def landed(self, scheme: str, verdict: Verdict, now: float) -> None:
         """A lander has seen slices of a push."""
-        landing = self._landings.get((self._session_of.get(verdict.token, 0), verdict.push))
+        landing = self._landings.get((self._session_of.get(verdict.token, 0), verdict.admit))
         if landing is None or landing.state is not ReceiverState.LANDING or landing.scheme != scheme:
             return  # given up meanwhile
         if verdict.bad:
@@ -363,14 +344,14 @@ class Incoming:
             chunks[chunk] = None
             slots[slices.first_layer, slices.layers].append(chunk.slot)
         for (first_layer, layers), filled in slots.items():
-            self._store.fill(filled, first_layer, layers, -landing.session.number)
+            self._store.fill(filled, first_layer, layers, landing.session.number)
         return chunks
 
     # ---- ending -----------------------------------------------------------------------------
 
-    def let_go(self, session: Session, message: LetGo, now: float) -> None:
+    def let_go(self, session: PeerConnection, message: Release, now: float) -> None:
         """The peer writes nothing more of this push."""
-        landing = self._landings.get((session.number, message.push))
+        landing = self._landings.get((session.number, message.lease))
         if landing is None:
             return
         if not landing.chunks:
@@ -392,7 +373,7 @@ class Incoming:
             if landing.state is not ReceiverState.CLOSING:
                 self._stop(landing, "", now)
 
-    def session_over(self, session: Session, now: float, *, is_dead: bool) -> None:
+    def session_over(self, session: PeerConnection, now: float, *, is_dead: bool) -> None:
         """The peer is known dead (`is_dead`), or has gone: then what it was writing may still land."""
         for landing in self.of(session):
             landing.is_let_go |= is_dead
@@ -424,7 +405,7 @@ class Incoming:
 
     def _stop(self, landing: Landing, text: str, now: float) -> None:
         self._step(landing, ReceiverStep.STOP)
-        landing.session.send(Stop(landing.offer.push, text))
+        landing.session.send(refusal(text), landing.number)
         self._abort(landing, now)
         self._fence(landing, now)
 
@@ -434,7 +415,7 @@ class Incoming:
         self._store.abort(unsealed)
         self._on_changed(unsealed)
         if landing.offer.transfer is not None:
-            self._transfers.give_up(landing.offer.transfer, now, landing.source)
+            self._transfers.give_up(landing.offer.transfer, now, landing.session.source)
 
     def _fence(self, landing: Landing, now: float) -> None:
         """End it, if nothing lands any more: the channel says so, or its writer does where the channel cannot."""
@@ -454,7 +435,7 @@ class Incoming:
     def _forget(self, landing: Landing, now: float) -> None:
         left = list(landing.chunks.values())
         if left and landing.offer.transfer is not None:
-            self._transfers.give_up(landing.offer.transfer, now, landing.source)
+            self._transfers.give_up(landing.offer.transfer, now, landing.session.source)
         elif landing.offer.transfer is not None:
             self._transfers.arrived(landing.offer.transfer, now)
         self._release(landing, left)
@@ -486,10 +467,10 @@ class Incoming:
             del self._bytes_of[name]
 
 
-def _check(session: Session, offer: Offer) -> None:
+def _check(session: PeerConnection, offer: Admit) -> None:
     """:raises ProtocolError: the offer makes no sense."""
     if not offer.keys or len(offer.keys) * offer.shards > MAX_SLOTS or len(set(offer.keys)) != len(offer.keys):
         raise ProtocolError(f"{session.name} offers {len(offer.keys)} keys of {offer.shards} shards")
     least = offer.tail_nbytes or offer.nbytes
-    if offer.layers > least or least > offer.nbytes:
+    if not offer.nbytes or offer.layers > least or least > offer.nbytes:
         raise ProtocolError(f"{session.name} offers {offer.nbytes}, {least} bytes in {offer.layers} layers")

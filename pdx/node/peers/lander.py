@@ -13,7 +13,7 @@ from pdx.memory.digest import Readable, digests
 from pdx.memory.layout import slice_span
 from pdx.node.peers.mailbox import Mailbox
 from pdx.transports.channel import Listener, Notification
-from pdx.wire.peer_messages import DIGEST_BYTES, Landed, Slices, decode_landed
+from pdx.wire.messages import DIGEST_BYTES, Landed, Slices, decode_landed
 
 log = logging.getLogger("pdx.node")
 
@@ -35,7 +35,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """Slices that landed whole, and those whose bytes are not what was sent."""
 
     token: bytes
-    push: int
+    admit: int
     good: list[Slices]
     bad: list[Slices]
     nbytes: int
@@ -131,7 +131,7 @@ class Lander:
             text = str(error)
             self._tell(lambda: self._on_malformed(self.scheme, token, text))
             return
-        if landed.push:
+        if landed.admit:
             verdict = self._check(token, landed)
             self._tell(lambda: self._on_landed(self.scheme, verdict))
 
@@ -151,7 +151,7 @@ class Lander:
                 good.append(slices)
             else:
                 bad.append(slices)
-        return Verdict(token, landed.push, good, bad, nbytes)
+        return Verdict(token, landed.admit, good, bad, nbytes)
 
     def _is_whole(self, slices: Slices, room: Room) -> bool:
         if not slices.digests and not self._needs_digests:

@@ -1,15 +1,16 @@
-"""A node among its peers: who hears what. The policy is elsewhere.
+"""A node among its peers: what they and this node may do in each other's memory, and who hears what.
 
-`ways` are the peers that this node writes to, `guests` those that write to it, `fetches` what it asked them for;
-messages come through `links`. All of it lives on the control loop's thread.
+A peer is a tier to who writes (`ways`) and a session to who is written to (`incoming`); `fetches` is what this node has
+asked peers to push to it. All of it comes through one connection per peer, and lives on the control loop's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
@@ -17,33 +18,47 @@ from pdx.config import NodeConfig
 from pdx.errors import ConfigError, PeerError, ProtocolError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
+from pdx.node.peers.announcer import are_digests_due
+from pdx.node.peers.connection import ConnectionState, Identity, PeerConnection, Step, refusal
+from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
-from pdx.node.peers.guests import Guests
-from pdx.node.peers.handshake import Identity, LinkState, LinkStep, SessionStep
-from pdx.node.peers.incoming import Landing
-from pdx.node.peers.links import Link, Links, PeerSession
+from pdx.node.peers.incoming import Incoming, Landing
+from pdx.node.peers.lander import Lander, Verdict
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
 from pdx.node.peers.ways import Ways
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
+from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Grant
 from pdx.store.transfers import Transfers
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import Admit, PeerEntry, PeerStatus
-from pdx.wire.peer_messages import Chosen, Coming, Granted, LetGo, Offer, PeerBody, PeerWelcome, Stop, Want
+from pdx.wire.messages import (
+    Admit,
+    Admitted,
+    Chosen,
+    Done,
+    PeerBody,
+    PeerEntry,
+    PeerStatus,
+    Push,
+    Refused,
+    Release,
+    Welcome,
+)
 
 log = logging.getLogger("pdx.node")
 
 MAX_WARM = 8  # with more peers than that, each is dialled when it is needed
 WARM_UP_S = 5.0
+MAX_WANTS = 1000  # pushes under way that one peer asked for; each holds its chunks until it is over
 
 
 class Peers:
-    """All that a node has to do with other nodes; implements `links.LinkHandler`. Nothing works before `open`."""
+    """All that a node has to do with other nodes; a `connections.Handler`. Nothing works before `open`."""
 
     def __init__(
         self,
@@ -58,13 +73,14 @@ class Peers:
         transfers: Transfers,
         counters: Counter[str],
         faults: Faults,
+        numbers: Iterator[int],
         layouts: Callable[[], Sequence[bytes]],
         mark: Callable[[str, Event, int, int], None],
         on_changed: Callable[[Sequence[Chunk]], None],
         clock: Callable[[], float],
     ) -> None:
-        """`layouts` gives the KV layouts of the engines attached now; `mark` notes (transfer, event, bytes, time);
-        `on_changed`: something of these chunks has landed, or never will.
+        """`numbers`: of sessions; `layouts` gives the KV layouts of the engines attached now; `mark` notes (transfer,
+        event, bytes, time); `on_changed`: something of these chunks has landed, or never will.
         """
         self._config = config
         self._name = name
@@ -76,12 +92,16 @@ class Peers:
         self._transfers = transfers
         self._counters = counters
         self._faults = faults
+        self._numbers = numbers
         self._layouts = layouts
         self._mark = mark
         self._on_changed = on_changed
         self._clock = clock
         self._is_open = False
         self._warm_up_at = 0.0
+        self._landers: dict[str, Lander] = {}
+        self._schemes: dict[int, str] = {}  # by which peers write here, by the number of their session
+        self._landed_bytes: Counter[str] = Counter()  # by peer
         self.mailbox = Mailbox(faults)
 
     def open(
@@ -105,7 +125,7 @@ class Peers:
             counters=self._counters,
             trusts_network=config.trusted_network,
         )
-        self.links = Links(
+        self.connections = Connections(
             context,
             self,
             listen=listen,
@@ -116,49 +136,41 @@ class Peers:
             watch=watch,
             unwatch=unwatch,
             counters=self._counters,
+            numbers=self._numbers,
             faults=self._faults,
         )
-        self.links.check_self(self._name)
-        self.fetches = Fetches(self.links.dial, config.fetch_s)
-        self.ways = self._new_ways()
-        self.guests = self._new_guests()
-        self._is_open = True
-        if config.channels or config.roster or config.listen:  # peers are meant to come: be ready before they do
-            self.regions.when_open(self.guests.start_landers)
-
-    def _new_ways(self) -> Ways:
-        return Ways(
-            self._config,
+        self.connections.check_self(self._name)
+        self.fetches = Fetches(self.connections.dial, config.fetch_s)
+        self.ways = Ways(
+            config,
             arena=self._arena,
             probe=self._probe,
             copies=self._copies,
             regions=self.regions,
-            links=self.links,
+            connections=self.connections,
             mailbox=self.mailbox,
             counters=self._counters,
             mark=self._mark,
             on_gone=lambda name: self.fetches.lost(name, self._clock()),
+            on_ended=self._leave,
             clock=self._clock,
         )
-
-    def _new_guests(self) -> Guests:
-        return Guests(
-            self._config,
-            name=self._name,
-            arena=self._arena,
-            probe=self._probe,
-            store=self._store,
-            transfers=self._transfers,
-            regions=self.regions,
-            ways=self.ways,
-            mailbox=self.mailbox,
+        self.incoming = Incoming(
+            self._store,
+            self._transfers,
+            listeners=self.regions.listeners,
+            checks_writes=lambda scheme: self.regions.regions[scheme].checks_writes,
+            arena_bytes=self._store.total_bytes,
+            peer_share=config.peer_share,
+            push_s=config.push_s,
             counters=self._counters,
-            layouts=self._layouts,
-            mark=self._mark,
-            on_push_over=self._landing_over,
             on_changed=self._on_changed,
-            clock=self._clock,
+            on_sealed=self._landing_sealed,
+            on_over=self._landing_over,
         )
+        self._is_open = True
+        if config.channels or config.roster or config.listen:  # peers are meant to come: be ready before they do
+            self.regions.when_open(self.start_landers)
 
     # ---- what attached processes and the proxy want -----------------------------------------
 
@@ -184,7 +196,7 @@ class Peers:
 
     def cancel(self, transfer: str) -> None:
         """The transfer was given up here."""
-        self.guests.incoming.cancel(transfer, self._clock())
+        self.incoming.cancel(transfer, self._clock())
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
         """A worker's prefill is over."""
@@ -192,9 +204,9 @@ class Peers:
 
     def told(self, entries: Sequence[PeerEntry]) -> None:
         """The proxy's list of nodes."""
-        self.links.told([entry for entry in entries if entry.name != self._name])
+        self.connections.told([entry for entry in entries if entry.name != self._name])
 
-    # ---- what peers say: links.LinkHandler --------------------------------------------------
+    # ---- connections: connections.Handler ---------------------------------------------------
 
     def identity(self) -> Identity:
         """This node, as peers are told of it; as long as the arena is not registered, with all it may have."""
@@ -208,69 +220,207 @@ class Peers:
             without=self.regions.why,
         )
 
-    def link_ready(self, link: Link, welcome: PeerWelcome, schemes: list[str]) -> None:
-        """We dialled, and are welcome."""
-        self.fetches.link_ready(link)
-        self.regions.when_open(lambda: self.ways.ready(link, welcome, schemes))
+    def greeted(self, peer: PeerConnection, schemes: list[str]) -> None:
+        """Open the regions to a peer, as soon as the arena is registered."""
+        now = self._clock()
+        for landing in self.incoming.all():
+            old = landing.session
+            if old.name == peer.name and old.is_dead_if(peer.epoch, peer.host):
+                self.incoming.session_over(old, now, is_dead=True)
+        self.regions.when_open(lambda: self._welcome(peer, schemes))
 
-    def link_lost(self, link: Link, step: LinkStep, why: str) -> None:
-        """We dialled; that is over, or never came about."""
-        self._counters["links_lost"] += 1
-        self.ways.gone(link.name, why)
+    def _welcome(self, peer: PeerConnection, schemes: Sequence[str]) -> None:
+        self.start_landers()
+        if peer.state is ConnectionState.CLOSED:
+            return
+        regions = []
+        for scheme in schemes:
+            listener = self.regions.listeners.get(scheme)
+            if listener is not None:
+                regions.append(listener.invite(peer.token))
+                listener.grant(peer.token, self._probe.offset, self._probe.nbytes)
+        if not regions:
+            reasons = "; ".join(f"{scheme}: {self.regions.why.get(scheme, 'closed')}" for scheme in schemes)
+            self.connections.turn_down(peer, f"no channel works at {self._name}: {reasons}; see `pdx doctor` there")
+            return
+        peer.welcome(regions, self._probe)
 
-    def link_message(self, link: Link, body: PeerBody) -> None:
-        """From a peer that we dialled."""
+    def invited(self, peer: PeerConnection, welcome: Welcome, schemes: list[str]) -> None:
+        """The peer may be written to."""
+        self.fetches.ready(peer)
+        at_once = peer.is_dialled or (peer.name in self.connections.names and self._is_warm())
+        self.regions.when_open(lambda: self.ways.ready(peer, welcome, schemes, at_once=at_once))
+
+    def over(self, peer: PeerConnection, step: Step, why: str) -> None:
+        """The connection is over, or never came about."""
+        self.ways.gone(peer.name, why)
+        self._session_over(peer, step)
+
+    def _session_over(self, peer: PeerConnection, step: Step) -> None:
+        """The peer writes nothing more, or may not; one that was only silent may still write until its channel is
+        closed to it."""
+        for listener in self.regions.listeners.values():
+            listener.expel(peer.token)
+        self._schemes.pop(peer.number, None)
+        # A bye is not believed where writes are not checked: its channel says, too, when the last of them has ended.
+        self.incoming.session_over(peer, self._clock(), is_dead=step is Step.RESTARTED)
+
+    def _leave(self, peer: PeerConnection) -> None:
+        """The channel to this peer broke, and nothing is written by it any more: only a new connection has another."""
+        self.connections.leave(peer)
+        self._session_over(peer, Step.LEAVE)
+
+    def message(self, peer: PeerConnection, body: PeerBody, about: int) -> None:
+        """What a peer asks, as a session of this node, and what it answers."""
         match body:
-            case Granted():
-                self._copies.granted(link.name, body.push, Grant(body.granted, body.slots))
-            case Stop():
-                self._copies.stopped(link.name, body.push, body.text)
-            case Coming():
-                self.fetches.coming(link, body, self._clock())
-            case _:
-                raise ProtocolError(f"{type(body).__name__} is not for the side that dialled")
-
-    def peer_hello(self, session: PeerSession, schemes: list[str]) -> None:
-        """A peer dialled, and was let in."""
-        self.guests.hello(session, schemes)
-
-    def session_message(self, session: PeerSession, body: PeerBody) -> None:
-        """From a peer that dialled us."""
-        match body:
+            case Admit():
+                self._admit(peer, body, about)
+            case Admitted():
+                slots = body.granted_slots
+                self._copies.granted(peer.name, about, Grant(body.granted, slots))
+            case Refused():
+                self._copies.stopped(peer.name, about, body.text)
+            case Release():
+                self.incoming.let_go(peer, body, self._clock())
+            case Push():
+                self._push_to(peer, body, about)
+            case Done():
+                self.fetches.answered(peer, about, body.count, self._clock())
             case Chosen():
-                self.guests.chose(session, body.scheme)
-            case Offer():
-                self.guests.offered(session, body)
-            case LetGo():
-                self.guests.incoming.let_go(session, body, self._clock())
-            case Want():
-                self.guests.wanted(session, body)
-            case _:
-                raise ProtocolError(f"{type(body).__name__} is not for the side that was dialled")
+                self._chose(peer, body.scheme)
 
-    def session_over(self, session: PeerSession, step: SessionStep) -> None:
-        """A peer that dialled us is gone."""
-        self.guests.over(session, step)
+    # ---- what peers ask, as sessions --------------------------------------------------------
+
+    def _chose(self, peer: PeerConnection, chosen: str) -> None:
+        """The peer will write by this scheme alone: the others are closed to it.
+
+        :raises ProtocolError: it was not welcomed to that, or has chosen before.
+        """
+        if chosen not in self.regions.listeners or peer.number in self._schemes:
+            raise ProtocolError(f"{peer.name} chooses {chosen!r}")
+        self._schemes[peer.number] = chosen
+        for scheme, listener in self.regions.listeners.items():
+            if scheme == chosen:
+                listener.revoke(peer.token, self._probe.offset, self._probe.nbytes)
+            else:
+                listener.expel(peer.token)
+
+    def _admit(self, peer: PeerConnection, ask: Admit, number: int) -> None:
+        """Room for chunks that the peer has, or is filling.
+
+        :raises ProtocolError: the question makes no sense, or comes before a channel was chosen.
+        """
+        scheme = self._schemes.get(peer.number)
+        if scheme is None:
+            raise ProtocolError(f"{peer.name} asks for room before it has chosen a channel")
+        layouts = {layout for layout in self._layouts() if layout}
+        if ask.layout and layouts and ask.layout not in layouts:
+            self._counters["layout_mismatches"] += 1
+            if self._counters["layout_mismatches"] == 1:
+                log.warning(
+                    "%s has chunks of another KV layout than any engine here has "
+                    "(further ones are counted as layout_mismatches)",
+                    peer.name,
+                )
+            peer.send(refusal(f"no engine at {self._name} has the KV layout of these chunks"), number)
+            return
+        self.incoming.admit(peer, scheme, number, ask, self._clock())
+
+    def _push_to(self, peer: PeerConnection, ask: Push, number: int) -> None:
+        """The peer asks for chunks: what is here is pushed to it; of a transfer also what is still being filled.
+
+        :raises ProtocolError: it asks for a push to somebody else.
+        """
+        if ask.peer:
+            raise ProtocolError(f"{peer.name} asks for a push to {ask.peer[:80]!r}")
+        if ask.transfer is not None and self.ways.is_pushing(ask.transfer, peer.name):
+            peer.send(Done(len(ask.keys)), number)
+            return
+        hits = self._leading(peer.name, ask)
+        peer.send(Done(hits), number)
+        if not hits:
+            return
+        self.ways.push(peer.name, ask.keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
+        self._counters["wants_served"] += 1
+
+    def _leading(self, name: str, want: Push) -> int:
+        """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
+        count, held = self._copies.wants(name)
+        share = self._store.total_bytes * self._config.peer_share
+        for index, key in enumerate(want.keys):
+            chunks = self._store.known(key, want.shards)
+            if chunks is None or (want.transfer is None and any(chunk.state is not State.SEALED for chunk in chunks)):
+                return index
+            nbytes = sum(chunk.slot.nbytes for chunk in chunks)
+            if count >= MAX_WANTS or (held and held + nbytes > share):
+                self._counters["wants_limited"] += 1
+                if self._counters["wants_limited"] == 1:
+                    text = "further ones are counted as wants_limited"
+                    log.warning("%s wants more than %d pushes with %d bytes (%s)", name, count, held, text)
+                return index
+            held += nbytes
+        return len(want.keys)
+
+    # ---- what lands -------------------------------------------------------------------------
+
+    def start_landers(self) -> None:
+        """One thread per listener, as soon as there are listeners. Idempotent."""
+        for scheme, listener in self.regions.listeners.items():
+            if scheme not in self._landers:
+                region = self.regions.regions[scheme]
+                self._landers[scheme] = Lander(
+                    scheme,
+                    listener=listener,
+                    memory=self._arena,
+                    rooms=self.incoming.rooms,
+                    wake=self.regions.wakes[scheme],
+                    is_polled=region.is_polled,
+                    needs_digests=are_digests_due(self._config.digests, region),
+                    mailbox=self.mailbox,
+                    on_landed=self._landed,
+                    on_malformed=self._malformed,
+                )
+
+    def _landed(self, scheme: str, verdict: Verdict) -> None:
+        self.incoming.landed(scheme, verdict, self._clock())
+
+    def _malformed(self, scheme: str, token: bytes, text: str) -> None:
+        self._counters["dropped_notifications"] += 1
+        if self._counters["dropped_notifications"] == 1:
+            log.warning(
+                "dropped a notification by %s: %s (further ones are counted as dropped_notifications)",
+                scheme,
+                printable(text),
+            )
+
+    def _landing_sealed(self, landing: Landing, chunks: list[Chunk]) -> None:
+        self._landed_bytes[landing.session.name] += sum(chunk.slot.nbytes for chunk in chunks)
 
     def _landing_over(self, landing: Landing) -> None:
-        self.fetches.over(landing.session.name, landing.offer.want, landing.offer.transfer, self._clock())
+        offer = landing.offer
+        self.fetches.over(landing.session.name, offer.want, offer.transfer, self._clock())
+        if offer.transfer is not None and landing.landed_bytes:
+            self._mark(offer.transfer, Event.LANDED, landing.landed_bytes, time.monotonic_ns())
 
     # ---- time and the end -------------------------------------------------------------------
 
     def turn(self) -> None:
         """After each turn of the control loop."""
         with self._faults.contain("the turn of incoming pushes"):
-            self.guests.turn()
+            self.incoming.pump(self._clock())
+            writable = self.incoming.writable
+            for scheme, lander in self._landers.items():
+                lander.expect(scheme in writable)
 
     def tick(self) -> None:
         """A few times a second."""
         now = self._clock()
-        with self._faults.contain("the tick of links"):
-            self.links.tick()
+        with self._faults.contain("the tick of connections"):
+            self.connections.tick()
         with self._faults.contain("the tick of peers that are written to"):
             self.ways.tick(now)
         with self._faults.contain("the tick of incoming pushes"):
-            self.guests.incoming.tick(now)
+            self.incoming.tick(now)
         with self._faults.contain("the tick of fetches"):
             late = self.fetches.tick(now)
             if late:
@@ -280,37 +430,39 @@ class Peers:
             with self._faults.contain("dialling peers"):
                 self._warm_up()
 
+    def _is_warm(self) -> bool:
+        return len([name for name in self.connections.names if name != self._name]) <= MAX_WARM
+
     def _warm_up(self) -> None:
         """Dial the peers there are before the first request needs them, unless they are many."""
-        names = [name for name in self.links.names if name != self._name]
-        if len(names) > MAX_WARM:
+        if not self._is_warm():
             return
-        for name in names:
-            link = self.links.link(name)
-            if link is None or link.state is LinkState.CLOSED:
-                try:
-                    self.links.dial(name, is_wanted=False)
-                except (PeerError, ConfigError) as error:
-                    log.debug("%s is not dialled: %s", name, error)
+        for name in self.connections.names:
+            if name == self._name:
+                continue
+            try:
+                self.connections.dial(name, is_wanted=False)
+            except (PeerError, ConfigError) as error:
+                log.debug("%s is not dialled: %s", name, error)
 
     def statuses(self) -> list[PeerStatus]:
         """One per peer that this node has to do with."""
-        names = {link.name for link in self.links.links} | {session.name for session in self.links.sessions}
+        names = {peer.name for peer in self.connections.peers}
         return [self._status(name) for name in sorted(names | self.ways.names)]
 
     def _status(self, name: str) -> PeerStatus:
-        way, link = self.ways.look(name), self.links.link(name)
+        way, peer = self.ways.look(name), self.connections.of(name)
         return PeerStatus(
             name=name,
-            address=link.address if link is not None else "",
-            state=link.state if link is not None else LinkState.CLOSED,
+            address=self.connections.address_of(name),
+            state=peer.state if peer is not None else ConnectionState.CLOSED,
             channel=way.scheme,
             rates=way.rates,
             pushes=len(self._copies.of(name)),
-            landing=sum(landing.session.name == name for landing in self.guests.incoming.all()),
+            landing=sum(landing.session.name == name for landing in self.incoming.all()),
             sent_bytes=way.sent_bytes,
-            landed_bytes=self.guests.landed_bytes[name],
-            why=way.why or (link.why if link is not None else ""),
+            landed_bytes=self._landed_bytes[name],
+            why=way.why or (peer.why if peer is not None else ""),
         )
 
     def close(self) -> None:
@@ -318,7 +470,8 @@ class Peers:
         if self._is_open:
             self._is_open = False
             self.ways.close()
-            self.links.close()
-            self.guests.close()
+            self.connections.close()
+            for lander in self._landers.values():
+                lander.close()
             self.regions.close()
         self.mailbox.close()

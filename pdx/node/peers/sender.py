@@ -19,7 +19,7 @@ from pdx.node.peers.mailbox import Mailbox
 from pdx.store.tier import Job
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
-from pdx.wire.peer_messages import Landed, encode_landed
+from pdx.wire.messages import Landed, encode
 
 log = logging.getLogger("pdx.node")
 
@@ -253,7 +253,7 @@ class Sender:
 
     def _rate(self, channel: Channel, probe: Slot) -> float:
         """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
-        notify = encode_landed(Landed(0, []))
+        notify = encode(Landed(0, []))
         nbytes = min(probe.nbytes, self._memory.nbytes - self._route.probe_from)
         piece = Piece(self._route.probe_from, probe.offset, nbytes)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The ways to peers that this node writes to: a link, the thread that writes, the channel it chose, the pushes."""
+"""The ways to peers that this node writes to: the thread that writes, the channel it chose, the pushes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pdx.config import NodeConfig, node_name
 from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
-from pdx.node.peers.handshake import LinkState
-from pdx.node.peers.links import Link, Links
+from pdx.node.peers.connection import ConnectionState, PeerConnection
+from pdx.node.peers.connections import Connections
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
 from pdx.node.peers.sender import Route, Sender
@@ -25,7 +25,7 @@ from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
 from pdx.transports.registry import FOR_GPUS
-from pdx.wire.peer_messages import Chosen, LetGo, Offer, PeerWelcome
+from pdx.wire.messages import Admit, Chosen, PeerBody, Release, Welcome
 
 log = logging.getLogger("pdx.node")
 
@@ -35,7 +35,8 @@ JOIN_S = 5.0
 
 
 class PeerTier(Tier):
-    """A peer that this node writes to. Loads from a peer are asked for by messages (`pdx.node.peers.fetches`)."""
+    """A peer that this node writes to. What is loaded from a peer the peer writes, when it is asked to
+    (`pdx.node.peers.fetches`)."""
 
     kind = "peer"
 
@@ -47,36 +48,28 @@ class PeerTier(Tier):
         self.scheme = ""  # chosen
         self.rates: dict[str, float] = {}
         self.expected = ""  # the scheme that ought to work there
+        self.start: Callable[[], None] | None = None  # connects a channel; waits for the first push
         self.sent_bytes = 0
         self.why = ""
 
     @property
-    def link(self) -> Link | None:
-        """The link, if it was ever dialled."""
-        return self._ways.links.link(self.name)
-
-    @property
-    def is_linked(self) -> bool:
-        """Whether the peer has said welcome and is there."""
-        return self.link is not None and self.link.state is LinkState.READY
-
-    @property
     def is_ready(self) -> bool:
         """Whether the peer is there and a channel is chosen."""
-        return bool(self.scheme) and self.is_linked
+        return bool(self.scheme)
 
-    def send(self, body: Offer | LetGo | Chosen) -> None:
-        """A message over the link; lost with it."""
-        if self.link is not None:
-            self.link.send(body)
+    def send(self, body: PeerBody, about: int = 0) -> None:
+        """A message over the connection; lost with it."""
+        peer = self._ways.connections.of(self.name)
+        if peer is not None:
+            peer.send(body, about)
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """Nothing: what a peer has is not known here."""
         return []
 
     def admit(self, copy: Copy) -> None:
-        """Offer the chunks; the peer answers `Granted` or `Stop`."""
-        self.send(offer(copy, self._ways.config.grant_s))
+        """Ask for room; the peer answers `Admitted` or `Refused`."""
+        self.send(admit(copy, self._ways.config.grant_s), copy.number)
 
     def store(self, job: Job) -> None:
         """Write; only while it is ready."""
@@ -95,7 +88,7 @@ class PeerTier(Tier):
     def over(self, copy: Copy) -> None:
         """Tell the peer that nothing more is written for this copy."""
         if copy.is_asked and not copy.is_lost:
-            self.send(LetGo(copy.number, copy.is_complete))
+            self.send(Release(copy.number, copy.is_complete))
         if self.sender is not None:
             self.sender.forget(copy.number)
         self._ways.copy_over(copy)
@@ -109,17 +102,18 @@ class PeerTier(Tier):
         self._ways.drop_sender(self)
 
 
-def offer(copy: Copy, wait_s: float) -> Offer:
+def admit(copy: Copy, wait_s: float) -> Admit:
     """What a peer is asked to have room for."""
     first, last = copy.chunks[0], copy.chunks[-1]
-    return Offer(
-        copy.number,
+    return Admit(
         list(copy.keys),
         first.slot.nbytes,
         first.layers,
         copy.shards,
         tail_nbytes=last.slot.nbytes if last.tail else 0,
+        partial=True,
         transfer=copy.transfer,
+        part="writes",
         layout=copy.layout,
         wait_s=wait_s,
         want=copy.want,
@@ -145,22 +139,25 @@ class Ways:
         probe: Slot,
         copies: Copies,
         regions: Regions,
-        links: Links,
+        connections: Connections,
         mailbox: Mailbox,
         counters: Counter[str],
         mark: Callable[[str, Event, int, int], None],
         on_gone: Callable[[str], None],
+        on_ended: Callable[[PeerConnection], None],
         clock: Callable[[], float],
     ) -> None:
+        """`on_gone`: nothing more can be written to a peer; `on_ended`: nor is anything still written."""
         self.config = config
         self._arena = arena
         self._probe = probe
         self._regions = regions
-        self.links = links
+        self.connections = connections
         self._mailbox = mailbox
         self._counters = counters
         self._mark = mark
         self._on_gone = on_gone
+        self._on_ended = on_ended
         self._clock = clock
         self._ways: dict[str, PeerTier] = {}
         self._chosen: dict[str, str] = {}  # by peer, also of earlier links: what was measured once
@@ -196,7 +193,8 @@ class Ways:
         """
         if transfer is not None and self.is_pushing(transfer, name):
             return 0
-        self.links.dial(name)
+        self.connections.dial(name)
+        self._start(self.way(name))
         now = self._clock()
         if transfer is not None:
             self._flows.setdefault(transfer, Flow(0, 0, 0.0)).deadline = now + FLOW_S + self.config.push_s
@@ -235,14 +233,25 @@ class Ways:
         if copy.is_complete:
             self._mark(copy.transfer, Event.PUSHED, copy.copied_bytes, time.monotonic_ns())
 
-    # ---- links and channels -----------------------------------------------------------------
+    # ---- channels ---------------------------------------------------------------------------
 
-    def ready(self, link: Link, welcome: PeerWelcome, schemes: Sequence[str]) -> None:
-        """A peer has said welcome: choose a channel, on a thread of its own; the arena's regions are open."""
-        way = self.way(link.name)
-        if not way.is_linked:
+    def ready(self, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str], *, at_once: bool) -> None:
+        """A peer may be written to: choose a channel, on a thread of its own, at once or when there is something to
+        write; the arena's regions are open."""
+        if peer.state is not ConnectionState.READY:
             return
+        way = self.way(peer.name)
         self.drop_sender(way)
+        way.start = lambda: self._choose(way, peer, welcome, schemes)
+        if at_once or self.copies.of(peer.name):
+            self._start(way)
+
+    def _start(self, way: PeerTier) -> None:
+        start, way.start = way.start, None
+        if start is not None:
+            start()
+
+    def _choose(self, way: PeerTier, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str]) -> None:
         order = [scheme for scheme in schemes if scheme in self._regions.regions]
         cached = self._chosen.get(way.name)
         if cached in order:
@@ -256,9 +265,9 @@ class Ways:
             preferred=FOR_GPUS if self._arena.gpu else "",
         )
         way.expected = FOR_GPUS if self._arena.gpu and FOR_GPUS in order and welcome.host == host_id() else ""
-        way.sender = self._sender(way, route)
+        way.sender = self._sender(way, peer, route)
 
-    def _sender(self, way: PeerTier, route: Route) -> Sender:
+    def _sender(self, way: PeerTier, peer: PeerConnection, route: Route) -> Sender:
         sender = Sender(
             way.name,
             memory=self._arena,
@@ -269,13 +278,13 @@ class Ways:
             on_chosen=lambda scheme, rates: self._channel_chosen(way, sender, scheme, rates),
             on_done=lambda job, error: self._written(way, sender, job, error),
             on_broken=lambda why: self._channel_broken(way, sender, why),
-            on_ended=lambda: self._sender_ended(way, sender),
+            on_ended=lambda: self._sender_ended(peer, sender),
             tracer=self._tracer,
         )
         return sender
 
     def _channel_chosen(self, way: PeerTier, sender: Sender, scheme: str, rates: dict[str, float]) -> None:
-        if way.sender is not sender or not way.is_linked:
+        if way.sender is not sender:
             return
         way.scheme, way.why = scheme, self._step_down(way, sender)
         way.rates = rates or way.rates
@@ -310,10 +319,14 @@ class Ways:
 
     def gone(self, name: str, why: str) -> None:
         """Nothing more can be written to this peer by its present channel."""
-        way = self.way(name)
-        way.scheme, way.why = "", why
-        self.drop_sender(way)
-        self.copies.lost(name)
+        way = self._ways.get(name)
+        if way is not None:
+            way.scheme, way.why, way.start = "", why, None
+            self.drop_sender(way)
+            self.copies.lost(name)
+            if name not in self.connections.names:  # nobody can ask for it by name, until it comes again
+                del self._ways[name]
+                self._chosen.pop(name, None)
         self._on_gone(name)
 
     def drop_sender(self, way: PeerTier) -> None:
@@ -323,18 +336,17 @@ class Ways:
             self._left.append(way.sender)
             way.sender = None
 
-    def _sender_ended(self, way: PeerTier, sender: Sender) -> None:
+    def _sender_ended(self, peer: PeerConnection, sender: Sender) -> None:
         """Its thread writes nothing more: only now the peer may be told so, and a new channel be had."""
-        self._left = [each for each in self._left if each is not sender]
-        still_writes = way.sender is not None or any(each.name == way.name for each in self._left)
-        if still_writes or not way.is_linked or way.link is None:
+        self._left.remove(sender)
+        if peer.state is ConnectionState.CLOSED:
             return
-        way.link.leave()
-        if self.copies.of(way.name):
+        self._on_ended(peer)
+        if self.copies.of(peer.name):
             try:
-                self.links.dial(way.name)
+                self.connections.dial(peer.name)
             except (PeerError, ConfigError) as error:
-                self.gone(way.name, str(error))
+                self.gone(peer.name, str(error))
 
     # ---- time and the end -------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Fixtures of the tests of links. Tests of other parts of a node have a `stage` of their own."""
 
 import pytest
-from link_stage import Raw, Stage
+from connection_stage import Raw, Stage
 
 
 @pytest.fixture

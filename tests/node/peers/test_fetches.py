@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdx.errors import PeerUnknown
+from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.fetches import KEPT_S, Fetches
-from pdx.node.peers.handshake import LinkState
-from pdx.wire.messages import Admit
-from pdx.wire.peer_messages import Coming, Want
+from pdx.wire.messages import Admit, Push
 
 TRANSFER = "transfer-0123456789"
 KEYS = [bytes([number]) * 16 for number in range(4)]
@@ -18,20 +17,20 @@ FETCH_S = 5.0
 
 
 @dataclass
-class FakeLink:
-    """A link that is ready when the test says so."""
+class FakePeer:
+    """A connection that is ready when the test says so."""
 
     name: str = "b"
-    state: LinkState = LinkState.READY
+    state: ConnectionState = ConnectionState.READY
     sent: list = field(default_factory=list)
 
-    def send(self, body):
-        self.sent.append(body)
+    def send(self, body, about=0):
+        self.sent.append((about, body))
 
 
 @pytest.fixture
 def link():
-    return FakeLink()
+    return FakePeer()
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
     assert fetches.is_waiting(ASK, 1, 0.0)
     assert fetches.is_waiting(ASK, 1, 0.1)
     assert fetches.is_waiting(ASK, 2, 4.9), "others that ask meanwhile wait for the same answer"
-    assert link.sent == [Want(1, KEYS[1:])]
+    assert link.sent == [(1, Push(KEYS[1:]))]
     assert dialled == ["b"]
     assert len(fetches) == 1
 
@@ -62,7 +61,7 @@ def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
 def test_another_peer_or_another_end_is_another_question(fetches, link):
     fetches.is_waiting(ASK, 0, 0.0)
     fetches.is_waiting(Admit(KEYS[:2], source="b", shards=2, transfer=TRANSFER), 0, 0.0)
-    assert link.sent == [Want(1, KEYS), Want(2, KEYS[:2], 2, TRANSFER)]
+    assert link.sent == [(1, Push(KEYS)), (2, Push(KEYS[:2], "", 2, TRANSFER))]
     with pytest.raises(PeerUnknown):
         fetches.is_waiting(Admit(KEYS, source="nobody"), 0, 0.0)
     assert len(fetches) == 2
@@ -78,7 +77,7 @@ def test_nobody_waits_longer_than_the_deadline(fetches, link):
 
 def test_what_a_peer_does_not_have_is_not_asked_again_at_every_step(fetches, link):
     fetches.is_waiting(ASK, 0, 0.0)
-    fetches.coming(link, Coming(1, 0), 1.0)
+    fetches.answered(link, 1, 0, 1.0)
     assert not fetches.is_waiting(ASK, 0, 1.0)
     fetches.tick(1.0 + KEPT_S - 0.1)
     assert not fetches.is_waiting(ASK, 0, 1.0 + KEPT_S - 0.1)
@@ -88,16 +87,16 @@ def test_what_a_peer_does_not_have_is_not_asked_again_at_every_step(fetches, lin
     assert len(link.sent) == 2
 
 
-@pytest.mark.parametrize("answer", [Coming(1, 3), Coming(1, 0, True)], ids=["offered next", "pushed already"])
-def test_what_comes_is_waited_for_until_its_push_ends(fetches, link, answer):
+@pytest.mark.parametrize("is_pushed", [False, True], ids=["offered next", "pushed already"])
+def test_what_comes_is_waited_for_until_its_push_ends(fetches, link, is_pushed):
     ask = Admit(KEYS, source="b", transfer=TRANSFER)
     fetches.is_waiting(ask, 0, 0.0)
-    fetches.coming(link, answer, 0.1)
+    fetches.answered(link, 1, 3, 0.1)
     assert fetches.is_waiting(ask, 0, 0.2)
     fetches.over("c", 1, TRANSFER, 0.3)
     fetches.over("b", 2, None, 0.3)
     assert fetches.is_waiting(ask, 0, 0.3), "those were other peers' and other pushes"
-    if answer.pushing:
+    if is_pushed:
         fetches.over("b", 0, TRANSFER, 0.4)
     else:
         fetches.over("b", 1, None, 0.4)
@@ -108,42 +107,42 @@ def test_a_push_that_is_over_before_the_answer_comes(fetches, link):
     """The answer and the push come over different links."""
     fetches.is_waiting(ASK, 0, 0.0)
     fetches.over("b", 1, None, 0.1)
-    fetches.coming(link, Coming(1, 4), 0.2)
+    fetches.answered(link, 1, 4, 0.2)
     assert not fetches.is_waiting(ASK, 0, 0.3)
 
 
 def test_a_promise_may_be_taken_back(fetches, link):
     fetches.is_waiting(ASK, 0, 0.0)
-    fetches.coming(link, Coming(1, 4), 0.1)
-    fetches.coming(link, Coming(1, 0), 0.2)
+    fetches.answered(link, 1, 4, 0.1)
+    fetches.answered(link, 1, 0, 0.2)
     assert not fetches.is_waiting(ASK, 0, 0.2)
 
 
 def test_answers_to_nothing_change_nothing(fetches, link):
     fetches.is_waiting(ASK, 0, 0.0)
-    fetches.coming(link, Coming(2, 0), 0.1)
-    fetches.coming(FakeLink("c"), Coming(1, 0), 0.1)
+    fetches.answered(link, 2, 0, 0.1)
+    fetches.answered(FakePeer("c"), 1, 0, 0.1)
     assert fetches.is_waiting(ASK, 0, 0.2)
 
 
 def test_a_question_waits_for_its_link(fetches, link):
-    link.state = LinkState.DIALING
+    link.state = ConnectionState.DIALING
     assert fetches.is_waiting(ASK, 0, 0.0)
     assert link.sent == []
-    link.state = LinkState.READY
-    fetches.link_ready(FakeLink("c"))
+    link.state = ConnectionState.READY
+    fetches.ready(FakePeer("c"))
     assert link.sent == []
-    fetches.link_ready(link)
-    fetches.link_ready(link)
-    assert link.sent == [Want(1, KEYS)]
+    fetches.ready(link)
+    fetches.ready(link)
+    assert link.sent == [(1, Push(KEYS))]
 
 
 def test_a_question_that_is_over_is_not_asked_any_more(fetches, link):
-    link.state = LinkState.DIALING
+    link.state = ConnectionState.DIALING
     fetches.is_waiting(ASK, 0, 0.0)
     fetches.tick(FETCH_S)
-    link.state = LinkState.READY
-    fetches.link_ready(link)
+    link.state = ConnectionState.READY
+    fetches.ready(link)
     assert link.sent == [], "the peer would push what nobody waits for"
 
 
@@ -172,7 +171,7 @@ def test_what_ends_is_found_without_a_look_at_all_questions(fetches, link):
         sys.setprofile(profile)
         try:
             fetches.over("b", known - 1, f"transfer-{known - 1:016d}", 0.1)
-            fetches.coming(link, Coming(known - 2, 0), 0.1)
+            fetches.answered(link, known - 2, 0, 0.1)
         finally:
             sys.setprofile(None)
         costs.append(looked_at)

@@ -1,7 +1,7 @@
 """Pushes to this node: who gets room when, what becomes a chunk, and when room is given back."""
 
 import pytest
-from push_stage import FakeSession, ReceivingStage, key
+from push_stage import FakeSession, Granted, ReceivingStage, Stop, key
 
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
@@ -11,8 +11,7 @@ from pdx.node.peers.incoming import Incoming
 from pdx.node.peers.lander import Verdict
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
-from pdx.wire.messages import MAX_SLOTS
-from pdx.wire.peer_messages import Granted, LetGo, Slices, Stop
+from pdx.wire.messages import MAX_SLOTS, Release, Slices
 
 TRANSFER = "transfer-0123456789"
 
@@ -71,7 +70,7 @@ def test_slices_land_and_whole_chunks_are_sealed_one_by_one(stage, a):
     stage.let_go(a, push)
     assert len(stage.incoming) == 1, "the last notification may come behind the farewell"
     stage.land(a, push, granted.slots[1:], layers=(0, 2))
-    assert [landing.offer.push for landing in stage.over] == [push]
+    assert [landing.number for landing in stage.over] == [push]
     assert not stage.transfers.is_under_way(TRANSFER)
     assert not stage.transfers.is_given_up(TRANSFER)
     stage.assert_idle()
@@ -542,12 +541,12 @@ def test_a_silent_peer_may_still_write_where_nobody_checks(stage, a, scheme):
     waiting = stage.offer(a, [1], granules=16, scheme=scheme)
     stage.incoming.session_over(a, stage.now, is_dead=False)
     assert stage.transfers.is_given_up(TRANSFER)
-    assert [landing.offer.push for landing in stage.over][-1:] == [waiting] or scheme == "sure"
+    assert [landing.number for landing in stage.over][-1:] == [waiting] or scheme == "sure"
     assert len(stage.incoming) == (0 if scheme == "sure" else 1)
     stage.tick(1000.0)
     assert len(stage.incoming) == (0 if scheme == "sure" else 1)
     stage.incoming.session_over(a, stage.now, is_dead=True)
-    assert {landing.offer.push for landing in stage.over} == {push, waiting}
+    assert {landing.number for landing in stage.over} == {push, waiting}
     stage.assert_idle()
 
 
@@ -570,7 +569,7 @@ def test_every_event_in_every_state(stage, a, b, state, event, scheme):
         stage.incoming.session_over(a, stage.now, is_dead=True)
     stage.incoming.session_over(b, stage.now, is_dead=True)
     stage.tick(100.0)
-    assert [landing.offer.push for landing in stage.over].count(push) >= 1
+    assert [landing.number for landing in stage.over].count(push) >= 1
     assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
     stage.assert_idle()
     stage.free_what_is_sealed()
@@ -612,5 +611,5 @@ def happen(stage, session, push, event, scheme):
 
 
 def test_a_farewell_nobody_waits_for_is_nothing(stage, a):
-    stage.incoming.let_go(a, LetGo(17, True), stage.now)
+    stage.incoming.let_go(a, Release(17, True), stage.now)
     stage.assert_idle()

@@ -13,7 +13,7 @@ from pdx.node.peers.lander import MAX_UNHEARD, Lander, Room
 from pdx.node.peers.mailbox import Mailbox
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import Notification
-from pdx.wire.peer_messages import Landed, Slices, encode_landed
+from pdx.wire.messages import Landed, Slices, encode
 
 TOKEN = b"t" * 16
 LAYERS = 4
@@ -70,7 +70,7 @@ class Stage:
         wait_until(lambda: self.mailbox.deliver() or len(self.verdicts) + len(self.malformed) > before)
 
     def land(self, *slices, push=5, token=TOKEN):
-        self.notify(encode_landed(Landed(push, list(slices))), token)
+        self.notify(encode(Landed(push, list(slices))), token)
         return self.verdicts[-1]
 
     def digests(self, first, count):
@@ -103,7 +103,7 @@ def stage(stage_with):
 
 def test_slices_that_are_what_was_sent_are_good(stage):
     verdict = stage.land(Slices(GRANULE_BYTES, 7, 1, 2, stage.digests(1, 2)))
-    assert (verdict.token, verdict.push, verdict.bad, verdict.nbytes) == (TOKEN, 5, [], 2 * SLICE)
+    assert (verdict.token, verdict.admit, verdict.bad, verdict.nbytes) == (TOKEN, 5, [], 2 * SLICE)
     assert [(one.first_layer, one.layers) for one in verdict.good] == [(1, 2)]
 
 
@@ -116,7 +116,7 @@ def test_slices_that_cannot_be_read_are_bad_and_the_others_are_looked_at(stage):
         raise GpuError("cuMemcpyAsync failed")
 
     stage.lander._memory.read = fail_once
-    payload = encode_landed(Landed(5, [slices]))
+    payload = encode(Landed(5, [slices]))
     stage.listener.notifications += [Notification(TOKEN, payload)] * 2
     stage.wake.set()
     wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) == 2)
@@ -189,7 +189,7 @@ def test_a_notification_that_cannot_be_handled_takes_no_other_with_it(stage):
     """What was taken is gone from the listener: the chunks of the others would never be whole."""
     read, good = (
         stage.lander._memory.read,
-        encode_landed(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))])),
+        encode(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))])),
     )
 
     def fail_once(offset, nbytes):
@@ -205,7 +205,7 @@ def test_a_notification_that_cannot_be_handled_takes_no_other_with_it(stage):
 
 
 def test_the_probe_fills_nothing(stage):
-    stage.listener.notifications.append(Notification(TOKEN, encode_landed(Landed(0, []))))
+    stage.listener.notifications.append(Notification(TOKEN, encode(Landed(0, []))))
     verdict = stage.land(Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1)))
     assert stage.verdicts == [verdict]
 
@@ -213,7 +213,7 @@ def test_the_probe_fills_nothing(stage):
 def test_a_listener_that_cannot_wake_is_polled(stage_with):
     stage = stage_with(is_polled=True)
     stage.lander.expect(True)
-    stage.listener.notifications.append(Notification(TOKEN, encode_landed(Landed(1, []))))
+    stage.listener.notifications.append(Notification(TOKEN, encode(Landed(1, []))))
     wait_until(lambda: stage.mailbox.deliver() or stage.verdicts)
     stage.lander.expect(False)
     takes = stage.listener.takes
@@ -230,7 +230,7 @@ def test_nothing_is_left_of_it(stage):
 def test_a_control_loop_that_does_not_hear_is_not_told_more(stage_with):
     """Nothing more is taken from the listener, so that writers are held up there and this process does not grow."""
     stage = stage_with(needs_digests=False)
-    payload = encode_landed(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, b"")]))
+    payload = encode(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, b"")]))
     stage.listener.notifications = [Notification(TOKEN, payload)] * MAX_UNHEARD
     stage.wake.set()
     wait_until(lambda: len(stage.mailbox._calls) == MAX_UNHEARD)

@@ -4,16 +4,15 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from link_stage import Raw
+from connection_stage import Raw
 from node_harness import MIB, NodeProcess, attached
 from peers_harness import Cluster, pattern, put, read, why_not
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
-from pdx.node.peers.handshake import LinkState
+from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Cancel, Fill
-from pdx.wire.peer_messages import PeerBye
+from pdx.wire.messages import Admit, Bye, Cancel, Fill
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"
@@ -128,11 +127,11 @@ def test_names_that_no_roster_has(cluster_of):
 def test_a_peer_that_was_there_and_left_is_forgotten(place):
     """Also by who asked for the status meanwhile."""
     node = NodeProcess(NodeConfig(address=f"ipc://{place}/node.sock", channels=["tcp"])).wait_ready()
-    with Raw(None, SimpleNamespace(links=SimpleNamespace(address=f"{node.address}.peers"))) as peer:
+    with Raw(None, SimpleNamespace(connections=SimpleNamespace(address=f"{node.address}.peers"))) as peer:
         peer.hello(name="guest")
         wait_until(peer.hear)
         assert [each.name for each in node.status().peers] == ["guest"]
-        peer.send(PeerBye())
+        peer.send(Bye())
         wait_until(lambda: not node.status().peers)
     node.close()
 
@@ -145,7 +144,7 @@ def test_a_peer_that_is_not_there(place):
             cluster["a"].get("y", source="b", wait_s=1.0)
         cluster.settle()
         cluster.start("b")
-        wait_until(lambda: cluster.peer("a", "b").state == LinkState.READY)
+        wait_until(lambda: cluster.peer("a", "b").state == ConnectionState.READY)
         cluster["a"].push("x", to="b")
         assert read(cluster["b"], "x", wait_s=10.0) == b"x"
 

@@ -8,7 +8,7 @@ from push_stage import FakeSession, ReceivingStage, key
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.peers.lander import Verdict
-from pdx.wire.peer_messages import Slices
+from pdx.wire.messages import Slices
 
 LAYERS = 2
 TRANSFERS = [None, "transfer-a-0123456789", "transfer-b-0123456789"]

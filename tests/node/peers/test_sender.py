@@ -17,7 +17,7 @@ from pdx.node.peers.ways import Ways
 from pdx.store.tier import Job, Part
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
-from pdx.wire.peer_messages import decode_landed
+from pdx.wire.messages import decode_landed
 
 TOKEN = bytes(TOKEN_BYTES)
 
@@ -59,7 +59,7 @@ class FakeChannel:
             raise self.region.bug
         self.notes.append(decode_landed(notify))
         self.transfers.append(FakeTransfer(self))
-        if self.region.is_quick or self.notes[-1].push == 0:
+        if self.region.is_quick or self.notes[-1].admit == 0:
             self.transfers[-1].end()
         return self.transfers[-1]
 

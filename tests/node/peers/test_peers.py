@@ -1,17 +1,19 @@
 """What peers that dialled may ask for: what is here, as far as it may be held for one of them."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
-from push_stage import FakeSession, SendingStage, key
+from push_stage import FakeSession, Granted, SendingStage, key
 
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.node.peers import guests as module
-from pdx.node.peers.guests import Guests
+from pdx.node.peers import peers as module
+from pdx.node.peers.peers import Peers
 from pdx.store.copy import Priority
 from pdx.store.transfers import Transfers
-from pdx.wire.peer_messages import Coming, Granted, Want
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import Push
 
 TRANSFER = "transfer-0123456789"
 
@@ -21,29 +23,32 @@ class Stage(SendingStage):
 
     def __init__(self, folder, *, peer_share=0.5):
         super().__init__(folder, granules=16)
-        ways = SimpleNamespace(
-            copies=self.copies,
-            is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, name) is not None,
-            push=self.push,
-        )
-        self.guests = Guests(
+        self.peers = Peers(
             NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share),
             name="a",
+            epoch=1,
             arena=self.arena,
             probe=None,
             store=self.store,
+            copies=self.copies,
             transfers=Transfers(self.counters),
-            regions=SimpleNamespace(listeners={}, regions={}),
-            ways=ways,
-            on_changed=self.copies.changed,
-            mailbox=None,
             counters=self.counters,
+            faults=Faults(self.counters),
+            numbers=itertools.count(1),
             layouts=list,
             mark=None,
-            on_push_over=None,
+            on_changed=self.copies.changed,
             clock=lambda: self.now,
         )
+        self.peers.ways = SimpleNamespace(
+            is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, name) is not None,
+            push=self.push,
+        )
         self.peer = FakeSession(1, "b")
+
+    def close(self):
+        self.peers.close()
+        super().close()
 
     def push(self, name, keys, shards, *, transfer, layout, want):
         return self.copies.store(
@@ -59,8 +64,9 @@ class Stage(SendingStage):
 
     def want(self, numbers, number=1, **fields):
         """The answer to a question for these chunks."""
-        self.guests.wanted(self.peer, Want(number, [key(number) for number in numbers], **fields))
-        return self.peer.sent[-1]
+        self.peers.message(self.peer, Push([key(number) for number in numbers], **fields), number)
+        assert self.peer.abouts[-1] == number
+        return self.peer.sent[-1].count
 
 
 @pytest.fixture
@@ -79,24 +85,24 @@ def seal(stage, numbers):
 def test_what_is_sealed_is_pushed_and_of_a_transfer_also_what_is_being_filled(stage):
     seal(stage, [0, 1])
     stage.reserve([2], GRANULE_BYTES)
-    assert stage.want([0, 1, 2, 3]) == Coming(1, 2)
-    assert stage.want([0, 1, 2, 3], 2, transfer=TRANSFER) == Coming(2, 3)
-    assert stage.want([0, 1, 2, 3], 3, transfer=TRANSFER) == Coming(3, 0, True)
-    assert stage.want([5], 4) == Coming(4, 0)
+    assert stage.want([0, 1, 2, 3]) == 2
+    assert stage.want([0, 1, 2, 3], 2, transfer=TRANSFER) == 3
+    assert stage.want([0, 1, 2, 3], 3, transfer=TRANSFER) == 4
+    assert stage.want([5], 4) == 0
     assert stage.counters["wants_served"] == 2
 
 
 def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
     """Held chunks cannot be evicted: a peer that asks for everything would take the room of the engines here."""
     seal(stage, list(range(16)))
-    assert stage.want(list(range(16))) == Coming(1, 8)
-    assert stage.want([9], 2) == Coming(2, 0)
+    assert stage.want(list(range(16))) == 8
+    assert stage.want([9], 2) == 0
     assert stage.holds() == 8
     assert stage.counters["wants_limited"] == 2
     offer = stage.way.offers[0]
     stage.granted("b", stage.grants(offer, [0, 1]))
     assert stage.copies.wants("b") == (1, 2 * GRANULE_BYTES)
-    assert stage.want(list(range(4, 16)), 3) == Coming(3, 6), "what was not granted is held no longer"
+    assert stage.want(list(range(4, 16)), 3) == 6, "what was not granted is held no longer"
     stage.copies.lost("b")
     assert stage.copies.wants("b") == (0, 0)
     assert stage.holds() == 0
@@ -105,7 +111,7 @@ def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
 def test_a_key_that_is_asked_for_twice_and_granted_once_leaves_nothing_held(stage):
     """A chunk that stays held can never be evicted again."""
     slots = seal(stage, [0, 1])
-    assert stage.want([0, 0, 1]) == Coming(1, 3)
+    assert stage.want([0, 0, 1]) == 3
     assert stage.holds() == 3
     stage.granted("b", stage.grants(stage.way.offers[0], [0]))
     assert stage.holds() == 1
@@ -120,22 +126,22 @@ def test_a_chunk_larger_than_the_share_is_pushed_alone(stage):
     slots = stage.reserve([0], 12 * GRANULE_BYTES)
     stage.fill(slots, 0, 1, seal=True)
     seal(stage, [1])
-    assert stage.want([0, 1]) == Coming(1, 1)
-    assert stage.want([1], 2) == Coming(2, 0)
+    assert stage.want([0, 1]) == 1
+    assert stage.want([1], 2) == 0
     stage.granted("b", Granted(1, [], []))
-    assert stage.want([1], 3) == Coming(3, 1)
+    assert stage.want([1], 3) == 1
 
 
 def test_a_peer_asks_for_no_more_pushes_than_may_be(stage, monkeypatch, caplog):
     monkeypatch.setattr(module, "MAX_WANTS", 2)
     seal(stage, [0])
     assert [stage.want([0], number) for number in range(1, 5)] == [
-        Coming(1, 1),
-        Coming(2, 1),
-        Coming(3, 0),
-        Coming(4, 0),
+        1,
+        1,
+        0,
+        0,
     ]
     assert stage.counters["wants_limited"] == 2
     assert caplog.text.count("wants_limited") == 1
     stage.copies.stopped("b", 1, "enough")
-    assert stage.want([0], 5) == Coming(5, 1)
+    assert stage.want([0], 5) == 1

@@ -10,18 +10,16 @@ import subprocess
 
 import pytest
 import zmq
-from link_stage import PING_S, TIMEOUT_S, Raw, welcomed
+from connection_stage import PING_S, TIMEOUT_S, Raw, welcomed
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.node.peers.handshake import LinkState, LinkStep, SessionState, SessionStep
-from pdx.node.peers.lives import Lives
+from pdx.node.peers.connection import ConnectionState, Lives, Step
 from pdx.telemetry.host import host_id
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Refused
-from pdx.wire.peer_messages import Coming, Want
+from pdx.wire.messages import Done, PeerEntry, Push, Refused
 
-WANT = Want(7, [b"k" * 16])
+PUSH = Push([b"k" * 16])
 
 
 # ---- a link that stands -------------------------------------------------------------------------
@@ -29,57 +27,106 @@ WANT = Want(7, [b"k" * 16])
 
 def test_a_peer_that_is_dialled_welcomes_and_both_talk(stage):
     alpha, beta = stage.pair()
-    ((link, welcome, schemes),) = alpha.core.saw("ready")
-    ((session, offered),) = beta.core.saw("hello")
-    assert (link.name, link.state, link.epoch, link.host, link.pid, link.why) == (
-        "beta", LinkState.READY, 22, "host", 4242, "",
+    ((to_beta, welcome, schemes),) = alpha.core.saw("ready")
+    ((to_alpha, offered),) = beta.core.saw("hello")
+    assert (to_beta.name, to_beta.state, to_beta.epoch, to_beta.host, to_beta.pid, to_beta.why) == (
+        "beta", ConnectionState.READY, 22, "host", 4242, "",
     )  # fmt: skip
-    assert (session.name, session.state, session.epoch, session.host, session.pid) == (
-        "alpha", SessionState.OPEN, 11, "host", 4242,
+    assert (to_alpha.name, to_alpha.state, to_alpha.epoch, to_alpha.host, to_alpha.pid) == (
+        "alpha", ConnectionState.READY, 11, "host", 4242,
     )  # fmt: skip
     assert schemes == offered == ["tcp", "shm"]
-    assert [region.token for region in welcome.regions] == [session.token] * 2
+    assert [region.token for region in welcome.regions] == [to_alpha.token] * 2
 
-    beta.core.on_message = lambda end, body: end.send(Coming(body.want, 3))
+    beta.core.on_message = lambda peer, body, about: peer.send(Done(3), about)
     for number in range(1, 101):
-        link.send(Want(number, []))
+        to_beta.send(PUSH, number)
     stage.until(lambda: len(alpha.core.saw("heard")) == 100)
-    assert [body.want for _, body in alpha.core.saw("heard")] == list(range(1, 101))
-    assert [body.want for _, body in beta.core.saw("told")] == list(range(1, 101))
+    assert [about for _, _, about in alpha.core.saw("heard")] == list(range(1, 101))
+    assert [about for _, _, about in beta.core.saw("heard")] == list(range(1, 101))
     assert not alpha.counters
     assert not beta.counters
 
 
-def test_two_nodes_that_write_to_each_other_have_two_links(stage):
+def test_two_nodes_that_write_to_each_other_have_one_connection(stage):
     alpha, beta = stage.pair()
-    beta.links.dial("alpha")
     stage.until(lambda: beta.core.saw("ready"))
-    assert [link.name for link in alpha.links.links] == ["beta"]
-    assert [session.name for session in alpha.links.sessions] == ["beta"]
-    assert alpha.links.sessions[0].token != beta.links.sessions[0].token
+    ((to_alpha, welcome, schemes),) = beta.core.saw("ready")
+    assert beta.connections.dial("alpha") is to_alpha
+    assert schemes == ["tcp", "shm"]
+    assert [peer.name for peer in alpha.connections.peers] == ["beta"]
+    assert [peer.name for peer in beta.connections.peers] == ["alpha"]
+    assert [region.token for region in welcome.regions] == [alpha.connections.of("beta").token] * 2
+    assert alpha.connections.of("beta").token != to_alpha.token
+    to_alpha.send(PUSH, 5)
+    stage.until(lambda: alpha.core.saw("heard"))
 
 
-def test_dialling_a_peer_that_is_dialled_already_is_the_same_link(stage):
+@pytest.mark.parametrize("first", ["alpha", "beta"])
+def test_two_that_dial_each_other_at_once_have_one_connection(stage, first):
+    alpha, beta = stage.node("alpha", 11), stage.node("beta", 22)
+    stage.introduce(alpha, beta)
+    for name in ("alpha", "beta") if first == "alpha" else ("beta", "alpha"):
+        (alpha if name == "alpha" else beta).connections.dial("beta" if name == "alpha" else "alpha")
+    stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
+    stage.pass_time(3 * PING_S)
+    for node in (alpha, beta):
+        assert [peer.state for peer in node.connections.peers] == [ConnectionState.READY]
+        assert not node.core.saw("over")
+        assert not node.connections._rivals
+        assert not node.counters
+    assert alpha.connections.of("beta").is_dialled
+    assert not beta.connections.of("alpha").is_dialled
+
+
+def test_a_peer_that_cannot_be_reached_is_heard_all_the_same(stage):
+    """Each dials the other, and only one of them has the right address."""
+    alpha, beta = stage.node("alpha", 11), stage.node("beta", 22)
+    alpha.connections.told([PeerEntry("beta", f"ipc://{stage.place}/nobody.sock")])
+    beta.connections.told([alpha.entry])
+    alpha.connections.dial("beta")
+    beta.connections.dial("alpha")
+    stage.until(lambda: alpha.connections._rivals)
+    stage.pass_time(TIMEOUT_S - 1.0)
+    stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
+    assert not alpha.core.saw("over")
+    assert not beta.core.saw("over")
+
+
+def test_a_peer_that_lost_the_connection_unnoticed_is_let_in_as_soon_as_that_is_known(stage, raw):
+    alpha, beta = stage.pair()
+    second = raw(alpha)
+    second.hello(name="beta", epoch=22)
+    stage.until(lambda: alpha.connections._rivals)
+    assert len(alpha.core.saw("hello")) == 1, "the connection that stands may be good"
+    alpha.connections.of("beta").fault = "it is gone"
+    alpha.connections.tick()
+    assert [event[0] for event in alpha.core.events[-2:]] == ["over", "hello"]
+    assert not alpha.connections.of("beta").is_dialled
+    assert stage.until(second.hear).name == "alpha"
+
+
+def test_dialling_a_peer_that_is_dialled_already_is_the_same_connection(stage):
     alpha, beta = stage.node("alpha"), stage.node("beta", 2)
     stage.introduce(alpha, beta)
-    link = alpha.links.dial("beta")
-    assert link.state is LinkState.DIALING
-    assert alpha.links.dial("beta") is link
-    link.send(WANT)  # not ready: lost
+    peer = alpha.connections.dial("beta")
+    assert peer.state is ConnectionState.DIALING
+    assert alpha.connections.dial("beta") is peer
+    peer.send(PUSH, 7)  # not ready: lost
     stage.until(lambda: alpha.core.saw("ready"))
-    assert alpha.links.dial("beta") is alpha.links.link("beta") is link
+    assert alpha.connections.dial("beta") is alpha.connections.of("beta") is peer
     assert len(beta.core.saw("hello")) == 1
-    assert not beta.core.saw("told")
+    assert not beta.core.saw("heard")
 
 
 def test_only_who_is_known_is_dialled(stage):
     alpha, beta = stage.node("alpha"), stage.node("beta", 2)
     stage.introduce(alpha, beta)
     with pytest.raises(PeerUnknown, match="no node is named 'gamma'"):
-        alpha.links.dial("gamma")
+        alpha.connections.dial("gamma")
     with pytest.raises(PeerUnknown, match="this node itself"):
-        alpha.links.dial("alpha")
-    assert alpha.links.links == []
+        alpha.connections.dial("alpha")
+    assert alpha.connections.peers == []
 
 
 def has_ipv6():
@@ -98,9 +145,9 @@ def has_ipv6():
 def test_loopback_tcp_with_a_free_port(stage, listen):
     alpha = stage.node("alpha", listen=listen)
     beta = stage.node("beta", 2, listen=listen)
-    assert not beta.links.address.endswith(":0")
+    assert not beta.connections.address.endswith(":0")
     stage.introduce(alpha, beta)
-    alpha.links.dial("beta")
+    alpha.connections.dial("beta")
     stage.until(lambda: alpha.core.saw("ready"))
 
 
@@ -108,32 +155,31 @@ def test_a_session_may_be_welcomed_later(stage):
     alpha, beta = stage.node("alpha"), stage.node("beta", 2)
     stage.introduce(alpha, beta)
     beta.core.on_hello = lambda session: None
-    alpha.links.dial("beta")
+    alpha.connections.dial("beta")
     stage.until(lambda: beta.core.saw("hello"))
     session = beta.core.saw("hello")[0][0]
-    assert session.state is SessionState.NEW
-    session.send(Coming(1, 1))  # not open yet: lost
+    assert session.state is ConnectionState.NEW
+    session.send(Done(1), 1)  # not open yet: lost
     beta.core.welcome(session)
     stage.until(lambda: alpha.core.saw("ready"))
     assert not alpha.core.saw("heard")
     beta.core.welcome(session)  # once is enough
-    with pytest.raises(KeyError):
-        session.turn_down("too late")
+    assert len([event for event in alpha.core.events if event[0] == "ready"]) == 1
 
 
 def test_a_session_may_be_turned_down(stage):
     alpha, beta = stage.node("alpha"), stage.node("beta", 2)
     stage.introduce(alpha, beta)
-    beta.core.on_hello = lambda session: session.turn_down("no region yet")
-    link = alpha.links.dial("beta")
-    stage.until(lambda: alpha.core.saw("lost"))
-    ((_, step, why),) = alpha.core.saw("lost")
-    assert (step, link.state) == (LinkStep.TURNED_DOWN, LinkState.CLOSED)
+    beta.core.on_hello = lambda session: beta.connections.turn_down(session, "no region yet")
+    link = alpha.connections.dial("beta")
+    stage.until(lambda: alpha.core.saw("over"))
+    ((_, step, why),) = alpha.core.saw("over")
+    assert (step, link.state) == (Step.TURN_DOWN, ConnectionState.CLOSED)
     assert why == link.why == "it says: no region yet"
-    assert beta.links.sessions == []
+    assert beta.connections.peers == []
     assert not beta.core.saw("over")
     beta.core.on_hello = beta.core.welcome
-    assert alpha.links.dial("beta") is link
+    assert alpha.connections.dial("beta") is not link
     stage.until(lambda: alpha.core.saw("ready"))
 
 
@@ -142,12 +188,12 @@ def test_a_session_may_be_turned_down(stage):
 
 def test_pings_both_ways_keep_a_quiet_link(stage):
     alpha, beta = stage.pair()
-    link, session = alpha.links.link("beta"), beta.links.sessions[0]
+    link, session = alpha.connections.of("beta"), beta.connections.peers[0]
     for _ in range(12):
         before = link.heard_at, session.heard_at
         stage.pass_time(PING_S)
         stage.until(lambda before=before: link.heard_at > before[0] and session.heard_at > before[1])
-    assert not alpha.core.saw("lost")
+    assert not alpha.core.saw("over")
     assert not beta.core.saw("over")
 
 
@@ -155,10 +201,10 @@ def test_a_peer_that_falls_silent_is_lost(stage):
     alpha, beta = stage.pair()
     beta.is_frozen = True
     stage.pass_time(TIMEOUT_S - 1.0)
-    assert not alpha.core.saw("lost")
+    assert not alpha.core.saw("over")
     stage.pass_time(3.0)
-    ((link, step, why),) = alpha.core.saw("lost")
-    assert (link.state, step) == (LinkState.CLOSED, LinkStep.LOST)
+    ((link, step, why),) = alpha.core.saw("over")
+    assert (link.state, step) == (ConnectionState.CLOSED, Step.LOST)
     assert "nothing heard from" in why
 
 
@@ -166,21 +212,21 @@ def test_a_peer_that_dialled_and_fell_silent_is_over(stage):
     alpha, beta = stage.pair()
     alpha.is_frozen = True
     stage.pass_time(TIMEOUT_S + 2.0)
-    ((session, step),) = beta.core.saw("over")
-    assert (session.state, step) == (SessionState.OVER, SessionStep.SILENT)
-    assert beta.links.sessions == []
-    session.send(WANT)  # nothing happens
+    ((session, step, _),) = beta.core.saw("over")
+    assert (session.state, step) == (ConnectionState.CLOSED, Step.LOST)
+    assert beta.connections.peers == []
+    session.send(PUSH, 7)  # nothing happens
     alpha.is_frozen = False
-    stage.until(lambda: alpha.core.saw("lost"), "alpha hears that its session is over")
+    stage.until(lambda: alpha.core.saw("over"), "alpha hears that its session is over")
 
 
 def test_a_node_that_was_stopped_itself_blames_nobody(stage):
     alpha, beta = stage.pair()
     stage.now += 1000.0  # nobody got a turn
-    alpha.links.tick()
-    beta.links.tick()
+    alpha.connections.tick()
+    beta.connections.tick()
     stage.pass_time(PING_S)
-    assert not alpha.core.saw("lost")
+    assert not alpha.core.saw("over")
     assert not beta.core.saw("over")
 
 
@@ -188,12 +234,12 @@ def test_a_peer_that_never_answers_is_lost_and_may_be_dialled_again(stage):
     alpha, beta = stage.node("alpha"), stage.node("beta", 2)
     stage.introduce(alpha, beta)
     beta.close()
-    link = alpha.links.dial("beta")
+    link = alpha.connections.dial("beta")
     stage.pass_time(TIMEOUT_S + 1.0)
-    ((_, step, why),) = alpha.core.saw("lost")
-    assert step is LinkStep.LOST
+    ((_, step, why),) = alpha.core.saw("over")
+    assert step is Step.LOST
     assert "does 'beta' run there?" in why
-    assert alpha.links.dial("beta") is link
+    assert alpha.connections.dial("beta") is not link
     stage.node("beta", 3)
     stage.until(lambda: alpha.core.saw("ready"), "it is reached as soon as it is there")
 
@@ -202,33 +248,33 @@ def test_the_first_that_waits_for_a_link_dialled_for_nobody_has_the_whole_time(s
     alpha, beta = stage.node("alpha"), stage.node("beta", 2)
     stage.introduce(alpha, beta)
     beta.close()
-    alpha.links.dial("beta", is_wanted=False)
+    alpha.connections.dial("beta", is_wanted=False)
     stage.pass_time(TIMEOUT_S - 0.5)
-    alpha.links.dial("beta")
+    alpha.connections.dial("beta")
     stage.pass_time(TIMEOUT_S - 0.5)
-    assert not alpha.core.saw("lost"), "it would be lost with what has just come"
-    alpha.links.dial("beta")
+    assert not alpha.core.saw("over"), "it would be lost with what has just come"
+    alpha.connections.dial("beta")
     stage.pass_time(1.0)
-    assert alpha.core.saw("lost"), "whoever comes later does not keep it for ever"
-    alpha.links.dial("beta", is_wanted=False)
+    assert alpha.core.saw("over"), "whoever comes later does not keep it for ever"
+    alpha.connections.dial("beta", is_wanted=False)
     stage.pass_time(TIMEOUT_S - 0.5)
-    alpha.links.dial("beta")
+    alpha.connections.dial("beta")
     stage.node("beta", 3)
     stage.pass_time(1.0)
     stage.until(lambda: alpha.core.saw("ready"))
-    assert len(alpha.core.saw("lost")) == 1, "each dialling anew"
+    assert len(alpha.core.saw("over")) == 1, "each dialling anew"
 
 
 def test_leaving_says_bye(stage):
     alpha, beta = stage.pair()
-    link = alpha.links.link("beta")
-    link.leave()
-    link.leave()
+    link = alpha.connections.of("beta")
+    alpha.connections.leave(link)
+    alpha.connections.leave(link)
     stage.until(lambda: beta.core.saw("over"))
-    assert [step for _, step in beta.core.saw("over")] == [SessionStep.BYE]
-    assert link.state is LinkState.CLOSED
-    assert not alpha.core.saw("lost")
-    alpha.links.dial("beta")
+    assert [step for _, step, _ in beta.core.saw("over")] == [Step.BYE]
+    assert link.state is ConnectionState.CLOSED
+    assert not alpha.core.saw("over")
+    alpha.connections.dial("beta")
     stage.until(lambda: len(alpha.core.saw("ready")) == 2)
     first, second = [session for session, _ in beta.core.saw("hello")]
     assert first.token != second.token
@@ -237,28 +283,30 @@ def test_leaving_says_bye(stage):
 
 def test_closing_says_bye_both_ways(stage):
     alpha, beta = stage.pair()
-    beta.links.dial("alpha")
-    stage.until(lambda: beta.core.saw("ready"))
+    gamma = stage.node("gamma", 33)
+    stage.introduce(alpha, beta, gamma)
+    gamma.connections.dial("alpha")
+    stage.until(lambda: gamma.core.saw("ready"))
     alpha.close()
-    stage.until(lambda: beta.core.saw("over") and beta.core.saw("lost"))
-    assert beta.core.saw("over")[0][1] is SessionStep.BYE
-    assert beta.core.saw("lost")[0][1:] == (LinkStep.LOST, "it said bye")
-    alpha.links.close()
+    stage.until(lambda: beta.core.saw("over") and gamma.core.saw("over"))
+    assert beta.core.saw("over")[0][1:] == (Step.BYE, "it said bye")
+    assert gamma.core.saw("over")[0][1:] == (Step.BYE, "it said bye")
+    alpha.connections.close()
 
 
 def test_leaving_a_peer_that_has_not_answered_yet(stage):
     alpha, beta = stage.node("alpha"), stage.node("beta", 2)
     stage.introduce(alpha, beta)
     beta.core.on_hello = lambda session: None
-    link = alpha.links.dial("beta")
+    link = alpha.connections.dial("beta")
     stage.until(lambda: beta.core.saw("hello"))
-    link.leave()
+    alpha.connections.leave(link)
     stage.until(lambda: beta.core.saw("over"))
-    session, step = beta.core.saw("over")[0]
-    assert step is SessionStep.BYE
+    session, step, _ = beta.core.saw("over")[0]
+    assert step is Step.BYE
     beta.core.welcome(session)  # too late: nothing happens
-    session.turn_down("too late")
-    assert session.state is SessionState.OVER
+    beta.connections.turn_down(session, "too late")
+    assert session.state is ConnectionState.CLOSED
 
 
 # ---- lives --------------------------------------------------------------------------------------
@@ -269,13 +317,13 @@ def test_a_peer_that_comes_in_another_life_ends_the_one_before(stage, raw):
     first, second, ghost = raw(beta), raw(beta), raw(beta)
     welcomed(stage, first, name="alpha", epoch=1)
     welcomed(stage, second, name="alpha", epoch=2)
-    kinds = [(event[0], event[1].epoch, *event[2:]) for event in beta.core.events]
-    assert kinds == [("hello", 1, ["tcp"]), ("over", 1, SessionStep.RESTARTED), ("hello", 2, ["tcp"])]
+    kinds = [(event[0], event[1].epoch, event[2]) for event in beta.core.events]
+    assert kinds == [("hello", 1, ["tcp"]), ("over", 1, Step.RESTARTED), ("hello", 2, ["tcp"])]
     ghost.hello(name="alpha", epoch=1)
     answer = stage.until(ghost.hear)
     assert isinstance(answer, Refused)
     assert "has ended" in answer.text
-    assert [session.epoch for session in beta.links.sessions] == [2]
+    assert [session.epoch for session in beta.connections.peers] == [2]
 
 
 def test_the_same_name_on_another_kernel_proves_no_death(stage, raw):
@@ -284,10 +332,10 @@ def test_the_same_name_on_another_kernel_proves_no_death(stage, raw):
     welcomed(stage, raw(beta), name="alpha", epoch=1, host="first")
     second = raw(beta)
     welcomed(stage, second, name="alpha", epoch=2, host="second")
-    ((session, step),) = beta.core.saw("over")
-    assert (session.epoch, step) == (1, SessionStep.SILENT)
+    ((session, step, _),) = beta.core.saw("over")
+    assert (session.epoch, step) == (1, Step.LOST)
     welcomed(stage, raw(beta), name="alpha", epoch=3, host="second")
-    assert [step for _, step in beta.core.saw("over")] == [SessionStep.SILENT, SessionStep.RESTARTED]
+    assert [step for _, step, _ in beta.core.saw("over")] == [Step.LOST, Step.RESTARTED]
 
 
 def test_the_same_name_proves_no_death_of_a_process_that_runs_here(stage, raw, caplog):
@@ -299,51 +347,55 @@ def test_the_same_name_proves_no_death_of_a_process_that_runs_here(stage, raw, c
     welcomed(stage, raw(beta), name="alpha", epoch=2, host=host_id(), pid=ended.pid)
     assert f"process {os.getpid()} of this name runs" in caplog.text
     welcomed(stage, raw(beta), name="alpha", epoch=3, host=host_id(), pid=os.getpid())
-    assert [step for _, step in beta.core.saw("over")] == [SessionStep.SILENT, SessionStep.RESTARTED]
+    assert [step for _, step, _ in beta.core.saw("over")] == [Step.LOST, Step.RESTARTED]
 
 
 def test_a_peer_that_welcomes_in_another_life_ended_the_one_before(stage, raw):
     alpha, old = stage.node("alpha", 11), stage.node("beta", 1)
     stage.introduce(alpha, old)
-    old.links.dial("alpha")
+    old.connections.dial("alpha")
     stage.until(lambda: old.core.saw("ready"))
     stage.nodes.remove(old)  # killed: it says nothing any more
     old.is_frozen = True
     new = stage.node("beta", 2, listen=f"ipc://{stage.place}/other.sock")
-    alpha.links.told([new.entry])
-    alpha.links.dial("beta")
-    stage.until(lambda: alpha.core.saw("ready"))
-    assert [(session.epoch, step) for session, step in alpha.core.saw("over")] == [(1, SessionStep.RESTARTED)]
-    old.links.close()
+    alpha.connections.told([new.entry])
+    stage.pass_time(TIMEOUT_S + 1.0)
+    assert [(peer.epoch, step) for peer, step, _ in alpha.core.saw("over")] == [(1, Step.LOST)]
+    alpha.connections.dial("beta")
+    stage.until(lambda: len(alpha.core.saw("ready")) == 2)
+    ghost = raw(alpha)
+    ghost.hello(name="beta", epoch=1)
+    assert "has ended" in stage.until(ghost.hear).text
+    old.connections.close()
 
 
 def test_a_hello_of_another_life_loses_the_link_to_the_one_before(stage, raw):
     alpha, _ = stage.pair()
     again = raw(alpha)
     again.hello(name="beta", epoch=23)
-    stage.until(lambda: alpha.core.saw("hello"))
-    ((link, step, why),) = alpha.core.saw("lost")
-    assert step is LinkStep.LOST
-    assert "started anew" in why
-    assert [event[0] for event in alpha.core.events] == ["ready", "lost", "hello"]
+    stage.until(lambda: len(alpha.core.saw("hello")) == 2)
+    ((link, step, why),) = alpha.core.saw("over")
+    assert step is Step.LOST
+    assert "another node was started with it" in why
+    assert [event[0] for event in alpha.core.events] == ["ready", "hello", "over", "hello"]
 
 
 def test_a_peer_that_was_restarted_is_noticed_by_who_dialled_it(stage):
     alpha, beta = stage.pair()
-    beta.core.on_message = lambda end, body: pytest.fail("this one is dead")
+    beta.core.on_message = lambda peer, body, about: pytest.fail("this one is dead")
     stage.nodes.remove(beta)
-    beta.links._reception._sessions.clear()  # killed: it says no bye
-    beta.links.close()
+    beta.connections._last.clear()  # killed: it says no bye
+    beta.connections.close()
     fresh = stage.node("beta", 33)
-    link = alpha.links.link("beta")
+    link = alpha.connections.of("beta")
     # ZMQ connects anew by itself, and delivers what is sent then to a node that does not know this session. What is
     # sent before it has noticed is lost, so this goes on as pings would.
-    stage.until(lambda: alpha.core.saw("lost") or link.send(WANT))
-    assert alpha.core.saw("lost")[0][1:] == (LinkStep.LOST, "it says: say hello first")
+    stage.until(lambda: alpha.core.saw("over") or link.send(PUSH, 7))
+    assert alpha.core.saw("over")[0][1:] == (Step.LOST, "it says: say hello first")
     assert not fresh.core.events
-    alpha.links.dial("beta")
+    alpha.connections.dial("beta")
     stage.until(lambda: len(alpha.core.saw("ready")) == 2)
-    assert link.epoch == 33
+    assert alpha.connections.of("beta").epoch == 33
 
 
 def test_the_same_life_that_dials_anew_gets_a_new_session(stage, raw):
@@ -351,29 +403,29 @@ def test_the_same_life_that_dials_anew_gets_a_new_session(stage, raw):
     first, second = raw(beta), raw(beta)
     welcomed(stage, first, name="alpha", epoch=1)
     welcomed(stage, second, name="alpha", epoch=1)
-    ((old, step),) = beta.core.saw("over")
-    (new,) = beta.links.sessions
-    assert step is SessionStep.SILENT
+    ((old, step, _),) = beta.core.saw("over")
+    (new,) = beta.connections.peers
+    assert step is Step.LOST
     assert old.token != new.token
-    first.send(WANT)
-    second.send(WANT)
-    stage.until(lambda: beta.core.saw("told"))
+    first.send(PUSH, 7)
+    second.send(PUSH, 7)
+    stage.until(lambda: beta.core.saw("heard"))
     assert isinstance(stage.until(first.hear), Refused)
-    assert [session for session, _ in beta.core.saw("told")] == [new]
+    assert [session for session, _, _ in beta.core.saw("heard")] == [new]
 
 
 def test_a_hello_that_outlived_its_connection_is_no_sign_of_life(stage, raw):
     """Else a process that died just after it dialled would bury the one that took its place."""
     beta = stage.node("beta", 22)
-    monitor = beta.links._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    monitor = beta.connections._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     with Raw(stage, beta) as dead:
         dead.hello(name="alpha", epoch=1)
         dead.socket.setsockopt(zmq.LINGER, 5000)
-        _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.links._door)
-    _wait_for(monitor, zmq.EVENT_DISCONNECTED, beta.links._door)
+        _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._door)
+    _wait_for(monitor, zmq.EVENT_DISCONNECTED, beta.connections._door)
     living = raw(beta)
-    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.links._door)  # one thread: it is done with the old one
-    beta.links._door._router.disable_monitor()
+    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._door)  # one thread: it is done with the old one
+    beta.connections._door._router.disable_monitor()
     monitor.close()
     welcomed(stage, living, name="alpha", epoch=2)
     assert beta.counters["dropped_messages"] == 1
@@ -413,27 +465,27 @@ def test_an_exception_in_what_a_peer_says_ends_its_session_only(stage):
     alpha, beta = stage.pair()
     gamma = stage.node("gamma", 33)
     stage.introduce(alpha, beta, gamma)
-    gamma.links.dial("beta")
+    gamma.connections.dial("beta")
     stage.until(lambda: gamma.core.saw("ready"))
     beta.core.on_message = fail
-    alpha.links.link("beta").send(WANT)
+    alpha.connections.of("beta").send(PUSH, 7)
     stage.until(lambda: beta.core.saw("over"))
-    ((session, step),) = beta.core.saw("over")
-    assert (session.name, step) == ("alpha", SessionStep.SILENT)
+    ((session, step, _),) = beta.core.saw("over")
+    assert (session.name, step) == ("alpha", Step.LOST)
     assert beta.counters["internal_errors"] == 1
-    assert [session.name for session in beta.links.sessions] == ["gamma"]
-    stage.until(lambda: alpha.core.saw("lost"))
+    assert [session.name for session in beta.connections.peers] == ["gamma"]
+    stage.until(lambda: alpha.core.saw("over"))
 
 
 def test_an_exception_in_what_a_dialled_peer_says_ends_that_link_only(stage):
     alpha, beta = stage.pair()
-    beta.core.on_message = lambda end, body: end.send(Coming(body.want, 3))
+    beta.core.on_message = lambda peer, body, about: peer.send(Done(3), about)
     alpha.core.on_message = fail
-    alpha.links.link("beta").send(WANT)
-    stage.until(lambda: alpha.core.saw("lost"))
-    assert alpha.links.link("beta").state is LinkState.CLOSED
+    alpha.connections.of("beta").send(PUSH, 7)
+    stage.until(lambda: alpha.core.saw("over"))
+    assert alpha.connections.of("beta").state is ConnectionState.CLOSED
     assert alpha.counters["internal_errors"] == 1
-    alpha.links.dial("beta")
+    alpha.connections.dial("beta")
     stage.until(lambda: len(alpha.core.saw("ready")) == 2)
 
 
@@ -443,14 +495,14 @@ def test_an_exception_in_a_hello_turns_that_peer_away(stage, raw):
     peer = raw(beta)
     assert isinstance(welcomed(stage, peer), Refused)
     assert beta.counters["internal_errors"] == 1
-    assert not beta.links.sessions
+    assert not beta.connections.peers
 
 
-@pytest.mark.parametrize("side", ["link", "session"])
-def test_an_exception_in_a_tick_ends_that_link_or_session_only(stage, side, monkeypatch):
+@pytest.mark.parametrize("side", ["dialled", "accepted"])
+def test_an_exception_in_a_tick_ends_that_connection_only(stage, side, monkeypatch):
     alpha, beta = stage.pair()
-    node = alpha if side == "link" else beta
-    end = alpha.links.link("beta") if side == "link" else beta.links.sessions[0]
+    node = alpha if side == "dialled" else beta
+    end = alpha.connections.of("beta") if side == "dialled" else beta.connections.peers[0]
     monkeypatch.setattr(end, "ping", fail)
     stage.pass_time(2 * PING_S)
     assert node.counters["internal_errors"] == 1
@@ -466,4 +518,4 @@ def test_no_descriptor_left_for_a_link_is_an_error_that_its_caller_expects(stage
 
     monkeypatch.setattr(alpha.context, "socket", full)
     with pytest.raises(ConfigError, match="beta"):
-        alpha.links.dial("beta")
+        alpha.connections.dial("beta")

@@ -1,4 +1,4 @@
-"""The handshake of nodes without any socket: the tables of both sides, and who is refused and why."""
+"""How two nodes come to trust each other, without any socket: the table of a connection, and who is refused and why."""
 
 from __future__ import annotations
 
@@ -8,35 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import PeerRefused
-from pdx.node.peers.handshake import (
-    LINK,
-    SESSION,
-    Identity,
-    LinkState,
-    LinkStep,
-    SessionState,
-    SessionStep,
-    check_hello,
-    check_welcome,
-)
+from pdx.node.peers.connection import CONNECTION, ConnectionState, Identity, Step, check_hello, check_welcome
 from pdx.transports.channel import RemoteRegion
-from pdx.wire.messages import VERSION
-from pdx.wire.peer_messages import PeerHello, PeerWelcome
+from pdx.wire.messages import VERSION, Hello, Welcome
 
-TABLES = [(LINK, LinkState, LinkStep, LinkState.CLOSED), (SESSION, SessionState, SessionStep, SessionState.NEW)]
 OWN = Identity(name="own", epoch=1, host="h", pid=2, schemes=("nixl", "shm", "tcp"), layouts=(b"a", b"b"))
 OWN = msgspec.structs.replace(OWN, without={"fog": "too thick", "rain": "too wet"})
 
 
 def hello(**fields):
     values = {"version": VERSION, "name": "peer", "epoch": 9, "host": "g", "pid": 3, "schemes": ["tcp", "nixl"]}
-    return PeerHello(**{**values, **fields})
+    return Hello(**{**values, **fields}, kind="peer")
 
 
 def welcome(schemes=("tcp", "nixl"), **fields):
     regions = [RemoteRegion(scheme, 1, b"t" * 16, b"") for scheme in schemes]
     values = {"version": VERSION, "name": "peer", "epoch": 9, "host": "g", "pid": 3, "regions": regions}
-    return PeerWelcome(**{**values, **fields})
+    return Welcome(**{**values, **fields})
 
 
 def check(message, authenticated=None, buried=False):
@@ -46,54 +34,35 @@ def check(message, authenticated=None, buried=False):
 # ---- the tables ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("table", "states", "steps", "first"), TABLES, ids=["link", "session"])
-def test_every_state_is_reached_and_every_step_is_used(table, states, steps, first):
+@pytest.mark.parametrize("first", [ConnectionState.DIALING, ConnectionState.NEW])
+def test_every_state_is_reached_and_every_step_is_used(first):
     reached, todo = {first}, [first]
     while todo:
         now = todo.pop()
-        after = {target for (state, _), target in table.items() if state is now}
+        after = {target for (state, _), target in CONNECTION.items() if state is now}
         todo += after - reached
         reached |= after
-    assert reached == set(states)
-    assert {step for _, step in table} == set(steps)
-    assert {state for state, _ in table} <= set(states)
+    assert reached == {first, ConnectionState.READY, ConnectionState.CLOSED}
+    assert {step for _, step in CONNECTION} == set(Step)
 
 
-def test_a_link_can_always_be_ended_and_dialled_again():
-    for state in LinkState:
-        if state is not LinkState.CLOSED:
-            assert LINK[state, LinkStep.LOST] is LINK[state, LinkStep.LEAVE] is LinkState.CLOSED
-    assert [state for state, step in LINK if step is LinkStep.DIAL] == [LinkState.CLOSED]
-    assert [state for (state, step), after in LINK.items() if after is LinkState.READY] == [LinkState.DIALING]
+def test_a_connection_can_always_be_ended_and_never_opens_again():
+    for state in ConnectionState:
+        ends = {step for step in Step if CONNECTION.get((state, step)) is ConnectionState.CLOSED}
+        assert ends == (set() if state is ConnectionState.CLOSED else set(Step) - {Step.WELCOME})
 
 
-def test_only_over_is_final_and_a_session_that_is_over_never_opens_again():
-    outgoing = {state: {after for (before, _), after in SESSION.items() if before is state} for state in SessionState}
-    assert [state for state, after in outgoing.items() if not after] == [SessionState.OVER]
-    assert [state for (state, _), after in SESSION.items() if after is SessionState.OPEN] == [SessionState.NEW]
-    assert SessionState.NEW not in SESSION.values()
-
-
-@given(st.lists(st.sampled_from(LinkStep), max_size=30))
-def test_a_walk_of_a_link_is_ready_only_after_a_welcome_to_its_own_dialling(steps):
-    state, since_dial = LinkState.CLOSED, []
+@given(st.sampled_from([ConnectionState.DIALING, ConnectionState.NEW]), st.lists(st.sampled_from(Step), max_size=30))
+def test_a_walk_of_a_connection_goes_forward_only_and_is_ready_only_after_a_welcome(first, steps):
+    state, taken = first, []
     for step in steps:
-        after = LINK.get((state, step))
+        after = CONNECTION.get((state, step))
         if after is None:
             continue
-        since_dial = [step] if step is LinkStep.DIAL else [*since_dial, step]
-        assert (after is LinkState.READY) == (since_dial == [LinkStep.DIAL, LinkStep.WELCOMED])
-        state = after
-
-
-@given(st.lists(st.sampled_from(SessionStep), max_size=30))
-def test_a_walk_of_a_session_goes_forward_only(steps):
-    order = [SessionState.NEW, SessionState.OPEN, SessionState.OVER]
-    state = SessionState.NEW
-    for step in steps:
-        after = SESSION.get((state, step), state)
-        assert order.index(after) >= order.index(state)
-        assert (state, step) not in SESSION or after is not state
+        taken.append(step)
+        assert after is not state
+        assert after not in (ConnectionState.DIALING, ConnectionState.NEW)
+        assert (after is ConnectionState.READY) == (taken == [Step.WELCOME])
         state = after
 
 

@@ -6,13 +6,12 @@ import logging
 
 import pytest
 import zmq
-from link_stage import PING_S, TIMEOUT_S, Raw, key_files, write_roster
+from connection_stage import PING_S, TIMEOUT_S, Raw, key_files, write_roster
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.node.peers.handshake import LinkState, LinkStep, SessionStep
+from pdx.node.peers.connection import ConnectionState, Step
 from pdx.security.curve_keys import KeyPair
-from pdx.wire.messages import PeerEntry, Refused
-from pdx.wire.peer_messages import PeerBye, Want
+from pdx.wire.messages import Bye, PeerEntry, Push, Refused
 
 
 class Cluster:
@@ -26,7 +25,7 @@ class Cluster:
         self.where = {name: listen.format(place=stage.place, name=name) for name in ("alpha", "beta")}
         self.write({name: self.keys[name].public for name in self.where})
         self.alpha, self.beta = self.node("alpha", 11), self.node("beta", 22)
-        self.where = {node.name: node.links.address for node in (self.alpha, self.beta)}  # with their ports
+        self.where = {node.name: node.connections.address for node in (self.alpha, self.beta)}  # with their ports
         self.write({name: self.keys[name].public for name in self.where})
         self.tick()
 
@@ -41,10 +40,10 @@ class Cluster:
 
     def tick(self):
         for node in self.stage.nodes:
-            node.links.tick()
+            node.connections.tick()
 
     def raw(self, own, **settings):
-        peer = Raw(self.stage, self.beta, own=own, server_key=self.beta.links.public_key, **settings)
+        peer = Raw(self.stage, self.beta, own=own, server_key=self.beta.connections.public_key, **settings)
         return self.stage.undo.enter_context(peer)
 
 
@@ -60,12 +59,12 @@ def loopback(stage):
 
 def test_who_is_in_both_rosters_is_let_in(cluster):
     alpha, beta = cluster.alpha, cluster.beta
-    alpha.links.dial("beta")
-    beta.links.dial("alpha")
+    alpha.connections.dial("beta")
+    beta.connections.dial("alpha")
     cluster.stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
-    alpha.links.link("beta").send(Want(1, []))
-    cluster.stage.until(lambda: beta.core.saw("told"))
-    assert beta.links.sessions[0].key == alpha.links.public_key == cluster.keys["alpha"].public
+    alpha.connections.of("beta").send(Push([]), 1)
+    cluster.stage.until(lambda: beta.core.saw("heard"))
+    assert beta.connections.peers[0].key == alpha.connections.public_key == cluster.keys["alpha"].public
     assert not alpha.counters
     assert not beta.counters
 
@@ -81,7 +80,7 @@ def test_a_key_that_is_not_in_the_roster_gets_nowhere(loopback, caplog):
     denials = [record for record in caplog.records if loopback.keys["stranger"].public in record.message]
     assert len(denials) == 1
     loopback.write({"alpha": loopback.keys["stranger"].public})
-    loopback.beta.links.tick()
+    loopback.beta.connections.tick()
     loopback.stage.until(stranger.hear, "it is let in as soon as the roster has its key")
 
 
@@ -106,11 +105,11 @@ def test_a_peer_without_a_key_gets_nowhere(cluster):
 def test_a_wrong_key_of_the_server_is_no_link(loopback):
     stage, alpha, beta = loopback.stage, loopback.alpha, loopback.beta
     loopback.write({"alpha": loopback.keys["alpha"].public, "beta": loopback.keys["stranger"].public})
-    alpha.links.tick()  # beta's roster stays right
-    alpha.links.dial("beta")
+    alpha.connections.tick()  # beta's roster stays right
+    alpha.connections.dial("beta")
     stage.pass_time(TIMEOUT_S + 1.0)
-    ((_, step, why),) = alpha.core.saw("lost")
-    assert step is LinkStep.LOST
+    ((_, step, why),) = alpha.core.saw("over")
+    assert step is Step.LOST
     assert "does its roster have this node's key?" in why
     assert not beta.core.events
 
@@ -121,15 +120,15 @@ def test_a_key_taken_from_the_roster_is_worth_nothing_from_then_on(cluster):
     peer.hello(name="alpha")
     stage.until(peer.hear)
     cluster.write({"beta": cluster.keys["beta"].public})
-    beta.links.tick()
-    assert beta.core.saw("over")[0][1] is SessionStep.SILENT
+    beta.connections.tick()
+    assert beta.core.saw("over")[0][1] is Step.LOST
     assert stage.until(peer.hear) == Refused("PeerRefused", "the roster has changed")
     peer.hello(name="alpha")  # over the connection that still stands
     assert "nobody in the roster" in stage.until(peer.hear).text
     assert len(beta.core.saw("hello")) == 1
     with pytest.raises(PeerUnknown):
-        beta.links.dial("alpha")
-    assert alpha.links.sessions == []
+        beta.connections.dial("alpha")
+    assert alpha.connections.peers == []
 
 
 def test_a_key_that_changes_hands_ends_the_session(cluster):
@@ -138,20 +137,20 @@ def test_a_key_that_changes_hands_ends_the_session(cluster):
     peer.hello(name="alpha")
     stage.until(peer.hear)
     cluster.write({"alpha": cluster.keys["stranger"].public, "beta": cluster.keys["beta"].public})
-    beta.links.tick()
-    assert beta.core.saw("over")[0][1] is SessionStep.SILENT
+    beta.connections.tick()
+    assert beta.core.saw("over")[0][1] is Step.LOST
     fresh = cluster.raw(cluster.keys["stranger"])
     fresh.hello(name="alpha", epoch=6)
     stage.until(fresh.hear)
-    assert len(beta.links.sessions) == 1
+    assert len(beta.connections.peers) == 1
 
 
 def test_a_changed_key_ends_the_link_to_it(loopback):
-    loopback.alpha.links.dial("beta")
+    loopback.alpha.connections.dial("beta")
     loopback.stage.until(lambda: loopback.alpha.core.saw("ready"))
     loopback.write({"alpha": loopback.keys["alpha"].public, "beta": loopback.keys["stranger"].public})
-    loopback.alpha.links.tick()
-    assert loopback.alpha.core.saw("lost")[0][1:] == (LinkStep.LOST, "the roster has changed")
+    loopback.alpha.connections.tick()
+    assert loopback.alpha.core.saw("over")[0][1:] == (Step.LOST, "the roster has changed")
 
 
 def test_a_route_of_another_is_not_taken_over(loopback):
@@ -160,30 +159,30 @@ def test_a_route_of_another_is_not_taken_over(loopback):
     third = KeyPair.make()
     loopback.where["third"] = "tcp://127.0.0.1:9"
     loopback.write({name: loopback.keys[name].public for name in ("alpha", "beta")} | {"third": third.public})
-    beta.links.tick()
+    beta.connections.tick()
 
     first = loopback.raw(loopback.keys["alpha"], routing_id=b"same")
     first.hello(name="alpha")
     stage.until(first.hear)
-    monitor = beta.links._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor = beta.connections._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     first.close()
     assert monitor.poll(5000)
-    beta.links._door._router.disable_monitor()
+    beta.connections._door._router.disable_monitor()
     monitor.close()
 
     thief = loopback.raw(third, routing_id=b"same")
-    thief.send(Want(1, []), seq=100)
-    thief.send(PeerBye(), seq=101)
+    thief.send(Push([]), 1, seq=100)
+    thief.send(Bye(), seq=101)
     stage.until(lambda: beta.counters["dropped_messages"] == 2)
-    assert not beta.core.saw("told")
+    assert not beta.core.saw("heard")
     assert not beta.core.saw("over")
-    assert beta.links.sessions[0].name == "alpha"
+    assert beta.connections.peers[0].name == "alpha"
 
 
 def test_the_proxys_word_changes_no_key(loopback):
     alpha = loopback.alpha
-    alpha.links.told([PeerEntry("beta", "tcp://127.0.0.1:9", loopback.keys["stranger"].public)])
-    alpha.links.dial("beta")
+    alpha.connections.told([PeerEntry("beta", "tcp://127.0.0.1:9", loopback.keys["stranger"].public)])
+    alpha.connections.dial("beta")
     loopback.stage.until(lambda: alpha.core.saw("ready"))
 
 
@@ -191,10 +190,10 @@ def test_handshakes_that_never_end_hold_nobody_up(loopback):
     """CVE-2026-94624: half-open connections; each is cut after the handshake's deadline, and others are served."""
     import socket
 
-    host, port = loopback.beta.links.address.removeprefix("tcp://").split(":")
+    host, port = loopback.beta.connections.address.removeprefix("tcp://").split(":")
     halves = [socket.create_connection((host, int(port))) for _ in range(50)]
     try:
-        loopback.alpha.links.dial("beta")
+        loopback.alpha.connections.dial("beta")
         loopback.stage.until(lambda: loopback.alpha.core.saw("ready"))
     finally:
         for half in halves:
@@ -217,13 +216,13 @@ def test_keys_need_a_roster_and_other_addresses_need_keys(stage):
 
 def test_pings_keep_an_encrypted_link(loopback):
     alpha, beta = loopback.alpha, loopback.beta
-    link = alpha.links.dial("beta")
+    link = alpha.connections.dial("beta")
     loopback.stage.until(lambda: alpha.core.saw("ready"))
     for _ in range(6):
         before = link.heard_at
         loopback.stage.pass_time(PING_S)
         loopback.stage.until(lambda before=before: link.heard_at > before)
-    assert link.state is LinkState.READY
+    assert link.state is ConnectionState.READY
     assert not beta.core.saw("over")
 
 
@@ -233,20 +232,20 @@ def test_the_way_to_the_proxy_is_secured_by_the_roster(loopback):
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as local:
-            alpha.links.secure_proxy(local, "ipc:///run/pdx/proxy.sock")  # not in the roster: this user's alone
+            alpha.connections.secure_proxy(local, "ipc:///run/pdx/proxy.sock")  # not in the roster: this user's alone
             assert local.getsockopt(zmq.MECHANISM) == zmq.NULL
             for address in ("tcp://127.0.0.1:7600", "tcp://10.0.0.9:7600"):
                 with pytest.raises(ConfigError, match="has to be in the roster"):
-                    alpha.links.secure_proxy(local, address)
+                    alpha.connections.secure_proxy(local, address)
         write_roster(loopback.roster, where, proxy=("tcp://127.0.0.1:7600", keys["stranger"].public))
-        alpha.links.tick()
+        alpha.connections.tick()
         with context.socket(zmq.DEALER) as remote:
-            alpha.links.secure_proxy(remote, "tcp://127.0.0.1:7600")
+            alpha.connections.secure_proxy(remote, "tcp://127.0.0.1:7600")
             assert remote.getsockopt(zmq.MECHANISM) == zmq.CURVE
         write_roster(loopback.roster, where, proxy=("ipc:///run/pdx/proxy.sock", keys["stranger"].public))
-        alpha.links.tick()
+        alpha.connections.tick()
         with context.socket(zmq.DEALER) as named:
-            alpha.links.secure_proxy(named, "ipc:///run/pdx/proxy.sock")
+            alpha.connections.secure_proxy(named, "ipc:///run/pdx/proxy.sock")
             assert named.getsockopt(zmq.MECHANISM) == zmq.CURVE
     finally:
         context.term()

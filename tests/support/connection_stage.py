@@ -1,4 +1,4 @@
-"""What tests of links share: nodes that are nothing but `Links`, the loop that drives them, peers that say anything.
+"""What tests of connections share: nodes that are nothing but `Connections`, their loop, peers that say anything.
 
 Messages go over real sockets; the clock stands still unless a test moves it, so nothing here depends on how fast the
 machine is.
@@ -15,12 +15,11 @@ from typing import Any
 
 import zmq
 
-from pdx.node.peers.handshake import Identity
-from pdx.node.peers.links import Links
+from pdx.node.peers.connection import Identity
+from pdx.node.peers.connections import Connections
 from pdx.security.curve_keys import KeyPair
 from pdx.transports.channel import RemoteRegion
-from pdx.wire.messages import VERSION, PeerEntry
-from pdx.wire.peer_messages import PeerFrame, PeerHello, PeerPing, decode_peer, encode_peer
+from pdx.wire.messages import VERSION, Hello, PeerEntry, PeerFrame, Ping, decode_peer, encode
 
 TIMEOUT_S = 4.0
 PING_S = 1.0
@@ -33,42 +32,35 @@ class Recorder:
         self.me = Identity(name=name, epoch=epoch, host="host", pid=4242, schemes=schemes)
         self.events: list[tuple[Any, ...]] = []
         self.on_hello: Callable[[Any], None] = self.welcome
-        self.on_message: Callable[[Any, Any], None] = lambda end, body: None
+        self.on_message: Callable[[Any, Any, int], None] = lambda peer, body, about: None
 
     def identity(self) -> Identity:
         return self.me
 
-    def welcome(self, session: Any) -> None:
-        session.welcome([RemoteRegion(scheme, 4096, session.token, b"") for scheme in self.me.schemes], None)
+    def welcome(self, peer: Any) -> None:
+        peer.welcome([RemoteRegion(scheme, 4096, peer.token, b"") for scheme in self.me.schemes], None)
 
-    def peer_hello(self, session: Any, schemes: list[str]) -> None:
-        self.events.append(("hello", session, schemes))
-        self.on_hello(session)
+    def greeted(self, peer: Any, schemes: list[str]) -> None:
+        self.events.append(("hello", peer, schemes))
+        self.on_hello(peer)
 
-    def session_message(self, session: Any, body: Any) -> None:
-        self.events.append(("told", session, body))
-        self.on_message(session, body)
+    def invited(self, peer: Any, welcome: Any, schemes: list[str]) -> None:
+        self.events.append(("ready", peer, welcome, schemes))
 
-    def session_over(self, session: Any, step: Any) -> None:
-        self.events.append(("over", session, step))
+    def message(self, peer: Any, body: Any, about: int) -> None:
+        self.events.append(("heard", peer, body, about))
+        self.on_message(peer, body, about)
 
-    def link_ready(self, link: Any, welcome: Any, schemes: list[str]) -> None:
-        self.events.append(("ready", link, welcome, schemes))
-
-    def link_message(self, link: Any, body: Any) -> None:
-        self.events.append(("heard", link, body))
-        self.on_message(link, body)
-
-    def link_lost(self, link: Any, step: Any, why: str) -> None:
-        self.events.append(("lost", link, step, why))
+    def over(self, peer: Any, step: Any, why: str) -> None:
+        self.events.append(("over", peer, step, why))
 
     def saw(self, kind: str) -> list[tuple[Any, ...]]:
         """All events of a kind, without their kind."""
         return [event[1:] for event in self.events if event[0] == kind]
 
 
-class LinkNode:
-    """Links with a recorder."""
+class PeerNode:
+    """Connections with a recorder."""
 
     def __init__(self, stage: Stage, name: str, epoch: int, schemes: tuple[str, ...], **settings: Any) -> None:
         self.name = name
@@ -77,7 +69,7 @@ class LinkNode:
         self.counters: Counter[str] = Counter()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stage.undo.callback(self.context.destroy, 0)
-        self.links = Links(
+        self.connections = Connections(
             self.context,
             self.core,
             **{"listen": f"ipc://{stage.place}/{name}.sock", "keys": "", "roster": "", **settings},
@@ -88,13 +80,13 @@ class LinkNode:
             counters=self.counters,
             clock=lambda: stage.now,
         )
-        self.entry = PeerEntry(name, self.links.address, self.links.public_key)
+        self.entry = PeerEntry(name, self.connections.address, self.connections.public_key)
         self.is_frozen = False  # does not get its turn: stopped, or starved
 
     def close(self) -> None:
         if self in self.stage.nodes:
             self.stage.nodes.remove(self)
-        self.links.close()
+        self.connections.close()
         self.context.term()
 
 
@@ -105,24 +97,24 @@ class Stage:
         self.place = place
         self.now = 1000.0
         self.poller = zmq.Poller()
-        self.nodes: list[LinkNode] = []
+        self.nodes: list[PeerNode] = []
         self.undo = contextlib.ExitStack()
 
-    def node(self, name: str, epoch: int = 1, schemes: tuple[str, ...] = ("tcp", "shm"), **settings: Any) -> LinkNode:
-        node = LinkNode(self, name, epoch, schemes, **settings)
+    def node(self, name: str, epoch: int = 1, schemes: tuple[str, ...] = ("tcp", "shm"), **settings: Any) -> PeerNode:
+        node = PeerNode(self, name, epoch, schemes, **settings)
         self.nodes.append(node)
         return node
 
-    def introduce(self, *nodes: LinkNode) -> None:
+    def introduce(self, *nodes: PeerNode) -> None:
         """The proxy tells all of them of all of them."""
         for node in self.nodes:
-            node.links.told([other.entry for other in nodes])
+            node.connections.told([other.entry for other in nodes])
 
-    def pair(self, **settings: Any) -> tuple[LinkNode, LinkNode]:
+    def pair(self, **settings: Any) -> tuple[PeerNode, PeerNode]:
         """Two nodes, where alpha has dialled beta and was welcomed."""
         alpha, beta = self.node("alpha", 11, **settings), self.node("beta", 22, **settings)
         self.introduce(alpha, beta)
-        alpha.links.dial("beta")
+        alpha.connections.dial("beta")
         self.until(lambda: alpha.core.saw("ready"))
         return alpha, beta
 
@@ -135,7 +127,7 @@ class Stage:
         awake = [node for node in self.nodes if not node.is_frozen]
         for node in awake:
             for socket in ready:
-                node.links.serve(socket)
+                node.connections.serve(socket)
         if not awake:
             time.sleep(0.005)
 
@@ -153,7 +145,7 @@ class Stage:
             self.now += step
             for node in self.nodes:
                 if not node.is_frozen:
-                    node.links.tick()
+                    node.connections.tick()
             self.turn()
 
     def close(self) -> None:
@@ -168,7 +160,7 @@ class Raw:
     def __init__(
         self,
         stage: Stage,
-        node: LinkNode,
+        node: PeerNode,
         *,
         own: KeyPair | None = None,
         server_key: str = "",
@@ -184,23 +176,23 @@ class Raw:
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-        self.socket.connect(node.links.address)
+        self.socket.connect(node.connections.address)
         self.seq = 0
 
-    def send(self, body: Any, *, seq: int | None = None) -> int:
+    def send(self, body: Any, about: int = 0, *, seq: int | None = None) -> int:
         self.seq = self.seq + 1 if seq is None else seq
-        self.socket.send(encode_peer(PeerFrame(self.seq, body)))
+        self.socket.send(encode(PeerFrame(self.seq, about, body)))
         return self.seq
 
     def hello(self, name: str = "raw", epoch: int = 5, **fields: Any) -> None:
         known = {"version": VERSION, "host": "h", "pid": 7, "schemes": ["tcp"], **fields}
-        self.send(PeerHello(name=name, epoch=epoch, **known))
+        self.send(Hello(kind="peer", name=name, epoch=epoch, **known))
 
     def hear(self) -> Any:
         """The next message that is no ping, None if none is there."""
         while self.socket.poll(0):
             body = decode_peer(self.socket.recv()).body
-            if not isinstance(body, PeerPing):
+            if not isinstance(body, Ping):
                 return body
         return None
 
@@ -241,12 +233,12 @@ class RawHost:
         while self.socket.poll(0):
             self.route, frame = self.socket.recv_multipart()
             body = decode_peer(frame).body
-            if not isinstance(body, PeerPing):
+            if not isinstance(body, Ping):
                 return body
         return None
 
-    def send(self, body: Any, *, seq: int) -> None:
-        self.socket.send_multipart([self.route, encode_peer(PeerFrame(seq, body))])
+    def send(self, body: Any, about: int = 0, *, seq: int) -> None:
+        self.socket.send_multipart([self.route, encode(PeerFrame(seq, about, body))])
 
     def close(self) -> None:
         self.socket.close()

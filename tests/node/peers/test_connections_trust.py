@@ -7,34 +7,44 @@ import os
 import stat
 
 import pytest
-from link_stage import PING_S, RawHost, welcomed, write_roster
+from connection_stage import PING_S, RawHost, welcomed, write_roster
 
-import pdx.node.peers.reception
+import pdx.node.peers.connections
 import pdx.security.door
 from pdx.errors import ConfigError, NodeRunning, PeerUnknown, ProtocolError
 from pdx.memory.slot import Slot
-from pdx.node.peers.handshake import LinkState, LinkStep, SessionStep
+from pdx.node.peers.connection import ConnectionState, Step
 from pdx.transports.channel import RemoteRegion
-from pdx.wire.messages import MAX_FRAME_BYTES, VERSION, PeerEntry, Refused
-from pdx.wire.peer_messages import (
+from pdx.wire.messages import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Abort,
+    Admit,
+    Admitted,
+    Bye,
+    Cancel,
     Chosen,
-    Coming,
-    Granted,
-    LetGo,
-    Offer,
-    PeerBye,
+    Delete,
+    Done,
+    Fill,
+    Hello,
+    Mark,
+    PeerEntry,
     PeerFrame,
-    PeerHello,
-    PeerPing,
-    PeerWelcome,
-    Stop,
-    Want,
-    encode_peer,
+    Pin,
+    Ping,
+    Push,
+    Refused,
+    Release,
+    Renew,
+    Status,
+    Welcome,
+    encode,
 )
 
-WANT = Want(7, [b"k" * 16])
-HELLO = PeerHello(VERSION, "raw", 5, "h", 7, ["tcp"])
-WELCOME = PeerWelcome(VERSION, "beta", 22, "h", 7, [RemoteRegion("tcp", 1, b"t" * 16, b"")])
+PUSH = Push([b"k" * 16])
+HELLO = Hello(VERSION, 7, "peer", "raw", epoch=5, host="h", schemes=["tcp"])
+WELCOME = Welcome(22, 7, name="beta", host="h", regions=[RemoteRegion("tcp", 1, b"t" * 16, b"")])
 
 
 # ---- what is not believed -----------------------------------------------------------------------
@@ -45,32 +55,32 @@ def test_replayed_messages_are_dropped(stage, raw, seq):
     beta = stage.node("beta")
     peer = raw(beta)
     welcomed(stage, peer)
-    peer.send(WANT, seq=2)
-    peer.send(Want(8, []), seq=seq)
-    peer.send(Want(9, []), seq=100)
-    peer.send(Want(10, []), seq=99)
-    peer.send(Want(11, []), seq=101)
-    stage.until(lambda: len(beta.core.saw("told")) >= 3)
-    assert [body.want for _, body in beta.core.saw("told")] == [7, 9, 11]
+    peer.send(PUSH, 7, seq=2)
+    peer.send(Push([]), 8, seq=seq)
+    peer.send(Push([]), 9, seq=100)
+    peer.send(Push([]), 10, seq=99)
+    peer.send(Push([]), 11, seq=101)
+    stage.until(lambda: len(beta.core.saw("heard")) >= 3)
+    assert [about for _, _, about in beta.core.saw("heard")] == [7, 9, 11]
     assert beta.counters["dropped_messages"] == 2
 
 
 def test_replayed_answers_are_dropped(stage):
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
-        alpha.links.told([beta.entry])
-        alpha.links.dial("beta")
-        assert isinstance(stage.until(beta.hear), PeerHello)
+        alpha.connections.told([beta.entry])
+        alpha.connections.dial("beta")
+        assert isinstance(stage.until(beta.hear), Hello)
         beta.send(WELCOME, seq=5)
-        beta.send(Coming(1, 1), seq=5)
-        beta.send(Coming(2, 1), seq=4)
-        beta.send(Coming(3, 1), seq=6)
+        beta.send(Done(1), 1, seq=5)
+        beta.send(Done(1), 2, seq=4)
+        beta.send(Done(1), 3, seq=6)
         stage.until(lambda: alpha.core.saw("heard"))
-        assert [body.want for _, body in alpha.core.saw("heard")] == [3]
+        assert [about for _, _, about in alpha.core.saw("heard")] == [3]
         assert alpha.counters["dropped_messages"] == 2
 
 
-@pytest.mark.parametrize("body", [WANT, LetGo(1, True), Stop(1), Chosen("tcp"), PeerPing(), WELCOME], ids=repr)
+@pytest.mark.parametrize("body", [PUSH, Release(1, True), Admit([]), Done(1), Chosen("tcp"), Ping(), WELCOME], ids=repr)
 def test_who_has_no_session_may_only_say_hello(stage, raw, body):
     """CVE-2026-92972: nothing is taken from who is not a member."""
     beta = stage.node("beta")
@@ -84,24 +94,36 @@ def test_who_has_no_session_may_only_say_hello(stage, raw, body):
 def test_a_bye_without_a_session_gets_no_answer(stage, raw):
     beta = stage.node("beta")
     peer = raw(beta)
-    peer.send(PeerBye())
-    peer.send(WANT)
+    peer.send(Bye())
+    peer.send(PUSH)
     stage.until(peer.hear)
     assert peer.hear() is None
     assert beta.counters["strangers"] == 1
 
 
 @pytest.mark.parametrize(
-    "body", [HELLO, WELCOME, Granted(1, [], []), Stop(1), Coming(1, 1), Refused("E", "t")], ids=repr
+    "body",
+    [
+        HELLO,
+        Fill([]),
+        Abort([]),
+        Renew(1, 1.0),
+        Pin([]),
+        Delete([]),
+        Cancel("t" * 16),
+        Mark("t" * 16, "e", 1),
+        Status(),
+    ],
+    ids=repr,
 )
-def test_a_session_hears_only_what_is_for_its_side(stage, raw, body):
+def test_a_peer_is_heard_only_within_its_rights(stage, raw, body):
     beta = stage.node("beta")
     peer = raw(beta)
     welcomed(stage, peer)
     peer.send(body)
-    peer.send(WANT)
-    stage.until(lambda: beta.core.saw("told"))
-    assert [event[0] for event in beta.core.events] == ["hello", "told"]
+    peer.send(PUSH)
+    stage.until(lambda: beta.core.saw("heard"))
+    assert [event[0] for event in beta.core.events] == ["hello", "heard"]
     assert beta.counters["dropped_messages"] == 1
 
 
@@ -110,41 +132,41 @@ def test_a_session_that_was_not_welcomed_yet_hears_nothing(stage, raw):
     beta.core.on_hello = lambda session: None
     peer = raw(beta)
     peer.hello()
-    peer.send(Offer(1, [b"k" * 16], 100, 1, 1))
+    peer.send(Admit([b"k" * 16], 100), 1)
     stage.until(lambda: beta.counters["dropped_messages"])
-    assert not beta.core.saw("told")
+    assert not beta.core.saw("heard")
 
 
-@pytest.mark.parametrize("body", [HELLO, WELCOME, WANT, LetGo(1, True), Chosen("tcp")], ids=repr)
-def test_a_link_hears_only_what_is_for_its_side(stage, body):
+@pytest.mark.parametrize("body", [HELLO, WELCOME, Fill([]), Delete([]), Status()], ids=repr)
+def test_a_peer_that_was_dialled_is_heard_only_within_its_rights(stage, body):
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
-        alpha.links.told([beta.entry])
-        alpha.links.dial("beta")
+        alpha.connections.told([beta.entry])
+        alpha.connections.dial("beta")
         stage.until(beta.hear)
-        beta.send(Coming(1, 1), seq=1)  # before the welcome
+        beta.send(Done(1), 1, seq=1)  # before the welcome
         beta.send(WELCOME, seq=2)
         beta.send(body, seq=3)
-        beta.send(Coming(2, 1), seq=4)
+        beta.send(Done(1), 2, seq=4)
         stage.until(lambda: alpha.core.saw("heard"))
-        assert [event[0] for event in alpha.core.events] == ["ready", "heard"]
+        assert [event[0] for event in alpha.core.events] == ["ready", "hello", "heard"]
         assert alpha.counters["dropped_messages"] == 2
 
 
 def test_what_the_core_cannot_make_sense_of_is_dropped(stage):
     alpha, beta = stage.pair()
 
-    def refuse(end, body):
+    def refuse(peer, body, about):
         raise ProtocolError("nonsense")
 
     beta.core.on_message = refuse
-    alpha.links.link("beta").send(WANT)
+    alpha.connections.of("beta").send(PUSH)
     stage.until(lambda: beta.counters["dropped_messages"])
-    assert beta.links.sessions
+    assert beta.connections.peers
 
 
 @pytest.mark.parametrize(
-    "frames", [[b""], [b"junk"], [b"a", b"b"], [encode_peer(PeerFrame(9, WANT))[:-1]], [b"\xc1" * 9]]
+    "frames", [[b""], [b"junk"], [b"a", b"b"], [encode(PeerFrame(9, 7, PUSH))[:-1]], [b"\xc1" * 9]]
 )
 def test_frames_that_are_no_messages(stage, raw, frames):
     beta = stage.node("beta")
@@ -153,8 +175,8 @@ def test_frames_that_are_no_messages(stage, raw, frames):
     peer.socket.send_multipart(frames)
     stranger.socket.send_multipart(frames)
     stage.until(lambda: beta.counters["dropped_messages"] == 2)
-    peer.send(WANT)
-    stage.until(lambda: beta.core.saw("told"))
+    peer.send(PUSH)
+    stage.until(lambda: beta.core.saw("heard"))
 
 
 def test_a_frame_beyond_the_limit_ends_that_connection_only(stage, raw):
@@ -164,10 +186,10 @@ def test_a_frame_beyond_the_limit_ends_that_connection_only(stage, raw):
     welcomed(stage, peer, name="big")
     welcomed(stage, other, name="small")
     peer.socket.send(bytes(MAX_FRAME_BYTES + 1))
-    stage.until(lambda: (stage.pass_time(PING_S), len(beta.links.sessions) == 1)[1])
-    assert [(session.name, step) for session, step in beta.core.saw("over")] == [("big", SessionStep.SILENT)]
-    other.send(WANT)
-    stage.until(lambda: beta.core.saw("told"))
+    stage.until(lambda: (stage.pass_time(PING_S), len(beta.connections.peers) == 1)[1])
+    assert [(session.name, step) for session, step, _ in beta.core.saw("over")] == [("big", Step.LOST)]
+    other.send(PUSH)
+    stage.until(lambda: beta.core.saw("heard"))
 
 
 @pytest.mark.parametrize(
@@ -193,24 +215,24 @@ def test_a_hello_that_is_refused_says_why(stage, raw, fields, why):
 @pytest.mark.parametrize(
     ("welcome", "why"),
     [
-        (PeerWelcome(VERSION, "gamma", 22, "h", 7, WELCOME.regions), "the roster has a wrong address"),
-        (PeerWelcome(VERSION, "beta", 1, "h", 7, WELCOME.regions), "is this node itself"),
-        (PeerWelcome(VERSION, "beta", 22, "h", 7, []), "no channel in common"),
-        (PeerWelcome(9, "beta", 22, "h", 7, WELCOME.regions), "speaks version"),
+        (Welcome(22, 7, name="gamma", host="h", regions=WELCOME.regions), "the roster has a wrong address"),
+        (Welcome(1, 7, name="beta", host="h", regions=WELCOME.regions), "is this node itself"),
+        (Welcome(22, 7, name="beta", host="h", regions=[]), "no channel in common"),
+        (Welcome(22, 7, version=9, name="beta", host="h", regions=WELCOME.regions), "speaks version"),
     ],
 )
 def test_a_welcome_that_is_refused_says_bye(stage, welcome, why):
     alpha = stage.node("alpha", 1)
     with RawHost(stage, "beta") as beta:
-        alpha.links.told([beta.entry])
-        link = alpha.links.dial("beta")
+        alpha.connections.told([beta.entry])
+        link = alpha.connections.dial("beta")
         stage.until(beta.hear)
         beta.send(welcome, seq=1)
-        assert stage.until(beta.hear) == PeerBye()
-        ((_, step, said),) = alpha.core.saw("lost")
-        assert step is LinkStep.TURNED_DOWN
+        assert stage.until(beta.hear) == Bye()
+        ((_, step, said),) = alpha.core.saw("over")
+        assert step is Step.TURN_DOWN
         assert why in said
-        assert link.state is LinkState.CLOSED
+        assert link.state is ConnectionState.CLOSED
 
 
 # ---- bounds -------------------------------------------------------------------------------------
@@ -222,39 +244,39 @@ def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeyp
     beta = stage.node("beta")
     slow = raw(beta)
     welcomed(stage, slow)
-    (session,) = beta.links.sessions
+    (session,) = beta.connections.peers
     slots = [Slot(1 << 40, 1 << 40, 1 << 60)] * 10_000
     sent = 0
     while not session.fault and sent < 1000:
-        session.send(Granted(1, [], slots))
+        session.send(Admitted(granted_slots=slots), 1)
         sent += 1
     assert session.fault == "it does not read what it is sent"
-    beta.links.tick()
-    assert beta.core.saw("over")[0][1] is SessionStep.SILENT
+    beta.connections.tick()
+    assert beta.core.saw("over")[0][1] is Step.LOST
 
 
 def test_a_dialled_peer_that_does_not_read_is_lost(stage, monkeypatch):
     monkeypatch.setattr(pdx.security.door, "HIGH_WATER", 8)
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
-        alpha.links.told([beta.entry])
-        link = alpha.links.dial("beta")
+        alpha.connections.told([beta.entry])
+        link = alpha.connections.dial("beta")
         stage.until(beta.hear)
         beta.send(WELCOME, seq=1)
         stage.until(lambda: alpha.core.saw("ready"))
         sent = 0
         while not link.fault and sent < 1000:
-            link.send(Want(1, [b"k" * 16] * 10_000))
+            link.send(Push([b"k" * 16] * 10_000), 1)
             sent += 1
         assert link.fault
-        assert link.state is LinkState.READY  # the core is told by the tick, not in the middle of its own work
-        alpha.links.tick()
-        assert alpha.core.saw("lost")[0][1:] == (LinkStep.LOST, "it does not read what it is sent")
+        assert link.state is ConnectionState.READY  # the core is told by the tick, not in the middle of its own work
+        alpha.connections.tick()
+        assert alpha.core.saw("over")[0][1:] == (Step.LOST, "it does not read what it is sent")
 
 
 def test_there_is_a_most_of_sessions(stage, raw, monkeypatch):
     """CVE-2026-94624: peers without end exhausted the sockets."""
-    monkeypatch.setattr(pdx.node.peers.reception, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(pdx.node.peers.connections, "MAX_SESSIONS", 3)
     beta = stage.node("beta")
     for number in range(3):
         welcomed(stage, raw(beta), name=f"peer{number}")
@@ -262,7 +284,7 @@ def test_there_is_a_most_of_sessions(stage, raw, monkeypatch):
     surplus.hello(name="peer3")
     assert stage.until(surplus.hear) == Refused("PeerRefused", "3 peers are here already")
     welcomed(stage, raw(beta), name="peer1")  # in the place of its own session
-    assert len(beta.links.sessions) == 3
+    assert len(beta.connections.peers) == 3
 
 
 # ---- addresses and the roster -------------------------------------------------------------------
@@ -276,18 +298,18 @@ def test_without_a_file_only_addresses_of_this_host_are_believed(stage, caplog, 
     alpha = stage.node("alpha")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            alpha.links.told([PeerEntry("beta", where)])
+            alpha.connections.told([PeerEntry("beta", where)])
     assert len(caplog.records) == (1 if where else 0)
     with pytest.raises(PeerUnknown):
-        alpha.links.dial("beta")
-    assert len(alpha.links._by_socket) == 0
+        alpha.connections.dial("beta")
+    assert len(alpha.connections._by_socket) == 0
 
 
 def test_a_peer_with_a_key_is_not_dialled_without_one(stage):
     alpha = stage.node("alpha")
-    alpha.links.told([PeerEntry("beta", "tcp://127.0.0.1:1", "k" * 40)])
+    alpha.connections.told([PeerEntry("beta", "tcp://127.0.0.1:1", "k" * 40)])
     with pytest.raises(ConfigError, match="needs its own"):
-        alpha.links.dial("beta")
+        alpha.connections.dial("beta")
 
 
 def test_with_a_file_the_file_decides(stage, caplog, raw):
@@ -297,12 +319,12 @@ def test_with_a_file_the_file_decides(stage, caplog, raw):
     beta = stage.node("beta", 2)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            alpha.links.told([beta.entry, PeerEntry("gamma", "tcp://127.0.0.1:9"), PeerEntry("beta", where)])
-            alpha.links.told([PeerEntry("beta", "tcp://127.0.0.1:9")])
+            alpha.connections.told([beta.entry, PeerEntry("gamma", "tcp://127.0.0.1:9"), PeerEntry("beta", where)])
+            alpha.connections.told([PeerEntry("beta", "tcp://127.0.0.1:9")])
     assert sorted(record.args[0] for record in caplog.records) == ["beta", "gamma"]
     with pytest.raises(PeerUnknown):
-        alpha.links.dial("gamma")
-    alpha.links.dial("beta")
+        alpha.connections.dial("gamma")
+    alpha.connections.dial("beta")
     stage.until(lambda: alpha.core.saw("ready"))
     stranger = raw(alpha)
     stranger.hello(name="gamma")
@@ -314,29 +336,28 @@ def test_a_roster_that_changes_is_obeyed(stage, caplog):
     where = {name: (f"ipc://{stage.place}/{name}.sock", "") for name in ("alpha", "beta")}
     alpha = stage.node("alpha", roster=write_roster(file, where))
     beta = stage.node("beta", 2)
-    beta.links.told([alpha.entry])
-    alpha.links.dial("beta")
-    beta.links.dial("alpha")
+    beta.connections.told([alpha.entry])
+    alpha.connections.dial("beta")
+    beta.connections.dial("alpha")
     stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
 
     file.write_text("[nodes.beta\n")
     with caplog.at_level(logging.WARNING):
-        alpha.links.tick()
-        alpha.links.tick()
+        alpha.connections.tick()
+        alpha.connections.tick()
     assert [record.message for record in caplog.records if "stays as it was" in record.message]
     assert len(caplog.records) == 1
-    assert alpha.links.link("beta").state is LinkState.READY
+    assert alpha.connections.of("beta").state is ConnectionState.READY
 
     write_roster(file, {"alpha": where["alpha"]})
-    alpha.links.tick()
-    assert alpha.core.saw("lost")[0][1:] == (LinkStep.LOST, "the roster has changed")
-    assert alpha.core.saw("over")[0][1] is SessionStep.SILENT
-    stage.until(lambda: beta.core.saw("lost"))
+    alpha.connections.tick()
+    assert alpha.core.saw("over")[0][1:] == (Step.LOST, "the roster has changed")
+    stage.until(lambda: beta.core.saw("over"))
     with pytest.raises(PeerUnknown):
-        alpha.links.dial("beta")
+        alpha.connections.dial("beta")
     write_roster(file, where)
-    alpha.links.tick()
-    alpha.links.dial("beta")
+    alpha.connections.tick()
+    alpha.connections.dial("beta")
     stage.until(lambda: len(alpha.core.saw("ready")) == 2)
 
 
@@ -364,4 +385,4 @@ def test_a_folder_that_others_can_enter_is_refused(stage, mode):
 def test_an_address_that_is_taken(stage):
     alpha = stage.node("alpha", listen="tcp://127.0.0.1:0")
     with pytest.raises(ConfigError, match="cannot listen"):
-        stage.node("beta", listen=alpha.links.address)
+        stage.node("beta", listen=alpha.connections.address)

@@ -1,0 +1,348 @@
+"""One connection between two nodes, which carries both directions: how it comes to stand, and when it is over.
+
+Either node may dial. Each is a session of the other from then on: it may write to the other's memory as far as it was
+welcomed. Hello says who dials; the welcome of the node that was dialled says who that is and where its memory may be
+written; the welcome of the node that dialled says the same of its own. No clock here, and no I/O but the socket's.
+
+    DIALING ──welcome──► READY ──turn down, bye, lost, restarted, leave──► CLOSED
+    NEW ─────welcome─────► READY
+    DIALING, NEW ──turn down, bye, lost, restarted, leave──► CLOSED
+
+A connection that is closed never opens again: whoever dials next gets new tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from pdx.errors import PeerRefused, ProtocolError
+from pdx.memory.slot import Slot
+from pdx.telemetry.host import runs_here
+from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
+from pdx.wire.messages import (
+    VERSION,
+    Bye,
+    Hello,
+    PeerBody,
+    PeerFrame,
+    Ping,
+    Refused,
+    Welcome,
+    encode,
+)
+
+_MAX_NAMES = 4096
+_KEPT = 64  # ended lives per name
+
+
+class ConnectionState(StrEnum):
+    """How far a connection is."""
+
+    DIALING = "dialing"  # this node said hello
+    NEW = "new"  # the peer did, and was not welcomed yet
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class Step(StrEnum):
+    """What can happen to a connection."""
+
+    WELCOME = "welcome"
+    TURN_DOWN = "turn down"
+    BYE = "bye"  # the peer says that it writes no more
+    LOST = "lost"  # silent for too long, or its end failed: nobody knows whether the peer still writes
+    RESTARTED = "restarted"  # the peer is heard in another life, so the process of this one is dead
+    LEAVE = "leave"  # this node writes no more
+
+
+_ENDS = (Step.TURN_DOWN, Step.BYE, Step.LOST, Step.RESTARTED, Step.LEAVE)
+CONNECTION: dict[tuple[ConnectionState, Step], ConnectionState] = {
+    (ConnectionState.DIALING, Step.WELCOME): ConnectionState.READY,
+    (ConnectionState.NEW, Step.WELCOME): ConnectionState.READY,
+    **{
+        (state, step): ConnectionState.CLOSED
+        for state in (ConnectionState.DIALING, ConnectionState.NEW, ConnectionState.READY)
+        for step in _ENDS
+    },
+}
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node says of itself; `layouts` are those of the engines attached to it now."""
+
+    name: str
+    epoch: int
+    host: str
+    pid: int
+    schemes: Sequence[str]
+    layouts: Sequence[bytes] = ()
+    without: Mapping[str, str] = {}  # why it has not got other schemes; told to a peer that has no other
+
+    def hello(self) -> Hello:
+        """The first message of a connection."""
+        return Hello(
+            VERSION,
+            self.pid,
+            "peer",
+            self.name,
+            epoch=self.epoch,
+            host=self.host,
+            schemes=list(self.schemes),
+            layouts=sorted(set(self.layouts)),
+        )
+
+    def welcome(self, regions: Sequence[RemoteRegion], probe: Slot | None) -> Welcome:
+        """The answer to a hello, and to that answer."""
+        return Welcome(
+            self.epoch,
+            self.pid,
+            version=VERSION,
+            name=self.name,
+            host=self.host,
+            regions=list(regions),
+            probe=probe,
+            layouts=sorted(set(self.layouts)),
+        )
+
+
+class PeerConnection:
+    """A connection to one peer, and the session of that peer here. Owned by the control loop.
+
+    `number` and `token` are those of the session: the peer's chunks are written by that number, and `token` is the
+    secret by which it is known to the channels. `epoch`, `host`, `pid` and `layouts` are the peer's own word. `why`
+    says why the connection is not ready.
+    """
+
+    kind = "peer"
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        *,
+        identity: Callable[[], Identity],
+        post: Callable[[bytes], str],
+        said: int = 0,
+        now: float,
+    ) -> None:
+        """`identity` says what this node is now; `post` sends a frame without waiting and returns what was wrong;
+        `said`: how many messages the peer was sent already."""
+        self.number = number
+        self.name = name
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.state = ConnectionState.NEW
+        self.why = ""
+        self.epoch = self.pid = 0
+        self.host = ""
+        self.layouts: Sequence[bytes] = ()
+        self.key = ""  # that the peer has proved to have; empty without CURVE
+        self.address = ""  # where it was dialled; empty: the peer dialled
+        self.socket: zmq.Socket[bytes] | None = None  # that is connected to it; None: it is known by its route
+        self.route = b""
+        self.heard_at = self.pinged_at = self.dialled_at = now  # on the clock of `Connections`
+        self.is_wanted = False  # something waited for it since it was dialled
+        self.is_invited = False  # the peer has said where its memory may be written
+        self.has_welcomed = False  # this node has said so
+        self.fault = ""  # sending failed: to be lost at the next tick
+        self._identity = identity
+        self._post_frame = post
+        self._said = said
+        self._heard = 0
+
+    def __repr__(self) -> str:
+        return f"<PeerConnection {self.number} with {self.name!r} {self.state}{': ' if self.why else ''}{self.why}>"
+
+    @property
+    def is_dialled(self) -> bool:
+        """Whether this node dialled."""
+        return bool(self.address)
+
+    @property
+    def source(self) -> str:
+        """Who makes a transfer known: the peer, however often it connects."""
+        return f"peer {self.name}"
+
+    def send(self, body: PeerBody, about: int = 0) -> None:
+        """Say it, if the connection is ready. Never blocks; a peer that takes nothing more is lost at the next tick.
+
+        `about`: the number of the question that this asks, or answers.
+        """
+        if self.state is ConnectionState.READY:
+            self.post(body, about)
+
+    def welcome(self, regions: Sequence[RemoteRegion], probe: Slot | None) -> None:
+        """The peer may write to these regions. Once; nothing happens if the peer has gone meanwhile."""
+        if self.state in (ConnectionState.CLOSED, ConnectionState.DIALING) or self.has_welcomed:
+            return
+        self.has_welcomed = True
+        if self.state is ConnectionState.NEW:
+            self.step(Step.WELCOME)
+        self.post(self._identity().welcome(regions, probe))
+
+    def is_dead_if(self, epoch: int, host: str) -> bool:
+        """Whether its process has ended if its name is heard in this life on this kernel. Without keys, a node of
+        another host may have been given the same name, and so may one of this host, where its process can be seen."""
+        return epoch != self.epoch and (bool(self.key) or (host == self.host and not runs_here(host, self.pid)))
+
+    # ---- for `Connections` ------------------------------------------------------------------
+
+    def is_of(self, word: Hello | Welcome) -> None:
+        """The peer says who it is."""
+        self.epoch, self.host, self.pid, self.layouts = word.epoch, word.host, word.pid, word.layouts
+
+    def step(self, step: Step, why: str = "") -> None:
+        """Move on, as `CONNECTION` says."""
+        self.state = CONNECTION[self.state, step]
+        self.why = why
+
+    def post(self, body: PeerBody, about: int = 0) -> None:
+        """Say it, whatever the state."""
+        if not self.fault:
+            self._said += 1
+            self.fault = self._post_frame(encode(PeerFrame(self._said, about, body)))
+
+    def take(self, frame: PeerFrame) -> None:
+        """Number what was heard.
+
+        :raises ProtocolError: this, or something later, was heard before.
+        """
+        if frame.seq <= self._heard:
+            raise ProtocolError(f"message {frame.seq} was replayed; {self._heard} is the last")
+        self._heard = frame.seq
+
+    def ping(self, now: float) -> None:
+        """A sign of life, once it is ready."""
+        self.pinged_at = now
+        self.send(Ping())
+
+    def end(self, step: Step, why: str) -> None:
+        """Take a step that ends it, and tell the peer, unless the peer said so."""
+        if step is Step.LEAVE or (step is Step.TURN_DOWN and self.is_dialled):
+            self.post(Bye())
+        elif step is not Step.BYE and step is not Step.RESTARTED:
+            self.post(refusal(why))
+        self.step(step, why)
+
+
+class Handler(Protocol):
+    """What the node does about its connections; called from `Connections.serve` and `Connections.tick` only."""
+
+    def identity(self) -> Identity:
+        """What this node says of itself now."""
+
+    def greeted(self, peer: PeerConnection, schemes: list[str]) -> None:
+        """A peer is to be told by which of these schemes it may write here: `PeerConnection.welcome` or
+        `connections.Connections.turn_down`, now or later. Any earlier connection of that name is over."""
+
+    def invited(self, peer: PeerConnection, welcome: Welcome, schemes: list[str]) -> None:
+        """The peer says where it may be written, by these schemes of this node, best first."""
+
+    def message(self, peer: PeerConnection, body: PeerBody, about: int) -> None:
+        """Anything else that a peer may say. The numbers in it mean something between these two only.
+
+        :raises ProtocolError: it makes no sense; it is dropped and counted.
+        """
+
+    def over(self, peer: PeerConnection, step: Step, why: str) -> None:
+        """The connection is over, or never came about; not after this node itself turned it down, left or closed."""
+
+
+class Lives:
+    """Epochs by name. A life that was followed by another of the same name has ended and never comes back. Bounded."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[str, deque[int]] = OrderedDict()  # in the order last heard of; the last is no end
+        self._now: dict[str, int] = {}
+
+    def now(self, name: str) -> int | None:
+        """The epoch last begun, None if nobody of that name was heard of."""
+        return self._now.get(name)
+
+    def is_over(self, name: str, epoch: int) -> bool:
+        """Whether this life is known to have ended."""
+        return epoch in self._ended.get(name, ())
+
+    def begin(self, name: str, epoch: int) -> int | None:
+        """`name` is alive in this life; the epoch of the life that thereby has ended, if there is one."""
+        before = self._now.get(name)
+        self._now[name] = epoch
+        ended = self._ended.setdefault(name, deque(maxlen=_KEPT))
+        self._ended.move_to_end(name)
+        if len(self._ended) > _MAX_NAMES:
+            forgotten, _ = self._ended.popitem(last=False)
+            del self._now[forgotten]
+        if before is None or before == epoch:
+            return None
+        ended.append(before)
+        return before
+
+
+def refusal(text: str) -> Refused:
+    """No, for this reason."""
+    return Refused(PeerRefused.__name__, text[:1024])
+
+
+def check_hello(own: Identity, hello: Hello, *, authenticated: str | None, buried: bool) -> list[str]:
+    """The schemes to open for this peer, in our order of preference.
+
+    `authenticated`: the name that the roster gives the peer's CURVE key; None where sockets are this user's alone.
+    `buried`: this life of the peer is known to be over, so the message is an old one.
+
+    :raises PeerRefused: no; the text is for the peer.
+    """
+    _check_version(hello.version)
+    if authenticated is not None and hello.name != authenticated:
+        raise PeerRefused(f"the key is that of {authenticated!r}, not of {hello.name!r}")
+    if hello.name == own.name:
+        raise PeerRefused(f"two nodes are named {own.name!r}; give each its own --name")
+    if not hello.name:
+        raise PeerRefused("a node without a name")
+    if buried:
+        raise PeerRefused(f"this life of {hello.name!r} (epoch {hello.epoch}) has ended")
+    _check_layouts(own, hello.name, hello.layouts)
+    return _common(own, hello.schemes, hello.name)
+
+
+def check_welcome(own: Identity, expected: str, welcome: Welcome) -> list[str]:
+    """The schemes that the peer opened and this node has, in our order of preference.
+
+    :raises PeerRefused: it is not the peer that was dialled, or it cannot be worked with.
+    """
+    _check_version(welcome.version)
+    if welcome.name != expected:
+        raise PeerRefused(f"dialled {expected!r}, {welcome.name!r} answered: the roster has a wrong address")
+    if welcome.epoch == own.epoch:
+        raise PeerRefused(f"{expected!r} is this node itself")
+    _check_layouts(own, welcome.name, welcome.layouts)
+    return _common(own, [region.scheme for region in welcome.regions], welcome.name)
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise PeerRefused(f"this node speaks version {VERSION}, the peer {version}; upgrade the older")
+
+
+def _check_layouts(own: Identity, name: str, theirs: Sequence[bytes]) -> None:
+    if own.layouts and theirs and not set(own.layouts) & set(theirs):
+        raise PeerRefused(
+            f"no engine of {name!r} has the KV layout of any engine of {own.name!r}: model, dtype, block size, "
+            "chunk size, tensor parallel size and attention backend must be equal"
+        )
+
+
+def _common(own: Identity, theirs: Sequence[str], name: str) -> list[str]:
+    common = [scheme for scheme in own.schemes if scheme in set(theirs)]
+    if not common:
+        reasons = "".join(f"; {scheme}: {own.without[scheme]}" for scheme in theirs if scheme in own.without)
+        raise PeerRefused(
+            f"no channel in common with {name!r}: one side has {', '.join(own.schemes) or 'none'}, "
+            f"the other {', '.join(theirs) or 'none'}; `pdx doctor` says what is missing{reasons}"
+        )
+    return common

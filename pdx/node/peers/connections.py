@@ -1,0 +1,547 @@
+"""All connections of a node to its peers, one per peer: who is dialled, who is let in, which life of each is heard.
+
+One ROUTER that peers dial, one DEALER per peer that is dialled; with keys, all of them CURVE. Who may come in and who
+may be dialled is the roster's word; what is said once a connection stands is the handler's business. One thread, the
+control loop's, and nothing blocks; what was said last has FAREWELL_MS to leave while the context ends.
+
+Two nodes may dial each other at the same time. Then the connection counts that the node with the lesser name dialled:
+the hello of the other one waits there as a rival, until that connection stands or has failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import zmq
+
+from pdx.errors import ConfigError, NodeRunning, PeerRefused, PeerUnknown, ProtocolError
+from pdx.node.peers.connection import (
+    ConnectionState,
+    Handler,
+    Lives,
+    PeerConnection,
+    Step,
+    check_hello,
+    check_welcome,
+    refusal,
+)
+from pdx.security.address import check_listen, needs_ipv6
+from pdx.security.curve_keys import KeyPair, secure_client
+from pdx.security.door import Arrival, Door, limit
+from pdx.security.roster import Roster
+from pdx.telemetry.clock import WakingClock
+from pdx.telemetry.faults import Faults
+from pdx.wire.burst import burst
+from pdx.wire.messages import (
+    PEER_ANSWERS,
+    RIGHTS,
+    Bye,
+    Hello,
+    PeerEntry,
+    PeerFrame,
+    Ping,
+    Refused,
+    Welcome,
+    decode_peer,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_SESSIONS = 1024  # peers that have dialled and are connected
+FAREWELL_MS = 200  # a socket that is closed may take so long to send what was said last
+_RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a peer that is dialled
+_LAST_SEQ = (1 << 63) - 1  # of what is said to somebody without a session: nothing follows it
+_HEARD = RIGHTS["peer"] | PEER_ANSWERS
+
+
+class _Rival(NamedTuple):
+    """A hello that waits, because this node has dialled the peer that said it."""
+
+    arrival: Arrival
+    seq: int
+    hello: Hello
+
+
+class Connections:
+    """See the module. The sockets are open from construction to `close`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        handler: Handler,
+        *,
+        listen: str,
+        keys: str,
+        roster: str,
+        timeout_s: float,
+        ping_s: float,
+        watch: Callable[[zmq.Socket[bytes] | int], None],
+        unwatch: Callable[[zmq.Socket[bytes] | int], None],
+        counters: Counter[str],
+        numbers: Iterator[int] | None = None,
+        faults: Faults | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`context`: of this node alone, because the gate is for all CURVE servers in it. `watch` and `unwatch` add
+        and remove a socket, or a descriptor, of the poller that decides when to call `serve`. `numbers`: of sessions.
+
+        :raises ConfigError: an address, the keys or the roster are wrong, or the address cannot be had.
+        :raises NodeRunning: another node owns the address.
+        """
+        check_listen(listen, has_keys=bool(keys and roster))
+        self._context, self._handler, self._counters = context, handler, counters
+        self._own = KeyPair.load(keys) if keys else None
+        self._roster = Roster(roster, has_keys=self._own is not None)
+        self._numbers = numbers or itertools.count(1)
+        self._faults = faults or Faults(counters)
+        self._timeout_s, self._ping_s = timeout_s, ping_s
+        self._watch, self._unwatch = watch, unwatch
+        # A node that was stopped, or starved, heard nobody; that is not the others' silence.
+        self._clock = WakingClock(timeout_s / 4, clock)
+        self._now = self._clock()
+        self._last: dict[str, PeerConnection] = {}  # by name: the one that counts, or the last that did
+        self._by_route: dict[bytes, PeerConnection] = {}  # of peers that dialled
+        self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
+        self._rivals: dict[str, _Rival] = {}
+        self._said: dict[str, str] = {}  # by name: why it did not come about the last time
+        self._lives = Lives()
+        self._door = Door(
+            context,
+            listen,
+            own=self._own,
+            admits=lambda key: self._roster.name_of(key) is not None,
+            timeout_s=timeout_s,
+            taken=lambda _: NodeRunning(f"another node already listens at {listen}; give this one another --listen"),
+            counters=counters,
+        )
+        for source in self._door_sources():
+            watch(source)
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this node, as bound."""
+        return self._door.address
+
+    @property
+    def public_key(self) -> str:
+        """This node's, empty without CURVE."""
+        return self._own.public if self._own is not None else ""
+
+    def check_self(self, name: str) -> None:
+        """Compare this node, of that name, with its own entry in the roster; what may be wrong is warned about.
+
+        :raises ConfigError: no peer would let it in.
+        """
+        warning = self._roster.check_self(name, self.public_key, self.address)
+        if warning:
+            log.warning("%s", warning)
+
+    @property
+    def names(self) -> list[str]:
+        """All nodes that the roster names, this one perhaps included."""
+        return self._roster.names
+
+    @property
+    def peers(self) -> list[PeerConnection]:
+        """The connections that are not closed."""
+        return [peer for peer in self._last.values() if peer.state is not ConnectionState.CLOSED]
+
+    def of(self, name: str) -> PeerConnection | None:
+        """The connection to a peer, or the last there was."""
+        return self._last.get(name)
+
+    def address_of(self, name: str) -> str:
+        """Where the roster says that a peer is, empty if it does not name it."""
+        try:
+            return self._roster.entry(name).address
+        except PeerUnknown:
+            return ""
+
+    def dial(self, name: str, *, is_wanted: bool = True) -> PeerConnection:
+        """The connection to that peer; if there is none, the peer is dialled now, and `invited` or `over` will follow.
+
+        `is_wanted`: something waits for it. The first that does has the whole timeout for it, however long it was
+        dialled before for nobody; those after it share that time, or a dead peer would keep them all.
+
+        :raises PeerUnknown: the roster does not name it, or it is this node itself.
+        :raises ConfigError: it has a key and this node has none, or the other way round.
+        """
+        peer = self._last.get(name)
+        if peer is not None and peer.state is not ConnectionState.CLOSED:
+            if peer.state is ConnectionState.DIALING and is_wanted and not peer.is_wanted:
+                peer.is_wanted = True
+                peer.heard_at = self._now
+            return peer
+        own = self._handler.identity()
+        if name == own.name:
+            raise PeerUnknown(f"{name!r} is this node itself")
+        entry = self._roster.entry(name)
+        socket = self._connected(entry)
+        peer = self._new(name, partial(_post, socket))
+        peer.socket = socket
+        peer.state = ConnectionState.DIALING
+        peer.why = "dialled"
+        peer.address, peer.key, peer.is_wanted = entry.address, entry.public_key, is_wanted
+        self._by_socket[socket] = peer
+        self._watch(socket)
+        peer.post(own.hello())
+        return peer
+
+    def leave(self, peer: PeerConnection) -> None:
+        """End it: this node will write nothing more to that peer, so close the channels to it before. Idempotent."""
+        if peer.state is not ConnectionState.CLOSED:
+            self._close(peer, Step.LEAVE, "left")
+
+    def turn_down(self, peer: PeerConnection, why: str) -> None:
+        """A peer that dialled cannot write here, so it is not welcome. Nothing happens if it has gone meanwhile."""
+        if peer.state is not ConnectionState.CLOSED:
+            self._close(peer, Step.TURN_DOWN, why)
+
+    def told(self, entries: list[PeerEntry]) -> None:
+        """What the proxy says of the nodes there are; believed as far as `pdx.security.roster` says."""
+        self._roster.believe(entries)
+
+    def secure_proxy(self, socket: zmq.Socket[bytes], address: str = "") -> None:
+        """Before a socket connects to the proxy at `address`: CURVE, if this node has keys.
+
+        A Unix socket that the roster does not name as the proxy's is this user's alone, and needs none.
+
+        :raises ConfigError: it has keys, and the roster does not say the proxy's.
+        """
+        proxy = self._roster.proxy
+        if address.startswith("ipc://") and (proxy is None or proxy.address != address):
+            return
+        secure_client(socket, own=self._own, server_key=proxy.key if proxy is not None else "")
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def serve(self, socket: object) -> bool:
+        """Take what is waiting on a socket or a descriptor that can be read; False: it is none of ours."""
+        if socket == self._door.fd:
+            self._heed_door()
+            return True
+        if not isinstance(socket, zmq.Socket):
+            return False
+        if socket.closed or self._door.answer_gate(socket):
+            return True  # closed: by what was handled in this very turn
+        if socket not in self._by_socket and socket not in self._door.sockets:
+            return False
+        self._serve(socket)
+        return True
+
+    def tick(self) -> None:
+        """A few times a second: signs of life, silences, and whether the roster changed."""
+        self._now = self._clock()
+        with self._faults.contain("the look at the roster"):
+            if self._roster.refresh():
+                for peer in self.peers:
+                    if not self._is_named(peer):
+                        self._lose(peer, Step.LOST, "the roster has changed")
+        self._heed_door()
+        for peer in self.peers:
+            with self._faults.contain("the tick of a connection") as part:
+                self._tick(peer)
+            if part.has_failed:
+                self._end_failed(peer)
+
+    def close(self) -> None:
+        """Say bye to all and close the sockets. From before that nothing may be written to a peer any more.
+
+        The handler is not called. Idempotent.
+        """
+        self._rivals.clear()
+        for peer in self.peers:
+            self._close(peer, Step.LEAVE, "left")
+        for source in self._door_sources():
+            self._unwatch(source)
+        self._door.close(linger_ms=FAREWELL_MS)
+
+    def _door_sources(self) -> list[zmq.Socket[bytes] | int]:
+        """Nothing once the door is closed."""
+        sockets = self._door.sockets
+        return [*sockets, self._door.fd] if sockets and self._door.fd >= 0 else [*sockets]
+
+    def _heed_door(self) -> None:
+        with self._faults.contain("letting peers in"):
+            self._door.heed()
+
+    # ---- what is heard ----------------------------------------------------------------------
+
+    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in burst():
+            peer = self._by_socket.get(socket)
+            try:
+                arrival = self._from_peer(socket) if peer is not None else self._door.receive()
+                if arrival is None:
+                    return
+                peer = peer or self._by_route.get(arrival.route)
+                with self._faults.contain("a message of a peer", passing=(ProtocolError,)) as part:
+                    frame = decode_peer(arrival.frame)
+                    if peer is not None:
+                        self._hear(peer, arrival.key, frame)
+                    else:
+                        self._hear_stranger(arrival, frame)
+                if part.has_failed:
+                    self._end_failed(peer or self._by_route.get(arrival.route))
+            except ProtocolError as error:
+                self._faults.dropped(repr(peer.name) if peer else "a node without a session", error)
+            if socket.closed:
+                return
+
+    @staticmethod
+    def _from_peer(socket: zmq.Socket[bytes]) -> Arrival | None:
+        """What a peer that was dialled has said next.
+
+        :raises ProtocolError: it is not one frame.
+        """
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames instead of one")
+        return Arrival(b"", frames[0], "")
+
+    def _hear(self, peer: PeerConnection, key: str, frame: PeerFrame) -> None:
+        if not peer.is_dialled and self._own is not None and self._roster.name_of(key) != peer.name:
+            raise ProtocolError(f"sent with a key that is not that of {peer.name!r}")
+        peer.take(frame)
+        peer.heard_at = self._now
+        is_ready = peer.state is ConnectionState.READY
+        match frame.body:
+            case Ping():
+                pass
+            case Bye():
+                self._lose(peer, Step.BYE, "it said bye")
+            case Refused(text=text) if not frame.about:
+                step = Step.TURN_DOWN if peer.state is ConnectionState.DIALING else Step.LOST
+                self._lose(peer, step, f"it says: {text}")
+            case Welcome() if peer.state is not ConnectionState.NEW and not peer.is_invited:
+                self._hear_welcome(peer, frame.body)
+            case body if is_ready and type(body) in _HEARD:
+                self._handler.message(peer, body, frame.about)
+            case body:
+                raise ProtocolError(f"a {type(body).__name__} in a connection that is {peer.state}")
+        if is_ready and peer.name in self._rivals:
+            self._refuse_rival(peer.name)
+
+    def _hear_welcome(self, peer: PeerConnection, welcome: Welcome) -> None:
+        try:
+            schemes = check_welcome(self._handler.identity(), peer.name, welcome)
+            if self._lives.is_over(peer.name, welcome.epoch) or welcome.epoch != (peer.epoch or welcome.epoch):
+                raise PeerRefused(f"this life of {peer.name!r} (epoch {welcome.epoch}) has ended")
+        except PeerRefused as error:
+            self._counters["peers_refused"] += 1
+            self._lose(peer, Step.TURN_DOWN, str(error))
+            return
+        peer.is_invited = True
+        if peer.state is ConnectionState.READY:  # it dialled, and says now where it may be written
+            self._handler.invited(peer, welcome, schemes)
+            return
+        peer.is_of(welcome)
+        self._begin_life(peer.name, welcome.epoch, welcome.host)
+        peer.step(Step.WELCOME)
+        self._refuse_rival(peer.name)
+        self._handler.invited(peer, welcome, schemes)
+        self._handler.greeted(peer, schemes)
+
+    def _hear_stranger(self, arrival: Arrival, frame: PeerFrame) -> None:
+        hello = frame.body
+        if isinstance(hello, Bye):
+            return
+        if not isinstance(hello, Hello) or hello.kind != "peer":
+            self._turn_away(arrival.route, "say hello first")
+            return
+        # A connection that is gone may leave a hello behind; it says nothing about who is alive now.
+        if self._door.post(arrival.route, encode(PeerFrame(1, 0, Ping()))):
+            before = self._last.get(hello.name)
+            if before is not None and before.is_dialled and before.epoch in (0, hello.epoch):
+                return  # it dialled while this node did, and has given that up
+            raise ProtocolError(f"the hello of {hello.name[:80]!r} outlived its connection")
+        try:
+            schemes = self._admit(arrival.key, hello)
+        except PeerRefused as error:
+            self._counters["peers_refused"] += 1
+            log.warning("peer %r was turned down: %s", hello.name[:80], error)
+            self._turn_away(arrival.route, str(error))
+            return
+        self._begin_life(hello.name, hello.epoch, hello.host)
+        before = self._last.get(hello.name)
+        if before is not None and before.state is not ConnectionState.CLOSED:
+            if before.is_dialled and self._handler.identity().name < hello.name:
+                self._rivals[hello.name] = _Rival(arrival, frame.seq, hello)
+                return
+            if before.state is ConnectionState.DIALING:
+                self._replace(before)
+            else:  # the same life, which lost its connection before this side noticed
+                self._lose(before, Step.LOST, "it dialled anew")
+        self._open(arrival, frame.seq, hello, schemes)
+
+    def _open(self, arrival: Arrival, seq: int, hello: Hello, schemes: list[str]) -> None:
+        peer = self._new(hello.name, partial(self._door.post, arrival.route), said=1)
+        peer.key, peer.route = arrival.key, arrival.route
+        peer.is_of(hello)
+        peer.take(PeerFrame(seq, 0, hello))
+        self._by_route[arrival.route] = peer
+        self._handler.greeted(peer, schemes)
+
+    def _new(self, name: str, post: Callable[[bytes], str], said: int = 0) -> PeerConnection:
+        peer = self._last[name] = PeerConnection(
+            next(self._numbers), name, identity=self._handler.identity, post=post, said=said, now=self._now
+        )
+        return peer
+
+    def _admit(self, key: str, hello: Hello) -> list[str]:
+        """The schemes to open for a peer.
+
+        :raises PeerRefused: it is not let in.
+        """
+        authenticated = (self._roster.name_of(key) or "nobody in the roster") if self._own is not None else None
+        buried = self._lives.is_over(hello.name, hello.epoch)
+        schemes = check_hello(self._handler.identity(), hello, authenticated=authenticated, buried=buried)
+        if not self._roster.admits_name(hello.name):
+            raise PeerRefused(f"no node is named {hello.name[:80]!r} in the roster")
+        known = self._last.get(hello.name)
+        is_new = known is None or known.state is ConnectionState.CLOSED
+        if len(self._by_route) >= MAX_SESSIONS and is_new:
+            raise PeerRefused(f"{MAX_SESSIONS} peers are here already")
+        return schemes
+
+    def _turn_away(self, route: bytes, text: str) -> None:
+        self._counters["strangers"] += 1
+        self._door.post(route, encode(PeerFrame(_LAST_SEQ, 0, refusal(text))))
+
+    # ---- two that dial each other -----------------------------------------------------------
+
+    def _replace(self, dialled: PeerConnection) -> None:
+        """The peer's own dialling counts, and what waits for this node's waits for that."""
+        dialled.step(Step.LEAVE, "the peer dialled, too")
+        self._forget(dialled)
+
+    def _refuse_rival(self, name: str) -> None:
+        rival = self._rivals.pop(name, None)
+        if rival is not None:
+            self._door.post(rival.arrival.route, encode(PeerFrame(_LAST_SEQ, 0, refusal("connected already"))))
+
+    def _accept_rival(self, name: str) -> bool:
+        """What this node dialled is over, or too slow: the peer's hello, if one waits, is heard now."""
+        rival = self._rivals.pop(name, None)
+        if rival is None:
+            return False
+        try:
+            self._hear_stranger(rival.arrival, PeerFrame(rival.seq, 0, rival.hello))
+        except ProtocolError as error:
+            self._faults.dropped(repr(name), error)
+        return rival.arrival.route in self._by_route
+
+    # ---- how they end -----------------------------------------------------------------------
+
+    def _begin_life(self, name: str, epoch: int, host: str) -> None:
+        """`name` was heard in this life on this kernel: its connection in another one is over, and its process dead,
+        unless names are not proved by keys and it may run all the same (`PeerConnection.is_dead_if`)."""
+        self._lives.begin(name, epoch)
+        peer = self._last.get(name)
+        if peer is None or peer.epoch == epoch or peer.state in (ConnectionState.CLOSED, ConnectionState.DIALING):
+            return
+        if peer.is_dead_if(epoch, host):
+            self._lose(peer, Step.RESTARTED, f"it was started anew (epoch {epoch})")
+        else:
+            first = f"process {peer.pid} of this name runs" if host == peer.host else "another host has this name"
+            why = f"{first}, and another node was started with it (epoch {epoch}): use another --name, or keys"
+            self._lose(peer, Step.LOST, why)
+
+    def _tick(self, peer: PeerConnection) -> None:
+        if self._now - peer.pinged_at >= self._ping_s:
+            peer.ping(self._now)
+        is_dialing = peer.state is ConnectionState.DIALING
+        if is_dialing and peer.name in self._rivals and self._now - peer.dialled_at > self._timeout_s / 2:
+            self._replace(peer)  # the peer reaches this node, and this node seems not to reach the peer
+            if not self._accept_rival(peer.name):
+                self._handler.over(peer, Step.LOST, "nothing was heard, and its own dialling has ended")
+        elif peer.fault:
+            self._lose(peer, Step.LOST, peer.fault)
+        elif self._now - peer.heard_at > self._timeout_s:
+            hint = ""
+            if is_dialing:
+                keys = ", and does its roster have this node's key" if self._own is not None else ""
+                hint = f"; does {peer.name!r} run there{keys}?"
+            where = f" from {peer.address}" if peer.is_dialled else ""
+            self._lose(peer, Step.LOST, f"nothing heard{where} for {self._timeout_s:g} s{hint}")
+
+    def _lose(self, peer: PeerConnection, step: Step, why: str) -> None:
+        was_ready = peer.state is ConnectionState.READY
+        self._close(peer, step, why)
+        # A peer that is not there is dialled again and again: said once.
+        is_news = was_ready or why != self._said.get(peer.name)
+        if peer.is_dialled:
+            self._said[peer.name] = why
+        level = logging.INFO if step is Step.BYE else logging.WARNING if is_news else logging.DEBUG
+        text = "is lost" if was_ready else "did not come about"
+        log.log(level, "the connection to peer %r %s: %s", peer.name, text, why)
+        self._counters["peers_lost"] += step in (Step.LOST, Step.RESTARTED)
+        if not was_ready and peer.is_dialled and self._accept_rival(peer.name):
+            return  # the peer has dialled meanwhile
+        self._handler.over(peer, step, why)
+        self._accept_rival(peer.name)
+
+    def _close(self, peer: PeerConnection, step: Step, why: str) -> None:
+        peer.end(step, why)
+        self._forget(peer)
+
+    def _forget(self, peer: PeerConnection) -> None:
+        if peer.socket is not None:
+            del self._by_socket[peer.socket]
+            self._unwatch(peer.socket)
+            peer.socket.close(linger=FAREWELL_MS)
+        else:
+            del self._by_route[peer.route]
+            if self._last[peer.name] is peer:
+                del self._last[peer.name]  # names that nobody has asked for are not kept
+
+    def _end_failed(self, peer: PeerConnection | None) -> None:
+        """What was done for this peer ended in an internal error: its connection ends, too."""
+        if peer is not None and peer.state is not ConnectionState.CLOSED:
+            with self._faults.contain("the end of a connection"):
+                self._lose(peer, Step.LOST, "an internal error")
+
+    def _is_named(self, peer: PeerConnection) -> bool:
+        """Whether the roster still names the peer, with the same key and, if it was dialled, the same address."""
+        if not peer.is_dialled:
+            is_same = self._own is None or self._roster.name_of(peer.key) == peer.name
+            return is_same and self._roster.admits_name(peer.name)
+        try:
+            entry = self._roster.entry(peer.name)
+        except PeerUnknown:
+            return False
+        return (entry.address, entry.public_key) == (peer.address, peer.key)
+
+    def _connected(self, entry: PeerEntry) -> zmq.Socket[bytes]:
+        socket = None
+        try:
+            socket = self._context.socket(zmq.DEALER)
+            limit(socket, self._timeout_s)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
+            socket.setsockopt(zmq.IPV6, int(needs_ipv6(entry.address)))
+            secure_client(socket, own=self._own, server_key=entry.public_key)
+            socket.connect(entry.address)
+        except (ConfigError, zmq.ZMQError) as error:
+            if socket is not None:
+                socket.close()
+            raise ConfigError(f"peer {entry.name!r} at {entry.address!r}: {error}") from error
+        return socket
+
+
+def _post(socket: zmq.Socket[bytes], frame: bytes) -> str:
+    """Send without waiting; what was wrong, empty if nothing."""
+    try:
+        socket.send(frame, zmq.NOBLOCK)
+    except zmq.Again:
+        return "it does not read what it is sent"
+    return ""

@@ -1,0 +1,75 @@
+"""Which kind of session may say what: one list, asked for everything that a session says."""
+
+import msgspec
+import pytest
+from node_harness import Wire
+
+from pdx.wire.messages import (
+    RIGHTS,
+    Abort,
+    Admit,
+    Ask,
+    Bye,
+    Cancel,
+    Chosen,
+    Delete,
+    Fill,
+    Hello,
+    Mark,
+    Pin,
+    Ping,
+    Push,
+    Refused,
+    Release,
+    Renew,
+    Status,
+)
+
+TRANSFER = "transfer-0123456789"
+SAID = [
+    Bye(),
+    Ping(),
+    Admit([]),
+    Push([], "b"),
+    Fill([]),
+    Abort([]),
+    Release(1),
+    Renew(1, 1.0),
+    Pin([]),
+    Delete([]),
+    Cancel(TRANSFER),
+    Mark(TRANSFER, "event", 1),
+    Status(),
+    Chosen("tcp"),
+]
+ENGINE = {Bye, Ping, Abort, Mark}
+EXPECTED = {
+    "worker": ENGINE | {Fill},
+    "scheduler": ENGINE | {Admit, Push, Release, Renew, Pin, Delete, Cancel, Status},
+    "client": ENGINE | {Fill, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status},
+    "peer": {Bye, Ping, Chosen, Admit, Release, Push},
+}
+
+
+def test_the_list_is_this_and_names_every_kind_and_nothing_but_questions():
+    assert RIGHTS == EXPECTED
+    kinds = msgspec.inspect.type_info(Hello).fields
+    assert set(next(field.type.values for field in kinds if field.name == "kind")) == set(RIGHTS)
+    assert {type(body) for body in SAID} | {Hello} == set(Ask.__args__)
+
+
+@pytest.mark.parametrize("kind", ["worker", "scheduler", "client"])
+@pytest.mark.parametrize("body", SAID, ids=lambda body: type(body).__name__)
+def test_a_process_is_heard_within_its_rights_only(module_node, kind, body):
+    with Wire(module_node.address) as wire:
+        assert not isinstance(wire.hello(kind=kind, engine=f"{kind}-{type(body).__name__}"), Refused)
+        answer = wire.ask(body)
+        is_refused = isinstance(answer, Refused) and f"is not for a {kind}" in answer.text
+        assert is_refused == (type(body) not in RIGHTS[kind])
+
+
+def test_a_peer_does_not_attach_where_processes_do(module_node):
+    with Wire(module_node.address) as wire:
+        answer = wire.hello(kind="peer")
+        assert isinstance(answer, Refused)
+        assert "--listen" in answer.text
