@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from push_stage import MIB, FakeWay, Granted, SendingStage, key
+from push_stage import MIB, FakePeerTier, Granted, SendingStage, key
 
 from pdx.errors import ChannelBroken, ProtocolError, TransferAborted, WriteRefused
 from pdx.memory.digest import digests
@@ -529,7 +529,7 @@ def test_a_broken_channel_ends_pushes_without_a_word(stage):
 
 def test_what_went_to_another_arena_is_not_across(stage):
     """A transfer's slices may be copied within the node before they are pushed: only what a peer has is across."""
-    within = FakeWay("arenas")
+    within = FakePeerTier("arenas")
     within.kind = "arenas"
     slots = stage.reserve([0], MIB)
     stage.start([0], transfer=TRANSFER)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from push_stage import MIB, FakeWay, SendingStage
+from push_stage import MIB, FakePeerTier, SendingStage
 
 from pdx.errors import TransferAborted, WriteRefused
 from pdx.wire.messages import Release
@@ -254,7 +254,7 @@ def is_due(stage, push):
     return push.state == "running" and any(ready) and is_worth_it
 
 
-class JudgingWay(FakeWay):
+class JudgingWay(FakePeerTier):
     """Compares each choice with what looking at all pushes would choose."""
 
     stage = None

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
-from pdx.node.peers.announcer import piece, slices, spans
-from pdx.node.peers.incoming import Incoming, Landing
-from pdx.node.peers.lander import Verdict
-from pdx.node.peers.ways import admit
+from pdx.node.peers.notifications import piece, slices, spans
+from pdx.node.peers.peer_tiers import admit
+from pdx.node.peers.receive_thread import Verdict
+from pdx.node.peers.receiver import Landing, Receiver
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
@@ -102,7 +102,7 @@ class Write:
         self.spans = [spans(part) for part in job.parts]
 
 
-class FakeWay(Tier):
+class FakePeerTier(Tier):
     """A peer: remembers what it is told."""
 
     kind = "peer"
@@ -168,7 +168,7 @@ class SendingStage(StoreStage):
         self.over: list[tuple[int, bool]] = []
         self.group_bytes = group_bytes
         self.window_bytes = window_bytes
-        self.way = FakeWay(over=lambda number, is_complete: self.over.append((number, is_complete)))
+        self.way = FakePeerTier(over=lambda number, is_complete: self.over.append((number, is_complete)))
         self.way.max_inflight_bytes = window_bytes
         self.copies = Copies(self.store, group_bytes=group_bytes, counters=self.counters)
 
@@ -178,7 +178,7 @@ class SendingStage(StoreStage):
         *,
         shards: int = 1,
         transfer: str | None = None,
-        way: FakeWay | None = None,
+        way: FakePeerTier | None = None,
         want: int = 0,
     ) -> int:
         """Push these chunks."""
@@ -193,7 +193,7 @@ class SendingStage(StoreStage):
         )
 
     def grants(self, offer: Offer, indices: list[int] | None = None, *, at: int = REMOTE) -> Granted:
-        """Room at the peer, slot behind slot, as it would say so."""
+        """WriteGrant at the peer, slot behind slot, as it would say so."""
         granted = list(range(len(offer.keys))) if indices is None else indices
         slots = []
         for index in granted:
@@ -321,7 +321,7 @@ class FakeListener(Listener):
 
 
 class ReceivingStage(StoreStage):
-    """The receiving side: an `Incoming` with a channel that checks writes ("sure") and one that does not ("blind")."""
+    """The receiving side: an `Receiver` with a channel that checks writes ("sure") and one that does not ("blind")."""
 
     def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0) -> None:
         super().__init__(folder, granules)
@@ -330,7 +330,7 @@ class ReceivingStage(StoreStage):
         self.over: list[Landing] = []
         self.sealed: list[Chunk] = []
         self.changed: list[Chunk] = []
-        self.incoming = Incoming(
+        self.receiver = Receiver(
             self.store,
             self.transfers,
             listeners=self.listeners,
@@ -352,7 +352,7 @@ class ReceivingStage(StoreStage):
         self._pushes[session.number] += 1
         settings = {"nbytes": granules * GRANULE_BYTES, "layers": 1, "shards": 1, "wait_s": 5.0, **fields}
         number = self._pushes[session.number]
-        self.incoming.admit(session, scheme, number, Admit([key(each) for each in numbers], **settings), self.now)
+        self.receiver.admit(session, scheme, number, Admit([key(each) for each in numbers], **settings), self.now)
         return number
 
     def land(
@@ -369,27 +369,29 @@ class ReceivingStage(StoreStage):
         slots = slots if slots is not None else granted.slots
         good = [Slices(slot.offset, slot.generation, *layers) for slot in slots]
         nbytes = sum(slot.nbytes for slot in slots)
-        self.incoming.landed(scheme, Verdict(session.token, push, good, [], nbytes), self.now)
+        self.receiver.landed(scheme, Verdict(session.token, push, good, [], nbytes), self.now)
 
     def let_go(self, session: FakeSession, push: int, *, complete: bool = True) -> None:
         """The sender is done."""
-        self.incoming.let_go(session, Release(push, complete), self.now)
+        self.receiver.let_go(session, Release(push, complete), self.now)
 
     def tick(self, seconds: float = 0.0) -> None:
         """Time passes."""
         self.now += seconds
-        self.incoming.tick(self.now)
+        self.receiver.tick(self.now)
         self.transfers.expire(self.now)
 
     def assert_idle(self) -> None:
         """No push is left, and none has left anything behind."""
-        assert len(self.incoming) == 0
-        assert not self.incoming.rooms
-        assert not self.incoming._queue
-        assert not any(self.incoming._bytes_of.values())
-        assert not self.incoming._count_of
-        assert not self.incoming._of_transfer
-        assert not self.incoming.writable
+        assert len(self.receiver) == 0
+        assert not self.receiver.grants
+        assert not self.receiver._queue
+        assert not any(self.receiver._bytes_of.values())
+        assert not self.receiver._count_of
+        assert not self.receiver._of_transfer
+        assert not self.receiver._of_session
+        assert not self.receiver._closing
+        assert not self.receiver.writable
         assert not any(spans for listener in self.listeners.values() for spans in listener.granted.values())
         assert not len(self.transfers), "somebody still waits for a transfer"
         assert set(self.store.census()[0]) <= {"sealed"}

@@ -254,7 +254,7 @@ class Handler(Protocol):
         """The connection is over, or never came about; not after this node itself turned it down, left or closed."""
 
 
-class Lives:
+class Epochs:
     """Epochs by name. A life that was followed by another of the same name has ended and never comes back. Bounded."""
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ import zmq
 from pdx.errors import ConfigError, NodeRunning, PeerRefused, PeerUnknown, ProtocolError
 from pdx.node.peers.connection import (
     ConnectionState,
+    Epochs,
     Handler,
-    Lives,
     PeerConnection,
     Step,
     check_hello,
@@ -111,7 +111,7 @@ class Connections:
         self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
         self._rivals: dict[str, _Rival] = {}
         self._said: dict[str, str] = {}  # by name: why it did not come about the last time
-        self._lives = Lives()
+        self._lives = Epochs()
         self._door = Door(
             context,
             listen,

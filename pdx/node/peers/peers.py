@@ -1,7 +1,7 @@
 """A node among its peers: what they and this node may do in each other's memory, and who hears what.
 
-A peer is a tier to who writes (`ways`) and a session to who is written to (`incoming`); `fetches` is what this node has
-asked peers to push to it. All of it comes through one connection per peer, and lives on the control loop's thread.
+A peer is a tier to who writes (`tiers`) and a session to who is written to (`receiver`); `fetches` is what this node
+has asked peers to push to it. All of it comes through one connection per peer, and lives on the control loop's thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pdx.config import NodeConfig
 from pdx.errors import ConfigError, PeerError, ProtocolError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
-from pdx.node.peers.announcer import are_digests_due
 from pdx.node.peers.connection import ConnectionState, Identity, PeerConnection, Step, refusal
 from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
-from pdx.node.peers.incoming import Incoming, Landing
-from pdx.node.peers.lander import Lander, Verdict
 from pdx.node.peers.mailbox import Mailbox
+from pdx.node.peers.notifications import are_digests_due
+from pdx.node.peers.peer_tiers import PeerTiers
+from pdx.node.peers.receive_thread import ReceiveThread, Verdict
+from pdx.node.peers.receiver import Landing, Receiver
 from pdx.node.peers.regions import Regions
-from pdx.node.peers.ways import Ways
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
@@ -99,7 +99,7 @@ class Peers:
         self._clock = clock
         self._is_open = False
         self._warm_up_at = 0.0
-        self._landers: dict[str, Lander] = {}
+        self._threads: dict[str, ReceiveThread] = {}
         self._schemes: dict[int, str] = {}  # by which peers write here, by the number of their session
         self._landed_bytes: Counter[str] = Counter()  # by peer
         self.mailbox = Mailbox(faults)
@@ -141,7 +141,7 @@ class Peers:
         )
         self.connections.check_self(self._name)
         self.fetches = Fetches(self.connections.dial, config.fetch_s)
-        self.ways = Ways(
+        self.tiers = PeerTiers(
             config,
             arena=self._arena,
             probe=self._probe,
@@ -155,7 +155,7 @@ class Peers:
             on_ended=self._leave,
             clock=self._clock,
         )
-        self.incoming = Incoming(
+        self.receiver = Receiver(
             self._store,
             self._transfers,
             listeners=self.regions.listeners,
@@ -170,15 +170,15 @@ class Peers:
         )
         self._is_open = True
         if config.channels or config.roster or config.listen:  # peers are meant to come: be ready before they do
-            self.regions.when_open(self.start_landers)
+            self.regions.when_open(self.start_threads)
 
     # ---- what attached processes and the proxy want -----------------------------------------
 
     def push(self, name: str, keys: Sequence[bytes], shards: int, transfer: str | None, layout: bytes) -> int:
-        """See `Ways.push`; nothing is to be done where this node is meant."""
+        """See `PeerTiers.push`; nothing is to be done where this node is meant."""
         if name == self._name:
             return 0
-        return self.ways.push(name, keys, shards, transfer=transfer, layout=layout)
+        return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
 
     def may_come(self, ask: Admit, hits: int) -> bool:
         """Whether what is missing here may still come from the peer that a question names.
@@ -196,11 +196,11 @@ class Peers:
 
     def cancel(self, transfer: str) -> None:
         """The transfer was given up here."""
-        self.incoming.cancel(transfer, self._clock())
+        self.receiver.cancel(transfer, self._clock())
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
         """A worker's prefill is over."""
-        self.ways.prefill_ended(transfer, at_ns)
+        self.tiers.prefill_ended(transfer, at_ns)
 
     def told(self, entries: Sequence[PeerEntry]) -> None:
         """The proxy's list of nodes."""
@@ -223,14 +223,13 @@ class Peers:
     def greeted(self, peer: PeerConnection, schemes: list[str]) -> None:
         """Open the regions to a peer, as soon as the arena is registered."""
         now = self._clock()
-        for landing in self.incoming.all():
-            old = landing.session
+        for old in self.receiver.sessions:
             if old.name == peer.name and old.is_dead_if(peer.epoch, peer.host):
-                self.incoming.session_over(old, now, is_dead=True)
+                self.receiver.session_over(old, now, is_dead=True)
         self.regions.when_open(lambda: self._welcome(peer, schemes))
 
     def _welcome(self, peer: PeerConnection, schemes: Sequence[str]) -> None:
-        self.start_landers()
+        self.start_threads()
         if peer.state is ConnectionState.CLOSED:
             return
         regions = []
@@ -249,11 +248,11 @@ class Peers:
         """The peer may be written to."""
         self.fetches.ready(peer)
         at_once = peer.is_dialled or (peer.name in self.connections.names and self._is_warm())
-        self.regions.when_open(lambda: self.ways.ready(peer, welcome, schemes, at_once=at_once))
+        self.regions.when_open(lambda: self.tiers.ready(peer, welcome, schemes, at_once=at_once))
 
     def over(self, peer: PeerConnection, step: Step, why: str) -> None:
         """The connection is over, or never came about."""
-        self.ways.gone(peer.name, why)
+        self.tiers.gone(peer.name, why)
         self._session_over(peer, step)
 
     def _session_over(self, peer: PeerConnection, step: Step) -> None:
@@ -263,7 +262,7 @@ class Peers:
             listener.expel(peer.token)
         self._schemes.pop(peer.number, None)
         # A bye is not believed where writes are not checked: its channel says, too, when the last of them has ended.
-        self.incoming.session_over(peer, self._clock(), is_dead=step is Step.RESTARTED)
+        self.receiver.session_over(peer, self._clock(), is_dead=step is Step.RESTARTED)
 
     def _leave(self, peer: PeerConnection) -> None:
         """The channel to this peer broke, and nothing is written by it any more: only a new connection has another."""
@@ -281,7 +280,7 @@ class Peers:
             case Refused():
                 self._copies.stopped(peer.name, about, body.text)
             case Release():
-                self.incoming.let_go(peer, body, self._clock())
+                self.receiver.let_go(peer, body, self._clock())
             case Push():
                 self._push_to(peer, body, about)
             case Done():
@@ -324,7 +323,7 @@ class Peers:
                 )
             peer.send(refusal(f"no engine at {self._name} has the KV layout of these chunks"), number)
             return
-        self.incoming.admit(peer, scheme, number, ask, self._clock())
+        self.receiver.admit(peer, scheme, number, ask, self._clock())
 
     def _push_to(self, peer: PeerConnection, ask: Push, number: int) -> None:
         """The peer asks for chunks: what is here is pushed to it; of a transfer also what is still being filled.
@@ -333,14 +332,14 @@ class Peers:
         """
         if ask.peer:
             raise ProtocolError(f"{peer.name} asks for a push to {ask.peer[:80]!r}")
-        if ask.transfer is not None and self.ways.is_pushing(ask.transfer, peer.name):
+        if ask.transfer is not None and self.tiers.is_pushing(ask.transfer, peer.name):
             peer.send(Done(len(ask.keys)), number)
             return
         hits = self._leading(peer.name, ask)
         peer.send(Done(hits), number)
         if not hits:
             return
-        self.ways.push(peer.name, ask.keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
+        self.tiers.push(peer.name, ask.keys[:hits], ask.shards, transfer=ask.transfer, layout=b"", want=number)
         self._counters["wants_served"] += 1
 
     def _leading(self, name: str, want: Push) -> int:
@@ -363,16 +362,16 @@ class Peers:
 
     # ---- what lands -------------------------------------------------------------------------
 
-    def start_landers(self) -> None:
+    def start_threads(self) -> None:
         """One thread per listener, as soon as there are listeners. Idempotent."""
         for scheme, listener in self.regions.listeners.items():
-            if scheme not in self._landers:
+            if scheme not in self._threads:
                 region = self.regions.regions[scheme]
-                self._landers[scheme] = Lander(
+                self._threads[scheme] = ReceiveThread(
                     scheme,
                     listener=listener,
                     memory=self._arena,
-                    rooms=self.incoming.rooms,
+                    grants=self.receiver.grants,
                     wake=self.regions.wakes[scheme],
                     is_polled=region.is_polled,
                     needs_digests=are_digests_due(self._config.digests, region),
@@ -382,7 +381,7 @@ class Peers:
                 )
 
     def _landed(self, scheme: str, verdict: Verdict) -> None:
-        self.incoming.landed(scheme, verdict, self._clock())
+        self.receiver.landed(scheme, verdict, self._clock())
 
     def _malformed(self, scheme: str, token: bytes, text: str) -> None:
         self._counters["dropped_notifications"] += 1
@@ -407,10 +406,10 @@ class Peers:
     def turn(self) -> None:
         """After each turn of the control loop."""
         with self._faults.contain("the turn of incoming pushes"):
-            self.incoming.pump(self._clock())
-            writable = self.incoming.writable
-            for scheme, lander in self._landers.items():
-                lander.expect(scheme in writable)
+            self.receiver.pump(self._clock())
+            writable = self.receiver.writable
+            for scheme, thread in self._threads.items():
+                thread.expect(scheme in writable)
 
     def tick(self) -> None:
         """A few times a second."""
@@ -418,9 +417,9 @@ class Peers:
         with self._faults.contain("the tick of connections"):
             self.connections.tick()
         with self._faults.contain("the tick of peers that are written to"):
-            self.ways.tick(now)
+            self.tiers.tick(now)
         with self._faults.contain("the tick of incoming pushes"):
-            self.incoming.tick(now)
+            self.receiver.tick(now)
         with self._faults.contain("the tick of fetches"):
             late = self.fetches.tick(now)
             if late:
@@ -448,10 +447,10 @@ class Peers:
     def statuses(self) -> list[PeerStatus]:
         """One per peer that this node has to do with."""
         names = {peer.name for peer in self.connections.peers}
-        return [self._status(name) for name in sorted(names | self.ways.names)]
+        return [self._status(name) for name in sorted(names | self.tiers.names)]
 
     def _status(self, name: str) -> PeerStatus:
-        way, peer = self.ways.look(name), self.connections.of(name)
+        way, peer = self.tiers.look(name), self.connections.of(name)
         return PeerStatus(
             name=name,
             address=self.connections.address_of(name),
@@ -459,7 +458,7 @@ class Peers:
             channel=way.scheme,
             rates=way.rates,
             pushes=len(self._copies.of(name)),
-            landing=sum(landing.session.name == name for landing in self.incoming.all()),
+            landing=self.receiver.of_peer(name),
             sent_bytes=way.sent_bytes,
             landed_bytes=self._landed_bytes[name],
             why=way.why or (peer.why if peer is not None else ""),
@@ -469,9 +468,9 @@ class Peers:
         """End what is written, say bye to all peers, close the regions. Idempotent; also before `open`."""
         if self._is_open:
             self._is_open = False
-            self.ways.close()
+            self.tiers.close()
             self.connections.close()
-            for lander in self._landers.values():
-                lander.close()
+            for thread in self._threads.values():
+                thread.close()
             self.regions.close()
         self.mailbox.close()

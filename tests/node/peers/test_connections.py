@@ -14,7 +14,7 @@ from connection_stage import PING_S, TIMEOUT_S, Raw, welcomed
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.node.peers.connection import ConnectionState, Lives, Step
+from pdx.node.peers.connection import ConnectionState, Epochs, Step
 from pdx.telemetry.host import host_id
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Done, PeerEntry, Push, Refused
@@ -441,7 +441,7 @@ def _wait_for(monitor, event, door):
 
 
 def test_lives_are_remembered_up_to_a_bound():
-    lives = Lives()
+    lives = Epochs()
     assert lives.begin("a", 0) is None
     for epoch in range(1, 200):
         assert lives.begin("a", epoch) == epoch - 1

@@ -40,7 +40,7 @@ class Stage(SendingStage):
             on_changed=self.copies.changed,
             clock=lambda: self.now,
         )
-        self.peers.ways = SimpleNamespace(
+        self.peers.tiers = SimpleNamespace(
             is_pushing=lambda transfer, name: self.copies.of_transfer(transfer, name) is not None,
             push=self.push,
         )

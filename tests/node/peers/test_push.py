@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.node.peers.incoming import RECEIVER, ReceiverState, ReceiverStep
+from pdx.node.peers.receiver import RECEIVER, ReceiverState, ReceiverStep
 from pdx.store.copy import COPY, CopyState, CopyStep
 
 TABLES = {

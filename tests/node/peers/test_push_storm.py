@@ -7,7 +7,7 @@ from push_stage import FakeSession, ReceivingStage, key
 
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.node.peers.lander import Verdict
+from pdx.node.peers.receive_thread import Verdict
 from pdx.wire.messages import Slices
 
 LAYERS = 2
@@ -91,7 +91,7 @@ class Storm:
             self.listener(session).landing.discard((session.token, slot.offset))  # what is notified has landed
             slices = [Slices(slot.offset, slot.generation, layer, 1) for layer in range(LAYERS)][: 1 + three % 2]
             verdict = Verdict(session.token, push, [] if bad else slices, slices if bad else [], 10)
-            self.stage.incoming.landed(self.schemes[session.number], verdict, self.stage.now)
+            self.stage.receiver.landed(self.schemes[session.number], verdict, self.stage.now)
 
     def bad(self, session, two, three):
         self.land(session, two, three, bad=True)
@@ -106,7 +106,7 @@ class Storm:
         self.stage.let_go(session, push, complete=bool(three % 2))
 
     def cancel(self, session, two, three):
-        self.stage.incoming.cancel(TRANSFERS[1 + two % 2], self.stage.now)
+        self.stage.receiver.cancel(TRANSFERS[1 + two % 2], self.stage.now)
 
     def silent(self, session, two, three):
         if three > 6:
@@ -121,7 +121,7 @@ class Storm:
     def leave(self, session, *, is_dead):
         listener = self.listener(session)
         listener.granted[session.token].clear()  # as `expel` does
-        self.stage.incoming.session_over(session, self.stage.now, is_dead=is_dead)
+        self.stage.receiver.session_over(session, self.stage.now, is_dead=is_dead)
         self.sessions[self.sessions.index(session)] = self.session(session.name)
 
     def stop_writing(self, session):
@@ -148,28 +148,28 @@ class Storm:
         stage = self.stage
         for place in [place for listener in stage.listeners.values() for place in listener.landing]:
             assert stage.arena.is_current(self.writing[place]), "given away while somebody writes to it"
-        for offset, room in stage.incoming.rooms.items():
+        for offset, room in stage.receiver.grants.items():
             chunk = stage.store._slots[offset]
             assert (chunk.slot.generation, chunk.slot.nbytes) == (room.generation, room.nbytes)
             assert chunk.state in ("filling", "quarantined")
-        held = sum(len(landing.chunks) for landing in stage.incoming.all())
-        assert held == len(stage.incoming.rooms)
-        assert all(count > 0 for count in stage.incoming._bytes_of.values())
-        queued = [landing for landing in stage.incoming.all() if landing.state == "queued"]
-        assert sorted(map(id, queued)) == sorted(map(id, stage.incoming._queue.values()))
+        held = sum(len(landing.chunks) for landing in stage.receiver.all())
+        assert held == len(stage.receiver.grants)
+        assert all(count > 0 for count in stage.receiver._bytes_of.values())
+        queued = [landing for landing in stage.receiver.all() if landing.state == "queued"]
+        assert sorted(map(id, queued)) == sorted(map(id, stage.receiver._queue.values()))
         assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
 
     def finish(self):
         """Writers stop, everybody leaves."""
         for session in [*self.sessions, *self.old]:
             self.stop_writing(session)
-            self.stage.incoming.session_over(session, self.stage.now, is_dead=True)
+            self.stage.receiver.session_over(session, self.stage.now, is_dead=True)
         for lease in self.leases:
             self.stage.store.release(lease, 1)
         self.stage.tick(1.0)
         self.check()
         self.stage.assert_idle()
-        assert not self.stage.incoming._session_of
+        assert not self.stage.receiver._session_of
         self.stage.tick(1000.0)
         assert not self.stage.transfers._transfers
         self.stage.free_what_is_sealed()

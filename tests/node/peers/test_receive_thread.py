@@ -9,15 +9,15 @@ from plain_memory import PlainMemory
 from pdx.errors import GpuError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.digest import digests
-from pdx.node.peers.lander import MAX_UNHEARD, Lander, Room
 from pdx.node.peers.mailbox import Mailbox
+from pdx.node.peers.receive_thread import MAX_UNHEARD, ReceiveThread, WriteGrant
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import Notification
 from pdx.wire.messages import Landed, Slices, encode
 
 TOKEN = b"t" * 16
 LAYERS = 4
-ROOM = Room(TOKEN, 7, GRANULE_BYTES, LAYERS)
+ROOM = WriteGrant(TOKEN, 7, GRANULE_BYTES, LAYERS)
 SLICE = GRANULE_BYTES // LAYERS
 
 
@@ -39,21 +39,21 @@ class FakeListener:
 
 
 class Stage:
-    """A lander over two granules, with a room at the second."""
+    """A thread over two granules, with a room at the second."""
 
     def __init__(self, *, needs_digests=True, is_polled=False):
         self.memory = memoryview(bytearray(range(256)) * (2 * GRANULE_BYTES // 256))
         self.mailbox = Mailbox()
         self.listener = FakeListener()
         self.wake = threading.Event()
-        self.rooms = {GRANULE_BYTES: ROOM}
+        self.grants = {GRANULE_BYTES: ROOM}
         self.verdicts = []
         self.malformed = []
-        self.lander = Lander(
+        self.thread = ReceiveThread(
             "test",
             listener=self.listener,
             memory=PlainMemory(self.memory),
-            rooms=self.rooms,
+            grants=self.grants,
             wake=self.wake,
             is_polled=is_polled,
             needs_digests=needs_digests,
@@ -79,7 +79,7 @@ class Stage:
         )
 
     def close(self):
-        self.lander.close()
+        self.thread.close()
         self.mailbox.close()
 
 
@@ -109,13 +109,13 @@ def test_slices_that_are_what_was_sent_are_good(stage):
 
 def test_slices_that_cannot_be_read_are_bad_and_the_others_are_looked_at(stage):
     """Memory of a GPU is read by copies, which may fail."""
-    read, slices = stage.lander._memory.read, Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))
+    read, slices = stage.thread._memory.read, Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))
 
     def fail_once(offset, nbytes):
-        stage.lander._memory.read = read
+        stage.thread._memory.read = read
         raise GpuError("cuMemcpyAsync failed")
 
-    stage.lander._memory.read = fail_once
+    stage.thread._memory.read = fail_once
     payload = encode(Landed(5, [slices]))
     stage.listener.notifications += [Notification(TOKEN, payload)] * 2
     stage.wake.set()
@@ -188,15 +188,15 @@ def test_a_bug_of_a_listener_is_counted_and_ends_nothing(stage):
 def test_a_notification_that_cannot_be_handled_takes_no_other_with_it(stage):
     """What was taken is gone from the listener: the chunks of the others would never be whole."""
     read, good = (
-        stage.lander._memory.read,
+        stage.thread._memory.read,
         encode(Landed(5, [Slices(GRANULE_BYTES, 7, 0, 1, stage.digests(0, 1))])),
     )
 
     def fail_once(offset, nbytes):
-        stage.lander._memory.read = read
+        stage.thread._memory.read = read
         raise ZeroDivisionError("a bug")
 
-    stage.lander._memory.read = fail_once
+    stage.thread._memory.read = fail_once
     stage.listener.notifications += [Notification(TOKEN, good)] * 3
     stage.wake.set()
     wait_until(lambda: stage.mailbox.deliver() or len(stage.verdicts) == 2)
@@ -212,17 +212,17 @@ def test_the_probe_fills_nothing(stage):
 
 def test_a_listener_that_cannot_wake_is_polled(stage_with):
     stage = stage_with(is_polled=True)
-    stage.lander.expect(True)
+    stage.thread.expect(True)
     stage.listener.notifications.append(Notification(TOKEN, encode(Landed(1, []))))
     wait_until(lambda: stage.mailbox.deliver() or stage.verdicts)
-    stage.lander.expect(False)
+    stage.thread.expect(False)
     takes = stage.listener.takes
     wait_until(lambda: stage.listener.takes > takes, what="it looks now and then")
 
 
 def test_nothing_is_left_of_it(stage):
-    stage.lander.close()
-    stage.lander.close()
+    stage.thread.close()
+    stage.thread.close()
     assert "pdx-land-test" not in {thread.name for thread in threading.enumerate()}
     stage.wake.set()
 

@@ -22,8 +22,8 @@ IDLE_S = 0.05
 MAX_UNHEARD = 1024  # notifications that the control loop was told of and has not heard yet
 
 
-class Room(msgspec.Struct, frozen=True):
-    """A slot that a peer may write to, as the lander must know it."""
+class WriteGrant(msgspec.Struct, frozen=True):
+    """A slot that a peer may write to, as the thread must know it."""
 
     token: bytes
     generation: int
@@ -41,8 +41,8 @@ class Verdict(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Lander:
-    """`rooms` (by offset) belongs to the control loop and is only read here; so is `is_expecting`."""
+class ReceiveThread:
+    """`grants` (by offset) belongs to the control loop and is only read here; so is `is_expecting`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Lander:
         *,
         listener: Listener,
         memory: Readable,
-        rooms: Mapping[int, Room],
+        grants: Mapping[int, WriteGrant],
         wake: threading.Event,
         is_polled: bool,
         needs_digests: bool,
@@ -63,7 +63,7 @@ class Lander:
         self.is_expecting = False
         self._listener = listener
         self._memory = memory
-        self._rooms = rooms
+        self._grants = grants
         self._is_polled = is_polled
         self._needs_digests = needs_digests
         self._mailbox = mailbox
@@ -140,7 +140,7 @@ class Lander:
         bad: list[Slices] = []
         nbytes = 0
         for slices in landed.slices:
-            room = self._rooms.get(slices.offset)
+            room = self._grants.get(slices.offset)
             if room is None or room.token != token or room.generation != slices.generation:
                 continue  # given up meanwhile, or never this peer's: nobody waits for it
             if slices.first_layer + slices.layers > room.layers:
@@ -153,7 +153,7 @@ class Lander:
                 bad.append(slices)
         return Verdict(token, landed.admit, good, bad, nbytes)
 
-    def _is_whole(self, slices: Slices, room: Room) -> bool:
+    def _is_whole(self, slices: Slices, room: WriteGrant) -> bool:
         if not slices.digests and not self._needs_digests:
             return True
         if len(slices.digests) != slices.layers * DIGEST_BYTES:

@@ -17,7 +17,7 @@ def are_digests_due(setting: str, region: Region) -> bool:
     return setting == "always" or (setting == "wire" and region.crosses_wire)
 
 
-class Announcer:
+class Notifications:
     """Makes notifications, digests on a thread of its own: those of the next write while one is written.
 
     For one thread, which takes what it began, or does not.
@@ -46,7 +46,7 @@ class Announcer:
     def _digested(self, job: Job) -> bytes:
         return encode(Landed(job.number, [slices(part, digests(self._memory, spans(part))) for part in job.parts]))
 
-    def __enter__(self) -> Announcer:
+    def __enter__(self) -> Notifications:
         return self
 
     def __exit__(

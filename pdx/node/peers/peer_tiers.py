@@ -1,4 +1,4 @@
-"""The ways to peers that this node writes to: the thread that writes, the channel it chose, the pushes."""
+"""Peers as tiers: to each that this node writes to, the thread that writes, the channel it chose, the pushes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.node.peers.connections import Connections
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
-from pdx.node.peers.sender import Route, Sender
+from pdx.node.peers.send_thread import Route, SendThread
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.tier import Held, Job, Tier
@@ -40,11 +40,11 @@ class PeerTier(Tier):
 
     kind = "peer"
 
-    def __init__(self, name: str, ways: Ways) -> None:
+    def __init__(self, name: str, tiers: PeerTiers) -> None:
         self.name = name
-        self.max_inflight_bytes = ways.config.window_bytes
-        self._ways = ways
-        self.sender: Sender | None = None
+        self.max_inflight_bytes = tiers.config.window_bytes
+        self._tiers = tiers
+        self.sender: SendThread | None = None
         self.scheme = ""  # chosen
         self.rates: dict[str, float] = {}
         self.expected = ""  # the scheme that ought to work there
@@ -59,7 +59,7 @@ class PeerTier(Tier):
 
     def send(self, body: PeerBody, about: int = 0) -> None:
         """A message over the connection; lost with it."""
-        peer = self._ways.connections.of(self.name)
+        peer = self._tiers.connections.of(self.name)
         if peer is not None:
             peer.send(body, about)
 
@@ -69,7 +69,7 @@ class PeerTier(Tier):
 
     def admit(self, copy: Copy) -> None:
         """Ask for room; the peer answers `Admitted` or `Refused`."""
-        self.send(admit(copy, self._ways.config.grant_s), copy.number)
+        self.send(admit(copy, self._tiers.config.grant_s), copy.number)
 
     def store(self, job: Job) -> None:
         """Write; only while it is ready."""
@@ -91,7 +91,7 @@ class PeerTier(Tier):
             self.send(Release(copy.number, copy.is_complete))
         if self.sender is not None:
             self.sender.forget(copy.number)
-        self._ways.copy_over(copy)
+        self._tiers.copy_over(copy)
 
     def evict(self, keys: Sequence[bytes]) -> int:
         """A peer's chunks are its own."""
@@ -99,7 +99,7 @@ class PeerTier(Tier):
 
     def close(self) -> None:
         """End the writing, without waiting for it."""
-        self._ways.drop_sender(self)
+        self._tiers.drop_sender(self)
 
 
 def admit(copy: Copy, wait_s: float) -> Admit:
@@ -128,8 +128,8 @@ class Flow(msgspec.Struct):
     deadline: float
 
 
-class Ways:
-    """All ways, by the peer's name. Owned by the control loop."""
+class PeerTiers:
+    """The tiers of all peers, by the peer's name. Owned by the control loop."""
 
     def __init__(
         self,
@@ -159,28 +159,28 @@ class Ways:
         self._on_gone = on_gone
         self._on_ended = on_ended
         self._clock = clock
-        self._ways: dict[str, PeerTier] = {}
+        self._tiers: dict[str, PeerTier] = {}
         self._chosen: dict[str, str] = {}  # by peer, also of earlier links: what was measured once
         self._flows: dict[str, Flow] = {}
-        self._left: list[Sender] = []  # senders that were told to end
+        self._left: list[SendThread] = []  # senders that were told to end
         self._tracer = tracer_for(config.trace, node_name(config))
         self.copies = copies
 
-    def way(self, name: str) -> PeerTier:
-        """The way to this peer, open or not."""
-        way = self._ways.get(name)
-        if way is None:
-            way = self._ways[name] = PeerTier(name, self)
-        return way
+    def tier(self, name: str) -> PeerTier:
+        """The tier to this peer, open or not."""
+        tier = self._tiers.get(name)
+        if tier is None:
+            tier = self._tiers[name] = PeerTier(name, self)
+        return tier
 
     def look(self, name: str) -> PeerTier:
-        """The way to this peer as it is now; one that nobody has tried stays unknown."""
-        return self._ways.get(name) or PeerTier(name, self)
+        """The tier to this peer as it is now; one that nobody has tried stays unknown."""
+        return self._tiers.get(name) or PeerTier(name, self)
 
     @property
     def names(self) -> set[str]:
         """Peers that were ever written to, or tried."""
-        return set(self._ways)
+        return set(self._tiers)
 
     # ---- pushes -----------------------------------------------------------------------------
 
@@ -194,14 +194,14 @@ class Ways:
         if transfer is not None and self.is_pushing(transfer, name):
             return 0
         self.connections.dial(name)
-        self._start(self.way(name))
+        self._start(self.tier(name))
         now = self._clock()
         if transfer is not None:
             self._flows.setdefault(transfer, Flow(0, 0, 0.0)).deadline = now + FLOW_S + self.config.push_s
             if len(self._flows) > MAX_FLOWS:
                 del self._flows[next(iter(self._flows))]
         return self.copies.store(
-            self.way(name),
+            self.tier(name),
             keys,
             shards,
             priority=Priority.AWAITED if want else Priority.HANDOFF,
@@ -212,7 +212,7 @@ class Ways:
         )
 
     def is_pushing(self, transfer: str, name: str) -> bool:
-        """Whether a push of this transfer to that peer is under way."""
+        """Whether a push of this transfer to that peer is under tier."""
         return self.copies.of_transfer(transfer, name) is not None
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
@@ -240,20 +240,20 @@ class Ways:
         write; the arena's regions are open."""
         if peer.state is not ConnectionState.READY:
             return
-        way = self.way(peer.name)
-        self.drop_sender(way)
-        way.start = lambda: self._choose(way, peer, welcome, schemes)
+        tier = self.tier(peer.name)
+        self.drop_sender(tier)
+        tier.start = lambda: self._choose(tier, peer, welcome, schemes)
         if at_once or self.copies.of(peer.name):
-            self._start(way)
+            self._start(tier)
 
-    def _start(self, way: PeerTier) -> None:
-        start, way.start = way.start, None
+    def _start(self, tier: PeerTier) -> None:
+        start, tier.start = tier.start, None
         if start is not None:
             start()
 
-    def _choose(self, way: PeerTier, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str]) -> None:
+    def _choose(self, tier: PeerTier, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str]) -> None:
         order = [scheme for scheme in schemes if scheme in self._regions.regions]
-        cached = self._chosen.get(way.name)
+        cached = self._chosen.get(tier.name)
         if cached in order:
             order = [cached, *(scheme for scheme in order if scheme != cached)]
         route = Route(
@@ -264,79 +264,79 @@ class Ways:
             probe_from=self._probe.offset,
             preferred=FOR_GPUS if self._arena.gpu else "",
         )
-        way.expected = FOR_GPUS if self._arena.gpu and FOR_GPUS in order and welcome.host == host_id() else ""
-        way.sender = self._sender(way, peer, route)
+        tier.expected = FOR_GPUS if self._arena.gpu and FOR_GPUS in order and welcome.host == host_id() else ""
+        tier.sender = self._sender(tier, peer, route)
 
-    def _sender(self, way: PeerTier, peer: PeerConnection, route: Route) -> Sender:
-        sender = Sender(
-            way.name,
+    def _sender(self, tier: PeerTier, peer: PeerConnection, route: Route) -> SendThread:
+        sender = SendThread(
+            tier.name,
             memory=self._arena,
             regions=self._regions.regions,
             route=route,
             digests=self.config.digests,
             mailbox=self._mailbox,
-            on_chosen=lambda scheme, rates: self._channel_chosen(way, sender, scheme, rates),
-            on_done=lambda job, error: self._written(way, sender, job, error),
-            on_broken=lambda why: self._channel_broken(way, sender, why),
+            on_chosen=lambda scheme, rates: self._channel_chosen(tier, sender, scheme, rates),
+            on_done=lambda job, error: self._written(tier, sender, job, error),
+            on_broken=lambda why: self._channel_broken(tier, sender, why),
             on_ended=lambda: self._sender_ended(peer, sender),
             tracer=self._tracer,
         )
         return sender
 
-    def _channel_chosen(self, way: PeerTier, sender: Sender, scheme: str, rates: dict[str, float]) -> None:
-        if way.sender is not sender:
+    def _channel_chosen(self, tier: PeerTier, sender: SendThread, scheme: str, rates: dict[str, float]) -> None:
+        if tier.sender is not sender:
             return
-        way.scheme, way.why = scheme, self._step_down(way, sender)
-        way.rates = rates or way.rates
-        self._chosen[way.name] = scheme
-        way.send(Chosen(scheme))
+        tier.scheme, tier.why = scheme, self._step_down(tier, sender)
+        tier.rates = rates or tier.rates
+        self._chosen[tier.name] = scheme
+        tier.send(Chosen(scheme))
         measured = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
-        log.info("writing to %s by %s%s", way.name, scheme, f" ({measured})" if measured else "")
-        self.copies.ready(way.name)
+        log.info("writing to %s by %s%s", tier.name, scheme, f" ({measured})" if measured else "")
+        self.copies.ready(tier.name)
 
-    def _step_down(self, way: PeerTier, sender: Sender) -> str:
+    def _step_down(self, tier: PeerTier, sender: SendThread) -> str:
         """What is to be said if another channel must do for the one that this peer ought to be reached by."""
-        why = sender.missing.get(way.expected)
+        why = sender.missing.get(tier.expected)
         if why is None:
             return ""
         self._counters["channels_stepped_down"] += 1
-        log.warning("no %s to %s, which is slower without: %s", way.expected, way.name, why)
-        return f"no {way.expected}: {why}"
+        log.warning("no %s to %s, which is slower without: %s", tier.expected, tier.name, why)
+        return f"no {tier.expected}: {why}"
 
-    def _written(self, way: PeerTier, sender: Sender, job: Job, error: ChannelError | None) -> None:
+    def _written(self, tier: PeerTier, sender: SendThread, job: Job, error: ChannelError | None) -> None:
         if error is None:
-            way.sent_bytes += job.nbytes
-        self.copies.done(way.name, job, error)
+            tier.sent_bytes += job.nbytes
+        self.copies.done(tier.name, job, error)
         if isinstance(error, ChannelBroken):
-            self._channel_broken(way, sender, str(error))
+            self._channel_broken(tier, sender, str(error))
 
-    def _channel_broken(self, way: PeerTier, sender: Sender, why: str) -> None:
-        if way.sender is sender:
+    def _channel_broken(self, tier: PeerTier, sender: SendThread, why: str) -> None:
+        if tier.sender is sender:
             self._counters["channels_broken"] += 1
-            self._chosen.pop(way.name, None)
-            log.warning("the channel to %s is broken: %s", way.name, why)
-            self.gone(way.name, why)
+            self._chosen.pop(tier.name, None)
+            log.warning("the channel to %s is broken: %s", tier.name, why)
+            self.gone(tier.name, why)
 
     def gone(self, name: str, why: str) -> None:
         """Nothing more can be written to this peer by its present channel."""
-        way = self._ways.get(name)
-        if way is not None:
-            way.scheme, way.why, way.start = "", why, None
-            self.drop_sender(way)
+        tier = self._tiers.get(name)
+        if tier is not None:
+            tier.scheme, tier.why, tier.start = "", why, None
+            self.drop_sender(tier)
             self.copies.lost(name)
             if name not in self.connections.names:  # nobody can ask for it by name, until it comes again
-                del self._ways[name]
+                del self._tiers[name]
                 self._chosen.pop(name, None)
         self._on_gone(name)
 
-    def drop_sender(self, way: PeerTier) -> None:
+    def drop_sender(self, tier: PeerTier) -> None:
         """End a peer's writing, without waiting for it. Idempotent."""
-        if way.sender is not None:
-            way.sender.close()
-            self._left.append(way.sender)
-            way.sender = None
+        if tier.sender is not None:
+            tier.sender.close()
+            self._left.append(tier.sender)
+            tier.sender = None
 
-    def _sender_ended(self, peer: PeerConnection, sender: Sender) -> None:
+    def _sender_ended(self, peer: PeerConnection, sender: SendThread) -> None:
         """Its thread writes nothing more: only now the peer may be told so, and a new channel be had."""
         self._left.remove(sender)
         if peer.state is ConnectionState.CLOSED:
@@ -359,8 +359,8 @@ class Ways:
 
     def close(self) -> None:
         """End all writing, and wait until it has ended. Idempotent."""
-        for way in self._ways.values():
-            self.drop_sender(way)
+        for tier in self._tiers.values():
+            self.drop_sender(tier)
         for sender in self._left:
             sender.join(JOIN_S)
         if self._tracer is not None:

@@ -12,8 +12,8 @@ from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, Write
 from pdx.memory.digest import digests
 from pdx.memory.slot import Slot
 from pdx.node.peers.mailbox import Mailbox
-from pdx.node.peers.sender import Route, Sender
-from pdx.node.peers.ways import Ways
+from pdx.node.peers.peer_tiers import PeerTiers
+from pdx.node.peers.send_thread import Route, SendThread
 from pdx.store.tier import Job, Part
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
@@ -100,7 +100,7 @@ class Stage:
         self.ended = 0
         self.jobs = []
         self.tags = {}  # by identity: what the test calls each of the jobs
-        self.sender = Sender(
+        self.sender = SendThread(
             "peer",
             memory=PlainMemory(self.view),
             regions=regions,
@@ -276,12 +276,12 @@ def test_where_the_preferred_one_does_not_connect_the_others_are_measured_and_th
 
 
 def test_a_step_down_to_another_channel_is_said_and_counted(caplog):
-    ways = SimpleNamespace(_counters=Counter())
+    tiers = SimpleNamespace(_counters=Counter())
     way = SimpleNamespace(name="b", expected="cuda_ipc")
-    assert Ways._step_down(ways, way, SimpleNamespace(missing={"tcp": "far"})) == ""
-    assert (ways._counters, caplog.records) == ({}, [])
-    assert Ways._step_down(ways, way, SimpleNamespace(missing={"cuda_ipc": "no peer access"})) == (
+    assert PeerTiers._step_down(tiers, way, SimpleNamespace(missing={"tcp": "far"})) == ""
+    assert (tiers._counters, caplog.records) == ({}, [])
+    assert PeerTiers._step_down(tiers, way, SimpleNamespace(missing={"cuda_ipc": "no peer access"})) == (
         "no cuda_ipc: no peer access"
     )
-    assert ways._counters == {"channels_stepped_down": 1}
+    assert tiers._counters == {"channels_stepped_down": 1}
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -14,8 +14,8 @@ import msgspec
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
 from pdx.memory.digest import Readable
 from pdx.memory.slot import Slot
-from pdx.node.peers.announcer import Announcer, are_digests_due, piece
 from pdx.node.peers.mailbox import Mailbox
+from pdx.node.peers.notifications import Notifications, are_digests_due, piece
 from pdx.store.tier import Job
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
@@ -49,7 +49,7 @@ class _Write(NamedTuple):
     start_ns: int
 
 
-class Sender:
+class SendThread:
     """All methods belong to the control loop's thread; results come through the mailbox, on that thread, too."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Sender:
 
     def _serve(self, scheme: str, channel: Channel, under_way: list[_Write]) -> None:
         region = self._regions[scheme]
-        with Announcer(self._memory, digested=are_digests_due(self._digests, region)) as announcer:
+        with Notifications(self._memory, digested=are_digests_due(self._digests, region)) as announcer:
             while True:
                 self._event.clear()
                 if self._closing:
@@ -156,7 +156,7 @@ class Sender:
                 self._collect(under_way)
                 self._event.wait(POLL_S if region.is_polled and under_way else 1.0)
 
-    def _write_all(self, channel: Channel, announcer: Announcer, under_way: list[_Write]) -> None:
+    def _write_all(self, channel: Channel, announcer: Notifications, under_way: list[_Write]) -> None:
         while self._jobs and not self._closing:
             job = self._jobs[0]  # stays there until it is under way: whatever fails, it is answered
             if job.number in self._aborted:

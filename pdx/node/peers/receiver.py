@@ -29,8 +29,9 @@ from pdx.errors import ArenaTooSmall, ProtocolError
 from pdx.memory.arena import round_up
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import PeerConnection, refusal
-from pdx.node.peers.lander import Room, Verdict
+from pdx.node.peers.receive_thread import Verdict, WriteGrant
 from pdx.store.chunk import Chunk
+from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.transfers import Transfers
@@ -104,7 +105,7 @@ class Landing:
         return self.session.number, self.number
 
 
-class Incoming:
+class Receiver:
     """All pushes to this node. Owned by the control loop; the clock is a parameter."""
 
     def __init__(
@@ -123,7 +124,7 @@ class Incoming:
         on_over: Callable[[Landing], None],
     ) -> None:
         """`on_changed`: slices of these chunks have landed, or never will; whoever forwards them wants to know."""
-        self.rooms: dict[int, Room] = {}  # by offset; landers read it
+        self.grants: dict[int, WriteGrant] = {}  # by offset; receive threads read it
         self._store = store
         self._transfers = transfers
         self._listeners = listeners
@@ -135,7 +136,10 @@ class Incoming:
         self._on_sealed = on_sealed
         self._on_over = on_over
         self._landings: dict[tuple[int, int], Landing] = {}
+        self._of_session: defaultdict[int, dict[int, Landing]] = defaultdict(dict)
         self._of_transfer: defaultdict[str, list[Landing]] = defaultdict(list)
+        self._closing: dict[tuple[int, int], Landing] = {}
+        self._deadlines: Deadlines[tuple[int, int]] = Deadlines()  # of those that land
         self._queue: dict[tuple[int, int], Landing] = {}  # those in state QUEUED, in the order of their offers
         self._count_of: Counter[str] = Counter()  # pushes, by peer
         self._keys_of: Counter[str] = Counter()  # offered in them
@@ -156,7 +160,16 @@ class Incoming:
 
     def of(self, session: PeerConnection) -> list[Landing]:
         """The pushes of a session."""
-        return [landing for landing in self._landings.values() if landing.session is session]
+        return list(self._of_session.get(session.number, {}).values())
+
+    def of_peer(self, name: str) -> int:
+        """How many pushes of a peer are not over, whatever session they came in."""
+        return self._count_of[name] if name in self._count_of else 0
+
+    @property
+    def sessions(self) -> list[PeerConnection]:
+        """Those of which a push is not over, the sessions that are over included."""
+        return [next(iter(landings.values())).session for landings in self._of_session.values()]
 
     @property
     def writable(self) -> set[str]:
@@ -181,7 +194,7 @@ class Incoming:
             waiting = f"{len(self._queue)} offers wait for room, {count} of yours with {keys} keys are under way"
             session.send(refusal(f"{waiting} already"), number)
             return
-        self._landings[landing.place] = landing
+        self._landings[landing.place] = self._of_session[session.number][number] = landing
         self._count_of[session.name] += 1
         self._keys_of[session.name] += len(offer.keys)
         self._session_of[session.token] = session.number
@@ -228,7 +241,7 @@ class Incoming:
         return self._store.available_bytes >= landing.lacking or landing.look_at <= now
 
     def _look(self, landing: Landing, now: float) -> bool:
-        """Room for an offer, unless its peer is at its share; False: there is too little room."""
+        """WriteGrant for an offer, unless its peer is at its share; False: there is too little room."""
         name, wanted = landing.session.name, landing.wanted_bytes
         if not self._has_share(name, wanted):
             self._at_share[name] = min(wanted, self._at_share.get(name, wanted))
@@ -255,7 +268,7 @@ class Incoming:
         return list(offer.keys), needed
 
     def _grant(self, landing: Landing, now: float, *, partial: bool) -> bool:
-        """Room for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
+        """WriteGrant for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
         offer, session = landing.offer, landing.session
         keys, needed = self._within_share(landing)
         is_cut = len(keys) < len(offer.keys)
@@ -293,12 +306,13 @@ class Incoming:
         listener = self._listeners[landing.scheme]
         for slot in slots:
             landing.chunks[slot.offset] = self._store.at(slot)
-            self.rooms[slot.offset] = Room(session.token, slot.generation, slot.nbytes, offer.layers)
+            self.grants[slot.offset] = WriteGrant(session.token, slot.generation, slot.nbytes, offer.layers)
             listener.grant(session.token, slot.offset, slot.nbytes)
             self._bytes_of[session.name] += round_up(slot.nbytes)
         self._granted_by[landing.scheme] += len(slots)
         self._step(landing, ReceiverStep.GRANT)
         landing.deadline = now + self._push_s
+        self._deadlines.add([landing.place], landing.deadline)
         if offer.transfer is not None:
             self._transfers.open(offer.transfer, slots, landing.deadline, landing.session.source)
         session.send(Admitted(granted=granted, granted_slots=slots), landing.number)
@@ -306,7 +320,7 @@ class Incoming:
     # ---- landing ----------------------------------------------------------------------------
 
     def landed(self, scheme: str, verdict: Verdict, now: float) -> None:
-        """A lander has seen slices of a push."""
+        """A receive thread has seen slices of a push."""
         landing = self._landings.get((self._session_of.get(verdict.token, 0), verdict.admit))
         if landing is None or landing.state is not ReceiverState.LANDING or landing.scheme != scheme:
             return  # given up meanwhile
@@ -361,7 +375,9 @@ class Incoming:
         if landing.state is ReceiverState.CLOSING:
             self._fence(landing, now)
         elif message.complete:
+            self._deadlines.discard(landing.place, landing.deadline)
             landing.deadline = now + LANDING_S  # all is written; the last of it is still being checked
+            self._deadlines.add([landing.place], landing.deadline)
         else:
             self._step(landing, ReceiverStep.STOP)
             self._abort(landing, now)
@@ -388,18 +404,22 @@ class Incoming:
 
     def tick(self, now: float) -> None:
         """Deadlines, and fences around what was given up."""
-        for landing in list(self._landings.values()):
-            if landing.state is ReceiverState.CLOSING:
-                self._fence(landing, now)
-            elif landing.state is ReceiverState.LANDING and landing.deadline <= now:
-                self._counters["landings_late"] += 1
-                log.warning("%r is given up: it was not over in time", landing)
-                self._stop(landing, "not over in time", now)
+        for landing in list(self._closing.values()):
+            self._fence(landing, now)
+        for place in self._deadlines.take(now):
+            landing = self._landings[place]
+            self._counters["landings_late"] += 1
+            log.warning("%r is given up: it was not over in time", landing)
+            self._stop(landing, "not over in time", now)
         self.pump(now)
 
     def _step(self, landing: Landing, step: ReceiverStep) -> None:
         """Move on; whatever happens to it, it waits for room no more, and those behind it may be next."""
+        self._deadlines.discard(landing.place, landing.deadline)
+        self._closing.pop(landing.place, None)
         landing.state = RECEIVER[landing.state, step]
+        if landing.state is ReceiverState.CLOSING:
+            self._closing[landing.place] = landing
         self._queue.pop(landing.place, None)
         self._is_news |= landing is self._blocked
 
@@ -440,7 +460,9 @@ class Incoming:
             self._transfers.arrived(landing.offer.transfer, now)
         self._release(landing, left)
         self._store.let_go(left)
-        del self._landings[landing.place]
+        del self._landings[landing.place], self._of_session[landing.session.number][landing.number]
+        if not self._of_session[landing.session.number]:
+            del self._of_session[landing.session.number]
         self._count_of[landing.session.name] -= 1
         self._keys_of[landing.session.name] -= len(landing.offer.keys)
         if not self._count_of[landing.session.name]:
@@ -458,7 +480,7 @@ class Incoming:
         for chunk in list(chunks):
             slot = chunk.slot
             landing.chunks.pop(slot.offset, None)
-            self.rooms.pop(slot.offset, None)
+            self.grants.pop(slot.offset, None)
             self._bytes_of[name] -= round_up(slot.nbytes)
             self._granted_by[landing.scheme] -= 1
         least = self._at_share.get(name)

@@ -6,9 +6,9 @@ from push_stage import FakeSession, Granted, ReceivingStage, Stop, key
 from pdx.errors import ProtocolError
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.memory.slot import Slot
-from pdx.node.peers import incoming as module
-from pdx.node.peers.incoming import Incoming
-from pdx.node.peers.lander import Verdict
+from pdx.node.peers import receiver as module
+from pdx.node.peers.receive_thread import Verdict
+from pdx.node.peers.receiver import Receiver
 from pdx.store.index import Index
 from pdx.store.lifecycle import State
 from pdx.wire.messages import MAX_SLOTS, Release, Slices
@@ -59,16 +59,16 @@ def test_slices_land_and_whole_chunks_are_sealed_one_by_one(stage, a):
     granted = a.granted(push)
     assert granted.granted == [0, 1]
     assert stage.transfers.is_under_way(TRANSFER)
-    assert {room.token for room in stage.incoming.rooms.values()} == {a.token}
+    assert {room.token for room in stage.receiver.grants.values()} == {a.token}
     stage.land(a, push, granted.slots[:1], layers=(0, 1))
     stage.land(a, push, granted.slots[:1], layers=(0, 1))
     assert stage.store.find([key(0)], 1) == []
     stage.land(a, push, granted.slots[:1], layers=(1, 1))
     assert [chunk.key for chunk in stage.sealed] == [key(0)]
-    assert list(stage.incoming.rooms) == [granted.slots[1].offset], "what is sealed takes no more writes"
+    assert list(stage.receiver.grants) == [granted.slots[1].offset], "what is sealed takes no more writes"
     assert granted.slots[0].offset not in stage.listeners["sure"].granted[a.token]
     stage.let_go(a, push)
-    assert len(stage.incoming) == 1, "the last notification may come behind the farewell"
+    assert len(stage.receiver) == 1, "the last notification may come behind the farewell"
     stage.land(a, push, granted.slots[1:], layers=(0, 2))
     assert [landing.number for landing in stage.over] == [push]
     assert not stage.transfers.is_under_way(TRANSFER)
@@ -80,7 +80,7 @@ def test_slices_land_and_whole_chunks_are_sealed_one_by_one(stage, a):
 def test_a_farewell_behind_the_last_notification_ends_it(stage, a):
     push = stage.offer(a, [0])
     stage.land(a, push)
-    assert len(stage.incoming) == 1, "until the sender says so it may still write"
+    assert len(stage.receiver) == 1, "until the sender says so it may still write"
     stage.let_go(a, push)
     stage.assert_idle()
 
@@ -101,7 +101,7 @@ def test_a_wrong_byte_gives_the_push_up(stage, a):
     first, second = a.granted(push).slots
     bad = Slices(second.offset, second.generation, 0, 1)
     good = Slices(first.offset, first.generation, 0, 1)
-    stage.incoming.landed("sure", Verdict(a.token, push, [good], [bad], 1), stage.now)
+    stage.receiver.landed("sure", Verdict(a.token, push, [good], [bad], 1), stage.now)
     assert stage.counters["digest_mismatches"] == 1
     assert isinstance(a.sent[-1], Stop)
     assert stage.transfers.is_given_up(TRANSFER)
@@ -138,9 +138,9 @@ def test_notifications_of_others_or_of_the_past_fill_nothing(stage, a, b):
     stage.land(a, push, [slot], layers=(0, 2), scheme="blind")
     stage.land(a, push + 1, [slot], layers=(0, 2))
     assert stage.store.at(slot).filled == 0
-    stage.incoming.session_over(a, stage.now, is_dead=True)
+    stage.receiver.session_over(a, stage.now, is_dead=True)
     stage.land(a, push, [slot], layers=(0, 2))
-    stage.incoming.session_over(b, stage.now, is_dead=True)
+    stage.receiver.session_over(b, stage.now, is_dead=True)
     stage.assert_idle()
     assert stage.sealed == []
 
@@ -230,23 +230,23 @@ def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room
     first = stage.offer(a, list(range(8)))
     waiting = [stage.offer(a, [10 + 3 * n, 11 + 3 * n, 12 + 3 * n], wait_s=1000.0) for n in range(100)]
     looked_at = []
-    look = Incoming._look
-    monkeypatch.setattr(Incoming, "_look", lambda self, *args: looked_at.append(args) or look(self, *args))
+    look = Receiver._look
+    monkeypatch.setattr(Receiver, "_look", lambda self, *args: looked_at.append(args) or look(self, *args))
     slots = a.granted(first).slots
     for slot in slots[:2]:
         stage.land(a, first, [slot])
-        stage.incoming.pump(stage.now)
+        stage.receiver.pump(stage.now)
     assert not looked_at
     stage.land(a, first, slots[2:3])
-    stage.incoming.pump(stage.now)
+    stage.receiver.pump(stage.now)
     assert len(a.granted(waiting[0]).slots) == 3
     stage.land(a, first, slots[3:])
-    stage.incoming.pump(stage.now)
+    stage.receiver.pump(stage.now)
     stage.let_go(a, first)
     assert a.granted(waiting[1]) is not None
     for push in waiting:
         finish(stage, a, push)
-        stage.incoming.pump(stage.now)
+        stage.receiver.pump(stage.now)
     stage.assert_idle()
 
 
@@ -308,11 +308,11 @@ def test_a_peer_that_comes_again_has_one_share(stage_with, a):
     """What its earlier session may still write to counts, too."""
     stage = stage_with(peer_share=0.5)
     first = stage.offer(a, list(range(8)), scheme="blind")
-    stage.incoming.session_over(a, stage.now, is_dead=False)
+    stage.receiver.session_over(a, stage.now, is_dead=False)
     again = FakeSession(9, a.name)
     second = stage.offer(again, [10])
     assert again.answers(second) == []
-    stage.incoming.session_over(a, stage.now, is_dead=True)
+    stage.receiver.session_over(a, stage.now, is_dead=True)
     stage.tick()
     assert len(again.granted(second).slots) == 1
     finish(stage, again, second)
@@ -361,17 +361,17 @@ def test_nobody_looks_up_the_keys_of_an_offer_before_there_may_be_room(stage_wit
     for turn in range(399):
         stage.land(a, first, slots[turn : turn + 1])
         looked_up.clear()
-        stage.incoming.pump(stage.now)
+        stage.receiver.pump(stage.now)
         assert not looked_up, f"{turn + 1} chunks are free, and 400 are needed"
     for number in range(2000, 2010):
         stage.offer(b, [number], wait_s=60.0)
     assert not looked_up, "whoever comes later waits behind it"
     stage.land(a, first, slots[399:400])
-    stage.incoming.pump(stage.now)
+    stage.receiver.pump(stage.now)
     assert len(b.granted(second).slots) == 400
     finish(stage, b, second)
-    stage.incoming.session_over(a, stage.now, is_dead=True)
-    stage.incoming.session_over(b, stage.now, is_dead=True)
+    stage.receiver.session_over(a, stage.now, is_dead=True)
+    stage.receiver.session_over(b, stage.now, is_dead=True)
     stage.assert_idle()
 
 
@@ -383,7 +383,7 @@ def test_room_that_is_too_scattered_is_looked_at_again_now_and_then(stage, a, b,
     assert b.answers(push) == [], "eight granules, no two of them neighbours"
     looked_up.clear()
     for _ in range(100):
-        stage.incoming.pump(stage.now)
+        stage.receiver.pump(stage.now)
     assert not looked_up
     stage.store.release(lease, 1)
     stage.tick(module.LOOK_S)
@@ -399,7 +399,7 @@ def test_whoever_is_first_and_leaves_makes_way(stage, a, b):
     third = stage.offer(b, [2], granules=4, wait_s=60.0)
     assert b.answers(third) == []
     stage.let_go(c, second, complete=False)
-    stage.incoming.pump(stage.now)
+    stage.receiver.pump(stage.now)
     assert len(b.granted(third).slots) == 1
     finish(stage, a, first)
     finish(stage, b, third)
@@ -407,14 +407,14 @@ def test_whoever_is_first_and_leaves_makes_way(stage, a, b):
 
 
 def test_schemes_by_which_something_may_land(stage, a, b):
-    assert stage.incoming.writable == set()
+    assert stage.receiver.writable == set()
     first = stage.offer(a, [0])
     second = stage.offer(b, [1], scheme="blind")
-    assert stage.incoming.writable == {"sure", "blind"}
+    assert stage.receiver.writable == {"sure", "blind"}
     finish(stage, b, second, scheme="blind")
-    assert stage.incoming.writable == {"sure"}
+    assert stage.receiver.writable == {"sure"}
     finish(stage, a, first)
-    assert stage.incoming.writable == set()
+    assert stage.receiver.writable == set()
 
 
 def test_a_peer_has_no_more_pushes_under_way_than_may_be(stage, a, b, monkeypatch):
@@ -448,7 +448,7 @@ def test_a_peer_has_no_more_keys_under_way_than_may_be(stage, a, b, monkeypatch)
     for push in pushes:
         finish(stage, a, push)
     stage.assert_idle()
-    assert not stage.incoming._keys_of
+    assert not stage.receiver._keys_of
 
 
 # ---- offers that make no sense -------------------------------------------------------------------
@@ -512,7 +512,7 @@ def test_given_up_while_something_is_landing_waits_for_it(stage, a):
     push = stage.offer(a, [0, 1], transfer=TRANSFER)
     slots = a.granted(push).slots
     stage.listeners["sure"].landing.add((a.token, slots[0].offset))
-    stage.incoming.cancel(TRANSFER, stage.now)
+    stage.receiver.cancel(TRANSFER, stage.now)
     stage.let_go(a, push, complete=False)
     for _ in range(3):
         stage.tick(1.0)
@@ -539,13 +539,13 @@ def test_where_writes_are_not_checked_the_writer_must_let_go(stage, a):
 def test_a_silent_peer_may_still_write_where_nobody_checks(stage, a, scheme):
     push = stage.offer(a, [0], scheme=scheme, transfer=TRANSFER)
     waiting = stage.offer(a, [1], granules=16, scheme=scheme)
-    stage.incoming.session_over(a, stage.now, is_dead=False)
+    stage.receiver.session_over(a, stage.now, is_dead=False)
     assert stage.transfers.is_given_up(TRANSFER)
     assert [landing.number for landing in stage.over][-1:] == [waiting] or scheme == "sure"
-    assert len(stage.incoming) == (0 if scheme == "sure" else 1)
+    assert len(stage.receiver) == (0 if scheme == "sure" else 1)
     stage.tick(1000.0)
-    assert len(stage.incoming) == (0 if scheme == "sure" else 1)
-    stage.incoming.session_over(a, stage.now, is_dead=True)
+    assert len(stage.receiver) == (0 if scheme == "sure" else 1)
+    stage.receiver.session_over(a, stage.now, is_dead=True)
     assert {landing.number for landing in stage.over} == {push, waiting}
     stage.assert_idle()
 
@@ -563,11 +563,11 @@ def test_every_event_in_every_state(stage, a, b, state, event, scheme):
     push = stage.offer(a, [] if state == "nothing" else [0, 1], scheme=scheme, transfer=TRANSFER, wait_s=10.0)
     reach(stage, a, push, state, scheme)
     happen(stage, a, push, event, scheme)
-    busy = bool(stage.incoming.of(a))
+    busy = bool(stage.receiver.of(a))
     stage.let_go(a, push, complete=False)
     if busy and scheme == "blind":
-        stage.incoming.session_over(a, stage.now, is_dead=True)
-    stage.incoming.session_over(b, stage.now, is_dead=True)
+        stage.receiver.session_over(a, stage.now, is_dead=True)
+    stage.receiver.session_over(b, stage.now, is_dead=True)
     stage.tick(100.0)
     assert [landing.number for landing in stage.over].count(push) >= 1
     assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
@@ -587,9 +587,9 @@ def reach(stage, session, push, state, scheme):
         case "let go":
             stage.let_go(session, push)
         case "stopped":
-            stage.incoming.cancel(TRANSFER, stage.now)
+            stage.receiver.cancel(TRANSFER, stage.now)
         case "lost":
-            stage.incoming.session_over(session, stage.now, is_dead=False)
+            stage.receiver.session_over(session, stage.now, is_dead=False)
 
 
 def happen(stage, session, push, event, scheme):
@@ -598,18 +598,18 @@ def happen(stage, session, push, event, scheme):
         case "let go" | "let go incomplete":
             stage.let_go(session, push, complete=event == "let go")
         case "cancel":
-            stage.incoming.cancel(TRANSFER, stage.now)
+            stage.receiver.cancel(TRANSFER, stage.now)
         case "late":
             stage.tick(70.0)
         case "session dead" | "session silent":
-            stage.incoming.session_over(session, stage.now, is_dead=event == "session dead")
+            stage.receiver.session_over(session, stage.now, is_dead=event == "session dead")
         case "bad":
             bad = [Slices(slot.offset, slot.generation, 0, 1) for slot in (granted.slots if granted else [])]
-            stage.incoming.landed(scheme, Verdict(session.token, push, [], bad, 0), stage.now)
+            stage.receiver.landed(scheme, Verdict(session.token, push, [], bad, 0), stage.now)
         case "landed" if granted:
             stage.land(session, push, scheme=scheme)
 
 
 def test_a_farewell_nobody_waits_for_is_nothing(stage, a):
-    stage.incoming.let_go(a, Release(17, True), stage.now)
+    stage.receiver.let_go(a, Release(17, True), stage.now)
     stage.assert_idle()
