@@ -217,7 +217,7 @@ def test_names_without_end_open_no_sockets(place):
 def test_one_peer_cannot_speak_in_the_session_of_another(place):
     """CVE-2026-112266, CVE-2026-96762/96763: who guesses a number of somebody else's push reaches only its own.
 
-    What the node makes of it: tests/node/peers/test_incoming.py.
+    What the node makes of it: tests/node/peers/test_receiver.py.
     """
     stage = Stage(place)
     try:

@@ -164,7 +164,7 @@ class Receiver:
 
     def of_peer(self, name: str) -> int:
         """How many pushes of a peer are not over, whatever session they came in."""
-        return self._count_of[name] if name in self._count_of else 0
+        return self._count_of.get(name, 0)
 
     @property
     def sessions(self) -> list[PeerConnection]:
