@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdx.cli.findings import FindingName
+from pdx.cli.machine import FindingName
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()

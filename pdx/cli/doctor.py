@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +15,13 @@ from pathlib import Path
 import click
 import msgspec
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from pdx.cli.findings import FindingName
 from pdx.cli.loopback import Rate, Trial, memcpy
-from pdx.cli.machine import SHM, Fact, facts
+from pdx.cli.machine import SHM, Fact, FindingName, facts
 from pdx.cli.node import check_channels
+from pdx.cli.options import option
+from pdx.cli.tables import table
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 
 REGION_BYTES = 64 << 20
@@ -60,11 +59,9 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@click.option(
-    "--channel", "channels", multiple=True, metavar="NAME", help="Only this one, which must work; repeatable."
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--timeout", default=30.0, show_default=True, metavar="SECONDS", help="Give up on a channel after this.")
+@option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one, which must work; repeatable.")
+@option("--json", "as_json", is_flag=True, help="One JSON object.")
+@option("--timeout", default=30.0, metavar="SECONDS", help="Give up on a channel after this.")
 def doctor(channels: tuple[str, ...], as_json: bool, timeout: float) -> None:
     """Try every channel between nodes on this machine, with a real transfer between two processes.
 
@@ -106,9 +103,9 @@ def try_channel(scheme: str, nbytes: int, timeout_s: float) -> Trial:
 
 def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
     """What becomes of a channel in processes of their own, which do not outlive this call, and the name of that."""
-    folder = Path(tempfile.mkdtemp(prefix="pdx-doctor-", dir=SHM))
-    try:
-        command = [_LOOPBACK, "measure", scheme, str(folder), str(nbytes)]
+    with tempfile.TemporaryDirectory(prefix="pdx-doctor-", dir=SHM) as name:
+        folder = Path(name)
+        command = [_LOOPBACK, "measure", scheme, name, str(nbytes)]
         with (folder / "errors").open("w+b") as errors:
             out, status = _run(command, timeout_s, errors.fileno())
             errors.seek(0)
@@ -121,8 +118,6 @@ def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
             return Finding(scheme, Trial("broken", why), FindingName.CHANNEL_CRASHED)
         trial = msgspec.json.decode(out, type=Trial)
         return Finding(scheme, trial, _finding(scheme, trial))
-    finally:
-        shutil.rmtree(folder)
 
 
 def _finding(scheme: str, trial: Trial) -> FindingName | None:
@@ -136,26 +131,21 @@ def _finding(scheme: str, trial: Trial) -> FindingName | None:
 
 def view(report: Report) -> RenderableType:
     """Two tables: the channels, and the machine."""
-    channels = Table(title="channels", title_justify="left")
-    for column in ("channel", "state"):
-        channels.add_column(column, no_wrap=True)
-    for column in ("best\nGB/s", "median\nGB/s"):
-        channels.add_column(column, justify="right", no_wrap=True)
-    channels.add_column("what is wrong, and what would help", overflow="fold")
-    for each in report.channels:
-        channels.add_row(
-            Text(each.scheme),
-            _STATES[each.trial.state],
-            *_rate(each.trial.rate),
-            Text(_lines(each.trial.why, each.trial.fix, _see(each.finding))),
-        )
-    channels.add_section()
-    channels.add_row("memcpy", "", *_rate(report.memcpy), "one thread, no channel: to compare with")
-    machine = Table(title="machine", title_justify="left", show_header=False)
+    tried = [
+        (each.scheme, _STATES[each.trial.state], *_rate(each.trial.rate))
+        + (_lines(each.trial.why, each.trial.fix, _see(each.finding)),)
+        for each in report.channels
+    ]
+    tried.append(("memcpy", Text(), *_rate(report.memcpy), "one thread, no channel: to compare with"))
+    columns = ("channel", "state", ">best\nGB/s", ">median\nGB/s", "what is wrong, and what would help")
+    channels = table("channels", columns, tried)
+    channels.columns[0].no_wrap = channels.columns[1].no_wrap = True
+    facts_of = []
     for fact in report.machine:
-        style = "" if fact.is_ok else "yellow"
         rest = _lines(fact.fix, _see(fact.finding))
-        machine.add_row(fact.name, Text(fact.found, style=style) + Text(f"\n{rest}" if rest else ""))
+        found = Text(fact.found, style="" if fact.is_ok else "yellow")
+        facts_of.append((fact.name, found + Text(f"\n{rest}" if rest else "")))
+    machine = table("machine", ("name", "found"), facts_of, header=False)
     is_named = any([*(each.finding for each in report.channels), *(fact.finding for fact in report.machine)])
     return Group(channels, machine, f"The names are explained in {_EXPLAINED_IN}." if is_named else "")
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdx.cli.findings import FindingName
-from pdx.cli.machine import Fact
+from pdx.cli.machine import Fact, FindingName
 from pdx.cli.tables import size
 from pdx.errors import GpuError
 from pdx.transports.channel import Memory

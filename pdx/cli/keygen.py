@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from pdx.cli.options import FOLDER, option
 from pdx.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -14,15 +15,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @click.command()
 @click.argument("name")
-@click.option(
+@option(
     "--folder",
     default="keys",
-    show_default=True,
     metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FOLDER,
     help="Where to put NAME.key_secret and NAME.key; made with mode 0700.",
 )
-@click.option("--force", is_flag=True, help="Replace keys of that name.")
+@option("--force", is_flag=True, help="Replace keys of that name.")
 def keygen(name: str, folder: Path, force: bool) -> None:
     """Make a key pair for the node NAME, or for the proxy if NAME is "proxy".
 

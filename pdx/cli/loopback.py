@@ -10,6 +10,7 @@ Programs of their own because libraries of channels may hang or crash; whoever s
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import os
 import re
@@ -22,14 +23,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 import msgspec
 
-from pdx.cli.loopback_memory import Block, block
 from pdx.errors import ChannelBroken, PdxError
-from pdx.transports.channel import TOKEN_BYTES, Channel, Memory, Piece, Region, RemoteRegion
-from pdx.transports.registry import find
+from pdx.transports.channel import TOKEN_BYTES, Channel, GpuMemory, Memory, Piece, Region, RemoteRegion
+from pdx.transports.registry import FOR_GPUS, find
+
+if TYPE_CHECKING:
+    from pdx.cuda.memory import DeviceMemory
 
 PIECE_BYTES = 1 << 20
 PIECES = 4  # in one write
@@ -53,6 +56,56 @@ class Trial(msgspec.Struct, frozen=True):
     fix: str = ""
     provider: str = ""  # its class; empty where that cannot be loaded
     rate: Rate | None = None
+
+
+class Block:
+    """Memory of one side, which gives it back when its region is closed."""
+
+    def __init__(self, scheme: str, path: Path, nbytes: int) -> None:
+        """What this channel is for: a new file, mapped, whose folder somebody removes; or memory of the first GPU.
+
+        :raises GpuError: it is a GPU's, and cannot be had.
+        """
+        self._device: DeviceMemory | None = None
+        if scheme == FOR_GPUS:
+            from pdx.cuda.gpu import Gpu
+            from pdx.cuda.memory import DeviceMemory
+
+            self._gpu = Gpu.find("0")
+            self._device = DeviceMemory.create(self._gpu, nbytes)
+            self.memory: Memory = GpuMemory(self._device, nbytes)
+            return
+        with path.open("x+b") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            self.memory = Memory(memoryview(mmap.mmap(file.fileno(), nbytes)), path)
+
+    def write(self, data: bytes) -> None:
+        """Fill all of it; a GPU's is staged through the host."""
+        if self._device is None:
+            self.memory.view[:] = data
+        else:
+            staged = (ctypes.c_char * len(data)).from_buffer_copy(data)
+            self._copy(self.memory.address, ctypes.addressof(staged))
+
+    def digest(self) -> str:
+        """Of all of it."""
+        if self._device is None:
+            return hashlib.blake2b(self.memory.view).hexdigest()
+        staged = (ctypes.c_char * self.memory.nbytes)()
+        self._copy(ctypes.addressof(staged), self.memory.address)
+        return hashlib.blake2b(staged).hexdigest()
+
+    def close(self) -> None:
+        """Give it back; a mapping goes with its last view."""
+        if self._device is not None:
+            self._device.close()
+
+    def _copy(self, target: int, source: int) -> None:
+        from pdx.cuda.copies import CopyStream
+
+        with CopyStream(self._gpu) as stream:
+            stream.copy(target, source, self.memory.nbytes)
+            stream.wait()
 
 
 def rate(nbytes: int, one_round: Callable[[], None]) -> Rate:
@@ -96,7 +149,7 @@ def measure(scheme: str, folder: Path, nbytes: int) -> Trial:
 def receive(scheme: str, folder: Path, nbytes: int, out: IO[bytes]) -> None:
     """Invite one peer to write to all of a block of memory; say how many notifications came, or what the memory's
     digest is, whenever a line comes in that asks for it."""
-    target = block(scheme, folder / "receiver", nbytes)
+    target = Block(scheme, folder / "receiver", nbytes)
     region = find(scheme).register(target.memory)
     listener = region.listen()
     token = secrets.token_bytes(TOKEN_BYTES)
@@ -125,7 +178,7 @@ def ucx_transports() -> list[str]:
 
 
 def _transfer(scheme: str, kind: type[Region], folder: Path, nbytes: int) -> Rate:
-    source = block(scheme, folder / "sender", nbytes)
+    source = Block(scheme, folder / "sender", nbytes)
     source.write(os.urandom(nbytes))
     bell = threading.Event()
     region = kind.register(source.memory, wake=bell.set)

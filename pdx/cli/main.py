@@ -19,14 +19,14 @@ COMMANDS = {
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",
     "bench": "pdx.cli.main:bench",
-    "plan": "pdx.cli.plan:plan",
+    "plan": "pdx.bench.plan.command:plan",
 }
 BENCHES = {
-    "breakdown": "pdx.cli.bench_breakdown:breakdown",
-    "transfer": "pdx.cli.bench:transfer",
-    "store": "pdx.cli.bench:store",
-    "proxy": "pdx.cli.bench:proxy",
-    "serve": "pdx.cli.bench_serve:serve",
+    "breakdown": "pdx.bench.breakdown.command:breakdown",
+    "transfer": "pdx.bench.harness.commands:transfer",
+    "store": "pdx.bench.harness.commands:store",
+    "proxy": "pdx.bench.harness.commands:proxy",
+    "serve": "pdx.bench.serve.command:serve",
 }
 
 

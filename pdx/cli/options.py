@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,12 @@ else:
     _ParamType = click.ParamType  # generic in newer versions of click only
 
 
-option = partial(click.option, show_default=True)
 FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+def option(*names: str, **settings: Any) -> Callable[..., Any]:
+    """`click.option`, whose help shows the default where there is something to show."""
+    return click.option(*names, **{"show_default": settings.get("default") not in (None, ""), **settings})
 
 
 class Listed(_ParamType):
@@ -62,10 +65,8 @@ def _each(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) ->
 
 
 _OF_NODES = (
-    click.option(
-        "--arena", default="", metavar="SIZE", help="Host memory for chunks. [default: 4GiB; none with --gpu]"
-    ),
-    click.option(
+    option("--arena", default="", metavar="SIZE", help="Host memory for chunks. [default: 4GiB; none with --gpu]"),
+    option(
         "--gpu",
         "gpus",
         multiple=True,
@@ -74,11 +75,10 @@ _OF_NODES = (
         help="Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. Repeatable, or a list: 0,1.",
     ),
     option("--gpu-arena", default="4GiB", metavar="SIZE", help="Of each GPU."),
-    click.option("--disk", default="", metavar="FOLDER", help="Keep chunks there, too, also when the node ends."),
-    click.option(
+    option("--disk", default="", metavar="FOLDER", help="Keep chunks there, too, also when the node ends."),
+    option(
         "--disk-limit",
         default="100GiB",
-        show_default=True,
         metavar="SIZE",
         help="The most that they take of that disk.",
     ),
@@ -88,7 +88,7 @@ _OF_NODES = (
         metavar="auto|none|N",
         help="NUMA node for host memory and threads; auto: that of the GPU, or of all GPUs if they have the same.",
     ),
-    click.option(
+    option(
         "--metrics",
         default="",
         metavar="HOST:PORT",

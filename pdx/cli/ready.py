@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import urllib.request
 from collections.abc import Callable
@@ -18,11 +19,7 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def answers_health(url: str) -> Callable[[], bool]:
     """Does an HTTP server at `url` say that it is healthy?"""
-
-    def ask() -> bool:
-        return _health(url) is not None
-
-    return ask
+    return lambda: _health(url) is not None
 
 
 def knows_nodes(url: str, count: int) -> Callable[[], bool]:
@@ -54,11 +51,9 @@ def answers_at(address: str) -> Callable[[], bool]:
     """Does a node at `address` let this process attach?"""
 
     def ask() -> bool:
-        try:
-            connect(address, timeout_s=ANSWER_S).close()
-        except NodeUnavailable:
-            return False
-        return True
+        with contextlib.suppress(NodeUnavailable), connect(address, timeout_s=ANSWER_S):
+            return True
+        return False
 
     return ask
 

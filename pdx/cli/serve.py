@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pdx.cli.options import node_options, refuse_node_options
+from pdx.cli.options import node_options, option, refuse_node_options
 from pdx.config import ConnectorConfig, default_node, default_proxy, parse
 from pdx.errors import ConfigError
 from pdx.security.address import base_url, bracketed
@@ -24,16 +24,15 @@ TLS = ("--ssl-certfile", "--ssl-keyfile")
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("role", type=click.Choice(["prefill", "decode", "both"]))
 @click.argument("model")
-@click.option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
+@option("--node", help="The node to attach to. [default: $PDX_NODE, else this user's on this host]")
 @node_options
-@click.option("--proxy", help="The proxy, for a node that this engine starts. [default: $PDX_PROXY, else this user's]")
-@click.option(
+@option("--proxy", help="The proxy, for a node that this engine starts. [default: $PDX_PROXY, else this user's]")
+@option(
     "--start-node/--no-start-node",
     default=True,
-    show_default=True,
     help="Start a node, for this host alone, where none answers; not where nodes have keys, names or channels.",
 )
-@click.option("--url", default="", help="Where the proxy reaches this engine. [default: by --host, --port and TLS]")
+@option("--url", default="", help="Where the proxy reaches this engine. [default: by --host, --port and TLS]")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(
     role: str,

@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from pdx.cli import placement
 from pdx.cli.node import check_channels
-from pdx.cli.options import as_flags, node_options, refuse_node_options
+from pdx.cli.options import FOLDER, as_flags, node_options, option, refuse_node_options
 from pdx.cli.ports import free_ports, held_port
 from pdx.cli.processes import Processes, State
-from pdx.cli.progress import Progress
 from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
 from pdx.cli.serve import TLS, engine_command, flag
 from pdx.client.api import connect
@@ -37,56 +39,28 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.25
 DRAIN_S = 5.0  # requests under way when all of it is to end; the guard gives each process GRACE_S
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
-
-
-class Engine(msgspec.Struct, frozen=True):
-    """One vLLM server of the plan."""
-
-    name: str
-    role: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """Where it serves HTTP; engines are for the proxy only, so never beyond this host."""
-        return f"http://127.0.0.1:{self.port}"
+_COLOURS = {State.STARTING: "yellow", State.READY: "green", State.STOPPED: "dim", State.DIED: "bold red"}
+_WHOLE = click.IntRange(1, 64)
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One node of the plan, for the engines of these roles."""
+    """One node, for the engines of these roles."""
 
     name: str
     address: str
     roles: Sequence[str] = ("prefill", "decode")
-    is_own: bool = True  # start it, else attach to the one that is there
     options: Sequence[str] = ()
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start."""
+class Start(msgspec.Struct, frozen=True):
+    """One process to be started, and how to tell that it is ready."""
 
-    model: str
-    engines: list[Engine]
-    host: str
-    port: int
-    has_gpus: bool  # nodes have arenas on some
-    nodes: list[Node]
-    control: str  # where nodes and the proxy meet
-    proxy_options: Sequence[str]
-    flags: Sequence[str]
-    share_port: Callable[[], None]  # to be called before the proxy starts
-
-    @property
-    def url(self) -> str:
-        """Where this host's clients find the proxy."""
-        host = spelled(self.host)
-        if is_wildcard(host):
-            host = "::1" if ":" in host else "127.0.0.1"
-        return f"http://{bracketed(host)}:{self.port}"
-
-    def node_of(self, engine: Engine) -> str:
-        """The address of the node that `engine` attaches to."""
-        return next(node.address for node in self.nodes if engine.role in node.roles)
+    name: str
+    command: Sequence[str]
+    is_ready: Callable[[], bool]
+    env: Mapping[str, str] = {}
+    url: str = ""  # an engine's
+    node: str = ""  # the address of the one that an engine attaches to
 
 
 class _Command(click.Command):
@@ -108,34 +82,21 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 @click.command(cls=_Command)
 @click.argument("model")
-@click.option("--prefill", default=1, show_default=True, type=click.IntRange(1, 64), help="Prefill engines.")
-@click.option("--decode", default=1, show_default=True, type=click.IntRange(1, 64), help="Decode engines.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address the proxy serves on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65_535), help="The proxy's port.")
+@option("--prefill", default=1, type=_WHOLE, help="Prefill engines.")
+@option("--decode", default=1, type=_WHOLE, help="Decode engines.")
+@option("--host", default="127.0.0.1", help="Address the proxy serves on.")
+@option("--port", default=8000, type=click.IntRange(1, 65_535), help="The proxy's port.")
 @node_options
-@click.option("--node", help="Use the node at this address. [default: start one for this command alone]")
-@click.option(
+@option("--node", help="Use the node at this address. [default: start one for this command alone]")
+@option(
     "--channel",
     metavar="SCHEME",
     help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
 )
-@click.option("--admin", default="", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]")
-@click.option("--debug-headers", is_flag=True, help="See `pdx proxy`.")
-@click.option(
-    "--logs",
-    type=click.Path(path_type=Path),
-    default="pdx-logs",
-    show_default=True,
-    help="Folder for logs; another pdx up needs another.",
-)
-@click.option(
-    "--wait",
-    default=900.0,
-    show_default=True,
-    metavar="SECONDS",
-    callback=_seconds,
-    help="Give up starting after this long.",
-)
+@option("--admin", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]")
+@option("--debug-headers", is_flag=True, help="See `pdx proxy`.")
+@option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; another pdx up needs another.")
+@option("--wait", default=900.0, metavar="SECONDS", callback=_seconds, help="Give up starting after this long.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def up(
     model: str,
@@ -145,7 +106,7 @@ def up(
     port: int,
     node: str | None,
     channel: str | None,
-    admin: str,
+    admin: str | None,
     debug_headers: bool,
     logs: Path,
     wait: float,
@@ -175,63 +136,138 @@ def up(
     # Named after the port, not the process: should a node be killed hard, the next one on that port has its address and
     # frees the shared memory that was left.
     folder = runtime_folder() / f"up-{port}"
-    nodes = [Node("node", node, is_own=False)] if node else nodes_of(folder, channel, of_node)
+    own = [] if node else nodes_of(folder, channel, of_node)
+    proxy_options = [*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])]
     with _signals() as signals, _owned(folder, port), held_port(host, port) as share_port:
         private_folder(folder)
-        plan = Plan(
-            model=model,
-            engines=_engines(prefill, decode),
-            host=host,
-            port=port,
-            has_gpus=bool(of_node["gpus"]),
-            nodes=nodes,
-            control=default_proxy() if node else f"ipc://{folder}/proxy.sock",
-            proxy_options=[*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])],
-            flags=flags,
-            share_port=share_port,
-        )
-        sys.exit(_run(plan, logs, wait, signals))
+        control = default_proxy() if node else f"ipc://{folder}/proxy.sock"
+        with Processes(logs) as processes, _sole(logs):
+            roles = ["prefill"] * prefill + ["decode"] * decode
+            homes = [Node("node", node)] if node else own
+            engines = _engines(model, roles, flags, homes, control, sees_others=bool(of_node["gpus"]))
+            started = _Up(processes, signals, share_port, wait, logs)
+            if warning := exposure(host, port, flags):
+                started.say(warning)
+            url = f"http://{bracketed(_reached_at(host))}:{port}"
+            proxy = ["--host", host, "--port", str(port), "--control", control, *proxy_options]
+            stages = [_nodes(own, control), engines, [_proxy(proxy, engines, url, len(own))]]
+            sys.exit(started.run(stages, f"{url} serves {model}"))
 
 
-def _run(plan: Plan, logs: Path, wait_s: float, signals: Sequence[int]) -> int:
-    """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1)."""
-    with Processes(logs) as processes, _sole(logs), Progress(processes) as progress:
-        deadline = time.monotonic() + wait_s
-        waiting = [_start_nodes, _start_engines, _start_proxy]
-        is_up = False
+class _Up:
+    """The processes of this command, from their start to their end, and what it shows of them: a live table on a
+    terminal, a line per change elsewhere."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        signals: Sequence[int],
+        share_port: Callable[[], None],
+        wait_s: float,
+        logs: Path,
+    ) -> None:
+        """`signals` has those that came; `share_port` is to be called before the proxy starts."""
+        self._processes = processes
+        self._signals = signals
+        self._share_port = share_port
+        self._wait_s = wait_s
+        self._logs = logs
+        self._started_at = time.monotonic()
+        self._shown: dict[str, State] = {}
+        self._console = Console(highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False) if sys.stdout.isatty() else None
+
+    def run(self, stages: list[list[Start]], serves: str) -> int:
+        """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1)."""
+        if self._live is None:
+            return self._run(stages, serves)
+        with self._live:
+            return self._run(stages, serves)
+
+    def _run(self, stages: list[list[Start]], serves: str) -> int:
+        engines = [each for each in stages[1] if each.url]
         missing: list[str] = []
-        if warning := exposure(plan.host, plan.port, plan.flags):
-            progress.say(warning)
-        while not signals:
-            if _died(processes, progress):
+        is_up = False
+        while not self._signals:
+            if self._died():
                 return 1
-            progress.update()
-            if not is_up and all(process.state is State.READY for process in processes):
-                if waiting:
-                    processes.stage()
-                    waiting.pop(0)(plan, processes)
+            self._update()
+            if not is_up and all(process.state is State.READY for process in self._processes):
+                if stages:
+                    self._start(stages.pop(0), is_last=not stages)
                 else:
-                    known, missing = missing, _unattached(plan)
+                    known, missing = missing, _unattached(engines)
                     is_up = not missing
                     if is_up:
-                        progress.say(f"ready: {plan.url} serves {plan.model}; Ctrl-C ends it")
+                        self.say(f"ready: {serves}; Ctrl-C ends it")
                     elif missing != known:
-                        progress.say(f"waiting for {' and '.join(missing)} to attach to a node")
-            if not is_up and time.monotonic() > deadline:
+                        self.say(f"waiting for {' and '.join(missing)} to attach to a node")
+            if not is_up and time.monotonic() > self._started_at + self._wait_s:
                 why = f"{' and '.join(missing)} not attached to a node; " if missing else ""
-                progress.say(f"not ready within {wait_s:.0f} s: {why}see the logs in {logs}, or raise --wait")
+                self.say(f"not ready within {self._wait_s:.0f} s: {why}see the logs in {self._logs}, or raise --wait")
                 return 1
             time.sleep(LOOK_S)
-        progress.say("stopping")
-        processes.stop()
-        progress.say("stopped")
+        self.say("stopping")
+        self._processes.stop()
+        self.say("stopped")
         return 0
 
+    def _start(self, stage: list[Start], *, is_last: bool) -> None:
+        if is_last:
+            self._share_port()
+        self._processes.stage()
+        for each in stage:
+            self._processes.start(each.name, each.command, is_ready=each.is_ready, env=each.env)
 
-def _unattached(plan: Plan) -> list[str]:
+    def _died(self) -> bool:
+        """Report processes that ended on their own."""
+        dead = self._processes.look()
+        for process in dead:
+            self._update()
+            self.say(f"{process.name} ended with status {process.exit_status}; the end of {process.log}:")
+            for line in process.tail(20):
+                self.say(f"  {line}")
+        return bool(dead)
+
+    def say(self, line: str) -> None:
+        """One line with the time since the start; it stays on the screen."""
+        text = f"[{time.monotonic() - self._started_at:6.1f} s] {line}"
+        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.file.flush()
+
+    def _update(self) -> None:
+        """Show what has changed."""
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
+        for process in self._processes:
+            if self._shown.get(process.name) is not process.state:
+                self._shown[process.name] = process.state
+                self.say(f"{process.name} (pid {process.pid}) {process.state}; log: {process.log}")
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, expand=True)
+        for name in ("process", "pid", "state", "seconds"):
+            table.add_column(name, justify="right" if name in ("pid", "seconds") else "left", no_wrap=True)
+        table.add_column("last line of its log", no_wrap=True, overflow="ellipsis", ratio=1)
+        for process in self._processes:
+            age = f"{process.ready_after_s or time.monotonic() - process.started_at:.0f}"
+            last = Text("".join(process.tail(1)), style="dim")
+            state = Text(process.state, style=_COLOURS[process.state])
+            table.add_row(process.name, str(process.pid), state, age, last)
+        return table
+
+
+def _unattached(engines: Sequence[Start]) -> list[str]:
     """Engines that their nodes do not know (yet): they serve, but without PDX."""
-    known = {node.address: attached_urls(node.address) for node in plan.nodes}
-    return [engine.name for engine in plan.engines if engine.url not in known[plan.node_of(engine)]]
+    known = {node: attached_urls(node) for node in {engine.node for engine in engines}}
+    return [engine.name for engine in engines if engine.url not in known[engine.node]]
+
+
+def _reached_at(host: str) -> str:
+    """Where this host's clients find what listens there."""
+    host = spelled(host)
+    return ("::1" if ":" in host else "127.0.0.1") if is_wildcard(host) else host
 
 
 def exposure(host: str, port: int, flags: Sequence[str]) -> str:
@@ -245,49 +281,44 @@ def exposure(host: str, port: int, flags: Sequence[str]) -> str:
     )
 
 
-def _died(processes: Processes, progress: Progress) -> bool:
-    """Report processes that ended on their own."""
-    dead = processes.look()
-    for process in dead:
-        progress.update()
-        progress.say(f"{process.name} ended with status {process.exit_status}; the end of {process.log}:")
-        for line in process.tail(20):
-            progress.say(f"  {line}")
-    return bool(dead)
-
-
-def _start_nodes(plan: Plan, processes: Processes) -> None:
-    for node in plan.nodes:
-        if node.is_own:
-            options = ["--address", node.address, "--proxy", plan.control, *node.options]
-            processes.start(node.name, [*PDX, "node", *options], is_ready=answers_at(node.address))
-
-
-def _start_engines(plan: Plan, processes: Processes) -> None:
-    cores, gpus = placement.cores(), placement.gpus()
-    homes = placement.place(len(plan.engines), cores, gpus, os.environ, sees_others=plan.has_gpus)
-    for engine, home in zip(plan.engines, homes, strict=True):
-        command = engine_command(
-            plan.model,
-            [*plan.flags, "--host", "127.0.0.1", "--port", str(engine.port)],
-            role=engine.role,
-            node=plan.node_of(engine),
-            proxy=plan.control,
-            start_node=False,  # the node is a process of this command, which ends when the node does
-            url=engine.url,
+def _nodes(nodes: Sequence[Node], control: str) -> list[Start]:
+    return [
+        Start(
+            node.name,
+            [*PDX, "node", "--address", node.address, "--proxy", control, *node.options],
+            answers_at(node.address),
         )
-        processes.start(engine.name, command, is_ready=answers_health(engine.url), env=home)
+        for node in nodes
+    ]
 
 
-def _start_proxy(plan: Plan, processes: Processes) -> None:
-    options = ["--host", plan.host, "--port", str(plan.port), "--control", plan.control, *plan.proxy_options]
-    options += ["--drain", str(DRAIN_S)]
-    for engine in plan.engines:
-        options += [f"--{engine.role}", engine.url]
-    reporting = sum(node.is_own for node in plan.nodes)
-    is_ready = knows_nodes(plan.url, reporting)
-    plan.share_port()
-    processes.start("proxy", [*PDX, "proxy", *options], is_ready=is_ready)
+def _engines(
+    model: str, roles: Sequence[str], flags: Sequence[str], nodes: Sequence[Node], control: str, *, sees_others: bool
+) -> list[Start]:
+    """Each serves the proxy alone, so never beyond this host."""
+    cores, gpus = placement.cores(), placement.gpus()
+    homes = placement.place(len(roles), cores, gpus, os.environ, sees_others=sees_others)
+    found: list[Start] = []
+    for role, port, home in zip(roles, free_ports(len(roles)), homes, strict=True):
+        url = f"http://127.0.0.1:{port}"
+        node = next(node.address for node in nodes if role in node.roles)
+        command = engine_command(
+            model,
+            [*flags, "--host", "127.0.0.1", "--port", str(port)],
+            role=role,
+            node=node,
+            proxy=control,
+            start_node=False,  # the node is a process of this command, which ends when the node does
+            url=url,
+        )
+        name = f"{role}-{sum(each.name.startswith(role) for each in found)}"
+        found.append(Start(name, command, answers_health(url), home, url, node))
+    return found
+
+
+def _proxy(options: Sequence[str], engines: Sequence[Start], url: str, num_nodes: int) -> Start:
+    named = [word for engine in engines for word in (f"--{engine.name.partition('-')[0]}", engine.url)]
+    return Start("proxy", [*PDX, "proxy", *options, "--drain", str(DRAIN_S), *named], knows_nodes(url, num_nodes))
 
 
 def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> list[Node]:
@@ -314,12 +345,6 @@ def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> l
         options = ["--name", role, *joined, *as_flags(own)]
         nodes.append(Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=options))
     return nodes
-
-
-def _engines(prefill: int, decode: int) -> list[Engine]:
-    names = [("prefill", index) for index in range(prefill)] + [("decode", index) for index in range(decode)]
-    ports = free_ports(len(names))
-    return [Engine(f"{role}-{index}", role, port) for (role, index), port in zip(names, ports, strict=True)]
 
 
 @contextmanager
@@ -363,14 +388,10 @@ def _sole(logs: Path) -> Iterator[None]:
 def _signals() -> Iterator[list[int]]:
     """A list that signals to end are added to, while inside; they interrupt nothing."""
     seen: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         numbers.append(signal.SIGHUP)
-    before = [signal.signal(number, remember) for number in numbers]
+    before = [signal.signal(number, lambda number, frame: seen.append(number)) for number in numbers]
     try:
         yield seen
     finally:

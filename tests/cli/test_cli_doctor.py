@@ -15,9 +15,8 @@ from click.testing import CliRunner
 from pdx.cli import doctor as doctor_module
 from pdx.cli import gpus
 from pdx.cli.doctor import Finding, Report, view
-from pdx.cli.findings import FindingName
 from pdx.cli.loopback import Rate, Trial
-from pdx.cli.machine import Fact, files, memlock, rdma, rdma_devices, shared_memory, ucx_transports
+from pdx.cli.machine import Fact, FindingName, files, memlock, rdma, rdma_devices, shared_memory, ucx_transports
 from pdx.cli.main import main
 from pdx.testing.fake_cuda import fake_cuda
 

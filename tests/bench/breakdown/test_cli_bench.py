@@ -17,13 +17,13 @@ from plot_samples import bandwidth
 from pdx.bench.breakdown import records
 from pdx.bench.breakdown import report as breakdown_report
 from pdx.bench.breakdown import run as breakdown_run
+from pdx.bench.breakdown.command import room_for_engines
 from pdx.bench.breakdown.run import Plan
 from pdx.bench.breakdown.turns import Settings
 from pdx.bench.channels import transfer
 from pdx.bench.harness.report import machine
 from pdx.bench.store import memcpy
 from pdx.bench.systems.system import Bed
-from pdx.cli.bench_breakdown import room_for_engines
 from pdx.cli.main import BENCHES, main
 
 PROGRAM = Path(__file__).with_name("breakdown_program.py")

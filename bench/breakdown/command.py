@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdx.cli.options import Counts
+from pdx.cli.options import FOLDER, Counts, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,38 +25,27 @@ SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
 
 
 @click.command()
-@click.option(
+@option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of a model. [default: a tiny Llama with 64 KB of KV per token, made on the spot]",
 )
-@click.option("--tokens", type=Counts(), default="1000,4000,8000", show_default=True, help="Lengths of prompts.")
-@click.option("--concurrency", type=Counts(), default="1,4", show_default=True, help="Requests sent at once.")
-@click.option("--systems", default="pdx,nixl,plain", show_default=True, help="What is compared; all: what runs here.")
-@click.option("--output-tokens", default=32, show_default=True, type=click.IntRange(2, 4096), help="Of each answer.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1, 1000), help="How often all is measured.")
-@click.option(
+@option("--tokens", type=Counts(), default="1000,4000,8000", help="Lengths of prompts.")
+@option("--concurrency", type=Counts(), default="1,4", help="Requests sent at once.")
+@option("--systems", default="pdx,nixl,plain", help="What is compared; all: what runs here.")
+@option("--output-tokens", default=32, type=click.IntRange(2, 4096), help="Of each answer.")
+@option("--rounds", default=5, type=click.IntRange(1, 1000), help="How often all is measured.")
+@option(
     "--warmups",
     default=2,
-    show_default=True,
     type=click.IntRange(0, 100),
     help="Batches of the longest prompts that each system gets before it is measured.",
 )
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default="pdx-bench/breakdown",
-    show_default=True,
-    help="Folder for results.",
-)
-@click.option("--max-engines", type=click.IntRange(1, 64), help="Engines at a time. [default: as memory allows]")
-@click.option("--overhead/--no-overhead", default=True, show_default=True, help="Measure what the benchmark costs.")
-@click.option(
-    "--overhead-pairs",
-    default=20,
-    show_default=True,
-    type=click.IntRange(2, 1000),
-    help="Requests with tracing, and as many without.",
+@option("--out", type=FOLDER, default="pdx-bench/breakdown", help="Folder for results.")
+@option("--max-engines", type=click.IntRange(1, 64), help="Engines at a time. [default: as memory allows]")
+@option("--overhead/--no-overhead", default=True, help="Measure what the benchmark costs.")
+@option(
+    "--overhead-pairs", default=20, type=click.IntRange(2, 1000), help="Requests with tracing, and as many without."
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def breakdown(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pdx.cli.options import FOLDER, option
+
 if TYPE_CHECKING:
     from pdx.bench.serve.client import Server
     from pdx.bench.serve.goodput import Slo
@@ -20,88 +22,53 @@ WORKLOADS = ("random", "long-document", "chat", "shared-prompt")
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The service: a proxy or an engine.")
-@click.option("--compare", metavar="URL", help="Send the same to a second service too, in turns.")
-@click.option(
-    "--label", "labels", multiple=True, help="What to call the service, and the second one. [default: its URL]"
-)
-@click.option(
+@option("--url", default="http://127.0.0.1:8000", help="The service: a proxy or an engine.")
+@option("--compare", metavar="URL", help="Send the same to a second service too, in turns.")
+@option("--label", "labels", multiple=True, help="What to call the service, and the second one. [default: its URL]")
+@option(
     "--admin",
     "admins",
     multiple=True,
     metavar="URL",
     help="Where PDX's proxy names its engines (its own --admin), of the service and of the second one.",
 )
-@click.option("--model", help="The model's name at the service. [default: its first one]")
-@click.option("--tokenizer", metavar="NAME", help="Counts tokens here. [default: where the service has the model from]")
-@click.option("--workload", default="random", show_default=True, type=click.Choice(WORKLOADS))
-@click.option(
-    "--rate", default=1.0, show_default=True, metavar="R", help="Requests per second, Poisson; inf: all at once."
-)
-@click.option(
-    "--requests", metavar="N", default=100, show_default=True, type=click.IntRange(1), help="How many in all."
-)
-@click.option(
-    "--input-len", metavar="N", default=8000, show_default=True, type=click.IntRange(1), help="Tokens of a prompt."
-)
-@click.option(
-    "--output-len", metavar="N", default=200, show_default=True, type=click.IntRange(1), help="Tokens of an answer."
-)
-@click.option(
+@option("--model", help="The model's name at the service. [default: its first one]")
+@option("--tokenizer", metavar="NAME", help="Counts tokens here. [default: where the service has the model from]")
+@option("--workload", default="random", type=click.Choice(WORKLOADS))
+@option("--rate", default=1.0, metavar="R", help="Requests per second, Poisson; inf: all at once.")
+@option("--requests", metavar="N", default=100, type=click.IntRange(1), help="How many in all.")
+@option("--input-len", metavar="N", default=8000, type=click.IntRange(1), help="Tokens of a prompt.")
+@option("--output-len", metavar="N", default=200, type=click.IntRange(1), help="Tokens of an answer.")
+@option(
     "--shared",
     type=int,
     metavar="N",
     help="Documents (default: a tenth of the requests) or system prompts (default: 8).",
 )
-@click.option(
-    "--shared-len", type=int, metavar="N", help="Tokens of each. [default: all but a question; half of the prompt]"
-)
-@click.option("--rounds", metavar="N", default=5, show_default=True, type=click.IntRange(1), help="Of a conversation.")
-@click.option(
-    "--message-len",
-    metavar="N",
-    default=200,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Tokens of later messages.",
-)
-@click.option(
-    "--think",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    metavar="S",
-    help="Mean pause before them, in s.",
-)
-@click.option("--slo", default="", metavar="ttft=2s,itl=50ms", help="What good means: ttft, itl, tpot, e2e at most.")
-@click.option("--concurrency", type=click.IntRange(1), metavar="MAX", help="Most requests under way. [default: any]")
-@click.option("--api", type=click.Choice(["completions", "chat"]), help="[default: chat for --workload chat]")
-@click.option(
+@option("--shared-len", type=int, metavar="N", help="Tokens of each. [default: all but a question; half of the prompt]")
+@option("--rounds", metavar="N", default=5, type=click.IntRange(1), help="Of a conversation.")
+@option("--message-len", metavar="N", default=200, type=click.IntRange(1), help="Tokens of later messages.")
+@option("--think", default=1.0, type=click.FloatRange(0), metavar="S", help="Mean pause before them, in s.")
+@option("--slo", default="", metavar="ttft=2s,itl=50ms", help="What good means: ttft, itl, tpot, e2e at most.")
+@option("--concurrency", type=click.IntRange(1), metavar="MAX", help="Most requests under way. [default: any]")
+@option("--api", type=click.Choice(["completions", "chat"]), help="[default: chat for --workload chat]")
+@option(
     "--blocks",
     metavar="N",
     default=4,
-    show_default=True,
     type=click.IntRange(1),
     help="Parts of the workload, with --compare or --reset-cache.",
 )
-@click.option(
-    "--warmups", metavar="N", default=1, show_default=True, type=click.IntRange(0), help="Requests that do not count."
-)
-@click.option("--seed", metavar="N", default=0, show_default=True, help="Of arrivals, pauses and who shares what.")
-@click.option("--salt", default="", help="Of the texts. [default: new ones, so that no cache has them]")
-@click.option(
+@option("--warmups", metavar="N", default=1, type=click.IntRange(0), help="Requests that do not count.")
+@option("--seed", metavar="N", default=0, help="Of arrivals, pauses and who shares what.")
+@option("--salt", default="", help="Of the texts. [default: new ones, so that no cache has them]")
+@option(
     "--reset-cache",
     is_flag=True,
     help="Empty the engines' own prefix caches before each block; they need VLLM_SERVER_DEV_MODE=1.",
 )
-@click.option("--detailed", is_flag=True, help="Keep every request's figures too.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    default="pdx-bench/serve",
-    show_default=True,
-    help="Folder.",
-)
+@option("--detailed", is_flag=True, help="Keep every request's figures too.")
+@option("--out", type=FOLDER, default="pdx-bench/serve", help="Folder.")
 def serve(
     url: str,
     compare: str | None,

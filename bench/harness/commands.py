@@ -36,7 +36,7 @@ _json = option("--json", "as_json", is_flag=True, help="Print the JSON in place 
 @option("--sizes", default="1MiB,4MiB,16MiB", type=BYTE_SIZES, help="Of a chunk.")
 @option("--chunks", default=8, type=click.IntRange(1, 10_000), help="Chunks in a round.")
 @option("--rounds", default=7, type=click.IntRange(1, 10_000), help="Rounds that count.")
-@click.option("--tiers", default="", type=NAMES, help="host, gpu, disk, remote, and channels to another node. [all]")
+@option("--tiers", default="", type=NAMES, help="host, gpu, disk, remote, and channels to another node. [all]")
 @option("--index", default="10000,100000", type=Counts(), help='Chunks in the index; "": none.')
 @option("--questions", default=2000, type=click.IntRange(1), help="Lookups in each index.")
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for store.json.")
@@ -240,7 +240,7 @@ def _depth(word: str) -> int:
 
 
 @click.command()
-@click.option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one; repeatable. [default: all]")
+@option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one; repeatable. [default: all]")
 @option("--sizes", default="4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB", type=BYTE_SIZES, help="Bytes in a message.")
 @option("--in-flight", default="1,8", type=Listed(_depth), help="Messages sent before one is over.")
 @option("--repeats", default=7, type=click.IntRange(1, 1000), help="Rounds; medians are shown.")

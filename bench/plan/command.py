@@ -1,0 +1,122 @@
+"""`pdx plan`: how many prefillers and decoders, whether to disaggregate at all, when to load instead of computing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from rich.console import Console
+
+from pdx.cli.options import FOLDER, option
+from pdx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdx.bench.plan.options import Options
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SHARE = click.FloatRange(0.01, 1.0)
+
+
+@click.command()
+@option("--model", default="", help="A preset's name, or a Hugging Face config.json.  [default: llama-3.1-8b]")
+@option("--gpu", default="h100", help="a100, l40s, h20, h800, h100, h200 or b200.")
+@option("--tp", default="auto", help="GPUs of one engine (tensor parallelism).")
+@option("--weights", default="", type=click.Choice(["", "bf16", "fp8", "int4"]), help="[default: the model's]")
+@option("--kv", default="", type=click.Choice(["", "bf16", "fp8"]), help="[default: the model's]")
+@option("--link", default="400Gbps", help="Between engines, of each GPU: 400Gbps or 50GB/s.")
+@option("--arena", default="host", type=click.Choice(["host", "gpu"]), help="Of the nodes.")
+@option("--rate", default=10.0, help="Requests per second (Poisson).")
+@option("--input", "input_tokens", default="8k", help="Tokens of a prompt, mean.")
+@option("--output", "output_tokens", default="200", help="Tokens of an answer, mean.")
+@option("--input-variation", default=0.0, type=click.FloatRange(0, 5), help="Of prompts: standard deviation / mean.")
+@option("--ttft", default="1s", help="The SLO's time to the first token.")
+@option("--itl", default="50ms", help="The SLO's time between tokens.")
+@option("--share", default=0.95, help="Of requests and tokens that keep the SLO.")
+@option("--reuse", default=0.0, help="Share of each prompt that is loaded, not computed.")
+@option("--reuse-link", default="", metavar="SPEED", help="It comes over, per engine, as achieved: 200Gbps.")
+@option("--prefillers", default=0, type=click.IntRange(0), help="Judge this number, with --decoders.")
+@option("--decoders", default=0, type=click.IntRange(0), help="Judge this number, with --prefillers.")
+@option("--mfu", default=0.5, type=_SHARE, help="Share of peak FLOPS that prefill reaches.")
+@option("--mbu", default=0.7, type=_SHARE, help="Share of memory speed that decoding reaches.")
+@option("--link-share", default=0.8, type=_SHARE, help="Share of nominal speed, link and PCIe.")
+@option("--step", default="3ms", help="The engine's own time per step.")
+@option("--control", default="8ms", help="Of a handoff, besides wire and scatter.")
+@option("--links", default="32Gbps,64Gbps,128Gbps", help="To load KV over, as achieved.")
+@option("--memory", default="", metavar="SIZE", help="For weights and KV, with --calibrate: 64GiB.")
+@option("--calibrate", type=_FILE, metavar="FILE", help="Speeds measured by pdx bench breakdown, not a data sheet's.")
+@option("--check", type=_FILE, metavar="FILE", help="Compare the model with what pdx bench breakdown measured.")
+@option("--system", default="", help="Of that result.  [default: PDX's first]")
+@option("--at", default=0, type=click.IntRange(0), help="With --check: prompt tokens to calibrate with.")
+@option("--out", type=FOLDER, help="Folder for plan.json and two PNGs.")
+@option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def plan(*, check: Path | None, at: int, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Say what a deployment needs, from the shapes of the model and the speeds of the machine.
+
+    \b
+    pdx plan --model llama-3.1-70b --gpu h100 --rate 10 --input 8k --output 200 --ttft 2s --itl 40ms
+    pdx plan --check result.json        the model against what `pdx bench breakdown` measured
+    pdx plan --calibrate result.json    the same questions for the machine that was measured
+    """
+    from pdx.bench.plan.options import Options
+
+    asked = msgspec.convert(options, Options)
+    if check is None:
+        _plan(asked, out, as_json)
+    else:
+        _check(asked, check, at, out, as_json)
+
+
+def _plan(options: Options, out: Path | None, as_json: bool) -> None:
+    from pdx.bench.plan.model import make
+    from pdx.bench.plan.options import ask
+    from pdx.bench.plan.tables import show
+
+    asked = ask(options)
+    pair = {"prefillers": options.prefillers, "decoders": options.decoders}
+    found = make(asked.case, hardware=asked.hardware, links=asked.links, **pair, with_curve=out is not None)
+    if out is not None:
+        from pdx.bench.plan.plots import draw, pyplot
+
+        pyplot()  # refuse before anything is written
+        _save(found, out / "plan.json")
+        for path in draw(found, out):
+            click.echo(f"wrote {path}", err=True)
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    else:
+        show(found, _console())
+
+
+def _check(options: Options, path: Path, at: int, out: Path | None, as_json: bool) -> None:
+    from pdx.bench.plan.check import check, speeds, table
+    from pdx.bench.plan.fit import load_result
+    from pdx.bench.plan.shapes import find_model
+
+    shapes = find_model(options.model) if options.model else None
+    found = check(load_result(path), system=options.system, at=at, shapes=shapes)
+    if out is not None:
+        _save(found, out / "plan-check.json")
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    else:
+        console = _console()
+        console.print(table(found))
+        console.print(speeds(found.calibration), highlight=False)
+        errors = ", ".join(f"{name} {error:.1%}" for name, error in found.errors.items())
+        console.print(f"median error of what was predicted: {errors or 'nothing to predict'}", highlight=False)
+
+
+def _save(value: Any, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    click.echo(f"wrote {path}", err=True)
+
+
+def _console() -> Console:
+    return Console(width=None if os.isatty(1) else 120, highlight=False)
