@@ -128,7 +128,6 @@ def test_every_place_that_listens_is_known():
     assert {path for path in binds if not path.startswith("transports/")} == {
         "pdx/node/metrics.py",  # tests/node/test_node_metrics.py
         "pdx/cuda/handover.py",  # tests/cuda/test_gpu_handover.py
-        "pdx/security/authenticator.py",
         "pdx/security/entry.py",  # tests/security/test_desk.py
         "pdx/security/front.py",  # tests/security/test_front.py
         "pdx/security/door.py",

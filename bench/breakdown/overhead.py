@@ -80,7 +80,7 @@ def time_span_us() -> float:
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as name:
         folder = Path(name)
         trace.switch(folder, True)
-        with Tracer.open(folder, "bench") as tracer:
+        with Tracer(folder, "bench") as tracer:
             start = time.perf_counter()
             for number in range(SPANS):
                 if number % STEP_SPANS == 0 and tracer.is_on:

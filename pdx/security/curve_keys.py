@@ -15,21 +15,8 @@ import zmq
 from zmq.utils import z85
 
 from pdx.errors import ConfigError
-from pdx.security.address import check_address, check_listen
-
-__all__ = [
-    "DOMAIN",
-    "KEY_CHARS",
-    "KeyPair",
-    "check_address",
-    "check_key",
-    "check_listen",
-    "secure_client",
-    "secure_server",
-]
 
 KEY_CHARS = 40  # 32 bytes in Z85
-DOMAIN = b"pdx"  # of ZAP
 _MAX_FILE_BYTES = 64 << 10
 _SECRET = re.compile(r'^\s*secret-key\s*=\s*"([^"\n]*)"\s*$', re.MULTILINE)
 
@@ -42,6 +29,11 @@ class KeyPair(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"<KeyPair {self.public}>"
+
+    def show(self, socket: zmq.Socket[bytes]) -> None:
+        """Before it binds or connects: let a socket prove this key."""
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode("ascii"))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode("ascii"))
 
     @classmethod
     def make(cls) -> KeyPair:
@@ -104,14 +96,6 @@ def check_key(key: str, where: str) -> None:
         raise ConfigError(f"{where}: not a CURVE key, which has {KEY_CHARS} characters of Z85")
 
 
-def secure_server(socket: zmq.Socket[bytes], own: KeyPair) -> None:
-    """Before it binds: who connects must prove a key, and a `Gate` in the same context must admit it."""
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    _set_own(socket, own)
-    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
 def secure_client(socket: zmq.Socket[bytes], *, own: KeyPair | None, server_key: str | None) -> None:
     """Before it connects: prove `own` to a server that proves `server_key`. Neither is given: nothing is done.
 
@@ -123,13 +107,8 @@ def secure_client(socket: zmq.Socket[bytes], *, own: KeyPair | None, server_key:
         raise ConfigError("the other side has a key, so this one needs its own: name a secret key file (--keys)")
     if not server_key:
         raise ConfigError("the other side's key is not known; it has to be in the roster (--roster)")
-    _set_own(socket, own)
+    own.show(socket)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
-
-
-def _set_own(socket: zmq.Socket[bytes], own: KeyPair) -> None:
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode("ascii"))
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode("ascii"))
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:

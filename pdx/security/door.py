@@ -1,28 +1,40 @@
-"""The socket that peers dial: bound at one address, this user's alone or behind CURVE keys. It never blocks."""
+"""The socket that peers dial: bound at one address, this user's alone or behind CURVE keys. It never blocks.
+
+With keys it answers ZMQ's ZAP questions, who may connect. A key that is admitted comes with every message as its
+User-Id, so whoever reads a message asks the roster anew whose key that is, and a key that was taken from the roster is
+worth nothing from then on.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError, PdxError, ProtocolError
 from pdx.security.address import tcp_endpoint
-from pdx.security.authenticator import Gate, user_of
-from pdx.security.curve_keys import KeyPair, secure_server
+from pdx.security.curve_keys import KeyPair
 from pdx.security.entry import Entry
 from pdx.security.front import Front
 from pdx.security.socket_lock import owned, remove_socket
 from pdx.wire.messages import MAX_FRAME_BYTES
 
+log = logging.getLogger(__name__)
+
 GONE = "its connection is gone"
 HIGH_WATER = 1024  # messages a peer may leave unread
 _BACKLOG = 4  # what the front has passed on and ZMQ not taken yet is not counted among the descriptors in use
+_ZAP = "inproc://zeromq.zap.01"  # ZMQ asks there
+_DOMAIN = b"pdx"  # of ZAP
+_BURST = 64  # questions answered at a time
+_MAX_WARNED = 1024  # keys; more are counted only
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -34,7 +46,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Door:
-    """A bound ROUTER and, with keys, the gate before it: one to a context. Open from construction to `close`."""
+    """A bound ROUTER, with keys one to a context. Open from construction to `close`. All calls on one thread."""
 
     def __init__(
         self,
@@ -47,12 +59,15 @@ class Door:
         taken: Callable[[str], PdxError],
         counters: Counter[str],
     ) -> None:
-        """`admits`: whether a public key may come in; asked only if there are keys. `taken`: see `socket_lock.owned`.
+        """`admits`: whether a public key may come in; asked only if there are keys. Refusals are counted as
+        `peers_denied`. `taken`: see `socket_lock.owned`.
 
         :raises ConfigError: the address cannot be had.
         :raises PdxError: another process owns the path of a Unix socket: what `taken` makes.
         """
-        self._has_keys = own is not None
+        self._admits = admits
+        self._counters = counters
+        self._warned: set[str] = set()
         with contextlib.ExitStack() as undo:
             if listen.startswith("ipc://"):
                 path = socket_path(listen)
@@ -62,15 +77,19 @@ class Door:
             self._front = self._new_front(listen, timeout_s, counters) if listen.startswith("tcp://") else None
             if self._front is not None:
                 undo.callback(self._front.close)
-            whence = self._front.newcomers if self._front is not None else list
-            self._gate = Gate(context, admits=admits, whence=whence, counters=counters) if own is not None else None
-            if self._gate is not None:
-                undo.callback(self._gate.close)
+            self._zap: zmq.Socket[bytes] | None = None
+            if own is not None:
+                self._zap = undo.enter_context(context.socket(zmq.REP))
+                self._zap.setsockopt(zmq.LINGER, 0)
+                self._zap.bind(_ZAP)
             self._router = undo.enter_context(context.socket(zmq.ROUTER))
             limit(self._router, timeout_s)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer is gone, or does not read
             if own is not None:
-                secure_server(self._router, own)
+                own.show(self._router)
+                self._router.setsockopt(zmq.CURVE_SERVER, 1)
+                self._router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+                self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             self._entry: Entry | None = None
             if listen.startswith("ipc://"):
                 for user in (os.getuid(), 0):  # by the kernel's word, whatever the folder's mode has become
@@ -82,13 +101,12 @@ class Door:
             self._undo = undo.pop_all()
 
     def __repr__(self) -> str:
-        return f"<Door at {self.address}{', behind keys' if self._has_keys else ''}>"
+        return f"<Door at {self.address}{', behind keys' if self._zap else ''}>"
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Those to be polled, while it is open."""
-        gate = [self._gate.socket] if self._gate is not None else []
-        return [socket for socket in (self._router, *gate) if not socket.closed]
+        return [socket for socket in (self._router, self._zap) if socket is not None and not socket.closed]
 
     @property
     def is_waited_for(self) -> bool:
@@ -105,11 +123,31 @@ class Door:
         return self._entry is not None and self._entry.heed()
 
     def answer_gate(self, socket: object) -> bool:
-        """Let in, or not, who waits at the gate; False: this is not the gate's socket."""
-        if self._gate is None or socket is not self._gate.socket:
+        """Let in, or not, who waits before the keys; False: this is not the socket at which ZMQ asks."""
+        if self._zap is None or socket is not self._zap:
             return False
-        self._gate.serve()
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_BURST):
+                question = self._zap.recv_multipart(zmq.NOBLOCK)
+                self._zap.send_multipart(self._answer(question), zmq.NOBLOCK)
         return True
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        # version, request, domain, address, identity, mechanism, credentials; only ZMQ itself can reach this socket
+        version, request, domain, address, _, mechanism, *credentials = question
+        who = mechanism.decode("ascii", "replace")
+        if domain == _DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            who = z85.encode(credentials[0]).decode("ascii")
+            if self._admits(who):
+                return [version, request, b"200", b"OK", who.encode(), b""]
+        self._counters["peers_denied"] += 1
+        if who not in self._warned and len(self._warned) < _MAX_WARNED:
+            self._warned.add(who)
+            known = self._front.newcomers()[:4] if self._front is not None else []
+            where = " or ".join(known) or address.decode("ascii", "replace")
+            log.warning("%s at %s is not in the roster and was not let in", who, where)
+        # 300: for now. After 400 ZMQ would never try again, though tomorrow the roster may have that key.
+        return [version, request, b"300", b"not in the roster", b"", b""]
 
     def receive(self) -> Arrival | None:
         """What came next, None if nothing did.
@@ -122,7 +160,7 @@ class Door:
             return None
         if len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames instead of one")
-        return Arrival(route.bytes, frames[0].bytes, user_of(frames[0]) if self._has_keys else "")
+        return Arrival(route.bytes, frames[0].bytes, str(frames[0].get("User-Id")) if self._zap is not None else "")
 
     def post(self, route: bytes, frame: bytes) -> str:
         """Send without waiting; what was wrong, empty if nothing."""

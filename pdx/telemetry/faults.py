@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 
 from pdx.errors import ProtocolError
 
@@ -18,28 +18,9 @@ _MAX_TEXT = 300
 
 
 class Part:
-    """One piece of work inside a `with` block. An exception in it ends the block and nothing else.
+    """What became of one piece of work: whoever did it ends what the work belonged to, if it has failed."""
 
-    `has_failed` says afterwards whether there was one; whoever opened the block ends what the work belonged to.
-    """
-
-    def __init__(self, faults: Faults, name: str, passing: tuple[type[Exception], ...]) -> None:
-        self._faults = faults
-        self._name = name
-        self._passing = passing
-        self.has_failed = False
-
-    def __enter__(self) -> Part:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, self._passing):
-            return False
-        self.has_failed = True
-        self._faults.unexpected(self._name, error)
-        return True
+    has_failed = False
 
 
 class Faults:
@@ -55,12 +36,20 @@ class Faults:
         self._known: set[tuple[str, type[Exception]]] = set()
         self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were not logged
 
-    def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Part:
-        """A `with` block that no exception leaves but `passing`, which the caller expects.
+    @contextlib.contextmanager
+    def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[Part]:
+        """A `with` block that an exception ends, and that none leaves but `passing`, which the caller expects.
 
         `part` names the work; there are few different ones.
         """
-        return Part(self, part, passing)
+        work = Part()
+        try:
+            yield work
+        except passing:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is counted and logged
+            work.has_failed = True
+            self.unexpected(part, error)
 
     def unexpected(self, part: str, error: Exception) -> None:
         """Count an exception that nobody expected; the first of its class in this part is logged with its trace."""

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 import msgspec
@@ -72,35 +71,27 @@ class Tracer:
     warning.
     """
 
-    def __init__(self, path: Path, who: str, *, file: int, switch: int) -> None:
-        """Use `open`. Owns both file descriptors."""
-        self.path = path
-        self.num_dropped = 0
-        self._who = who
-        self._file = file
-        self._switch = switch
-        self._room_bytes = MAX_FILE_BYTES
-        self._is_open = True
-        self._spans: deque[TraceSpan] = deque()
-        self._writing = threading.Lock()
-        self._dropping = threading.Lock()  # guards num_dropped
-
-    @classmethod
-    def open(cls, folder: Path, who: str) -> Tracer:
-        """Make FOLDER/<who>-<pid>-<n>.spans, and the folder's switch, off, if there is none.
+    def __init__(self, folder: Path, who: str) -> None:
+        """Makes FOLDER/<who>-<pid>-<n>.spans, and the folder's switch, off, if there is none.
 
         :raises ConfigError: no such folder, somebody else may enter it, or nothing can be written there.
         """
         check_trace_folder(folder)
         with contextlib.ExitStack() as undo:
             try:
-                switch = os.open(folder / "on", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                undo.callback(os.close, switch)
-                path, file = _new_file(folder, who)
+                self._switch = os.open(folder / "on", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                undo.callback(os.close, self._switch)
+                self.path, self._file = _new_file(folder, who)
             except OSError as error:
                 raise ConfigError(f"cannot record spans in {folder}: {error.strerror}") from error
             undo.pop_all()
-        return cls(path, who, file=file, switch=switch)
+        self.num_dropped = 0
+        self._who = who
+        self._room_bytes = MAX_FILE_BYTES
+        self._is_open = True
+        self._spans: deque[TraceSpan] = deque()
+        self._writing = threading.Lock()
+        self._dropping = threading.Lock()  # guards num_dropped
 
     @property
     def is_on(self) -> bool:
@@ -163,19 +154,17 @@ class Tracer:
     def __enter__(self) -> Tracer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def tracer_for(setting: str, who: str) -> Tracer | None:
     """The tracer that a `trace` setting asks for; None: there is nothing to be recorded, ever.
 
-    :raises ConfigError: see `Tracer.open`.
+    :raises ConfigError: see `Tracer`.
     """
     folder = trace_folder(setting)
-    return Tracer.open(folder, who) if folder is not None else None
+    return Tracer(folder, who) if folder is not None else None
 
 
 def switch(folder: Path, on: bool) -> None:

@@ -288,7 +288,7 @@ class LateCopier:
 
 @pytest.fixture
 def tracer(folder: Path) -> Iterator[Tracer]:
-    with Tracer.open(folder, "e/0") as made:
+    with Tracer(folder, "e/0") as made:
         yield made
 
 

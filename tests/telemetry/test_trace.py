@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def tracer(folder):
-    with Tracer.open(folder, "engine/0") as made:
+    with Tracer(folder, "engine/0") as made:
         yield made
 
 
@@ -47,7 +47,7 @@ def test_a_span_comes_back_as_it_was(tracer, folder):
 
 
 def test_spans_of_all_files_come_in_order_of_their_start(tracer, folder):
-    with Tracer.open(folder, "engine/0") as other, Tracer.open(folder, "node/../a b") as third:
+    with Tracer(folder, "engine/0") as other, Tracer.open(folder, "node/../a b") as third:
         for at, each in enumerate([tracer, other, third, tracer]):
             record(each, 100 - at)
     tracer.flush()
@@ -70,7 +70,7 @@ def test_it_is_off_until_it_is_switched_on_and_follows_the_switch(tracer, folder
 
 def test_a_switch_set_before_the_process_started_counts(folder):
     switch(folder, True)
-    with Tracer.open(folder, "late") as tracer:
+    with Tracer(folder, "late") as tracer:
         assert tracer.is_on
 
 
@@ -166,7 +166,7 @@ def test_memory_is_bounded_and_what_is_dropped_is_counted_with_one_warning(trace
 
 def test_a_file_is_bounded(folder, monkeypatch, caplog):
     monkeypatch.setattr(trace, "MAX_FILE_BYTES", 300)
-    with Tracer.open(folder, "e") as tracer:
+    with Tracer(folder, "e") as tracer:
         for at in range(100):
             record(tracer, at)
             tracer.flush()
@@ -213,7 +213,7 @@ def test_spans_after_the_end_are_lost_and_close_is_idempotent(tracer, folder):
 # ---- folders and files that are not ours ------------------------------------------------------
 
 
-@pytest.mark.parametrize("use", [lambda folder: Tracer.open(folder, "e"), lambda folder: switch(folder, True)])
+@pytest.mark.parametrize("use", [lambda folder: Tracer(folder, "e"), lambda folder: switch(folder, True)])
 def test_the_folder_must_be_there_and_private(folder, use):
     with pytest.raises(ConfigError, match="mkdir -m 700"):
         use(folder / "none")
@@ -226,7 +226,7 @@ def test_the_folder_must_be_there_and_private(folder, use):
 def test_a_switch_that_is_a_link_is_not_followed(folder, tmp_path):
     (folder / "on").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="spans"):
-        Tracer.open(folder, "e")
+        Tracer(folder, "e")
     with pytest.raises(ConfigError, match="/on"):
         switch(folder, True)
     assert not (tmp_path / "elsewhere").exists()

@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
         self.num_resets = 0
         self.num_done = 0
         self.is_over = threading.Event()
-        self._tracer = Tracer.open(trace, "engine/0") if trace is not None else None
+        self._tracer = Tracer(trace, "engine/0") if trace is not None else None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
