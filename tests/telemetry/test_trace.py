@@ -47,7 +47,7 @@ def test_a_span_comes_back_as_it_was(tracer, folder):
 
 
 def test_spans_of_all_files_come_in_order_of_their_start(tracer, folder):
-    with Tracer(folder, "engine/0") as other, Tracer.open(folder, "node/../a b") as third:
+    with Tracer(folder, "engine/0") as other, Tracer(folder, "node/../a b") as third:
         for at, each in enumerate([tracer, other, third, tracer]):
             record(each, 100 - at)
     tracer.flush()
