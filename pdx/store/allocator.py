@@ -45,31 +45,11 @@ class Allocator:
         """Bytes in holes, all together."""
         return self._free_bytes
 
-    @property
-    def largest_hole(self) -> int:
-        """The most bytes that one slot could get now."""
-        return self._sizes[-1] if self._sizes else 0
-
-    @property
-    def allocated_count(self) -> int:
-        """Slots that are allocated now."""
-        return len(self._slots)
-
-    def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new slot of `nbytes`, rounded up to 4 KB; None where no hole is large enough.
-
-        It lies in the smallest hole that fits, the one of lowest offset among equals.
-
-        :raises ValueError: `nbytes` is not positive.
-        """
-        offsets = self.allocate_many(nbytes, 1)
-        return offsets[0] if offsets else None
-
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
         """Offsets of up to `count` new slots of `nbytes` each, as many as fit; each is freed on its own.
 
-        They lie one behind the other where one hole holds them all (the smallest such), otherwise where `count`
-        calls of `allocate` would put them: the smallest hole that fits is used up before the next.
+        They lie one behind the other where one hole holds them all (the smallest such, the one of lowest offset among
+        equals), otherwise the smallest hole that fits is used up before the next. Sizes are rounded up to 4 KB.
 
         :raises ValueError: `nbytes` is not positive or `count` is negative.
         """
@@ -94,17 +74,11 @@ class Allocator:
         self._ends.update((offset + size, offset) for offset in offsets)
         return offsets
 
-    def free(self, offset: int) -> None:
-        """Give the slot at `offset` back; its room joins the holes beside it.
-
-        :raises ValueError: no slot starts there (never allocated, or freed already); nothing changed.
-        """
-        self.free_many([offset])
-
     def free_many(self, offsets: Collection[int]) -> None:
-        """Give these slots back, as `free` does; neighbours among them become one hole at once.
+        """Give these slots back; their room joins the holes beside it, neighbours among them at once.
 
-        :raises ValueError: no slot starts at one of them, or one is named twice; nothing changed.
+        :raises ValueError: no slot starts at one of them (never allocated, or freed already), or one is named twice;
+            nothing changed.
         """
         once = set(offsets)
         for offset in once:

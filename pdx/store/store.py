@@ -7,19 +7,20 @@ beginning, because a prefix is only worth what leads up to it.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from pdx.errors import ArenaTooSmall, ProtocolError, StaleSlot
+from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NODE, Chunk
+from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.index import Index
-from pdx.store.leases import Leases
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.slot_pool import SlotPool
 from pdx.wire.messages import Hints
@@ -50,18 +51,34 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     def chunk(self, index: int, shard: int, slot: Slot) -> Chunk:
         """The record of `keys[index]`, to be filled in `slot`."""
-        chunk = Chunk(self.keys[index], shard, slot, self.layers)
-        chunk.owner, chunk.writer = self.owner, self.writers[shard]
-        chunk.transfer, chunk.deadline = self.transfer, self.deadline
-        chunk.tail = self.is_tail(index)
-        chunk.shards, chunk.arenas = len(self.writers), self.arenas
-        return chunk
+        return Chunk(
+            self.keys[index],
+            shard,
+            slot,
+            self.layers,
+            tail=self.is_tail(index),
+            shards=len(self.writers),
+            arenas=self.arenas,
+            owner=self.owner,
+            writer=self.writers[shard],
+            transfer=self.transfer,
+            deadline=self.deadline,
+        )
+
+
+class Lease(msgspec.Struct):
+    """Chunks that stay as long as this lasts."""
+
+    session: int
+    chunks: list[Chunk]
+    deadline: float
 
 
 class Store:
     """What becomes of chunks: who may write, find, read, keep and forget them, and until when.
 
-    The index finds their records, a pool per arena grants and takes back their slots, the leases count who reads them.
+    The index finds their records, a pool per arena grants and takes back their slots. Processes read by leases, which
+    have a deadline, and copies by holds, which have none; both are counted in the chunk.
     A chunk of one key and shard may lie in several arenas; each of those is a chunk of its own, and `arenas` says for
     each shard which one is meant.
     """
@@ -87,7 +104,10 @@ class Store:
             SlotPool(number, each, size, self._index, policy(), self.counters)
             for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
         ]
-        self._leases = Leases(self.pools, self.counters)
+        self._leases: dict[int, Lease] = {}
+        self._leases_of: dict[int, dict[int, None]] = {}  # session -> numbers of its leases
+        self._lease_ends: Deadlines[int] = Deadlines()
+        self._numbers = itertools.count(1)
 
     # ---- looking up and leasing -------------------------------------------------------------
 
@@ -125,26 +145,64 @@ class Store:
 
     def lease(self, chunks: Iterable[Chunk], session: int, seconds: float) -> int:
         """Keep these sealed chunks for `seconds`; returns the lease's number."""
-        return self._leases.start(chunks, session, self._clock() + seconds)
+        lease = Lease(session, list(chunks), self._clock() + seconds)
+        self.hold(lease.chunks)
+        number = next(self._numbers)
+        self._leases[number] = lease
+        self._leases_of.setdefault(session, {})[number] = None
+        self._lease_ends.add((number,), lease.deadline)
+        return number
 
     def renew(self, number: int, session: int, seconds: float) -> None:
         """:raises ChunkMissing: the lease has ended."""
-        self._leases.renew(number, session, self._clock() + seconds)
+        lease = self._lease(number, session)
+        self._lease_ends.discard(number, lease.deadline)
+        lease.deadline = self._clock() + seconds
+        self._lease_ends.add((number,), lease.deadline)
 
     def release(self, number: int, session: int) -> None:
         """End a lease.
 
         :raises ChunkMissing: it has ended already.
         """
-        self._leases.end(number, session)
+        self._lease_ends.discard(number, self._lease(number, session).deadline)
+        self._end_lease(number)
+
+    def _lease(self, number: int, session: int) -> Lease:
+        lease = self._leases.get(number)
+        if lease is None or lease.session != session:
+            raise ChunkMissing(f"lease {number} has ended")
+        return lease
+
+    def _end_lease(self, number: int) -> None:
+        lease = self._leases.pop(number)
+        numbers = self._leases_of[lease.session]
+        del numbers[number]
+        if not numbers:
+            del self._leases_of[lease.session]
+        self.unhold(lease.chunks)
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
-        """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a push reads it."""
-        self._leases.hold(chunks)
+        """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a copy reads it."""
+        for chunk in chunks:
+            self.pools[chunk.slot.arena].policy.remove(chunk)
+            chunk.leases += 1
 
     def unhold(self, chunks: Sequence[Chunk]) -> None:
         """One reader of each of these is done."""
-        self._leases.unhold(chunks)
+        freed: defaultdict[tuple[int, Step], list[Chunk]] = defaultdict(list)  # by arena
+        for chunk in reversed(chunks):  # the end of the prompt becomes the older one
+            chunk.leases -= 1
+            if chunk.leases or chunk.state in WRITABLE:
+                continue
+            if chunk.state is State.RETIRED:
+                freed[chunk.slot.arena, Step.UNLEASED].append(chunk)
+            elif chunk.tail:  # it was for this one reader
+                freed[chunk.slot.arena, Step.EVICT].append(chunk)
+            elif not chunk.pins:
+                self.pools[chunk.slot.arena].policy.insert(chunk)
+        for (arena, step), of_arena in freed.items():
+            self.pools[arena].free(of_arena, step)
 
     def touch(self, chunks: Sequence[Chunk]) -> None:
         """Count as used just now."""
@@ -339,14 +397,17 @@ class Store:
     def expire(self) -> list[Chunk]:
         """End leases and reservations whose deadline is over; returns the chunks that were aborted."""
         now = self._clock()
-        self._leases.expire(now)
+        for number in self._lease_ends.take(now):
+            self.counters["leases_expired"] += 1
+            self._end_lease(number)
         late = self._index.deadlines.take(now)
         self.abort(late)
         return late
 
     def end_session(self, session: int) -> list[Chunk]:
         """The process is gone for good: its leases end, what it wrote is free, what it owned is aborted."""
-        self._leases.end_session(session)
+        for number in list(self._leases_of.get(session, ())):
+            self.release(number, session)
         written = self._index.writers.of(session)
         self.let_go(written)
         owned = self._index.owners.of(session)

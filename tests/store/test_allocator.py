@@ -12,6 +12,15 @@ from pdx.store.allocator import ALIGNMENT, Allocator
 GRANULES = 64
 
 
+def one(allocator, nbytes):
+    """The offset of one more slot, None where no hole is large enough."""
+    return next(iter(allocator.allocate_many(nbytes, 1)), None)
+
+
+def largest_hole(allocator):
+    return max(allocator._hole_at.values(), default=0)
+
+
 class Model:
     """A granule map: which slot each granule belongs to, None where free. Slow and obvious."""
 
@@ -67,7 +76,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, 20 * ALIGNMENT))
     def allocate(self, nbytes):
         expected = self.model.allocate(-(-nbytes // ALIGNMENT))
-        offset = self.allocator.allocate(nbytes)
+        offset = one(self.allocator, nbytes)
         assert offset == (None if expected is None else expected * ALIGNMENT)
 
     @rule(nbytes=st.integers(1, 6 * ALIGNMENT), count=st.integers(0, 12))
@@ -80,7 +89,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free(self, data):
         start = data.draw(st.sampled_from(self.slots()))
         self.model.free(start)
-        self.allocator.free(start * ALIGNMENT)
+        self.allocator.free_many([start * ALIGNMENT])
 
     @precondition(slots)
     @rule(data=st.data())
@@ -101,21 +110,21 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free_what_is_no_slot(self, offset):
         if offset % ALIGNMENT or offset // ALIGNMENT not in self.slots():
             with pytest.raises(ValueError, match=f"no slot at offset {offset}"):
-                self.allocator.free(offset)
+                self.allocator.free_many([offset])
 
     @invariant()
     def agrees_with_the_model(self):
         self.allocator.check()
         holes = self.model.holes()
         assert self.allocator.free_bytes == sum(size for size, _ in holes) * ALIGNMENT
-        assert self.allocator.largest_hole == max((size for size, _ in holes), default=0) * ALIGNMENT
-        assert self.allocator.allocated_count == len(self.slots())
+        assert largest_hole(self.allocator) == max((size for size, _ in holes), default=0) * ALIGNMENT
+        assert len(self.allocator._slots) == len(self.slots())
 
     def teardown(self):
         for start in self.slots():
-            self.allocator.free(start * ALIGNMENT)
+            self.allocator.free_many([start * ALIGNMENT])
         self.allocator.check()
-        assert self.allocator.largest_hole == self.allocator.free_bytes == self.allocator.total_bytes
+        assert largest_hole(self.allocator) == self.allocator.free_bytes == self.allocator.total_bytes
 
 
 TestAllocator = AllocatorMachine.TestCase
@@ -124,18 +133,18 @@ TestAllocator.settings = settings(max_examples=60, stateful_step_count=40)
 
 def test_offsets_are_aligned_and_sizes_rounded_up():
     allocator = Allocator(8 * ALIGNMENT)
-    assert [allocator.allocate(nbytes) for nbytes in (1, ALIGNMENT, ALIGNMENT + 1)] == [0, 4096, 8192]
+    assert [one(allocator, nbytes) for nbytes in (1, ALIGNMENT, ALIGNMENT + 1)] == [0, 4096, 8192]
     assert allocator.free_bytes == 4 * ALIGNMENT
 
 
 def test_smallest_hole_that_fits_then_lowest_offset():
     allocator = Allocator(16 * ALIGNMENT)
-    slots = [allocator.allocate(granules * ALIGNMENT) for granules in (3, 1, 2, 1, 2, 1, 6)]
+    slots = [one(allocator, granules * ALIGNMENT) for granules in (3, 1, 2, 1, 2, 1, 6)]
     for slot in (slots[0], slots[2], slots[4]):
-        allocator.free(slot)
-    assert allocator.allocate(2 * ALIGNMENT) == slots[2]
-    assert allocator.allocate(2 * ALIGNMENT) == slots[4]
-    assert allocator.allocate(2 * ALIGNMENT) == slots[0]
+        allocator.free_many([slot])
+    assert one(allocator, 2 * ALIGNMENT) == slots[2]
+    assert one(allocator, 2 * ALIGNMENT) == slots[4]
+    assert one(allocator, 2 * ALIGNMENT) == slots[0]
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "odd first"])
@@ -148,27 +157,27 @@ def test_freeing_everything_leaves_one_hole(order):
         "odd first": lambda n: (n // ALIGNMENT % 2 == 0, n),
     }
     for slot in sorted(slots, key=keys[order]):
-        allocator.free(slot)
+        allocator.free_many([slot])
         allocator.check()
-    assert allocator.largest_hole == allocator.total_bytes
-    assert allocator.allocated_count == 0
+    assert largest_hole(allocator) == allocator.total_bytes
+    assert len(allocator._slots) == 0
 
 
 def test_exhaustion_is_none_and_recovers():
     allocator = Allocator(4 * ALIGNMENT)
-    assert allocator.allocate(5 * ALIGNMENT) is None
+    assert one(allocator, 5 * ALIGNMENT) is None
     assert allocator.allocate_many(ALIGNMENT, 9) == [0, 4096, 8192, 12288]
-    assert allocator.allocate(1) is None
-    assert allocator.largest_hole == 0
-    allocator.free(8192)
-    assert allocator.allocate(1) == 8192
+    assert one(allocator, 1) is None
+    assert largest_hole(allocator) == 0
+    allocator.free_many([8192])
+    assert one(allocator, 1) == 8192
 
 
 def test_many_slots_share_one_hole_where_one_holds_them_all():
     allocator = Allocator(16 * ALIGNMENT)
     slots = allocator.allocate_many(ALIGNMENT, 16)
     for slot in (slots[0], *slots[4:8]):
-        allocator.free(slot)
+        allocator.free_many([slot])
     assert allocator.allocate_many(ALIGNMENT, 3) == slots[4:7]
     assert allocator.allocate_many(ALIGNMENT, 3) == [slots[0], slots[7]]
 
@@ -187,7 +196,7 @@ def test_nothing_or_less_cannot_be_allocated(nbytes, count):
 
 def test_repr_shows_what_is_used():
     allocator = Allocator(4 * ALIGNMENT)
-    allocator.allocate(1)
+    one(allocator, 1)
     assert repr(allocator) == "<Allocator 4096 of 16384 bytes, 1 slots, 1 holes>"
 
 
@@ -203,7 +212,7 @@ def seconds_for_512_slots(fresh: bool) -> float:
     allocator = Allocator(num_slots * slot_bytes)
     if not fresh:
         for slot in allocator.allocate_many(slot_bytes, num_slots)[::2]:
-            allocator.free(slot)
+            allocator.free_many([slot])
     start = time.perf_counter()
     assert len(allocator.allocate_many(slot_bytes, 512)) == 512
     return time.perf_counter() - start
