@@ -31,7 +31,6 @@ BENCHES = {
     "scaling": "pdx.bench.node.scaling",
     "pushes": "pdx.bench.node.pushes",
     "channels": "pdx.bench.channels",
-    "paged": "pdx.bench.channels.paged",
     "across": "pdx.bench.node.across",
     "stalls": "pdx.bench.proxy.stalls",
 }

@@ -12,7 +12,7 @@ SPEED_S = 3600.0  # the time that is left is guessed from this long a stretch of
 
 
 class BreakdownProgress:
-    """A `pdx.bench.breakdown.Watcher`. Everything goes to standard error, and the bar is drawn only when something is
+    """Amounts are of work, in no unit. Everything goes to standard error, and the bar is drawn only when something is
     told: a thread that draws would take time from what is measured. For one thread."""
 
     def __init__(self) -> None:
@@ -40,6 +40,10 @@ class BreakdownProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """The bar is gone. Idempotent."""
         self._bar.stop()
 
     def begin(self, amount: float) -> None:

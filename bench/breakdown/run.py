@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pdx.bench.breakdown import report as breakdown_report
 from pdx.bench.breakdown.progress import BreakdownProgress
 from pdx.bench.breakdown.records import Result, SystemFacts
 from pdx.bench.breakdown.turns import Breakdown, Settings
+from pdx.bench.harness.interrupts import Interrupts, undisturbed
 from pdx.bench.harness.model_facts import model_facts
 from pdx.bench.harness.prompts import Bodies, Prompts
 from pdx.bench.harness.report import machine
@@ -45,17 +45,17 @@ def run(plan: Plan) -> int:
     """
     result = new_result(plan)
     status = 0
-    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, BreakdownProgress() as progress:
+    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, BreakdownProgress() as progress, Interrupts():
         for name, why in plan.not_run.items():
             progress.note(f"{name} is left out: {why}")
         try:
-            with _sigterm_is_sigint():
-                _measure(plan, result, Path(folder), progress)
+            _measure(plan, result, Path(folder), progress)
         except KeyboardInterrupt:
             status = INTERRUPTED
             progress.note("interrupted; what was measured is kept")
-    with _deaf():
-        breakdown_report.write(result, plan.out)
+        progress.stop()
+        with contextlib.suppress(KeyboardInterrupt), undisturbed():
+            breakdown_report.write(result, plan.out)
     is_wrong = any(request.is_same is False for request in result.requests)
     return status or int(not result.requests or is_wrong)
 
@@ -104,7 +104,7 @@ def _measure(plan: Plan, result: Result, folder: Path, progress: BreakdownProgre
             is_gather_beside=not is_cpu_build(),
         ).run()
     finally:
-        with _deaf():
+        with undisturbed():
             fleet.close()
 
 
@@ -116,29 +116,3 @@ def _memcpy(nbytes: int) -> Callable[[int], float]:
 
     memcpy = Memcpy(nbytes, core=max(os.sched_getaffinity(0)))
     return lambda wanted: statistics.median(memcpy.times_ms(wanted)[1])
-
-
-@contextlib.contextmanager
-def _sigterm_is_sigint() -> Iterator[None]:
-    """Both end the run in the same way: KeyboardInterrupt here, inside an event loop, too. Also where this process was
-    started with SIGINT ignored, as shells start what runs in the background."""
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """To both signals, while engines end and files are written: a second Ctrl-C must not cut that short."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """Runs the latency breakdown: the same prompts to every system in turns, and where the time of each request went.
 
 What was measured is in `Breakdown.result` at any time, and in a file after every batch. Nothing here shows anything;
-a `Watcher` is told.
+a `BreakdownProgress` is told.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +27,7 @@ from pdx.bench.systems.engine_cache import CacheNotReset
 from pdx.errors import PdxError
 
 if TYPE_CHECKING:
+    from pdx.bench.breakdown.progress import BreakdownProgress
     from pdx.bench.systems.fleet import Fleet
     from pdx.bench.systems.system import Running, System
 
@@ -58,22 +59,6 @@ class Turn:
 
     def __str__(self) -> str:
         return f"{self.system}, {self.concurrency} × {self.tokens:,} tokens, round {self.round + 1}"
-
-
-class Watcher(Protocol):
-    """Is told what goes on; amounts are of work, in no unit."""
-
-    def begin(self, amount: float) -> None:
-        """So much is to be done."""
-
-    def now(self, what: str) -> None:
-        """This begins."""
-
-    def done(self, amount: float, line: str) -> None:
-        """It is done, and this came of it."""
-
-    def note(self, line: str) -> None:
-        """Something worth knowing happened."""
 
 
 def order(settings: Settings, systems: Sequence[str], *, all_at_once: bool) -> list[Turn]:
@@ -113,7 +98,7 @@ class Breakdown:
         fleet: Fleet,
         bodies: Bodies,
         traces: Path,
-        watcher: Watcher,
+        watcher: BreakdownProgress,
         copy_ms: Callable[[int], float] | None,
         is_gather_beside: bool,
     ) -> None:

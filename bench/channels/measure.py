@@ -94,7 +94,6 @@ class Sender:
         self._channel = self.region.connect(remote)
 
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
-        """See `Channel.write`."""
         assert self._channel is not None
         return self._channel.write(pieces, notify)
 

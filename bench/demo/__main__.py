@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from pdx.bench.demo import plain, workload
+from pdx.bench.demo import plain, server, workload
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import Request
+from pdx.bench.harness import web
 from pdx.bench.harness.places import SCRATCH
-from pdx.bench.systems import server
 from pdx.cli import placement
 from pdx.cli.doctor import try_channel
 from pdx.cli.node import check_channels
@@ -145,14 +145,14 @@ class Pair:
 
     def _counters(self) -> tuple[float, float]:
         """Prompt tokens that the decoder has computed, and all its prompt tokens."""
-        text = server.get(f"{self._decoder}/metrics")
+        text = web.get(f"{self._decoder}/metrics")
         return sum(map(float, COMPUTED.findall(text))), sum(map(float, PROMPTS.findall(text)))
 
     def _timeline(self, transfer: str) -> dict[str, Any]:
         timeline: dict[str, Any] = {}
 
         def is_complete() -> bool:
-            timeline.update(json.loads(server.get(f"{self._admin_url}/pdx/requests/{transfer}")))
+            timeline.update(json.loads(web.get(f"{self._admin_url}/pdx/requests/{transfer}")))
             if timeline["mode"] == "alone":
                 return bool(timeline["outcome"])  # nothing moves
             parts = timeline["breakdown"]

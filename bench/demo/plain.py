@@ -11,9 +11,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from pdx.bench.demo import workload
+from pdx.bench.demo import server, workload
 from pdx.bench.demo.workload import Request
-from pdx.bench.systems import server
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
 from pdx.cli.ready import answers_health
@@ -66,7 +65,7 @@ def _answers(url: str, say: Callable[[str], None]) -> dict[str, str]:
 
     def ask(request: Request) -> str:
         say(f"  plain: {request.name}")
-        answers[_name(request)] = server.ask(url, request).text
+        answers[_name(request)] = server.ask_at_once(url, [request])[0].text
         return answers[_name(request)]
 
     for request in workload.cold():

@@ -61,8 +61,10 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], request_id: str) -> Answer:
-    """Post `body` to `url`/v1/completions as `request_id`, and read its stream to the end.
+async def ask(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], request_id: str, *, path: str = "/v1/completions"
+) -> Answer:
+    """Post `body` to `url` as `request_id`, and read its stream to the end.
 
     :raises AskFailed: no connection, an error in place of the answer or inside it, a stream without an end.
     """
@@ -70,7 +72,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], re
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
     sent_ns = time.monotonic_ns()
     try:
-        async with session.post(f"{url}/v1/completions", data=payload, headers=headers) as response:
+        async with session.post(url + path, data=payload, headers=headers) as response:
             if response.status != 200:
                 raise AskFailed(f"{url} answered {response.status}: {(await response.text())[:MAX_WORDS]}")
             transfer = response.headers.get("x-pdx-transfer-id", "")
@@ -100,7 +102,7 @@ class _Stream:
             return
         try:
             fields = json.loads(event)
-            text = "".join(choice["text"] or "" for choice in fields["choices"])
+            text = "".join(map(_text, fields["choices"]))
         except (ValueError, KeyError, TypeError) as error:
             raise AskFailed(f"not a completion: {event[:MAX_WORDS].decode(errors='replace')}") from error
         self._usage = fields.get("usage") or self._usage
@@ -124,6 +126,11 @@ class _Stream:
             output_tokens=int(self._usage["completion_tokens"]),
             sent_ns=sent_ns,
         )
+
+
+def _text(choice: dict[str, Any]) -> str:
+    text: str | None = choice["text"] if "text" in choice else choice["delta"].get("content")
+    return text or ""
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

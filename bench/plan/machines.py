@@ -22,79 +22,23 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     source: str = _SHEETS
 
 
+def _gpu(name: str, numbers: str, what: str) -> Gpu:
+    tflops, fp8, memory_gb_s, memory_gb, peer_gb_s, host_gb_s = map(float, numbers.split())
+    speeds = {"memory_gb_s": memory_gb_s, "memory_gb": memory_gb, "peer_gb_s": peer_gb_s, "host_gb_s": host_gb_s}
+    return Gpu(name=name, tflops=tflops, tflops_fp8=fp8, **speeds, source=f"{what}: {_SHEETS}")
+
+
+# TFLOPS dense in 16 bits and in FP8; GB/s and GB of memory; GB/s to its peers and to the host.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(
-            name="a100",
-            tflops=312,
-            tflops_fp8=312,
-            memory_gb_s=2039,
-            memory_gb=80,
-            peer_gb_s=300,
-            host_gb_s=32,
-            source="A100 80GB SXM: " + _SHEETS,
-        ),
-        Gpu(
-            name="l40s",
-            tflops=362,
-            tflops_fp8=733,
-            memory_gb_s=864,
-            memory_gb=48,
-            peer_gb_s=32,
-            host_gb_s=32,
-            source="L40S, PCIe 4 only: " + _SHEETS,
-        ),
-        Gpu(
-            name="h20",
-            tflops=148,
-            tflops_fp8=296,
-            memory_gb_s=4000,
-            memory_gb=96,
-            peer_gb_s=450,
-            host_gb_s=64,
-            source="H20: " + _SHEETS,
-        ),
-        Gpu(
-            name="h800",
-            tflops=989,
-            tflops_fp8=1979,
-            memory_gb_s=3350,
-            memory_gb=80,
-            peer_gb_s=200,
-            host_gb_s=64,
-            source="H800 SXM, an H100 with a slower NVLink: " + _SHEETS,
-        ),
-        Gpu(
-            name="h100",
-            tflops=989,
-            tflops_fp8=1979,
-            memory_gb_s=3350,
-            memory_gb=80,
-            peer_gb_s=450,
-            host_gb_s=64,
-            source="H100 SXM: " + _SHEETS,
-        ),
-        Gpu(
-            name="h200",
-            tflops=989,
-            tflops_fp8=1979,
-            memory_gb_s=4800,
-            memory_gb=141,
-            peer_gb_s=450,
-            host_gb_s=64,
-            source="H200 SXM: " + _SHEETS,
-        ),
-        Gpu(
-            name="b200",
-            tflops=2250,
-            tflops_fp8=4500,
-            memory_gb_s=8000,
-            memory_gb=180,
-            peer_gb_s=900,
-            host_gb_s=64,
-            source="B200 in a DGX: " + _SHEETS,
-        ),
+        _gpu("a100", "312 312 2039 80 300 32", "A100 80GB SXM"),
+        _gpu("l40s", "362 733 864 48 32 32", "L40S, PCIe 4 only"),
+        _gpu("h20", "148 296 4000 96 450 64", "H20"),
+        _gpu("h800", "989 1979 3350 80 200 64", "H800 SXM, an H100 with a slower NVLink"),
+        _gpu("h100", "989 1979 3350 80 450 64", "H100 SXM"),
+        _gpu("h200", "989 1979 4800 141 450 64", "H200 SXM"),
+        _gpu("b200", "2250 4500 8000 180 900 64", "B200 in a DGX"),
     )
 }
 

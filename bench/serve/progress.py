@@ -17,7 +17,7 @@ _REFRESH_S = 0.2  # between two pictures of the bar: drawing takes time from wha
 
 
 class ServeProgress:
-    """A `Watcher`; shows from `with` on. Used on one thread."""
+    """Told on the event loop; shows from `with` on. Used on one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -24,6 +24,9 @@ from pdx.bench.serve.goodput import Output
 from pdx.bench.serve.text import Writer
 from pdx.bench.serve.workloads import Passage, Session, Shape, blocks, plan
 from pdx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdx.bench.serve.progress import ServeProgress
 
 LAG_STEP_S = 0.02  # between looks at how late the event loop is
 
@@ -75,22 +78,6 @@ class Tally:
         return sum(block.duration_s for block in self.blocks)
 
 
-class Watcher(Protocol):
-    """Is told what happens, on the event loop; must return soon."""
-
-    def say(self, line: str) -> None:
-        """Something that is worth a line."""
-
-    def begin(self, server: Server, block: int, of: int, planned: int) -> None:
-        """A block begins."""
-
-    def sent(self) -> None:
-        """A request was sent."""
-
-    def answered(self, output: Output) -> None:
-        """A request is over."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How a workload is sent."""
@@ -107,7 +94,7 @@ class Settings:
 class Run:
     """A workload under way. `go` may be called once."""
 
-    def __init__(self, settings: Settings, servers: Sequence[Server], client: Client, watcher: Watcher) -> None:
+    def __init__(self, settings: Settings, servers: Sequence[Server], client: Client, watcher: ServeProgress) -> None:
         self.tallies = [Tally(server) for server in servers]
         self.is_complete = False
         self._settings = settings

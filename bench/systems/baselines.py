@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from pdx.bench.systems import server
 from pdx.bench.systems.baseline_proxy import Mode
 from pdx.bench.systems.system import (
     VLLM,
@@ -84,52 +80,12 @@ class Needs:
         return ""
 
 
-class EngineRunning(Running):
-    """Engines, and a proxy of ours in front of them if there are two."""
-
-    def __init__(self, servers: Servers, engines: Sequence[Command], proxy: Command | None = None) -> None:
-        self.prefill_url, self.decode_url = engines[0].url, engines[-1].url
-        self.url = self.decode_url if proxy is None else proxy.url
-        self._has_proxy = proxy is not None
-        self._servers = servers
-
-    def moments(self, request_id: str) -> dict[str, float] | None:
-        """See `Running.moments`."""
-        if not self._has_proxy:
-            return None
-        try:
-            found = server.get(f"{self.url}/moments/{request_id}")
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == 404:
-                return None
-            raise
-        return msgspec.json.decode(found, type=dict[str, float])
-
-    def pause(self) -> None:
-        """See `Running.pause`."""
-        self._servers.pause()
-
-    def resume(self) -> None:
-        """See `Running.resume`."""
-        self._servers.resume()
-
-    def died(self) -> str:
-        """See `Running.died`."""
-        return self._servers.died()
-
-    def close(self) -> None:
-        """See `Running.close`."""
-        self._servers.close()
-
-
 class Baseline(System):
     """Servers that need nothing but to be started: engines together, then the proxy."""
 
     needs = Needs()
 
     def why_not(self) -> str:
-        """See `System.why_not`."""
         return self.needs.why_not()
 
     @abstractmethod
@@ -148,13 +104,11 @@ class Baseline(System):
         """What is to be done when the engines are ready."""
 
     def commands(self, bed: Bed) -> list[str]:
-        """See `System.commands`."""
         ports = Ports()
         all_of_them = [self.store_command(bed, ports), *self.engine_commands(bed, ports), self.proxy_command(ports)]
         return [command.line() for command in all_of_them if command is not None]
 
     def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
-        """See `System.start`."""
         ports = Ports.free()
         engines, proxy = self.engine_commands(bed, ports), self.proxy_command(ports)
         store = self.store_command(bed, ports)
@@ -168,7 +122,7 @@ class Baseline(System):
             if proxy is not None:
                 servers.start([proxy])
             undo.pop_all()
-        return EngineRunning(servers, engines, proxy)
+        return Running(servers, engines, proxy)
 
 
 class Plain(Baseline):
@@ -182,7 +136,6 @@ class Plain(Baseline):
         self.title = title
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        """See `Baseline.engine_commands`."""
         home, _ = bed.homes()
         connector = self.connector(bed, ports)
         options = () if connector is None else _transfer(connector)
@@ -204,7 +157,6 @@ class Offloading(Plain):
         self.needs = needs
 
     def connector(self, bed: Bed, ports: Ports) -> dict[str, Any]:
-        """See `Plain.connector`."""
         extra = {"cpu_bytes_to_use": parse_bytes(bed.arena)}
         return {"kv_connector": self._connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
@@ -227,7 +179,6 @@ class LMCache(Plain):
         super().__init__("lmcache", "LMCache")
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
-        """See `Baseline.store_command`."""
         gib = parse_bytes(bed.arena) / (1 << 30)
         size = ("--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU")
         here = ("--host", "127.0.0.1", "--http-host", "127.0.0.1")
@@ -257,7 +208,6 @@ class LMCache(Plain):
                 )
 
     def connector(self, bed: Bed, ports: Ports) -> dict[str, Any]:
-        """See `Plain.connector`."""
         extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": ports.prefill_side}
         return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
@@ -268,7 +218,6 @@ class Pair(Baseline):
     mode: Mode
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        """See `Baseline.engine_commands`."""
         prefill, decode = bed.homes()
         return [
             self._engine(bed, "prefill", ports.prefill, {**prefill, **self.variables("prefill", ports)}),
@@ -291,7 +240,6 @@ class Pair(Baseline):
         return ()
 
     def proxy_command(self, ports: Ports) -> Command:
-        """See `Baseline.proxy_command`."""
         engines = ("--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}")
         return Command(
             name="proxy",
@@ -316,17 +264,14 @@ class Nixl(Pair):
         self.title = title
 
     def connector(self, role: str) -> dict[str, Any]:
-        """See `Pair.connector`."""
         config = {"kv_connector": self.connector_name, "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
         return {**config, "kv_buffer_device": "cpu"} if is_cpu_build() else config
 
     def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
-        """See `Pair.variables`."""
         side = ports.prefill_side if role == "prefill" else ports.decode_side
         return {"UCX_NET_DEVICES": "all", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
 
     def commands(self, bed: Bed) -> list[str]:
-        """See `System.commands`."""
         return [*super().commands(bed), *self.by_hand()]
 
     def by_hand(self) -> list[str]:
@@ -360,12 +305,10 @@ class NixlYielding(Nixl):
         super().__init__("nixl-yield", "NixlConnector (pull), its polling thread at idle priority")
 
     def by_hand(self) -> list[str]:
-        """See `Nixl.by_hand`."""
         idle = "chrt --idle gives its threads that poll idle priority (let_go_first in pdx.bench.systems.threads)"
         return [*super().by_hand(), f"# then, of each engine: {idle}"]
 
     def settle(self, bed: Bed, servers: Servers) -> None:
-        """See `Nixl.settle`."""
         super().settle(bed, servers)
         let_go_first(servers.pids("prefill", "decode"))
 
@@ -399,7 +342,6 @@ class Mooncake(Pair):
     )
 
     def connector(self, role: str) -> dict[str, Any]:
-        """See `Pair.connector`."""
         kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
         config = {"kv_connector": "MooncakeConnector", "kv_role": kv_role}
         if RDMA.is_dir() and any(RDMA.iterdir()):
@@ -407,11 +349,9 @@ class Mooncake(Pair):
         return {**config, "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
 
     def variables(self, role: str, ports: Ports) -> Mapping[str, str]:
-        """See `Pair.variables`."""
         return {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(ports.prefill_side)} if role == "prefill" else {}
 
     def proxy_options(self, ports: Ports) -> Sequence[str]:
-        """See `Pair.proxy_options`."""
         return ("--bootstrap", f"http://127.0.0.1:{ports.prefill_side}")
 
 

@@ -8,13 +8,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
+from pdx.bench.harness.web import direct
 from pdx.errors import PdxError
 
 PATH = "/reset_prefix_cache"
 FREE_S = 10.0  # until blocks that a connector still saves or loads are free
 LOOK_S = 0.1
 ANSWER_S = 30.0
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class CacheNotReset(PdxError):
@@ -41,7 +41,7 @@ def _ask(url: str) -> bool:
     """Whether it was emptied."""
     post = urllib.request.Request(url + PATH, b"", method="POST")
     try:
-        with _direct.open(post, timeout=ANSWER_S) as answer:
+        with direct.open(post, timeout=ANSWER_S) as answer:
             return bool(json.load(answer).get("success"))
     except urllib.error.HTTPError as error:
         with error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdx.bench.breakdown.records import Engines, Found
+from pdx.bench.harness import web
 
 READ_S = 10.0
 QUEUE = "vllm:request_queue_time_seconds_sum"  # arrived in the scheduler -> scheduled
@@ -17,7 +17,6 @@ FINISHED = "vllm:request_prefill_time_seconds_count"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 SOURCES = {"computed": "local_compute", "local": "local_cache_hit", "external": "external_kv_transfer"}
 _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,7 @@ def page(url: str) -> str:
 
     :raises OSError: it does not answer.
     """
-    with _direct.open(f"{url}/metrics", timeout=READ_S) as response:
-        return str(response.read().decode())
+    return web.get(f"{url}/metrics", READ_S).decode()
 
 
 def engines(prefill: Sums, decode: Sums | None) -> Engines | None:

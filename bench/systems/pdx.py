@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-import urllib.error
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdx.bench.systems import server
+from pdx.bench.harness import web
 from pdx.bench.systems.baselines import Plain, Ports
 from pdx.bench.systems.system import (
     VLLM,
@@ -64,7 +63,6 @@ class PdxSystem(System):
         self.packages = ("pdx-transport", *VLLM, *LIBRARIES.get(channel or "", ()))
 
     def why_not(self) -> str:
-        """See `System.why_not`."""
         if missing := vllm_missing():
             return missing
         if self.gpu and is_cpu_build():
@@ -78,12 +76,10 @@ class PdxSystem(System):
         return "" if found.is_ok else f"{found.why}; {found.fix}".rstrip("; ")
 
     def commands(self, bed: Bed) -> list[str]:
-        """See `System.commands`."""
         command = self._command(bed, PORT, PORT + 1)
         return [command.line()]
 
     def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
-        """See `System.start`."""
         port, admin_port = free_ports(2)
         logs = bed.logs / self.name
         command = self._command(bed, port, admin_port, logs, trace)
@@ -127,7 +123,6 @@ class PdxAlone(Plain):
         super().__init__("pdx-both", "PDX, one engine and its node")
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
-        """See `Baseline.store_command`."""
         socket = _socket(ports)
         return Command(
             name="node",
@@ -139,7 +134,6 @@ class PdxAlone(Plain):
         )
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        """See `Baseline.engine_commands`."""
         home, _ = bed.homes()
         engine = engine_command(bed, "engine", ports.prefill, env=home)
         node = ("--node", f"ipc://{_socket(ports)}", "--no-start-node", "--proxy", "")
@@ -158,7 +152,6 @@ class PdxSmallChunks(PdxAlone):
         self.title = f"{self.title}, chunks of {self.CHUNK_TOKENS} tokens"
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
-        """See `Baseline.engine_commands`."""
         home, _ = bed.homes()
         engine = engine_command(bed, "engine", ports.prefill, env=home)
         settings = {"chunk_tokens": self.CHUNK_TOKENS}
@@ -211,23 +204,8 @@ class PdxRunning(Running):
         return answer
 
     def timeline(self, transfer: str) -> list[Moment] | None:
-        """See `Running.timeline`."""
-        try:
-            found = server.get(f"{self._admin_url}/pdx/requests/{transfer}")
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == 404:
-                return None
-            raise
-        return msgspec.json.decode(found, type=_Timeline).moments
-
-    def died(self) -> str:
-        """See `Running.died`."""
-        return self._servers.died()
-
-    def close(self) -> None:
-        """See `Running.close`."""
-        self._servers.close()
+        found = web.known(f"{self._admin_url}/pdx/requests/{transfer}")
+        return None if found is None else msgspec.json.decode(found, type=_Timeline).moments
 
 
 class _Timeline(msgspec.Struct):

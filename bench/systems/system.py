@@ -13,8 +13,6 @@ import shlex
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -23,6 +21,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
+
+from pdx.bench.harness import web
 from pdx.bench.harness.interrupts import undisturbed
 from pdx.cli import guard, placement
 from pdx.cli.processes import Process, Processes, State
@@ -41,8 +42,6 @@ _WORKER_FAILED = re.compile(r"Worker failed with error '(.*)', please check")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
 _CONSEQUENCES = ("Engine core initialization failed", "EngineDeadError", "Worker failed with error")
 _ENGINE_FAILED = b"EngineCore failed to start"  # after this its server may hang instead of ending
-# These listen on this host: a proxy from the environment must not be asked for them.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class CannotRun(PdxError):
@@ -73,37 +72,43 @@ class Bed:
         return prefill, decode
 
 
-class Running(ABC):
+class Running:
     """A started system; whoever has it closes it. For one thread.
 
-    `url` is where clients send /v1/completions; `prefill_url` and `decode_url` are the engines', for /metrics.
+    `url` is where clients send /v1/completions; `prefill_url` and `decode_url` are the engines', for /metrics. `proxy`:
+    ours, in front of two engines.
     """
 
-    url: str
-    prefill_url: str
-    decode_url: str
+    def __init__(self, servers: Servers, engines: Sequence[Command], proxy: Command | None = None) -> None:
+        self.prefill_url, self.decode_url = engines[0].url, engines[-1].url
+        self.url = self.decode_url if proxy is None else proxy.url
+        self._has_proxy = proxy is not None
+        self._servers = servers
 
     def moments(self, request_id: str) -> dict[str, float] | None:
         """When things happened to a request, in ms of CLOCK_MONOTONIC; None: this system has no proxy that knows."""
-        return None
+        found = web.known(f"{self.url}/moments/{request_id}") if self._has_proxy else None
+        return None if found is None else msgspec.json.decode(found, type=dict[str, float])
 
     def timeline(self, transfer: str) -> list[Moment] | None:
         """What PDX's proxy knows of a transfer by now; None: nothing, or the system is not PDX."""
         return None
 
-    def pause(self) -> None:  # noqa: B027 - most have no need of it
+    def pause(self) -> None:
         """Keep its processes from running until `resume`; only systems that say `polls_idle` need this. Idempotent."""
+        self._servers.signal(signal.SIGSTOP)
 
-    def resume(self) -> None:  # noqa: B027
+    def resume(self) -> None:
         """Let them run again. Idempotent."""
+        self._servers.signal(signal.SIGCONT)
 
-    @abstractmethod
     def died(self) -> str:
         """Which of its processes has ended on its own, and the line of its log that says why; empty: none."""
+        return self._servers.died()
 
-    @abstractmethod
     def close(self) -> None:
         """End all its processes. Idempotent."""
+        self._servers.close()
 
 
 class System(ABC):
@@ -237,21 +242,13 @@ class Servers:
                     found.append(int(folder.name))
         return found
 
-    def pause(self) -> None:
-        """See `Running.pause`."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """See `Running.resume`."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """To all of them."""
         for pid in self.pids(*(process.name for process in self._processes)):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def died(self) -> str:
-        """See `Running.died`."""
         for process in self._processes.look():
             return f"{process.name} ended with status {process.exit_status}: {decisive(self._logs)}"
         return ""
@@ -259,7 +256,7 @@ class Servers:
     def close(self) -> None:
         """End them, paused or not, and remove what they leave; a signal meanwhile waits. Idempotent."""
         with undisturbed():
-            self.resume()
+            self.signal(signal.SIGCONT)
             self._stack.close()
             for path in self._leavings:
                 path.unlink(missing_ok=True)
@@ -273,13 +270,10 @@ def _is_ready(command: Command) -> Callable[[], bool]:
 
 def _answers(url: str) -> bool:
     try:
-        with _direct.open(url, timeout=ANSWER_S) as answer:
-            return bool(answer.status == 200)
-    except urllib.error.HTTPError as error:
-        error.close()
+        web.get(url, ANSWER_S)
+    except OSError:  # an HTTPError is one
         return False
-    except OSError:
-        return False
+    return True
 
 
 def decisive(logs: Path) -> str:

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from pdx.bench.demo import __main__ as demo
+from pdx.bench.demo import server
 from pdx.bench.demo.outcome import Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import completion
-from pdx.bench.systems import server
 from pdx.cli.loopback import Rate, Trial
 from pdx.telemetry.timeline import Breakdown as Parts
 from pdx.telemetry.timeline import Event, Moment, breakdown

@@ -17,7 +17,7 @@ from installed import config_of, packages
 
 from pdx.bench.systems import baselines, system, threads
 from pdx.bench.systems import pdx as pdx_systems
-from pdx.bench.systems.names import SYSTEMS, CannotRun
+from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
 from pdx.cli import guard
 
 ORDER = [
@@ -213,12 +213,12 @@ def test_servers_start_serve_and_end(tmp_path):
     try:
         servers.start(both)
         pids = servers.pids("prefill") + servers.pids("decode")
-        running = baselines.EngineRunning(servers, both, command("proxy", ports.prefill))
+        running = Running(servers, both, command("proxy", ports.prefill))
         assert (running.prefill_url, running.decode_url) == (both[0].url, both[1].url)
         assert running.moments("r") == {"received": 1.5}
         assert running.moments("gone") is None
         assert (running.timeline("t"), running.died()) == (None, "")
-        assert baselines.EngineRunning(servers, both[:1]).moments("r") is None
+        assert Running(servers, both[:1]).moments("r") is None
         pdx = pdx_systems.PdxRunning(servers, ports.prefill, ports.prefill, is_one_node=True)
         assert [moment.at_ns for moment in pdx.timeline("t")] == [7]
         assert (pdx.timeline("gone"), pdx.moments("r")) == (None, None)
@@ -276,7 +276,7 @@ def test_paused_servers_stand_still_and_can_be_ended(tmp_path):
         engine = command("prefill", ports.prefill)
         servers.start([engine])
         pids = servers.pids("prefill")
-        running = baselines.EngineRunning(servers, [engine])
+        running = Running(servers, [engine])
         running.pause()
         while states(pids) != {"T"}:
             pass
@@ -403,7 +403,7 @@ def test_whoever_has_ended_meanwhile_is_not_brought_home():
 
 
 def test_http_errors_are_not_taken_for_nothing(tmp_path):
-    running = baselines.EngineRunning(None, [command("a", 1)], command("proxy", 1))
+    running = Running(None, [command("a", 1)], command("proxy", 1))
     with pytest.raises(urllib.error.URLError):
         running.moments("r")
 
