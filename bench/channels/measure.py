@@ -13,18 +13,17 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
-from rich.table import Table
 
 from pdx.bench.channels.raw import RAW, Flow, Raw, RawShm, SharedFile
 from pdx.bench.channels.receiver import Receiver
 from pdx.bench.harness.places import RESULTS
-from pdx.bench.harness.report import Figure, at_least, console, machine, plain, publish, significant
+from pdx.bench.harness.report import Figure, at_least, machine, plain, publish, show_rows, significant
 from pdx.bench.harness.timing import measure
 from pdx.errors import ChannelUnavailable
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
@@ -93,21 +92,18 @@ class Sender:
         """To a receiver."""
         self._channel = self.region.connect(remote)
 
-    def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
-        assert self._channel is not None
-        return self._channel.write(pieces, notify)
-
     def send(self, flow: Flow) -> None:
         """All messages; returns when all are acknowledged."""
+        assert self._channel is not None
         under_way: deque[Transfer] = deque()
         for offset in flow.offsets(self._ring):
-            under_way.append(self.write([Piece(offset, offset, flow.nbytes)], NOTIFY))
+            under_way.append(self._channel.write([Piece(offset, offset, flow.nbytes)], NOTIFY))
             if len(under_way) == flow.depth:
-                self.finish(under_way.popleft())
+                self._finish(under_way.popleft())
         while under_way:
-            self.finish(under_way.popleft())
+            self._finish(under_way.popleft())
 
-    def finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: Transfer) -> None:
         """Wait until it is over, as a node does."""
         while True:
             self._bell.clear()
@@ -205,17 +201,6 @@ def _row(scheme: str, sender: Sender, raw: Raw | None, walk: Walk, depth: int, r
     return Row(scheme, walk.nbytes, depth, rates.get("raw"), rates["ours"], ratio, rates.get("one thread", 0.0))
 
 
-def show(rows: list[Row]) -> None:
-    """All rows as a table."""
-    table = Table(title=f"channels against what is under them, GB/s, median of {REPEATS}", title_justify="left")
-    for column in ("channel", "bytes", "in flight", "raw", "ours", "ours / raw"):
-        table.add_column(column, justify="left" if column == "channel" else "right")
-    for row in rows:
-        rates = ("" if rate is None else f"{rate:.3f}" for rate in (row.raw_gb_s, row.gb_s, row.ratio))
-        table.add_row(row.scheme, f"{row.nbytes:,}", str(row.in_flight), *rates)
-    console.print(table)
-
-
 def figures(rows: list[Row], skipped: dict[str, str]) -> list[Figure]:
     """The medians over the large sizes that goals are set for."""
     found = []
@@ -243,7 +228,7 @@ def main() -> None:
                 measure_scheme(scheme, Options(), Path(folder), rows.append)
             except ChannelUnavailable as error:
                 skipped[scheme] = str(error)
-    show(rows)
+    show_rows(rows, f"channels against what is under them, GB/s, median of {REPEATS}")
     if len(sys.argv) > 1:
         return  # a look at some of them is no result
     title = f"channels against the technology under them, median of {REPEATS} rounds"

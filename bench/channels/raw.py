@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy
 
@@ -32,8 +32,6 @@ from pdx.transports.channel import Memory
 
 NIXL_DELAY_US = 1000  # see `RawNixl`
 IDLE_ROUNDS = 200  # of progress without any, some 30 microseconds
-
-Spans: TypeAlias = list[tuple[int, int, int]] | numpy.ndarray  # rows of address, bytes, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +84,8 @@ class Raw(ABC):
     def send(self, flow: Flow) -> None:
         """All messages; returns when their bytes are in the receiver's memory."""
 
-    def take(self) -> list[bytes]:
-        """What the receiver was notified of since the last call, where the technology has notifications."""
-        return []
+    def take(self) -> None:  # noqa: B027
+        """Take in what the receiver was notified of, where the technology has notifications."""
 
     @abstractmethod
     def close(self) -> None:
@@ -188,7 +185,6 @@ class RawNixl(Raw):
     """
 
     scheme = "nixl"
-    settings: ClassVar[dict[str, str]] = {}  # of the UCX backend
 
     def _start(self) -> None:
         # A process can load one wheel only: the one that our channel has chosen.
@@ -197,7 +193,7 @@ class RawNixl(Raw):
         config.useProgThread = True
         config.pthrDelay = NIXL_DELAY_US
         self.agent = self._bindings.nixlAgent(f"raw-{os.getpid()}-{id(self)}", config)
-        self._backends = [self.agent.createBackend("UCX", self.settings)]
+        self._backends = [self.agent.createBackend("UCX", {})]
         span = (self.memory.address, self.memory.nbytes, 0, "")
         self._registered = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [span])
         self.agent.registerMem(self._registered, self._backends)
@@ -212,36 +208,30 @@ class RawNixl(Raw):
         self.target = int.from_bytes(detail[:8])
         self._name = self.agent.loadRemoteMD(detail[8:]).decode()
 
-    def begin(self, local: Spans, remote: Spans, notify: bytes) -> int:
-        """Write these; the handle."""
+    def _begin(self, offset: int, nbytes: int) -> int:
         bindings = self._bindings
-        lists = [bindings.nixlXferDList(bindings.DRAM_SEG, each) for each in (local, remote)]
+        starts = (self.memory.address + offset, self.target + offset)
+        lists = [bindings.nixlXferDList(bindings.DRAM_SEG, [(start, nbytes, 0)]) for start in starts]
         handle: int = self.agent.createXferReq(bindings.NIXL_WRITE, *lists, self._name, b"", self._backends)
-        self.agent.postXferReq(handle, notify)
+        self.agent.postXferReq(handle, b"raw")
         return handle
 
-    def wait(self, handle: int) -> None:
-        """Until it is done."""
+    def _wait(self, handle: int) -> None:
         while self.agent.getXferStatus(handle) != self._bindings.NIXL_SUCCESS:
             pass
         self.agent.releaseXferReq(handle)
 
-    def notify(self, message: bytes) -> None:
-        """Behind what is done."""
-        self.agent.genNotif(self._name, message, self._backends)
-
     def send(self, flow: Flow) -> None:
-        source, target, nbytes = self.memory.address, self.target, flow.nbytes
         under_way: deque[int] = deque()
         for offset in flow.offsets(self.memory.nbytes):
-            under_way.append(self.begin([(source + offset, nbytes, 0)], [(target + offset, nbytes, 0)], b"raw"))
+            under_way.append(self._begin(offset, flow.nbytes))
             if len(under_way) == flow.depth:
-                self.wait(under_way.popleft())
+                self._wait(under_way.popleft())
         while under_way:
-            self.wait(under_way.popleft())
+            self._wait(under_way.popleft())
 
-    def take(self) -> list[bytes]:
-        return [message for messages in self.agent.getNotifs({}, self._backends).values() for message in messages]
+    def take(self) -> None:
+        self.agent.getNotifs({}, self._backends)
 
     def close(self) -> None:
         if hasattr(self, "agent"):

@@ -14,7 +14,6 @@ import secrets
 import select
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,7 +22,7 @@ import msgspec
 
 from pdx.bench.channels.raw import RAW, SharedFile
 from pdx.bench.harness.child import end_child
-from pdx.transports.channel import TOKEN_BYTES, Notification, RemoteRegion
+from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
 from pdx.transports.registry import find
 
 TURN_MS = 1  # between looks at what cannot wake us
@@ -32,27 +31,17 @@ TURN_MS = 1  # between looks at what cannot wake us
 class Receiver:
     """A process that receives into `path`; leaving the context ends it."""
 
-    def __init__(
-        self, scheme: str, path: Path, nbytes: int, module: str = "pdx.bench.channels.receiver", *more: str
-    ) -> None:
+    def __init__(self, scheme: str, path: Path, nbytes: int) -> None:
         self.path = path
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, scheme, str(path), str(nbytes), *more],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        told = json.loads(self.line())
-        self.raw_detail = bytes.fromhex(told["raw"])
-        self.remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
-
-    def line(self) -> str:
-        """The next one that it says."""
+        command = [sys.executable, "-m", "pdx.bench.channels.receiver", scheme, str(path), str(nbytes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the receiver ended with {self._process.wait(10)}")
-        return line
+        told = json.loads(line)
+        self.raw_detail = bytes.fromhex(told["raw"])
+        self.remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
 
     def __enter__(self) -> Self:
         return self
@@ -63,13 +52,8 @@ class Receiver:
         end_child(self._process)
 
 
-def serve(
-    scheme: str, path: Path, nbytes: int, landed: Callable[[Notification], None], raw_landed: Callable[[bytes], None]
-) -> None:
-    """Receive until standard input ends. `raw_landed` hears of NIXL's raw notifications only.
-
-    There is no raw technology under a channel of another package.
-    """
+def serve(scheme: str, path: Path, nbytes: int) -> None:
+    """Receive until standard input ends. There is no raw technology under a channel of another package."""
     file = SharedFile(path, nbytes)
     bell = os.eventfd(0, os.EFD_NONBLOCK)
     region = find(scheme).register(file.memory, wake=lambda: os.eventfd_write(bell, 1))
@@ -86,10 +70,9 @@ def serve(
     while not any(fd == sys.stdin.fileno() for fd, _ in poll.poll(TURN_MS if region.is_polled else None)):
         if not region.is_polled:
             os.eventfd_read(bell)
-        for notification in listener.take():
-            landed(notification)
-        for message in () if raw is None else raw.take():
-            raw_landed(message)
+        listener.take()
+        if raw is not None:
+            raw.take()
     if raw is not None:
         raw.close()
     region.close()
@@ -98,7 +81,7 @@ def serve(
 
 def main() -> None:
     scheme, path, nbytes = sys.argv[1:]
-    serve(scheme, Path(path), int(nbytes), lambda _: None, lambda _: None)
+    serve(scheme, Path(path), int(nbytes))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,28 @@
-"""Two nodes on this host that know each other, for the benches of pushes."""
+"""Nodes on this host for the benches: one and who asks it, two that know each other."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pdx.client.api import Node, connect
+from pdx.client.connection import Connection
 from pdx.config import NodeConfig
+from pdx.errors import NodeUnavailable
 from pdx.node.start import start
 from pdx.testing.waiting import wait_until
 from pdx.transports.registry import find
+from pdx.wire.messages import VERSION, Admit, Admitted, Answer, Ask, Fill, Hello
 
 ATTACH_S = 20.0
 LINK_S = 10.0
+ANSWER_S = 60.0
 TO = "b"  # the name of the node that is pushed to
 
 
@@ -24,6 +30,65 @@ def why_not(scheme: str) -> str:
     """Why this channel does not work here; empty if it does."""
     found = find(scheme).availability()
     return "" if found.is_ok else found.why
+
+
+@contextlib.contextmanager
+def one_node(arena_bytes: int, **settings: Any) -> Iterator[str]:
+    """The address of a node that ends with this context."""
+    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder:
+        address = f"ipc://{folder}/node.sock"
+        process = start(NodeConfig(address=address, arena_bytes=arena_bytes, **settings))
+        try:
+            yield address
+        finally:
+            end(process)
+
+
+class Asking:
+    """A client on the engines' own connection, and how long each answer took that was timed."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.times: dict[str, list[float]] = {}
+
+    def call(self, body: Ask) -> Answer:
+        """To the node and back."""
+        return self._connection.call(body, ANSWER_S)
+
+    def timed(self, name: str, body: Ask) -> Answer:
+        """The same; notes the time."""
+        start_at = time.perf_counter()
+        answer = self.call(body)
+        self.times.setdefault(name, []).append(time.perf_counter() - start_at)
+        return answer
+
+    def admit(self, name: str, body: Admit) -> Admitted:
+        """Timed where it has a name."""
+        answer = self.timed(name, body) if name else self.call(body)
+        assert isinstance(answer, Admitted)
+        return answer
+
+    def seal(self, keys: list[bytes], chunk_bytes: int, layers: int = 1) -> None:
+        """Put chunks under these keys.
+
+        :raises RuntimeError: there is no room for all of them.
+        """
+        reserved = self.admit("", Admit(keys, chunk_bytes, layers))
+        if len(reserved.granted) != len(keys):
+            raise RuntimeError(f"the node has no room for {len(keys):,} chunks: {reserved}")
+        self.call(Fill(reserved.granted_slots, layers=layers, seal=True))
+
+
+@contextlib.contextmanager
+def asking(address: str) -> Iterator[Asking]:
+    """A client of that node.
+
+    :raises NodeUnavailable: it does not answer.
+    """
+    with Connection(address, Hello(VERSION, os.getpid(), "client", name="bench")) as connection:
+        if not connection.attach(ATTACH_S):
+            raise NodeUnavailable(f"the node at {address} does not answer within {ATTACH_S:g} s")
+        yield Asking(connection)
 
 
 @contextlib.contextmanager

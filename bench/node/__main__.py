@@ -11,18 +11,15 @@ import gc
 import os
 import statistics
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+from pdx.bench.harness.nodes import Asking, asking, one_node
 from pdx.bench.harness.report import Figure, at_most, plain, publish
-from pdx.client.connection import Connection
-from pdx.config import NodeConfig
 from pdx.memory.arena import Arena
-from pdx.node.start import start
 from pdx.store.store import Claim, Store
-from pdx.wire.messages import VERSION, Abort, Admit, Admitted, Answer, Ask, Fill, Hello, Ping, Release
+from pdx.wire.messages import Abort, Admit, Fill, Ping, Release
 
 KEYS = 512  # 128k tokens at 256 per chunk
 CHUNK_BYTES = 16 << 10
@@ -31,35 +28,7 @@ MISSING = 64  # of a prompt that is nearly all there
 FULL_CHUNKS = 4096  # in the arena that is full
 ROUNDS = 300
 WARMUPS = 20
-ANSWER_S = 5.0
 INDEX_CHUNKS = 20_000
-
-
-class Bench:
-    """One attached client, and the calls it times."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.times: dict[str, list[float]] = {}
-
-    def timed(self, name: str, body: Ask) -> Answer:
-        """To the node and back; notes the time."""
-        start_at = time.perf_counter()
-        answer = self.call(body)
-        self.times.setdefault(name, []).append(time.perf_counter() - start_at)
-        return answer
-
-    def call(self, body: Ask) -> Answer:
-        """To the node and back."""
-        return self._connection.call(body, ANSWER_S)
-
-    def seal(self, keys: list[bytes]) -> Answer:
-        """Put chunks under these keys; returns the answer to the reservation."""
-        answer = self.call(Admit(keys, CHUNK_BYTES, LAYERS))
-        assert isinstance(answer, Admitted)
-        assert len(answer.granted) == len(keys)
-        self.call(Fill(answer.granted_slots, layers=LAYERS, seal=True))
-        return answer
 
 
 def new_keys(count: int) -> list[bytes]:
@@ -67,66 +36,50 @@ def new_keys(count: int) -> list[bytes]:
     return [os.urandom(16) for _ in range(count)]
 
 
-def with_node(arena_bytes: int, work: Callable[[Bench], None]) -> dict[str, list[float]]:
+def with_node(arena_bytes: int, work: Callable[[Asking], None]) -> dict[str, list[float]]:
     """Run `work` against a node of its own."""
-    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder:
-        address = f"ipc://{folder}/run/node.sock"
-        process = start(NodeConfig(address=address, arena_bytes=arena_bytes))
-        try:
-            with Connection(address, Hello(VERSION, os.getpid(), "client", name="bench")) as connection:
-                if not connection.attach(20.0):
-                    raise RuntimeError("the node does not answer")
-                bench = Bench(connection)
-                work(bench)
-                return bench.times
-        finally:
-            process.terminate()
-            process.wait(10)
+    with one_node(arena_bytes) as address, asking(address) as client:
+        work(client)
+        return client.times
 
 
-def on_fresh_arena(bench: Bench) -> None:
+def on_fresh_arena(client: Asking) -> None:
     """Lookups of what is there and what is not, and reservations where room is free."""
     hits = new_keys(KEYS)
-    bench.seal(hits)
+    client.seal(hits, CHUNK_BYTES, LAYERS)
     for turn in range(-WARMUPS, ROUNDS):
         if turn == 0:
-            bench.times.clear()
+            client.times.clear()
         misses = new_keys(KEYS)
-        bench.timed("ping", Ping())
-        found = bench.timed("lookup", Admit(hits, lease_s=30.0))
-        assert isinstance(found, Admitted)
+        client.timed("ping", Ping())
+        found = client.admit("lookup", Admit(hits, lease_s=30.0))
         assert found.hits == KEYS
-        bench.timed("release", Release(found.lease))
-        admitted = bench.timed("admit", Admit(hits, CHUNK_BYTES, LAYERS, lease_s=30.0))
-        assert isinstance(admitted, Admitted)
+        client.timed("release", Release(found.lease))
+        admitted = client.admit("admit", Admit(hits, CHUNK_BYTES, LAYERS, lease_s=30.0))
         assert (admitted.hits, admitted.granted) == (KEYS, [])
-        bench.call(Release(admitted.lease))
+        client.call(Release(admitted.lease))
         mixed = Admit(hits[MISSING:] + misses[:MISSING], CHUNK_BYTES, LAYERS, lease_s=30.0)
-        admitted = bench.timed("mixed", mixed)
-        assert isinstance(admitted, Admitted)
+        admitted = client.admit("mixed", mixed)
         assert (admitted.hits, len(admitted.granted)) == (KEYS - MISSING, MISSING)
-        bench.call(Release(admitted.lease))
-        bench.call(Abort(admitted.granted_slots))
-        bench.timed("miss", Admit(misses, lease_s=30.0))
-        reserved = bench.timed("reserve", Admit(misses, CHUNK_BYTES, LAYERS))
-        assert isinstance(reserved, Admitted)
+        client.call(Release(admitted.lease))
+        client.call(Abort(admitted.granted_slots))
+        client.timed("miss", Admit(misses, lease_s=30.0))
+        reserved = client.admit("reserve", Admit(misses, CHUNK_BYTES, LAYERS))
         assert len(reserved.granted_slots) == KEYS
-        bench.call(Abort(reserved.granted_slots))
+        client.call(Abort(reserved.granted_slots))
 
 
-def on_full_arena(bench: Bench) -> None:
+def on_full_arena(client: Asking) -> None:
     """Reservations that evict as much as they reserve."""
     for _ in range(FULL_CHUNKS // KEYS):
-        bench.seal(new_keys(KEYS))
+        client.seal(new_keys(KEYS), CHUNK_BYTES, LAYERS)
     for turn in range(-WARMUPS, ROUNDS):
         if turn == 0:
-            bench.times.clear()
-        keys = new_keys(KEYS)
-        bench.timed("ping", Ping())
-        reserved = bench.timed("evict", Admit(keys, CHUNK_BYTES, LAYERS))
-        assert isinstance(reserved, Admitted)
+            client.times.clear()
+        client.timed("ping", Ping())
+        reserved = client.admit("evict", Admit(new_keys(KEYS), CHUNK_BYTES, LAYERS))
         assert len(reserved.granted_slots) == KEYS
-        bench.call(Fill(reserved.granted_slots, layers=LAYERS, seal=True))
+        client.call(Fill(reserved.granted_slots, layers=LAYERS, seal=True))
 
 
 def index_bytes() -> float:

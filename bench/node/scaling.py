@@ -8,23 +8,17 @@ partial chunk. `tests/bench/node/test_message_cost.py` counts the steps of the s
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from pdx.bench.harness.nodes import end
+from pdx.bench.harness.nodes import Asking, asking, one_node
 from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
-from pdx.client.connection import Connection
-from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.node.start import start
 from pdx.wire.messages import (
-    VERSION,
     Abort,
     Admit,
     Admitted,
@@ -34,7 +28,6 @@ from pdx.wire.messages import (
     Cancel,
     Done,
     Fill,
-    Hello,
     NodeStatus,
     Release,
     Status,
@@ -52,7 +45,6 @@ WRITER_CHUNKS = 4_000  # of the writer that dies
 ASKED_CHUNKS = 64  # in one reservation
 CANCELLED_CHUNKS = 8
 FILL_CHUNKS = 2_000  # sealed by one message when a store is filled
-ANSWER_S = 60.0
 _TAIL_BYTES = 100
 
 Step = tuple[str, Callable[[], object]]
@@ -82,18 +74,16 @@ class Bed(Protocol):
 class RealNode:
     """A node behind its socket."""
 
-    def __init__(self, address: str, pid: int, stack: contextlib.ExitStack) -> None:
+    def __init__(self, address: str, stack: contextlib.ExitStack) -> None:
         self._address = address
-        self._schedule = Path(f"/proc/{pid}/schedstat")  # of its main thread
         self._stack = stack
+        status = stack.enter_context(asking(address)).call(Status())
+        assert isinstance(status, NodeStatus)
+        self._schedule = Path(f"/proc/{status.pid}/schedstat")  # of its main thread
 
     def attach(self) -> Process:
         """One more connection."""
-        connection = Connection(self._address, Hello(VERSION, os.getpid(), "client", name="bench"))
-        self._stack.callback(connection.close)
-        if not connection.attach(ANSWER_S):
-            raise RuntimeError(f"the node at {self._address} does not answer")
-        return _Connected(connection)
+        return _Connected(self._stack.enter_context(asking(self._address)))
 
     def spent_s(self) -> float:
         """By the kernel's account."""
@@ -101,14 +91,11 @@ class RealNode:
 
 
 class _Connected:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def ask(self, body: Ask) -> Answer:
-        return self._connection.call(body, ANSWER_S)
+    def __init__(self, client: Asking) -> None:
+        self.ask = client.call
 
     def end(self) -> None:
-        self._connection.call(Bye(), ANSWER_S)
+        self.ask(Bye())
 
 
 class Load:
@@ -221,11 +208,8 @@ def loads(chunk_bytes: int) -> Iterator[list[Load]]:
     with contextlib.ExitStack() as stack:
         made = []
         for chunks in SIZES:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-"))
-            address = f"ipc://{folder}/run/node.sock"
-            process = start(NodeConfig(address=address, arena_bytes=Load.arena_bytes(chunks, chunk_bytes)))
-            stack.callback(end, process)
-            made.append(Load(RealNode(address, process.pid, stack), chunks, chunk_bytes))
+            address = stack.enter_context(one_node(Load.arena_bytes(chunks, chunk_bytes)))
+            made.append(Load(RealNode(address, stack), chunks, chunk_bytes))
         yield made
 
 

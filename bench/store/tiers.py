@@ -10,28 +10,25 @@ import contextlib
 import dataclasses
 import os
 import statistics
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import truediv
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from pdx.bench.harness.interrupts import whole
-from pdx.bench.harness.nodes import TO, end, node_pair
+from pdx.bench.harness.nodes import TO, node_pair, one_node
 from pdx.bench.harness.report import significant
 from pdx.bench.harness.timing import Spread, spread
 from pdx.bench.store.engine_memory import EngineMemory, Load
 from pdx.cli.tables import size
 from pdx.client.api import Node, connect
-from pdx.config import NodeConfig
 from pdx.cuda.gpu import why_no_gpu
 from pdx.errors import ConfigError
-from pdx.node.start import start
 from pdx.testing.waiting import wait_until
 from pdx.transports.registry import FOR_GPUS, INSIDE_ONE_PROCESS, find, schemes
 
@@ -247,18 +244,6 @@ def _tier(name: str, load: Load, memory: EngineMemory) -> Iterator[Tier]:
         return
     with one_node(load.arena_bytes, **settings) as address, connect(address, ATTACH_S) as node:
         yield OwnArena(node, memory, load)
-
-
-@contextlib.contextmanager
-def one_node(arena_bytes: int, **settings: Any) -> Iterator[str]:
-    """The address of a node that ends with this context."""
-    with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder:
-        address = f"ipc://{folder}/node.sock"
-        process = start(NodeConfig(address=address, arena_bytes=arena_bytes, **settings))
-        try:
-            yield address
-        finally:
-            end(process)
 
 
 def _measure(name: str, tier: Tier, load: Load, memory: EngineMemory) -> Row:

@@ -79,6 +79,8 @@ class Running:
     ours, in front of two engines.
     """
 
+    _has_proxy = False
+
     def __init__(self, servers: Servers, engines: Sequence[Command], proxy: Command | None = None) -> None:
         self.prefill_url, self.decode_url = engines[0].url, engines[-1].url
         self.url = self.decode_url if proxy is None else proxy.url
