@@ -21,7 +21,6 @@ class PageCopier(ABC):
     """
 
     is_asynchronous: ClassVar[bool]  # copies may still run when a method returns
-    group_bytes: ClassVar[int]  # gather this many bytes before the node is told
 
     @abstractmethod
     def use(self, arena: Arena | None) -> None:

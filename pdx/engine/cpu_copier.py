@@ -31,7 +31,6 @@ class CpuCopier(PageCopier):
     """`layers` are the engine's blocks per layer, as rows [num_blocks, page_bytes / 16]."""
 
     is_asynchronous = False
-    group_bytes = 0
 
     def __init__(
         self, layers: Sequence[torch.Tensor], layout: KvLayout, shard: int, count: Callable[[str], None]

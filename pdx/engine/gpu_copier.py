@@ -158,7 +158,6 @@ class GpuCopier(PageCopier):
     """
 
     is_asynchronous = True
-    group_bytes = 1 << 20
 
     def __init__(self, pages: PageMap, shard: int, streams: Streams, count: Callable[[str], None]) -> None:
         self._pages = pages

@@ -16,6 +16,7 @@ from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.wire.messages import Fill, Mark
 
+GROUP_BYTES = 1 << 20  # of layers that are pushed, before the node is told: it sends no less at once, either
 FLUSH_SPANS = 4096  # written at the end of a step, if no transfer's prefill ends before
 
 
@@ -77,7 +78,9 @@ class StepSave:
             self._copies.append(self.copier.copied())
         if self._pushed:
             self._untold.append(layer)
-        fills = self._take_untold() if len(self._untold) * self._layer_bytes >= self.copier.group_bytes else []
+        fills: list[range] = []
+        if len(self._untold) * self._layer_bytes >= GROUP_BYTES:
+            fills, self._untold = _runs(sorted(self._untold)), []
         if fills or self._tracer is not None:
             self.copier.after_copies(partial(self._copied, [range(layer, layer + 1)], start_ns, fills))
 
@@ -92,17 +95,13 @@ class StepSave:
         start_ns = time.monotonic_ns()
         is_whole = is_computed and all(copier.gather(layers) for layers in missing)
         if is_whole:
-            copier.after_copies(partial(self._ended, missing, start_ns, self._take_untold()))
+            copier.after_copies(partial(self._ended, missing, start_ns))
         copier.end()
         return is_whole
 
     def give_up(self) -> None:
         """The forward pass failed: gather no more, seal nothing."""
         self.copier.end()
-
-    def _take_untold(self) -> list[range]:
-        layers, self._untold = self._untold, []
-        return _runs(sorted(layers))
 
     # ---- what is told, in its time ------------------------------------------------------------
 
@@ -129,9 +128,9 @@ class StepSave:
         for layers in fills:
             self._fill(self._current(self._pushed), layers)
 
-    def _ended(self, gathered: Iterable[range], start_ns: int, fills: Iterable[range]) -> None:
-        """The last layers of the step are gathered."""
-        self._copied(gathered, start_ns, fills)
+    def _ended(self, gathered: Iterable[range], start_ns: int) -> None:
+        """The last layers of the step are gathered: the node hears of all that are whole, pushed ones included."""
+        self._copied(gathered, start_ns, ())
         self._is_over = True
         slots = self._current(self._whole)
         for _ in range(len(self._whole) - len(slots)):

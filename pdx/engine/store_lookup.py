@@ -238,7 +238,7 @@ class StoreLookup:
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
             source=tracked.source if may_be_elsewhere else "",
-            wait_s=self._wait_s(tracked) if may_be_elsewhere and self._may_come(tracked) else 0.0,
+            wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
         )
         tracked.asked = self._ask_now(connection, ask)
         if wants_room and not tracked.is_prefill:
@@ -263,17 +263,17 @@ class StoreLookup:
             tracked.wait_until = now + limit_s
         if now < tracked.wait_until:
             return True
-        if tracked.source and not tracked.is_decode:
-            # The node ends that by its own deadline (`fetch_s`). Should it not, the next question is about this node
-            # alone, and its answer has a lease on what is here.
-            log.warning("request %s goes on without chunks of %s", tracked.request.request_id, tracked.source)
-            connection.count("source_late")
-            tracked.asks_source = False
-            return True
-        log.warning("transfer %s did not arrive within %s s", tracked.transfer, limit_s)
-        connection.count("transfer_late")
+        source = tracked.source
         tracked.waits = tracked.asks_source = False
-        return False
+        if tracked.is_decode:
+            log.warning("transfer %s did not arrive within %s s", tracked.transfer, limit_s)
+            connection.count("transfer_late")
+            return False
+        # The node ends these waits by its own deadlines (`fetch_s`, a tier that is too slow). Should it not, the next
+        # question is about this node alone, and its answer has a lease on what is here.
+        log.warning("request %s goes on without chunks of %s", tracked.request.request_id, source or "a lower tier")
+        connection.count("source_late")
+        return bool(source)
 
     def _prompt_keys(self, tracked: TrackedRequest) -> tuple[list[bytes], int]:
         """The keys of the prompt, and the blocks of the tail that the last one is of; 0: it is a chunk's."""

@@ -180,11 +180,15 @@ def test_a_prefill_does_not_wait_for_ever_and_keeps_what_is_here(caplog: pytest.
     assert node.told.count(Release(7)) == 1, "the old one is given back"
 
 
-def test_a_node_that_says_wait_to_a_question_about_no_peer_is_not_waited_for_ever() -> None:
+def test_a_node_that_says_wait_to_a_question_about_no_peer_is_not_waited_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     asking, node = Asking(CHUNK, None, transfer_wait_s=10.0), ScriptedNode(answers(0, waiting=True))
     assert not asking.advance(node)
     asking.clock.now += 10.1
     assert asking.advance(node)
+    assert node.counted == {"source_late": 1}, "it is in no transfer"
+    assert "request r goes on without chunks of a lower tier" in caplog.text
 
 
 def test_a_decoders_wait_for_its_transfer_has_its_deadline_with_a_peer_too() -> None:
@@ -263,7 +267,7 @@ def test_what_a_turn_needs_is_asked_ahead_of_it() -> None:
     assert (len(node.asked), asking.tracked.hit_tokens, len(asking.tracked.grants)) == (1, CHUNK, 1)
 
 
-@pytest.mark.parametrize("params", [DECODE, {**PREFILL, "decode_node": "two"}])
+@pytest.mark.parametrize("params", [DECODE, {**PREFILL, "decode_node": "two"}, PREFILL, None])
 def test_what_may_still_come_is_waited_for_by_the_node(params: dict[str, Any]) -> None:
     asking, node = Asking(2 * CHUNK, params), ScriptedNode(silent)
     asking.lookup.begin(asking.tracked, node)  # type: ignore[arg-type]

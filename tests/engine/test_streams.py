@@ -13,7 +13,7 @@ from stream_bed import Bed, check_loaded, saved, streams_of, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request
 
 from pdx.cuda.memory import num_mapped
-from pdx.engine import gpu_copier, store_lookup
+from pdx.engine import gpu_copier, step_save, store_lookup
 from pdx.engine.request import SlotGrant
 from pdx.memory.arena import Arena
 from pdx.testing.fake_cuda import FakeCuda
@@ -117,7 +117,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pushed")
 def test_the_node_hears_of_layers_and_seals_when_they_are_gathered(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_copier.GpuCopier, "group_bytes", 1)
+    monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
     engine = bed.engine(lag_s=0.02)
     engine.finish(saved(engine, tokens(8, CHUNK)))
     bed.wait_sealed(1)
@@ -149,10 +149,7 @@ def test_small_layers_are_told_together(bed: Bed) -> None:
     engine = bed.engine()
     engine.finish(saved(engine, tokens(9, CHUNK)))
     bed.wait_sealed(1)
-    assert [(fill.first_layer, fill.layers, fill.seal) for fill in bed.told(Fill)] == [
-        (0, LAYERS, False),
-        (0, LAYERS, True),
-    ]
+    assert [(fill.first_layer, fill.layers, fill.seal) for fill in bed.told(Fill)] == [(0, LAYERS, True)]
 
 
 def test_a_slot_is_let_go_of_when_nothing_writes_it_any_more(bed: Bed) -> None:

@@ -11,6 +11,7 @@ from toy_engine import BLOCK, CHUNK, LAYERS, PAGE_BYTES, Request, ToyEngine, lay
 
 import pdx
 from pdx.client.connection import Connection
+from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Fill, Hello
 
@@ -134,11 +135,12 @@ def test_generated_chunks_are_saved_when_full(engines: Callable[..., ToyEngine])
     engine.finish(request)
 
 
-@pytest.mark.parametrize("is_pushed", [False, True])
+@pytest.mark.parametrize(("is_pushed", "group_bytes"), [(False, 1), (True, 1), (True, step_save.GROUP_BYTES)])
 def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
-    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch, is_pushed: bool
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch, is_pushed: bool, group_bytes: int
 ) -> None:
-    """Whatever the number of layers and of requests."""
+    """Whatever the number of layers and of requests; and more often only by bytes that are worth a message."""
+    monkeypatch.setattr(step_save, "GROUP_BYTES", group_bytes)
     told: list[Fill] = []
 
     class Recording(Connection):
@@ -155,7 +157,7 @@ def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
         for grant in engine.scheduler.track(request).grants:
             grant.is_pushed = is_pushed
     engine.step(*[(request, request.num_tokens) for request in requests])
-    layers = [(layer, 1, False) for layer in range(LAYERS)] if is_pushed else []
+    layers = [(layer, 1, False) for layer in range(LAYERS)] if is_pushed and group_bytes == 1 else []
     assert [(fill.first_layer, fill.layers, fill.seal) for fill in told] == [*layers, (0, LAYERS, True)]
     assert {len(fill.slots) for fill in told} == {3}
     wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="sealed")

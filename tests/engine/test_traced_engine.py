@@ -264,7 +264,6 @@ class LateCopier:
     """Says that something is computed when the test does. Copies end at once."""
 
     is_asynchronous = True
-    group_bytes = 0
 
     def __init__(self) -> None:
         self.late: list[Callable[[], None]] = []
