@@ -298,8 +298,8 @@ class Admitted(Message, frozen=True):
     the hits that is not `granted` is there or being filled, or (if `full`) found no room.
     `waiting`: what is missing may still come; `full` without `granted`: there was no room for all. Either way nothing
     is held, and the slots of the hits are left out.
-    `is_pushed`: slices are sent on as they are filled, so the node wants to hear of layers before all are. Otherwise one `Fill`
-    that seals is enough.
+    `is_pushed`: slices are sent on as they are filled, so the node wants to hear of layers before all are. Otherwise
+    one `Fill` that seals is enough.
     """
 
     hits: Count = 0
