@@ -222,10 +222,17 @@ class Connection:
             raise NodeUnavailable(f"the node at {self.address} did not answer within {timeout_s} s")
         return answer
 
-    def count(self, reason: str) -> None:
-        """Something was done without PDX, or with less of it: the node's counters will say so."""
+    def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
+        """Something was done without PDX, or with less of it: the node's counters will say so.
+
+        `text` with `args` is logged: a warning for the first of this reason, then for debugging only.
+        """
         with self._lock:
-            self._degraded[reason] += 1
+            self._degraded[reason] += times
+            is_known = reason in self._warned
+            self._warned.update([reason] if text else ())
+        if text:
+            log.log(logging.DEBUG if is_known else logging.WARNING, text, *args)
 
     def _heartbeat(self) -> None:
         """Tell what is due. The answer to it tells what before it was lost."""

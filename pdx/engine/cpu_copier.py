@@ -45,7 +45,6 @@ class CpuCopier(PageCopier):
         self._targets: list[_Target] = []
 
     def use(self, arena: Arena | None) -> None:
-        """See `PageCopier.use`."""
         is_ours = arena is not None and not arena.gpu
         self._mapped = (arena, torch.frombuffer(arena.data, dtype=torch.uint8)) if arena and is_ours else None
         if arena is not None and arena.gpu:
@@ -57,40 +56,34 @@ class CpuCopier(PageCopier):
             self._count("arena_on_gpu")
 
     def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
-        """See `PageCopier.begin`."""
         data = self._bytes_of(arena)
         self._targets = [] if data is None else self._targets_of(pages, arena, data)
         return [target.pages for target in self._targets]
 
     def gather(self, layers: range) -> bool:
-        """See `PageCopier.gather`."""
         gather([self._copy(target, layer) for layer in layers for target in self._targets])
         return True
 
     def copied(self) -> Callable[[], bool]:
-        """See `PageCopier.copied`."""
         return lambda: True
 
     def after_copies(self, action: Action) -> None:
-        """See `PageCopier.after_copies`: everything is copied already."""
+        """Everything is copied already."""
         action()
 
     def after_compute(self, action: Action) -> bool:
-        """See `PageCopier.after_compute`: everything is computed already."""
+        """Everything is computed already."""
         action()
         return True
 
     def end(self) -> None:
-        """See `PageCopier.end`."""
         self._targets = []
 
     def loading(self, arena: Arena) -> Scatter | None:
-        """See `PageCopier.loading`."""
         data = self._bytes_of(arena)
         return None if data is None else partial(self._load, arena, data)
 
     def close(self) -> None:
-        """See `PageCopier.close`."""
         self._targets = []
 
     def _bytes_of(self, arena: Arena) -> torch.Tensor | None:

@@ -207,7 +207,6 @@ class GpuCopier(PageCopier):
     # ---- the link's thread ------------------------------------------------------------------
 
     def use(self, arena: Arena | None) -> None:
-        """See `PageCopier.use`."""
         mapped = None
         if arena is not None and not self._has_failed:
             try:
@@ -238,7 +237,6 @@ class GpuCopier(PageCopier):
     # ---- saving -----------------------------------------------------------------------------
 
     def begin(self, arena: Arena, pages: Sequence[PagesPlan]) -> list[PagesPlan]:
-        """See `PageCopier.begin`."""
         assert self._step is None, "the step before this one is not finished"
         mapped = self._held(arena) if pages and not self._streams.is_capturing() else None
         if mapped is None:
@@ -256,7 +254,6 @@ class GpuCopier(PageCopier):
         return []
 
     def gather(self, layers: range) -> bool:
-        """See `PageCopier.gather`."""
         step = self._step
         if step is None or step.is_refused or self._streams.is_capturing():
             return False
@@ -272,18 +269,16 @@ class GpuCopier(PageCopier):
         return True
 
     def copied(self) -> Callable[[], bool]:
-        """See `PageCopier.copied`."""
         event = self._streams.event()  # not a spare one: it is asked long after it has passed
         event.record(self._gathering)
-        return event.query
+        query: Callable[[], bool] = event.query
+        return query
 
     def after_copies(self, action: Action) -> None:
-        """See `PageCopier.after_copies`."""
         event = self._recorded(self._gathering)
         self._copied.put(event, partial(self._passed, event, action))
 
     def after_compute(self, action: Action) -> bool:
-        """See `PageCopier.after_compute`."""
         if self._streams.is_capturing():
             return False
         event = self._recorded(self._streams.compute())
@@ -291,7 +286,6 @@ class GpuCopier(PageCopier):
         return True
 
     def end(self) -> None:
-        """See `PageCopier.end`."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -303,7 +297,6 @@ class GpuCopier(PageCopier):
     # ---- loading ----------------------------------------------------------------------------
 
     def loading(self, arena: Arena) -> Scatter | None:
-        """See `PageCopier.loading`."""
         mapped = self._held(arena) if not self._streams.is_capturing() else None
         if mapped is None:
             return None
@@ -333,7 +326,7 @@ class GpuCopier(PageCopier):
     # ---- both -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """See `PageCopier.close`. The load thread must have ended."""
+        """The load thread must have ended."""
         self._computed.close()
         self._copied.close()
 

@@ -75,7 +75,7 @@ class _Guard:
 
 
 class SchedulerGuard(_Guard):
-    """The scheduler half, and which loads it was asked for that no worker has heard of yet."""
+    """The scheduler half, whose methods have the same names here, and which loads no worker has heard of yet."""
 
     _half: SchedulerHalf
 
@@ -87,17 +87,14 @@ class SchedulerGuard(_Guard):
         self._is_told = False  # the workers know that PDX is off
 
     def arrived(self, request: EngineRequest) -> None:
-        """See `SchedulerHalf.arrived`."""
         self._run(self._half.arrived, request, otherwise=None)
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
-        """See `SchedulerHalf.matched_tokens`."""
         self._local_tokens = local_tokens
         nothing: int | None = 0
         return self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
 
     def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
-        """See `SchedulerHalf.allocated`."""
         if num_external:
             first = self._local_tokens // self._block_tokens
             end = -(-(self._local_tokens + num_external) // self._block_tokens)
@@ -105,15 +102,13 @@ class SchedulerGuard(_Guard):
         self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
 
     def not_loaded(self, block_ids: Set[int]) -> None:
-        """See `SchedulerHalf.not_loaded`."""
         self._run(self._half.not_loaded, block_ids, otherwise=None)
 
     def loaded(self, request_id: str) -> None:
-        """See `SchedulerHalf.loaded`."""
         self._run(self._half.loaded, request_id, otherwise=None)
 
     def plan_step(self, record_for: Callable[[SchedulerHalf], StepRecord]) -> StepPlan | Off:
-        """See `SchedulerHalf.plan_step`; `record_for` makes the step's record, and may fail like the half itself."""
+        """`record_for` makes the step's record, and may fail like the half itself."""
 
         def plan_step() -> StepPlan:
             return self._half.plan_step(record_for(self._half))
@@ -126,20 +121,18 @@ class SchedulerGuard(_Guard):
         return Off(promised)
 
     def finished(self, request: EngineRequest) -> None:
-        """See `SchedulerHalf.finished`."""
         self._run(self._half.finished, request, otherwise=None)
 
     def reset(self) -> None:
-        """See `SchedulerHalf.reset`. Where it fails, PDX is off, and nothing is found either."""
+        """Where it fails, PDX is off, and nothing is found either."""
         self._run(self._half.reset, otherwise=None)
 
     def has_unsent_plans(self) -> bool:
-        """See `SchedulerHalf.has_unsent_plans`."""
         return self._run(self._half.has_unsent_plans, otherwise=bool(self._promised) or not self._is_told)
 
 
 class WorkerGuard(_Guard):
-    """The worker half, and which loads it was told of that nobody was told the end of."""
+    """The worker half, whose methods have the same names here, and which loads nobody was told the end of."""
 
     _half: WorkerHalf
 
@@ -155,11 +148,10 @@ class WorkerGuard(_Guard):
         return self.is_off and not self._is_known
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """See `WorkerHalf.register`. A part of start-up: it raises."""
+        """A part of start-up: it raises."""
         self._half.register(kv_caches, num_blocks)
 
     def begin(self, plan: StepPlan | Off) -> None:
-        """See `WorkerHalf.begin`."""
         if isinstance(plan, Off):
             self._is_known = True
             self._lost.update(plan.loads)
@@ -169,17 +161,13 @@ class WorkerGuard(_Guard):
         self._run(self._half.begin, plan, otherwise=None)
 
     def save_layer(self, name: str) -> None:
-        """See `WorkerHalf.save_layer`."""
         self._run(self._half.save_layer, name, otherwise=None)
 
     def end_forward(self) -> None:
-        """See `WorkerHalf.end_forward`."""
         self._run(self._half.end_forward, otherwise=None)
 
     def finished_loads(self) -> tuple[set[str], set[int]]:
-        """See `WorkerHalf.finished_loads`.
-
-        When PDX is off, loads that are under way are waited for (in later steps): until then they write into their
+        """When PDX is off, loads that are under way are waited for (in later steps): until then they write into their
         blocks. The others have failed.
         """
         nothing: tuple[set[str], set[int]] = (set(), set())

@@ -78,14 +78,20 @@ class NodeLink:
             self._use = use
         self._wake.set()
 
-    def count(self, reason: str) -> None:
-        """Something was done without PDX, or with less of it: told to this node, or to the next one."""
+    def count(self, reason: str, text: str = "", *args: object, times: int = 1) -> None:
+        """Something was done without PDX, or with less of it: told to this node, or to the next one.
+
+        `text` is logged as `Connection.count` says.
+        """
         with self._lock:
             connection = self._connection
             if connection is None:
-                self._uncounted[reason] += 1
+                level = logging.DEBUG if reason in self._uncounted else logging.WARNING
+                self._uncounted[reason] += times
         if connection is not None:
-            connection.count(reason)
+            connection.count(reason, text, *args, times=times)
+        elif text:
+            log.log(level, text, *args)
 
     def wait_attached(self, timeout_s: float) -> bool:
         """For start-up only: whether this process is attached within `timeout_s`."""
@@ -149,8 +155,8 @@ class NodeLink:
                 with self._lock:
                     uncounted, self._uncounted = self._uncounted, Counter()
                     self._connection = connection
-                for reason in uncounted.elements():
-                    connection.count(reason)
+                for reason, times in uncounted.items():
+                    connection.count(reason, times=times)
                 self._log_attached(connection)
                 return
         except PdxError as error:

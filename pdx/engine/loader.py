@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pdx.client.connection import Connection
@@ -20,7 +20,6 @@ from pdx.telemetry.trace import Lane, Tracer
 from pdx.wire.messages import Mark
 
 log = logging.getLogger("pdx")
-
 
 OVERTAKEN = 4
 
@@ -38,9 +37,8 @@ class Loader:
     ones that have not begun, and those behind a load that go before it have at most `OVERTAKEN` times its blocks.
     """
 
-    def __init__(self, layout: KvLayout, count: Callable[[str], None], tracer: Tracer | None = None) -> None:
+    def __init__(self, layout: KvLayout, tracer: Tracer | None = None) -> None:
         self._layout = layout
-        self._count = count
         self._tracer = tracer
         self._jobs: queue.PriorityQueue[tuple[float, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # of two at one place the first one goes first
@@ -49,13 +47,8 @@ class Loader:
         self._under_way = 0
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="pdx-load", daemon=True)
         self._thread.start()
-
-    def warn_again(self) -> None:
-        """Another life of the node: the next load that fails is worth a warning, like the first one."""
-        self._has_warned = False
 
     def submit(self, load: LoadPlan, scatter: Scatter, connection: Connection) -> None:
         """Load this in its turn, by calling `scatter`; never waits. One thread."""
@@ -68,14 +61,8 @@ class Loader:
 
     def fail(self, loads: Iterable[LoadPlan]) -> None:
         """These cannot be loaded: the engine recomputes their blocks."""
-        for load in loads:
-            self._log(
-                "request %s: its node is gone or its memory out of reach, %d chunks are not loaded",
-                load.request_id,
-                load.num_chunks,
-            )
-            self._count("load_failed")
-            with self._lock:
+        with self._lock:
+            for load in loads:
                 self._finished.add(load.request_id)
                 self._failed_blocks.update(load.block_ids)
 
@@ -98,11 +85,6 @@ class Loader:
             self._jobs.put((math.inf, next(self._numbers), None))
             self._thread.join()
 
-    def _log(self, text: str, *args: object) -> None:
-        level = logging.DEBUG if self._has_warned else logging.WARNING
-        self._has_warned = True
-        log.log(level, text, *args)
-
     def _run(self) -> None:
         while (job := self._jobs.get()[-1]) is not None:
             failed = set(job.load.block_ids)
@@ -111,7 +93,8 @@ class Loader:
             except Exception:  # the thread's root: the load failed, the engine recomputes it
                 log.exception("loading request %s failed", job.load.request_id)
             if failed:
-                self._count("load_failed")
+                text = "request %s: %d blocks are not loaded: evicted before that, or out of the GPU's reach"
+                job.connection.count("load_failed", text, job.load.request_id, len(failed))
             with self._lock:
                 self._under_way -= 1
                 self._finished.add(job.load.request_id)
@@ -125,12 +108,6 @@ class Loader:
         start_ns = time.monotonic_ns()
         failed = {block for pages in job.scatter(load) for block in pages.block_ids}
         end_ns = time.monotonic_ns()
-        if failed:
-            self._log(
-                "request %s: %d blocks are not loaded: evicted before that, or out of the GPU's reach",
-                load.request_id,
-                len(failed),
-            )
         if load.transfer is not None:
             num_pages = len(load.block_ids) - len(failed)
             nbytes = num_pages * self._layout.page_bytes * self._layout.num_layers

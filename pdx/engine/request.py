@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -63,19 +64,14 @@ class Asked(NamedTuple):
     step: int
 
 
+@dataclass(slots=True)
 class SlotGrant:
-    """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard.
+    """A reserved chunk: blocks [first_block, end_block) of the request go into `slots`, one per shard."""
 
-    `is_pushed`: the node sends its layers on as they are filled.
-    """
-
-    __slots__ = ("end_block", "first_block", "is_pushed", "slots")
-
-    def __init__(self, slots: list[Slot], first_block: int, end_block: int, *, is_pushed: bool = False) -> None:
-        self.slots = slots
-        self.first_block = first_block
-        self.end_block = end_block
-        self.is_pushed = is_pushed
+    slots: list[Slot]
+    first_block: int
+    end_block: int
+    is_pushed: bool = False  # the node sends its layers on as they are filled
 
 
 class TrackedRequest:

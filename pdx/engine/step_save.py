@@ -39,7 +39,6 @@ class StepSave:
         copier: PageCopier,
         connection: Connection,
         arena: Arena,
-        count: Callable[[str], None],
         tracer: Tracer | None = None,
     ) -> None:
         self.pages = pages
@@ -47,7 +46,6 @@ class StepSave:
         self.connection = connection
         self._layout = layout
         self._arena = arena
-        self._count = count
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
         self._whole = [each.slots[shard] for each in pages if each.completes]  # when all layers are gathered
         self._pushed = [each.slots[shard] for each in pages if each.completes and each.is_pushed]  # layer by layer
@@ -134,7 +132,7 @@ class StepSave:
         self._is_over = True
         slots = self._current(self._whole)
         for _ in range(len(self._whole) - len(slots)):
-            self._count("save_lost")
+            self.connection.count("save_lost")
         self._fill(slots, range(self._layout.num_layers), seal=True)
         self._mark(Event.SEALED, self._layout.num_layers if self.pages else 0)
         if self._tracer is not None:

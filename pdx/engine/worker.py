@@ -19,9 +19,9 @@ from pdx.config import ConnectorConfig
 from pdx.engine.copier import PageCopier
 from pdx.engine.link import NodeLink
 from pdx.engine.loader import Loader
-from pdx.engine.plan import PagesPlan, SavePlan, StepPlan
+from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan, StepPlan
 from pdx.engine.step_save import StepSave
-from pdx.engine.streams import Streams, TorchStreams
+from pdx.engine.streams import Streams
 from pdx.errors import GpuError, LayoutError, NodeUnavailable
 from pdx.kernels.page_rows import page_rows
 from pdx.memory.arena import Arena, populate_in_background
@@ -55,14 +55,13 @@ class WorkerHalf:
         hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role, gpu=gpu)
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self._link = NodeLink(config, hello, starter=shard == 0)
-        self._loader = Loader(layout, self._link.count, self._tracer)
+        self._loader = Loader(layout, self._tracer)
         self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
         self._saving: StepSave | None = None  # of this step, if the node that the plan is about is still there
         self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
         self._untold: list[Slot] = []  # given up, but there was no connection to tell it by
         self._epoch = 0  # the node's life that they are of
-        self._has_warned = False  # in that life, of saves that were skipped
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """The engine's KV cache: one tensor [num_blocks x ratio, …] per layer, in layer order.
@@ -100,7 +99,7 @@ class WorkerHalf:
         from pdx.engine.gpu_copier import GpuCopier, page_map  # needs Triton, which not every CPU machine has
 
         pages = page_map(layers, num_blocks, self._layout.page_bytes)
-        return GpuCopier.start(pages, self._shard, self._streams or TorchStreams(device), self._link.count)
+        return GpuCopier.start(pages, self._shard, self._streams or Streams(device), self._link.count)
 
     def _block_rows(self, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         ratio, rest = divmod(tensor.shape[0], num_blocks)
@@ -122,8 +121,7 @@ class WorkerHalf:
         self._idle = not plan.num_scheduled_tokens
         self._give_up()
         if self._epoch != plan.epoch:
-            self._epoch, self._has_warned = plan.epoch, False
-            self._loader.warn_again()
+            self._epoch = plan.epoch
             self._spoiled.clear()
             self._untold.clear()
         connection, copier = self._link.connection, self._copier
@@ -135,7 +133,7 @@ class WorkerHalf:
         for load in plan.loads:
             scatter = copier.loading(arena) if load.epoch == plan.epoch else None
             if scatter is None:
-                self._loader.fail([load])
+                self._fail([load])
             else:
                 self._loader.submit(load, scatter, connection)
         if plan.aborts:
@@ -145,10 +143,16 @@ class WorkerHalf:
 
     def _miss(self, plan: StepPlan) -> None:
         """The node is gone, or has promised these slots while its arena was not within reach yet: nothing is copied."""
-        self._loader.fail(plan.loads)
+        self._fail(plan.loads)
         self._untold += self._aborted(plan)
         self._untold += self._lose([pages for save in plan.saves for pages in save.pages])
         self._tell_untold()
+
+    def _fail(self, loads: Sequence[LoadPlan]) -> None:
+        self._loader.fail(loads)
+        for load in loads:
+            text = "request %s: its node is gone or its memory out of reach, %d chunks are not loaded"
+            self._link.count("load_failed", text, load.request_id, load.num_chunks)
 
     def _tell_untold(self) -> None:
         """At once, without the copier: nothing was ever copied to these slots, or the node is gone."""
@@ -177,7 +181,6 @@ class WorkerHalf:
             copier=copier,
             connection=connection,
             arena=arena,
-            count=self._link.count,
             tracer=self._tracer,
         )
 
@@ -193,14 +196,12 @@ class WorkerHalf:
             return []
         slots = [pages.slots[self._shard] for pages in lost]
         for slot, pages in zip(slots, lost, strict=True):
-            self._link.count("save_skipped")
             if pages.completes:  # nothing more comes for it
                 self._spoiled.discard(slot)
             else:
                 self._spoiled.add(slot)
-        level = logging.DEBUG if self._has_warned else logging.WARNING
-        self._has_warned = True
-        log.log(level, "%d chunks are not saved: their slots are not ours any more, or out of reach", len(slots))
+        text = "%d chunks are not saved: their slots are not ours any more, or out of reach"
+        self._link.count("save_skipped", text, len(slots), times=len(slots))
         return slots
 
     def _give_up(self) -> None:
@@ -283,7 +284,7 @@ def _gpu_of(streams: Streams | None) -> str:
     """
     try:
         if streams is None and torch.cuda.is_available():
-            streams = TorchStreams(torch.device("cuda", torch.cuda.current_device()))
+            streams = Streams(torch.device("cuda", torch.cuda.current_device()))
         return streams.gpu().uuid if streams is not None else ""
     except GpuError:  # the copier says what is wrong, once there is a KV cache
         return ""

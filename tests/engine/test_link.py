@@ -19,8 +19,8 @@ def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
     address: str, start_node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(Connection):
-        def count(self, reason: str) -> None:
-            super().count(reason)
+        def count(self, reason: str, *args: Any, **settings: Any) -> None:
+            super().count(reason, *args, **settings)
             if reason == "before":
                 link.count("meanwhile")  # as the engine's thread may at any time
 

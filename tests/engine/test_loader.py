@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from pdx.engine.loader import OVERTAKEN, Loader
 from pdx.engine.plan import LoadPlan, PagesPlan
 from pdx.memory.slot import Slot
 
-NOBODY = cast("Connection", None)  # the loads are of no transfer, so the node is told nothing
+NOBODY = cast("Connection", SimpleNamespace(count=lambda *args: None))  # the loads are of no transfer
 
 
 def load_of(name: str, num_blocks: int) -> LoadPlan:
@@ -27,7 +28,7 @@ class Gate:
     def __init__(self) -> None:
         self.began: list[str] = []
         self.is_open = threading.Event()
-        self.loader = Loader(layout(), lambda reason: None)
+        self.loader = Loader(layout())
         self.loader.submit(load_of("first", 1), self.scatter, NOBODY)
 
     def scatter(self, load: LoadPlan) -> list[PagesPlan]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from pdx.engine.streams import TorchStreams
+from pdx.engine.streams import Streams
 from pdx.testing.fake_cuda import fake_cuda
 
 
 def test_the_gpu_is_the_one_of_torchs_number() -> None:
     """Not of torch's UUID, which need not be the driver's where a GPU is partitioned."""
     with fake_cuda(gpus=2):
-        assert [TorchStreams(torch.device("cuda", index)).gpu().ordinal for index in (0, 1)] == [0, 1]
+        assert [Streams(torch.device("cuda", index)).gpu().ordinal for index in (0, 1)] == [0, 1]

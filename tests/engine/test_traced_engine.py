@@ -297,9 +297,7 @@ def step_of(tracer: Tracer, copier: Any, transfer: str, *, taken: int) -> StepSa
     pages = [PagesPlan([slot], 4, first=0, block_ids=list(range(count))) for count in (1, 2, 3)]
     save = SavePlan("r", transfer, pages, ends_transfer=True, blocks_before=0, num_tokens=9)
     node: Any = SimpleNamespace(tell=lambda body: None)
-    return StepSave(
-        [save], pages[:taken], layout(), 0, copier=copier, connection=node, arena=node, count=list, tracer=tracer
-    )
+    return StepSave([save], pages[:taken], layout(), 0, copier=copier, connection=node, arena=node, tracer=tracer)
 
 
 def test_what_is_seen_to_be_computed_after_the_copies_have_ended_is_written(

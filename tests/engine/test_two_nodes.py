@@ -12,6 +12,7 @@ from toy_engine import CHUNK, LAYERS, Request, ToyEngine
 
 from pdx.client.connection import Connection
 from pdx.config import NodeConfig, listen_address
+from pdx.engine import step_save
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Fill
 
@@ -104,6 +105,7 @@ def test_layers_are_told_where_they_are_pushed_and_nowhere_else(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody waits for layers one message seals all chunks of a step."""
+    monkeypatch.setattr(step_save, "GROUP_BYTES", 1)
     told: list[Fill] = []
     tell = Connection.tell
 

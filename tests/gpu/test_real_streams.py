@@ -25,7 +25,7 @@ from pdx.cuda.gpu import Gpu  # noqa: E402
 from pdx.cuda.page_lock import PageLock  # noqa: E402
 from pdx.engine.gpu_copier import GpuCopier, page_map  # noqa: E402
 from pdx.engine.plan import LoadPlan, PagesPlan  # noqa: E402
-from pdx.engine.streams import TorchStreams  # noqa: E402
+from pdx.engine.streams import Streams  # noqa: E402
 from pdx.memory.arena import Arena  # noqa: E402
 from pdx.memory.slot import Slot  # noqa: E402
 from pdx.testing.waiting import wait_until  # noqa: E402
@@ -47,7 +47,7 @@ class Engine:
         self.counts: list[str] = []
         self.pages = torch.zeros((LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         self.source = torch.randint(1, 256, (LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8, device="cuda")
-        streams = TorchStreams(torch.device("cuda", gpu.ordinal))
+        streams = Streams(torch.device("cuda", gpu.ordinal))
         self.copier = GpuCopier.start(page_map(list(self.pages), BLOCKS, PAGE_BYTES), 0, streams, self.counts.append)
         self.slot = Slot(0, CHUNK_BYTES, GENERATION)
         self.plan = PagesPlan([self.slot], len(IDS), 0, IDS, completes=True)
