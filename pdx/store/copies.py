@@ -22,6 +22,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NODE, Chunk
@@ -34,18 +36,15 @@ from pdx.store.tier import Grant, Job, Tier
 log = logging.getLogger("pdx.node")
 
 
-class Queue:
+class Queue(msgspec.Struct):
     """What one tier is to do: its copies by number, and the ranks of those with a job to give, in their order."""
 
-    __slots__ = ("copies", "due", "in_flight", "stored_bytes", "wanted_bytes", "wants")
-
-    def __init__(self) -> None:
-        self.copies: dict[int, Copy] = {}
-        self.due: list[tuple[int, int, int]] = []  # sorted (priority, bytes to be filled, number)
-        self.in_flight = 0  # bytes given and not over
-        self.wants = 0  # copies that a peer asked for …
-        self.wanted_bytes = 0  # … and what they hold
-        self.stored_bytes = 0  # held by copies that nobody waits for
+    copies: dict[int, Copy] = {}
+    due: list[tuple[int, int, int]] = []  # sorted (priority, bytes to be filled, number)
+    in_flight: int = 0  # bytes given and not over
+    wants: int = 0  # copies that a peer asked for …
+    wanted_bytes: int = 0  # … and what they hold
+    stored_bytes: int = 0  # held by copies that nobody waits for
 
 
 class Copies:
@@ -119,21 +118,9 @@ class Copies:
         for run in alike(found):
             chunks = [chunk for _, of_key in run for chunk in of_key]
             self._store.hold(chunks)
-            self._add(
-                Copy(
-                    next(self._numbers),
-                    tier,
-                    [key for key, _ in run],
-                    shards,
-                    chunks,
-                    priority=priority,
-                    deadline=deadline,
-                    transfer=transfer,
-                    layout=layout,
-                    want=want,
-                    arenas=to,
-                )
-            )
+            run_keys, number = [key for key, _ in run], next(self._numbers)
+            copy = Copy(number, tier, run_keys, shards, chunks, priority, deadline, False, transfer, layout, want, to)
+            self._add(copy)
         return len(found)
 
     def load(self, tier: Tier, keys: Sequence[bytes], shards: int, *, priority: Priority, deadline: float) -> int:
@@ -159,19 +146,8 @@ class Copies:
                 return count
             if granted:
                 chunks = [self._store.at(slot) for slot in slots]
-                keys_of_copy = [wanted[index] for index in granted]
-                self._add(
-                    Copy(
-                        next(self._numbers),
-                        tier,
-                        keys_of_copy,
-                        shards,
-                        chunks,
-                        priority=priority,
-                        deadline=deadline,
-                        is_load=True,
-                    )
-                )
+                granted_keys, number = [wanted[index] for index in granted], next(self._numbers)
+                self._add(Copy(number, tier, granted_keys, shards, chunks, priority, deadline, is_load=True))
             count += len(granted)
             if is_full:
                 self._counters["loads_without_room"] += 1
@@ -240,7 +216,8 @@ class Copies:
             raise
         copy.step(CopyStep.GRANT)
         wanted = set(grant.keys)
-        self._unhold(copy, [chunk for at, chunk in enumerate(held) if at // copy.shards not in wanted])
+        if not copy.is_load:
+            self._store.unhold([chunk for at, chunk in enumerate(held) if at // copy.shards not in wanted])
         self._count(self._queues[copy.tier.name], copy, copy.held_bytes - held_bytes)
         for item in copy.items:
             self._items[item.chunk].append(item)
@@ -377,8 +354,8 @@ class Copies:
             if error is None:
                 copy.copied(job)
                 self._counters[f"{copy.tier.kind}_{'loaded' if copy.is_load else 'stored'}_bytes"] += job.nbytes
-                if copy.is_load:
-                    self._land(job)
+                for part in job.parts if copy.is_load else ():
+                    self.land(part.slot, part.first_layer, part.count)
             elif not copy.is_given_up:  # else it was aborted
                 if not isinstance(error, TierError):  # a tier that fails says so itself, in bounded measure
                     log.warning("%r failed: %s", copy, error)
@@ -390,11 +367,6 @@ class Copies:
             if copy.state is CopyState.DRAINING:
                 self._drain(copy)
         self._forget_if_idle(tier)
-
-    def _land(self, job: Job) -> None:
-        """The slices of a job are in the arena: fill them, and seal what is whole."""
-        for part in job.parts:
-            self.land(part.slot, part.first_layer, part.count)
 
     def land(self, slot: Slot, first_layer: int, count: int) -> None:
         """A copy has filled these slices of a slot that is the node's own to fill; a chunk that is whole is sealed."""
@@ -424,24 +396,16 @@ class Copies:
         copy.step(CopyStep.DRAINED)
         self._remove(copy)
         if copy.is_load:
-            self._end_load(copy)
+            self.give_back([chunk.slot for chunk in copy.chunks])  # what was not loaded never will be
         else:
-            self._unhold(copy, copy.chunks)
+            self._store.unhold(copy.chunks)
         copy.tier.over(copy)
-
-    def _end_load(self, copy: Copy) -> None:
-        """What was not loaded never will be: its room is free again."""
-        self.give_back([chunk.slot for chunk in copy.chunks])
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Nothing more is written to these slots, which are the node's own to fill: those not sealed are free again."""
         left = self._store.unfinished(slots)
         self._store.let_go(left)
         self.landed += left
-
-    def _unhold(self, copy: Copy, chunks: Sequence[Chunk]) -> None:
-        if chunks and not copy.is_load:
-            self._store.unhold(chunks)
 
     def _remove(self, copy: Copy) -> None:
         del self._copies[copy.number]

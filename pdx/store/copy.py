@@ -15,6 +15,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
 
+import msgspec
+
 from pdx.errors import ProtocolError
 from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
@@ -67,21 +69,20 @@ COPY: dict[tuple[CopyState, CopyStep], CopyState] = {
 }
 
 
-class Item:
+class Item(msgspec.Struct, eq=False):
     """One chunk of one shard on its way; the `index`-th of its copy. `remote`: its slot in a tier that has slots."""
 
-    __slots__ = ("chunk", "copy", "index", "is_even", "ready", "remote", "sent", "slice_bytes")
+    copy: Copy
+    index: int
+    chunk: Chunk
+    remote: Slot | None
+    ready: int = 0  # bit l: slice l can be read, and its copy knows
+    sent: int = 0  # bit l: slice l was given to the tier
 
-    def __init__(self, copy: Copy, index: int, chunk: Chunk, remote: Slot | None) -> None:
-        self.copy = copy
-        self.index = index
-        self.chunk = chunk
-        self.remote = remote
-        nbytes = chunk.slot.nbytes
-        self.slice_bytes = max(1, nbytes // chunk.layers)  # where they are not equal, the least of them
-        self.is_even = self.slice_bytes * chunk.layers == nbytes
-        self.ready = 0  # bit l: slice l can be read, and its copy knows
-        self.sent = 0  # bit l: slice l was given to the tier
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of a slice; where they are not equal, the least of them."""
+        return max(1, self.chunk.slot.nbytes // self.chunk.layers)
 
     @property
     def is_dead(self) -> bool:
@@ -91,61 +92,49 @@ class Item:
 
     def nbytes(self, bits: int) -> int:
         """Bytes of these slices."""
-        if self.is_even:
-            return self.slice_bytes * bits.bit_count()
+        slice_bytes = self.slice_bytes
+        if slice_bytes * self.chunk.layers == self.chunk.slot.nbytes:
+            return slice_bytes * bits.bit_count()
         return sum(self.chunk.span(first, count)[1] for first, count in _runs(bits))
 
 
-class Copy:
+class Copy(msgspec.Struct, eq=False):
     """One copy. `chunks` lie in an arena of this node and are held, or filled, from its start to its end; `items` are
     those that it was granted room for. It counts what changes, so that nothing here looks at all of its chunks but its
     grant and its end.
     """
 
-    def __init__(
-        self,
-        number: int,
-        tier: Tier,
-        keys: Sequence[bytes],
-        shards: int,
-        chunks: list[Chunk],
-        *,
-        priority: Priority,
-        deadline: float,
-        is_load: bool = False,
-        transfer: str | None = None,
-        layout: bytes = b"",
-        want: int = 0,
-        arenas: Sequence[int] = (),
-    ) -> None:
-        self.number = number
-        self.tier = tier
-        self.keys = keys
-        self.shards = shards
-        self.chunks = chunks  # key-major, `shards` each
-        self.priority = priority
-        self.deadline = deadline
-        self.is_load = is_load
-        self.transfer = transfer
-        self.layout = layout
-        self.want = want  # the question of a peer that this copy answers; 0: of none
-        self.arenas = arenas  # where shard 0, 1, … goes, if the tier is that of this node's arenas
-        self.held_bytes = sum(chunk.slot.nbytes for chunk in chunks)
-        self.items: list[Item] = []
-        self.state = CopyState.QUEUED
-        self.is_asked = False  # whether the tier was asked for room
-        self.under_way = 0  # jobs given and not over
-        self.copied_bytes = 0
-        self.unfilled_bytes = 0  # that are still to be computed
-        self.rank: tuple[int, int, int] | None = None  # its place among those with a job to give
-        self.is_granted = False
-        self.is_given_up = False
-        self.is_lost = False  # the tier is gone: there is nobody to tell
-        self._ready: list[int] = []  # a heap: the items with slices that are ready and not given
-        self._ready_bytes = 0
-        self._ready_slices = 0
-        self._ungiven = 0  # slices
-        self._uncopied = 0
+    number: int
+    tier: Tier
+    keys: Sequence[bytes]
+    shards: int
+    chunks: list[Chunk]  # key-major, `shards` each
+    priority: Priority
+    deadline: float
+    is_load: bool = False
+    transfer: str | None = None
+    layout: bytes = b""
+    want: int = 0  # the question of a peer that this copy answers; 0: of none
+    arenas: Sequence[int] = ()  # where shard 0, 1, … goes, if the tier is that of this node's arenas
+    held_bytes: int = 0
+    items: list[Item] = []
+    state: CopyState = CopyState.QUEUED
+    is_asked: bool = False  # whether the tier was asked for room
+    under_way: int = 0  # jobs given and not over
+    copied_bytes: int = 0
+    unfilled_bytes: int = 0  # that are still to be computed
+    rank: tuple[int, int, int] | None = None  # its place among those with a job to give
+    is_granted: bool = False
+    is_given_up: bool = False
+    is_lost: bool = False  # the tier is gone: there is nobody to tell
+    _ready: list[int] = []  # a heap: the items with slices that are ready and not given
+    _ready_bytes: int = 0
+    _ready_slices: int = 0
+    _ungiven: int = 0  # slices
+    _uncopied: int = 0
+
+    def __post_init__(self) -> None:
+        self.held_bytes = sum(chunk.slot.nbytes for chunk in self.chunks)
 
     def __repr__(self) -> str:
         way = "from" if self.is_load else "to"

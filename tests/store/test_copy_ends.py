@@ -138,7 +138,7 @@ def in_between(stage):
         assert push.under_way == len(mine)
     alive = {push.number for push in stage.copies.of("b")}
     assert {job.push for job in stage.way.jobs} <= alive, "a push ended while a write still reads its memory"
-    said = [body.push for body in stage.way.farewells]
+    said = [body.lease for body in stage.way.farewells]
     assert len(set(said)) == len(said)
     assert not alive & set(said), "it said that it writes nothing more, and it does"
 
@@ -148,7 +148,7 @@ def after(stage):
     assert len(stage.over) == 1
     offered = [offer.push for offer in stage.way.offers]
     is_lost = not stage.way.is_usable
-    assert [body.push for body in stage.way.farewells] == offered or is_lost
+    assert [body.lease for body in stage.way.farewells] == offered or is_lost
     for number, is_complete in stage.over:
         assert Release(number, not is_complete) not in stage.way.farewells
     stage.assert_idle()
