@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 
 import aiohttp
@@ -17,24 +17,18 @@ from aiohttp import web
 
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
-from pdx.proxy import fault
-from pdx.proxy.body import parse
-from pdx.proxy.clocks import Clocks
+from pdx.proxy.body import LARGE_BYTES, Intake, parse
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
-from pdx.proxy.cors import Origins
-from pdx.proxy.drain import Drain
-from pdx.proxy.exchange import Exchange, Outcome
+from pdx.proxy.exchange import Drain, Exchange, Outcome
 from pdx.proxy.health import Health
-from pdx.proxy.intake import LARGE_BYTES, Intake
-from pdx.proxy.ledger import Ledger, Timeline
+from pdx.proxy.ledger import Clocks, Ledger, Timeline
 from pdx.proxy.leg import Legs, engine_socket
 from pdx.proxy.metrics import Metrics
-from pdx.proxy.models import Models
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
-from pdx.proxy.probe import Probes
+from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
-from pdx.proxy.reply import Reply
+from pdx.proxy.reply import Handler, Origins, Reply, error_response
 from pdx.proxy.roster import Roster
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.security import descriptors
@@ -54,8 +48,6 @@ _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
 _STOPPED = (503, "the proxy is being stopped")
 _INTERNAL = (500, "internal error of the proxy")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
@@ -252,10 +244,10 @@ class Proxy:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            return fault.response(error.status, error.reason)
+            return error_response(error.status, error.reason)
         except Exception as error:  # noqa: BLE001 - the root of a request's task
             self._faults.unexpected("a request", error)
-            return fault.response(*_INTERNAL)
+            return error_response(*_INTERNAL)
 
     @web.middleware
     async def _refuse_when_stopping(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -263,7 +255,7 @@ class Proxy:
         if not self.drain.has_begun:
             return await handler(request)
         self.counters["refused_while_stopping"] += 1
-        response = fault.response(*_STOPPED, retry_after_s=1)
+        response = error_response(*_STOPPED, retry_after_s=1)
         response.force_close()
         return response
 
@@ -294,7 +286,7 @@ class Proxy:
             if outcome is Outcome.UNAVAILABLE:
                 self._metrics.exhausted.labels("bodies").inc()
                 self._faults.warn("bodies", printable(str(refusal)))
-            return fault.response(refusal.status, str(refusal), retry_after_s=refusal.retry_after_s)
+            return error_response(refusal.status, str(refusal), retry_after_s=refusal.retry_after_s)
         except asyncio.CancelledError:
             if exchange is None and self.drain.is_over:
                 self._metrics.requests.labels(route, "", Outcome.STOPPED).inc()
@@ -349,7 +341,7 @@ class Proxy:
             return await self._models.answer(_passed_headers(request.headers))
         except Exhausted as error:
             self._metrics.exhausted.labels(error.lack).inc()
-            return fault.response(503, "the proxy has too many connections; come back later", retry_after_s=1)
+            return error_response(503, "the proxy has too many connections; come back later", retry_after_s=1)
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
         """Readiness: whether somebody can decode now."""
@@ -375,7 +367,7 @@ class Proxy:
     async def _request(self, request: web.Request) -> web.Response:
         found = self._ledger.find(request.match_info["transfer"])
         if found is None:
-            return fault.response(404, "no such transfer (any more)")
+            return error_response(404, "no such transfer (any more)")
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
 

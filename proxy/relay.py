@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
-from pdx.proxy.decode import AsItIs, Continuation
-from pdx.proxy.drain import Drain
-from pdx.proxy.exchange import Exchange, Outcome
-from pdx.proxy.failover import Failover
+from pdx.proxy.exchange import Drain, Exchange, Outcome
 from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
 from pdx.proxy.ledger import Ledger
 from pdx.proxy.leg import Legs, failed
@@ -25,10 +22,16 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import EngineFacts
 
+T = TypeVar("T")
+
+# No further engine is tried so long after the first one failed. Where none could be reached that counts from the
+# beginning: with the connect timeout, a client hears within 5 s in which the proxy ran.
+_FAILOVER_S = 2.5
+# Engines that fail on one leg, or are full: a request that ends engines does not get them all, and where all are full
+# each request is not many.
+_MOST_FAILED = 3
 _RETRY_AFTER_S = 1
-USAGE_S = (
-    5.0  # a chat's usage waits so long for the prefill leg: by then the decode engine has computed the prompt itself
-)
+USAGE_S = 5.0  # a chat's usage waits so long for the prefill leg; then the decode engine has computed the prompt itself
 
 
 def new_transfer() -> str:
@@ -59,7 +62,6 @@ class Relay:
         self._control = control
         self._metrics = metrics
         self._drain = drain
-        self._failover = Failover(metrics=metrics, faults=faults, clock=clock)
         self._faults = faults
         self._clock = clock
 
@@ -126,12 +128,13 @@ class Relay:
     async def _run(self, exchange: Exchange) -> None:
         if exchange.mode is Mode.ALONE:
             return await self._alone(exchange)
-        pair = self._pair()
+        pair = exchange.planned = router.pair(self._candidates())
         if pair is None:
+            self._warn("no pair", "no engine can prefill beside a decoder: a request is served by one engine alone")
             return await self._fall_back(exchange, "no_prefiller")
-        exchange.planned = pair
         if pair.decoder.detached:
             return await self._fall_back(exchange, "detached")
+        self._note_unplaced(pair)
         with self._health.plan(pair.decoder.url) as exchange.booking:
             return await self._split(exchange, pair)
 
@@ -142,14 +145,8 @@ class Relay:
         try:
             planned, prefill, raw = await self._prefill(exchange, pair)
         except LegFailed as failure:
-            refused = failure.reason is Reason.STATUS_4XX
-            if not refused:
-                text = f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}"
-                self._warn(f"prefill {failure.url} {failure.reason}", text)
-            await self._fall_back(exchange, f"prefill_{failure.reason}")
-            if refused and exchange.outcome is Outcome.OK:
-                self._warn_refused(exchange, failure)
-            return None
+            await self._fall_back(exchange, self._prefill_failed(exchange, failure))
+            return self._note_refusal(exchange, failure)
         if exchange.mode is Mode.FORWARD:
             return await self._forward(exchange, planned, prefill, raw)
         return await self._sample(exchange, prefill)
@@ -178,31 +175,20 @@ class Relay:
         try:
             with self._health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
-            await self._decode(exchange, leg, AsItIs(cached_tokens), after=prefill)
+            await self._decode(exchange, leg, answer.AsItIs(cached_tokens), after=prefill)
             if not prefill.done() and exchange.outcome is Outcome.OK:
                 self._cancel(exchange, "prefill_late")
         finally:
             prefill.cancel()
             await asyncio.wait([prefill])
-        failure = None if prefill.cancelled() else prefill.result()
-        if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX and exchange.outcome is Outcome.OK:
-            self._warn_refused(exchange, failure)
+        self._note_refusal(exchange, None if prefill.cancelled() else prefill.result())
 
     async def _prefill_beside(self, exchange: Exchange, pair: Pair) -> answer.PrefillAnswer | Exception:
         """The prefill leg while the decode leg is under way. However it fails, the decode engine computes all then."""
         try:
             _, prefill, _ = await self._prefill(exchange, pair, is_beside=True)
         except Exception as failure:  # noqa: BLE001 - the root of a task, which another one waits for
-            why = "internal"
-            if isinstance(failure, LegFailed | Exhausted):
-                why = failure.reason if isinstance(failure, LegFailed) else "exhausted"
-                about = f"prefill {failure.url} {why}" if isinstance(failure, LegFailed) else failure.lack
-                if why != Reason.STATUS_4XX:
-                    text = f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}"
-                    self._warn(about, text)
-            else:
-                self._faults.unexpected("a prefill leg", failure)
-            reason = f"prefill_{why}"
+            reason = self._prefill_failed(exchange, failure)
             self._metrics.fallbacks.labels(reason).inc()
             self._cancel(exchange, reason)
             if not exchange.reply.started:
@@ -211,10 +197,24 @@ class Relay:
         self._control.prefilled(exchange.transfer, exchange.told)
         return prefill
 
-    def _warn_refused(self, exchange: Exchange, failure: LegFailed) -> None:
-        """Refused by both engines, it would be the client's fault and no news."""
-        text = f"transfer {exchange.transfer}: refused by {failure.engine} only"
-        self._warn(f"refused {failure.url}", text)
+    def _prefill_failed(self, exchange: Exchange, failure: Exception) -> str:
+        """Why another engine, or one alone, is to serve. A refusal is no news yet: the other engine may refuse, too."""
+        text = f"transfer {exchange.transfer}: prefill failed, one engine serves alone: {failure}"
+        match failure:
+            case LegFailed():
+                if failure.reason != Reason.STATUS_4XX:
+                    self._warn(f"prefill {failure.url} {failure.reason}", text)
+                return f"prefill_{failure.reason}"
+            case Exhausted():
+                self._warn(failure.lack, text)
+                return "prefill_exhausted"
+        self._faults.unexpected("a prefill leg", failure)
+        return "prefill_internal"
+
+    def _note_refusal(self, exchange: Exchange, failure: object) -> None:
+        """A request that both engines refuse is the client's fault and no news; this one has an answer."""
+        if isinstance(failure, LegFailed) and failure.reason is Reason.STATUS_4XX and exchange.outcome is Outcome.OK:
+            self._warn(f"refused {failure.url}", f"transfer {exchange.transfer}: refused by {failure.engine} only")
 
     async def _prefill(
         self, exchange: Exchange, pair: Pair, *, is_beside: bool = False
@@ -234,7 +234,7 @@ class Relay:
             return exchange.planned, *await self._ask_prefill(exchange, exchange.planned)
 
         final = frozenset(Reason) - UNSENT - {Reason.STATUS_429} if is_beside else {Reason.STATUS_4XX}
-        return await self._failover.attempt(exchange, "prefill", choose, ask, final=final)
+        return await self._attempt(exchange, "prefill", choose, ask, final=final)
 
     def _heed_obstacle(self, exchange: Exchange, pair: Pair) -> None:
         if exchange.mode is Mode.FORWARD:
@@ -295,7 +295,7 @@ class Relay:
             transfer=exchange.transfer,
         )
         try:
-            await self._decode(exchange, lambda: leg, Continuation(prefill, first), fits=fits)
+            await self._decode(exchange, lambda: leg, answer.Continuation(prefill, first), fits=fits)
         except (LegFailed, NoEngine) as failure:
             reason = failure.reason if isinstance(failure, LegFailed) else None
             if exchange.reply.started or reason is Reason.TIMEOUT:
@@ -328,7 +328,7 @@ class Relay:
         exchange.set_mode(Mode.SAMPLED, why)
 
     async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer, *, avoid: Collection[str] = ()) -> None:
-        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), AsItIs(), avoid=avoid)
+        await self._decode(exchange, lambda: self._sampled_leg(exchange, prefill), answer.AsItIs(), avoid=avoid)
 
     def _sampled_leg(self, exchange: Exchange, prefill: answer.PrefillAnswer) -> Body:
         usage = prefill.usage
@@ -340,7 +340,7 @@ class Relay:
         )
 
     async def _alone(self, exchange: Exchange) -> None:
-        await self._decode(exchange, lambda: exchange.body, AsItIs())
+        await self._decode(exchange, lambda: exchange.body, answer.AsItIs())
 
     async def _fall_back(self, exchange: Exchange, reason: str) -> None:
         self._metrics.fallbacks.labels(reason).inc()
@@ -352,7 +352,7 @@ class Relay:
         self,
         exchange: Exchange,
         leg: Callable[[], Body],
-        shape: AsItIs | Continuation,
+        shape: answer.AsItIs | answer.Continuation,
         *,
         fits: Callable[[Engine], bool] = lambda _: True,
         avoid: Collection[str] = (),
@@ -389,7 +389,50 @@ class Relay:
 
         # The engine may have computed a whole answer all that time: that is not asked for twice.
         final = (Reason.STATUS_4XX,) if exchange.streams else (Reason.STATUS_4XX, Reason.TIMEOUT)
-        await self._failover.attempt(exchange, "decode", choose, ask, final=final)
+        await self._attempt(exchange, "decode", choose, ask, final=final)
+
+    async def _attempt(
+        self,
+        exchange: Exchange,
+        leg: str,
+        choose: Callable[[set[str]], Engine | None],
+        ask: Callable[[Engine], Awaitable[T]],
+        *,
+        final: Collection[Reason] = (Reason.STATUS_4XX,),
+    ) -> T:
+        """What `ask` returns for the first engine that `choose` names and that does not fail.
+
+        After a failure for a `final` reason no further engine is tried.
+
+        :raises LegFailed: the last one's failure. :raises NoEngine: there is none.
+        """
+        tried: set[str] = set()
+        failure: LegFailed | None = None
+        failures = 0
+        writes = exchange.reply.writes
+        give_up_at = self._clock() + _FAILOVER_S
+        while failure is None or (failures < _MOST_FAILED and self._clock() < give_up_at):
+            engine = choose(tried)
+            if engine is None:
+                break
+            if failure is not None:
+                text = f"transfer {exchange.transfer}: {failure}, trying {engine.name}"
+                self._warn(f"trying {failure.url} {failure.reason}", text)
+                self._metrics.failovers.labels(leg, failure.reason).inc()
+            try:
+                return await ask(engine)
+            except LegFailed as error:
+                if error.reason in final or exchange.reply.writes != writes:
+                    raise
+                failure = error
+                tried.add(engine.url)
+                if not error.unsent:
+                    if error.reason is not Reason.STATUS_429:
+                        exchange.blamed[engine.url] = Reason(error.reason)
+                    failures += 1
+                    # The first engine had all its time; that is not counted.
+                    give_up_at = self._clock() + _FAILOVER_S if failures == 1 else give_up_at
+        raise failure or NoEngine("no engine is known")
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
         """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""
@@ -397,15 +440,6 @@ class Relay:
         if exchange.mode is Mode.ALONE or not prefill_node or prefill_node == engine.node:
             return leg
         return body.located(leg, prefill_node)
-
-    def _pair(self) -> Pair | None:
-        """The engines of the two legs; None: a second leg would gain nothing."""
-        pair = router.pair(self._candidates())
-        if pair is None:
-            self._warn("no pair", "no engine can prefill beside a decoder: a request is served by one engine alone")
-        if pair is not None and not pair.decoder.detached:
-            self._note_unplaced(pair)
-        return pair
 
     def _note_unplaced(self, pair: Pair) -> None:
         """Where no node has reported an engine, chunks are pushed to nobody: fine with one node, slow with two."""

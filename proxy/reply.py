@@ -1,13 +1,46 @@
-"""The client's side of one request: one answer, whole or streamed, and never both."""
+"""The client's side: one answer for each request, errors as an OpenAI client expects them; which pages read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from http import HTTPStatus
 
 from aiohttp import web
 
 from pdx.errors import ClientGone
-from pdx.proxy import fault, sse
+from pdx.proxy import sse
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The error as JSON, in the shape vLLM uses."""
+    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error" if status < 500 else "InternalServerError"
+    fault = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return json.dumps(fault, separators=(",", ":")).encode()
+
+
+def error_response(status: int, message: str, *, retry_after_s: int | None = None) -> web.Response:
+    """The error as an HTTP response. `retry_after_s`: when to ask again."""
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return web.Response(
+        status=status, body=error_body(status, message), content_type="application/json", headers=headers
+    )
+
+
+def error_bytes(status: int, message: str, *, retry_after_s: int) -> bytes:
+    """The error as the bytes of an HTTP response, after which the connection is closed."""
+    content = error_body(status, message)
+    lines = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        f"Retry-After: {retry_after_s}",
+        "Connection: close",
+        "",
+        "",
+    )
+    return "\r\n".join(lines).encode() + content
+
 
 # What an engine may tell a client in headers.
 _PASSED = ("Retry-After", "Retry-After-Ms", "X-Should-Retry", "WWW-Authenticate", "X-Request-Id")
@@ -87,11 +120,11 @@ class Reply:
     async def fail(self, status: int, message: str, *, retry_after_s: int = 0) -> None:
         """Report a failure, in the way that is still possible. :raises ClientGone: nobody is there."""
         if self.started:
-            await self.write(sse.event(fault.body(status, message)))
+            await self.write(sse.event(error_body(status, message)))
             await self.end()
         else:
             self._passed = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
-            self.whole(status, fault.body(status, message))
+            self.whole(status, error_body(status, message))
 
     def abort(self) -> None:
         """Close the connection at once: the client is gone, or does not read."""
@@ -104,3 +137,46 @@ _STREAM_HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_METHODS = "GET, POST, OPTIONS"
+_KEPT_S = "600"  # a browser asks again after this time
+
+
+class Origins:
+    """The origins whose pages are let in; `*` means every page."""
+
+    def __init__(self, allowed: Collection[str]) -> None:
+        self._allowed = frozenset(allowed)
+
+    def install(self, app: web.Application) -> None:
+        """Answer for this application; without any origin nothing changes."""
+        if self._allowed:
+            app.middlewares.append(self._preflight)
+            app.on_response_prepare.append(self._permit)
+
+    @web.middleware
+    async def _preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
+            return await handler(request)
+        if not self._allows(request):
+            return error_response(403, "pages of this origin are not let in")
+        headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": _KEPT_S}
+        asked = request.headers.get("Access-Control-Request-Headers")
+        if asked:
+            headers["Access-Control-Allow-Headers"] = asked
+        return web.Response(status=204, headers=headers)
+
+    async def _permit(self, request: web.Request, response: web.StreamResponse) -> None:
+        if "*" not in self._allowed:
+            response.headers.add("Vary", "Origin")
+        if self._allows(request):
+            every = "*" in self._allowed
+            response.headers["Access-Control-Allow-Origin"] = "*" if every else request.headers["Origin"]
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+
+    def _allows(self, request: web.Request) -> bool:
+        origin = request.headers.get("Origin")
+        return origin is not None and ("*" in self._allowed or origin in self._allowed)

@@ -1,4 +1,9 @@
-"""An HTTP server: an application, and the connections that come to one address of it."""
+"""An HTTP server: an application at one address, which connections it takes, which one makes room for another, and how
+long a request's head may take.
+
+asyncio's acceptor takes all that come. Where no descriptor is left, it logs a traceback for each one that it cannot
+take, and the descriptors that the server's own work needs are gone as well. So connections are taken here.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,279 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pdx.config import private_folder
 from pdx.errors import ConfigError
-from pdx.proxy.listener import Connection, Listener
+from pdx.proxy.reply import error_bytes
+from pdx.security import descriptors
 from pdx.security.socket_lock import owned, remove_socket
+from pdx.telemetry.faults import Faults, printable
+
+MOST = 16_384  # connections of one listener, however many descriptors there are
+_BACKLOG = 1024
+_BATCH = 4  # taken before what is connected gets its turn
+_REST_S = 0.25  # after the system had no descriptor, or no memory, for one
+_LOOK_S = 0.5  # between two looks for heads that take too long
+_CROWD = 0.25  # from this share of all connections on, those on which a head or a body is due make room first
+_UNREAD_MS = 120_000  # a client that reads nothing for so long, though something is there, is gone
+_REFUSAL = error_bytes(503, "the proxy has no room for another connection", retry_after_s=1)
+
+
+class Connection(web.RequestHandler):
+    """A connection of aiohttp's that says when a request on it begins and when its answer is written."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self, listener: Listener, server: web.Server, keepalive_s: float) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=keepalive_s,
+            auto_decompress=False,
+            access_log=None,  # type: ignore[arg-type]
+        )
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._listener.came(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._listener.left(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._listener.spoke(self)
+        super().data_received(data)
+
+    def log_exception(self, *args: object, exc_info: BaseException | None = None, **_: object) -> None:
+        """What aiohttp would log with its trace, each time."""
+        self._listener.failed(exc_info if isinstance(exc_info, Exception) else RuntimeError(*args))
+
+    def begin(self, body: StreamReader) -> None:
+        """The head of a request has arrived."""
+        self._listener.begun(self, body)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write the rest of the answer."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._listener.ended(self)
+
+
+class Listener:
+    """Listening sockets, and the connections that came by them; from `start` to `close`, on the running loop."""
+
+    def __init__(
+        self,
+        server: web.Server,
+        *,
+        keepalive_s: float,
+        head_s: float,
+        spared: Callable[[], int],
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`spared`: descriptors that are left to others, beside those that every process keeps in reserve.
+
+        A connection on which no request is under way is closed after `keepalive_s`, and where a request is due or has
+        begun, but its head is not whole, after `head_s`.
+        """
+        self._server = server
+        self._keepalive_s = keepalive_s
+        self._head_s = head_s
+        self._spared = spared
+        self._counters = counters
+        self._clock = clock
+        self._faults = Faults(counters, clock)
+        self._sockets: list[socket.socket] = []
+        self._taking: set[asyncio.Task[object]] = set()
+        self._all: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # no request is under way; the one that is idle for longest is first
+        self._heads: dict[Connection, float] = {}  # since when a head is due or incomplete, in this order
+        self._bodies: dict[Connection, None] = {}  # the body of a request is due; the oldest is first
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def start(self, sockets: list[socket.socket]) -> None:
+        """Take connections of these bound sockets, which are this listener's from now on."""
+        self._sockets = sockets
+        for each in sockets:
+            each.setblocking(False)
+            each.listen(_BACKLOG)
+        self._listen()
+        self._look()
+
+    def close(self) -> None:
+        """Take no more connections; those that are here stay. Idempotent."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        for each in self._sockets:
+            asyncio.get_running_loop().remove_reader(each)
+            each.close()
+        self._sockets = []
+
+    # ---- what connections say ---------------------------------------------------------------
+
+    def came(self, connection: Connection) -> None:
+        """It is connected."""
+        self._all.add(connection)
+        self._idle[connection] = None
+        self._heads[connection] = self._clock()
+
+    def spoke(self, connection: Connection) -> None:
+        """Bytes came on it."""
+        if connection in self._idle:
+            self._heads.setdefault(connection, self._clock())
+
+    def begun(self, connection: Connection, body: StreamReader) -> None:
+        """A request is under way on it."""
+        self._idle.pop(connection, None)
+        self._heads.pop(connection, None)
+        self._bodies[connection] = None
+        body.on_eof(lambda: self._bodies.pop(connection, None))
+
+    def ended(self, connection: Connection) -> None:
+        """No request is under way on it any more."""
+        self._heads.pop(connection, None)
+        self._bodies.pop(connection, None)
+        if connection in self._all:
+            self._idle[connection] = None
+
+    def left(self, connection: Connection) -> None:
+        """It is closed."""
+        self._all.discard(connection)
+        self._idle.pop(connection, None)
+        self._heads.pop(connection, None)
+        self._bodies.pop(connection, None)
+
+    def failed(self, error: Exception) -> None:
+        """There was an error. What comes may be no HTTP, or no body: anybody can send any number of such requests."""
+        if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
+            self._note("requests_malformed", f"a request was not understood: {printable(str(error))}")
+        else:
+            self._faults.unexpected("a connection", error)
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        for each in self._sockets:
+            asyncio.get_running_loop().add_reader(each, self._accept, each)
+
+    def _accept(self, listening: socket.socket) -> None:
+        with self._faults.contain("taking connections") as part:
+            self._take_waiting(listening)
+        if part.has_failed:
+            self._rest("an internal error")
+
+    def _take_waiting(self, listening: socket.socket) -> None:
+        room = self._room()
+        for _ in range(_BATCH):
+            try:
+                stream, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._rest(str(error))
+                return
+            if room <= 0 and not self._make_room():
+                self._refuse(stream)
+                continue
+            room -= 1
+            self._take(stream)
+
+    def _room(self) -> int:
+        """How many more connections can be taken, by the descriptors that are left."""
+        reserve = descriptors.reserve()
+        kept = reserve + reserve // 2 + self._spared()  # from `reserve` on nodes of this host are kept out, too
+        return min(MOST - len(self._all) - len(self._taking), descriptors.left() - kept)
+
+    def _make_room(self) -> bool:
+        """Close a connection on which nothing is done for anybody; False: there is none.
+
+        Who was served may well ask again, so where on many a head or a body is due, the one goes where it is due for
+        longest. Where on few, the one goes that is idle for longest: else those who have just come would make room for
+        each other.
+        """
+        many = _CROWD * len(self._all)
+        crowd = next((due for due in (self._heads, self._bodies) if len(due) >= many), self._idle) or self._bodies
+        oldest = next(iter(crowd), None)
+        if oldest is None:
+            return False
+        what = "connections on which a body is due are" if crowd is self._bodies else "idle connections are"
+        self._drop(oldest, "connections_displaced", f"{what} closed for new ones")
+        return True
+
+    def _take(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        if stream.family != socket.AF_UNIX:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+        loop = asyncio.get_running_loop()
+        taking: asyncio.Task[object] = loop.create_task(
+            loop.connect_accepted_socket(lambda: Connection(self, self._server, self._keepalive_s), stream)
+        )
+        self._taking.add(taking)
+        taking.add_done_callback(self._taken)
+
+    def _taken(self, taking: asyncio.Task[object]) -> None:
+        self._taking.discard(taking)
+        if not taking.cancelled() and taking.exception() is not None:
+            self._note("connections_refused", f"a connection was lost while it was taken: {taking.exception()}")
+
+    def _refuse(self, stream: socket.socket) -> None:
+        self._note("connections_refused", "new connections are refused, because a request is under way on every other")
+        with stream:
+            try:
+                stream.setblocking(False)
+                stream.send(_REFUSAL)
+                stream.shutdown(socket.SHUT_WR)
+            except OSError:
+                return
+
+    def _rest(self, why: str) -> None:
+        self._note("accepts_failed", f"no connection can be taken now: {why}")
+        loop = asyncio.get_running_loop()
+        for each in self._sockets:
+            loop.remove_reader(each)
+        self._later(_REST_S, self._listen)
+
+    def _look(self) -> None:
+        """Close what takes too long with a request's head."""
+        self._later(_LOOK_S, self._look)
+        now = self._clock()
+        for connection, since in list(self._heads.items()):
+            if now - since <= self._head_s:
+                break
+            with self._faults.contain("ending a connection"):
+                self._drop(connection, "heads_overdue", f"a request's head did not arrive within {self._head_s:g} s")
+
+    def _drop(self, connection: Connection, event: str, text: str) -> None:
+        self._note(event, text)
+        self.left(connection)
+        connection.force_close()
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers = [timer for timer in self._timers if timer.when() > loop.time() and not timer.cancelled()]
+        self._timers.append(loop.call_later(seconds, call))
+
+    def _note(self, event: str, text: str) -> None:
+        self._counters[event] += 1
+        self._faults.warn(event, f"{text} (counted as {event}; {self._counters[event]} so far)")
+
 
 KEEPALIVE_S = 75.0  # a connection without a request is kept for so long
 HEAD_S = 10.0  # a request's head arrives within this time

@@ -15,8 +15,7 @@ from proxy_harness import FORWARDED, cluster, run, until, within
 
 from pdx.errors import RequestRefused
 from pdx.proxy import plan
-from pdx.proxy.body import LENIENT_BYTES, encode, parse
-from pdx.proxy.intake import PIECE, Intake
+from pdx.proxy.body import LENIENT_BYTES, PIECE, Intake, encode, parse
 from pdx.proxy.plan import Mode, Route, classify, single_prompt, strip_control
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -452,7 +452,7 @@ def test_an_error_of_the_proxy_in_the_middle_of_a_stream_ends_it(caplog):
 
     async def main():
         async with cluster() as made:
-            with mock.patch("pdx.proxy.decode.Continued.event", side_effect=ZeroDivisionError):
+            with mock.patch("pdx.proxy.answer.Continued.event", side_effect=ZeroDivisionError):
                 status, headers, raw = await made.post(COMPLETIONS, {**BODY, "stream": True})
             assert (status, headers["x-pdx-mode"]) == (200, "forward")
             assert events(raw)[0]["choices"]

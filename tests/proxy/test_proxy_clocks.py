@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.proxy.clocks import WINDOW_NS, Clocks
 from pdx.proxy.health import Health
+from pdx.proxy.ledger import WINDOW_NS, Clocks
 from pdx.proxy.roster import MAX_NODES, Roster
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults

@@ -253,7 +253,7 @@ def defective(*_args, **_kwargs):
 def test_nodes_are_told_where_a_defect_ends_a_request(path, monkeypatch):
     async def main():
         async with cluster() as made:
-            monkeypatch.setattr(relay.AsItIs, "take", defective)
+            monkeypatch.setattr(relay.answer.AsItIs, "take", defective)
             status, _, _ = await made.post(path, {**BODY, "logprobs": 1} if path == COMPLETIONS else TALK)
             assert status == 500
             assert await made.node.cancelled() == made.prefill.bodies[0]["kv_transfer_params"]["transfer_id"]

@@ -12,8 +12,7 @@ from proxy_harness import FORWARDED, cluster, patience, run, until, within
 
 from pdx.proxy.health import Health, Reason, State
 from pdx.proxy.leg import failed
-from pdx.proxy.models import Models
-from pdx.proxy.probe import Probes
+from pdx.proxy.probe import Models, Probes
 from pdx.proxy.roster import Engine
 from pdx.telemetry.faults import Faults
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from proxy_harness import FORWARDED, cluster, run, until, within
 
-from pdx.proxy import listener
+from pdx.proxy import server as listener
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 12}
