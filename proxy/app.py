@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
 
 import aiohttp
@@ -51,7 +51,12 @@ _INTERNAL = (500, "internal error of the proxy")
 
 
 class Proxy:
-    """All parts of one proxy; `start` acquires, `close` (idempotent) releases."""
+    """All parts of one proxy, which live as long as its `app` does."""
+
+    _legs: Legs
+    _relay: Relay
+    _probes: Probes
+    _models: Models
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
@@ -90,11 +95,6 @@ class Proxy:
             all_bytes=config.max_bodies_bytes,
             progress_s=config.body_timeout_s,
         )
-        self._legs: Legs | None = None
-        self._relay: Relay | None = None
-        self._probes: Probes | None = None
-        self._models: Models | None = None
-        self._stack = AsyncExitStack()
         self._warned_stripped = False
 
     def app(self) -> web.Application:
@@ -107,8 +107,7 @@ class Proxy:
             app.router.add_post(route, self._generate)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/health", self._tell_health)
-        app.on_startup.append(self._on_startup)
-        app.on_cleanup.append(self._on_cleanup)
+        app.cleanup_ctx.append(self._lifetime)
         return app
 
     def admin_app(self) -> web.Application:
@@ -124,59 +123,52 @@ class Proxy:
         """How many engines it knows now."""
         return len(self._roster.engines())
 
-    async def start(self) -> None:
-        """Open the client session and the control socket on the running loop.
+    async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
+        """The control socket and the client session are open.
 
         :raises ConfigError: the control socket cannot be had.
         """
-        self._control.start()
-        self._stack.callback(self._control.close)
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
-        )
-        await self._stack.enter_async_context(session)
-        self._legs = Legs(
-            session,
-            health=self._health,
-            connect_timeout_s=self._config.connect_timeout_s,
-            first_byte_timeout_s=self._config.first_byte_timeout_s,
-            answer_timeout_s=self._config.answer_timeout_s,
-            idle_timeout_s=self._config.idle_timeout_s,
-        )
-        self._relay = Relay(
-            roster=self._roster,
-            health=self._health,
-            ledger=self._ledger,
-            legs=self._legs,
-            control=self._control,
-            metrics=self._metrics,
-            drain=self.drain,
-            faults=self._faults,
-            clock=self._clock,
-        )
-        self._models = Models(self._health, self._legs, engines=self._roster.engines)
-        self._probes = Probes(
-            self._health,
-            self._legs,
-            engines=self._roster.engines,
-            faults=self._faults,
-            first_byte_timeout_s=self._config.first_byte_timeout_s,
-        )
-        self._stack.push_async_callback(self._probes.close)
-        watch = asyncio.create_task(self._watch())
-        self._stack.push_async_callback(_stop, watch)
-
-    async def close(self) -> None:
-        """Close everything `start` opened."""
-        await self._stack.aclose()
-
-    async def _on_startup(self, _app: web.Application) -> None:
-        await self.start()
-
-    async def _on_cleanup(self, _app: web.Application) -> None:
-        await self.close()
+        config = self._config
+        async with AsyncExitStack() as stack:
+            self._control.start()
+            stack.callback(self._control.close)
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept-Encoding": "identity", "User-Agent": "pdx-proxy"},
+            )
+            await stack.enter_async_context(session)
+            self._legs = Legs(
+                session,
+                health=self._health,
+                connect_timeout_s=config.connect_timeout_s,
+                first_byte_timeout_s=config.first_byte_timeout_s,
+                answer_timeout_s=config.answer_timeout_s,
+                idle_timeout_s=config.idle_timeout_s,
+            )
+            self._relay = Relay(
+                roster=self._roster,
+                health=self._health,
+                ledger=self._ledger,
+                legs=self._legs,
+                control=self._control,
+                metrics=self._metrics,
+                drain=self.drain,
+                faults=self._faults,
+                clock=self._clock,
+            )
+            self._models = Models(self._health, self._legs, engines=self._roster.engines)
+            self._probes = Probes(
+                self._health,
+                self._legs,
+                engines=self._roster.engines,
+                faults=self._faults,
+                first_byte_timeout_s=config.first_byte_timeout_s,
+            )
+            stack.push_async_callback(self._probes.close)
+            watch = asyncio.create_task(self._watch())
+            stack.push_async_callback(_stop, watch)
+            yield
 
     async def _watch(self) -> None:
         """Look at the clock: for silent nodes and legs, and for probes that are due."""
@@ -185,8 +177,6 @@ class Proxy:
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
-        assert self._legs is not None
-        assert self._probes is not None
         with self._faults.contain("the look at silent legs"):
             self._legs.end_silent()
         with self._faults.contain("the look at silent nodes"):
@@ -260,7 +250,6 @@ class Proxy:
         return response
 
     async def _answered(self, request: web.Request, reply: Reply) -> web.StreamResponse:
-        assert self._relay is not None
         route = Route(request.path)
         exchange = None
         try:
@@ -336,7 +325,6 @@ class Proxy:
             log.warning("a client sent transfer parameters of its own; they are removed (further ones are counted)")
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        assert self._models is not None
         try:
             return await self._models.answer(_passed_headers(request.headers))
         except Exhausted as error:

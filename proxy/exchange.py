@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from pdx.proxy.health import Reason, Use
 from pdx.proxy.ledger import Timeline
 from pdx.proxy.metrics import Metrics
@@ -33,35 +35,27 @@ class Outcome(StrEnum):
     INTERNAL = "internal"  # a fault of this proxy
 
 
-class Exchange:
+class Exchange(msgspec.Struct, kw_only=True, eq=False):
     """Owned by the task that serves the request."""
 
-    def __init__(
-        self,
-        *,
-        route: Route,
-        body: Body,
-        headers: Mapping[str, str],
-        reply: Reply,
-        timeline: Timeline,
-        metrics: Metrics,
-    ) -> None:
-        self.route = route
-        self.body = body
-        self.headers = headers  # for the engines
-        self.reply = reply
-        self.timeline = timeline
-        self.outcome = Outcome.OK
-        self.answered = False  # the client was sent a stream to its end: whatever happens now costs it nothing
-        self.told: set[str] = set()  # the nodes of engines that know of the transfer; "": one that is not known
-        self.planned: Pair | None = None  # the engines for its two legs
-        self.booking: Use | None = None  # of the decode leg, until that starts
-        self.blamed: dict[str, Reason] = {}  # by URL, why engines gave no usable answer
-        self._metrics = metrics
-        self._seen: set[Event] = set()
-        self._received_ns = time.monotonic_ns()
+    route: Route
+    body: Body
+    headers: Mapping[str, str]  # for the engines
+    reply: Reply
+    timeline: Timeline
+    metrics: Metrics
+    outcome: Outcome = Outcome.OK
+    answered: bool = False  # the client was sent a stream to its end: whatever happens now costs it nothing
+    told: set[str] = msgspec.field(default_factory=set)  # nodes of engines that know of the transfer; "": one not known
+    planned: Pair | None = None  # the engines for its two legs
+    booking: Use | None = None  # of the decode leg, until that starts
+    blamed: dict[str, Reason] = msgspec.field(default_factory=dict)  # by URL, why engines gave no usable answer
+    received_ns: int = msgspec.field(default_factory=time.monotonic_ns)
+    seen: set[Event] = msgspec.field(default_factory=set)
+
+    def __post_init__(self) -> None:
         self.mark(Event.RECEIVED)
-        self.set_mode(timeline.mode, timeline.why)
+        self.set_mode(self.timeline.mode, self.timeline.why)
 
     @property
     def transfer(self) -> str:
@@ -92,18 +86,18 @@ class Exchange:
 
     def mark(self, event: Event, engine: Engine | None = None) -> None:
         """This moment is one of the request's; of each kind, the first counts."""
-        if event in self._seen:
+        if event in self.seen:
             return
-        self._seen.add(event)
+        self.seen.add(event)
         name = engine.name if engine is not None else ""
-        now_ns = self._received_ns if event is Event.RECEIVED else time.monotonic_ns()
+        now_ns = self.received_ns if event is Event.RECEIVED else time.monotonic_ns()
         self.timeline.add(Moment(event=event, at_ns=now_ns, engine=name, tokens=self.timeline.prompt_tokens))
 
     def first_token(self, engine: Engine, *, streams: bool) -> None:
         """The client is about to be sent the first token."""
-        if streams and Event.FIRST_TOKEN not in self._seen:
-            ttft_s = (time.monotonic_ns() - self._received_ns) / 1e9
-            self._metrics.ttft.labels(self.route, self.mode).observe(ttft_s)
+        if streams and Event.FIRST_TOKEN not in self.seen:
+            ttft_s = (time.monotonic_ns() - self.received_ns) / 1e9
+            self.metrics.ttft.labels(self.route, self.mode).observe(ttft_s)
         self.mark(Event.FIRST_TOKEN, engine)
 
 

@@ -20,8 +20,7 @@ class Metrics:
     def __init__(self, *, engines: Callable[[], list[Engine]], health: Health, events: Mapping[str, int]) -> None:
         """`events`: what the parts count that know nothing of metrics, by name."""
         self.registry = CollectorRegistry()
-        self.registry.register(_Engines(engines, health))
-        self.registry.register(_Events(events))
+        self.registry.register(_Live(engines, health, events))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
@@ -60,49 +59,30 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Events(Collector):
-    """Names appear when they are first counted."""
+class _Live(Collector):
+    """What is read where it lies: engines and events come and go, and their series go with them."""
 
-    def __init__(self, events: Mapping[str, int]) -> None:
+    def __init__(self, engines: Callable[[], list[Engine]], health: Health, events: Mapping[str, int]) -> None:
+        self._engines = engines
+        self._health = health
         self._events = events
 
     def collect(self) -> Iterator[Metric]:
-        counted = CounterMetricFamily(
-            "pdx_proxy_events", "Connections that were not served, messages dropped, internal errors.", labels=["event"]
-        )
-        for name, count in sorted(self._events.items()):
-            counted.add_metric([name], count)
-        yield counted
-
-
-class _Engines(Collector):
-    """Engines come and go; their series must go with them."""
-
-    def __init__(self, engines: Callable[[], list[Engine]], health: Health) -> None:
-        self._engines = engines
-        self._health = health
-
-    def collect(self) -> Iterator[Metric]:
-        listed = self._engines()
+        listed = [(each, self._health.of(each.url)) for each in self._engines()]
         roles = GaugeMetricFamily("pdx_proxy_engines", "Engines known, by role.", labels=["role"])
-        roles.add_metric(["prefill"], sum(engine.prefills for engine in listed))
-        roles.add_metric(["decode"], sum(engine.decodes for engine in listed))
-        yield roles
+        roles.add_metric(["prefill"], sum(engine.prefills for engine, _ in listed))
+        roles.add_metric(["decode"], sum(engine.decodes for engine, _ in listed))
         legs = GaugeMetricFamily("pdx_proxy_engine_in_flight", "Legs under way.", labels=["engine", "url"])
-        for engine in listed:
-            legs.add_metric([engine.name, engine.url], self._health.of(engine.url).in_flight)
-        yield legs
-        ready = GaugeMetricFamily(
-            "pdx_proxy_engine_ready",
-            "1: it takes requests. 0: it has not answered yet, or is suspect.",
-            labels=["engine", "url"],
-        )
-        for engine in listed:
-            ready.add_metric([engine.name, engine.url], self._health.of(engine.url).is_ready)
-        yield ready
-        failures = CounterMetricFamily(
-            "pdx_proxy_engine_failures", "Legs that failed by an engine's fault.", labels=["reason"]
-        )
-        for reason, count in self._health.failures.items():
-            failures.add_metric([reason], count)
-        yield failures
+        text = "1: it takes requests. 0: it has not answered yet, or is suspect."
+        ready = GaugeMetricFamily("pdx_proxy_engine_ready", text, labels=["engine", "url"])
+        for engine, record in listed:
+            legs.add_metric([engine.name, engine.url], record.in_flight)
+            ready.add_metric([engine.name, engine.url], record.is_ready)
+        text = "Legs that failed by an engine's fault."
+        failures = CounterMetricFamily("pdx_proxy_engine_failures", text, labels=["reason"])
+        text = "Connections that were not served, messages dropped, internal errors."
+        events = CounterMetricFamily("pdx_proxy_events", text, labels=["event"])
+        for family, counted in ((failures, self._health.failures), (events, self._events)):
+            for name, count in sorted(counted.items()):
+                family.add_metric([name], count)
+        return iter((roles, legs, ready, failures, events))

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
+import msgspec
+
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
@@ -39,31 +41,18 @@ def new_transfer() -> str:
     return secrets.token_urlsafe(24)
 
 
-class Relay:
+class Relay(msgspec.Struct, frozen=True, kw_only=True):
     """Serves exchanges. What it changes are the parts it is made of."""
 
-    def __init__(
-        self,
-        *,
-        roster: Roster,
-        health: Health,
-        ledger: Ledger,
-        legs: Legs,
-        control: Control,
-        metrics: Metrics,
-        drain: Drain,
-        faults: Faults,
-        clock: Callable[[], float],
-    ) -> None:
-        self._roster = roster
-        self._health = health
-        self._ledger = ledger
-        self._legs = legs
-        self._control = control
-        self._metrics = metrics
-        self._drain = drain
-        self._faults = faults
-        self._clock = clock
+    roster: Roster
+    health: Health
+    ledger: Ledger
+    legs: Legs
+    control: Control
+    metrics: Metrics
+    drain: Drain
+    faults: Faults
+    clock: Callable[[], float]
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
@@ -75,7 +64,7 @@ class Relay:
             outcome = await self._outcome(exchange)
             exchange.mark(Event.DONE)
         except (ClientGone, asyncio.CancelledError) as error:
-            gone = Outcome.STOPPED if self._drain.is_over else Outcome.CLIENT_GONE
+            gone = Outcome.STOPPED if self.drain.is_over else Outcome.CLIENT_GONE
             outcome = Outcome.OK if exchange.answered else gone
             if not exchange.answered:
                 self._cancel(exchange, outcome)
@@ -88,7 +77,7 @@ class Relay:
             raise
         finally:
             exchange.timeline.outcome = outcome
-            self._metrics.requests.labels(exchange.route, exchange.mode, outcome).inc()
+            self.metrics.requests.labels(exchange.route, exchange.mode, outcome).inc()
 
     async def _outcome(self, exchange: Exchange) -> Outcome:
         try:
@@ -99,7 +88,7 @@ class Relay:
             return Outcome.UNAVAILABLE
         except Exhausted as error:
             self._warn(error.lack, f"transfer {exchange.transfer} failed: {error}")
-            self._metrics.exhausted.labels(error.lack).inc()
+            self.metrics.exhausted.labels(error.lack).inc()
             self._cancel(exchange, "exhausted")
             text = "the proxy has too many connections; come back later"
             await exchange.reply.fail(503, text, retry_after_s=_RETRY_AFTER_S)
@@ -108,7 +97,7 @@ class Relay:
             if exchange.answered:
                 return exchange.outcome
             self._warn(f"failed {failure.url} {failure.reason}", f"transfer {exchange.transfer} failed: {failure}")
-            self._health.pardon([url for url, reason in exchange.blamed.items() if reason in ANSWERED])
+            self.health.pardon([url for url, reason in exchange.blamed.items() if reason in ANSWERED])
             self._cancel(exchange, "decode_failed")
             return await self._report(exchange, failure)
         if exchange.outcome is not Outcome.OK:
@@ -135,7 +124,7 @@ class Relay:
         if pair.decoder.detached:
             return await self._fall_back(exchange, "detached")
         self._note_unplaced(pair)
-        with self._health.plan(pair.decoder.url) as exchange.booking:
+        with self.health.plan(pair.decoder.url) as exchange.booking:
             return await self._split(exchange, pair)
 
     async def _split(self, exchange: Exchange, pair: Pair) -> None:
@@ -162,8 +151,8 @@ class Relay:
             return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
         async def cached_tokens() -> int | None:
-            give_up_at = self._clock() + USAGE_S
-            while not prefill.done() and self._clock() < give_up_at:
+            give_up_at = self.clock() + USAGE_S
+            while not prefill.done() and self.clock() < give_up_at:
                 await asyncio.wait([prefill], timeout=USAGE_S / 4)
             if not prefill.done():
                 text = f"transfer {exchange.transfer}: {pair.prefiller.name} answers later than the decode engine"
@@ -173,7 +162,7 @@ class Relay:
             return found.usage.cached_tokens if isinstance(found, answer.PrefillAnswer) else None
 
         try:
-            with self._health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
+            with self.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
             await self._decode(exchange, leg, answer.AsItIs(cached_tokens), after=prefill)
             if not prefill.done() and exchange.outcome is Outcome.OK:
@@ -189,12 +178,12 @@ class Relay:
             _, prefill, _ = await self._prefill(exchange, pair, is_beside=True)
         except Exception as failure:  # noqa: BLE001 - the root of a task, which another one waits for
             reason = self._prefill_failed(exchange, failure)
-            self._metrics.fallbacks.labels(reason).inc()
+            self.metrics.fallbacks.labels(reason).inc()
             self._cancel(exchange, reason)
             if not exchange.reply.started:
                 exchange.set_mode(Mode.ALONE, reason)
             return failure
-        self._control.prefilled(exchange.transfer, exchange.told)
+        self.control.prefilled(exchange.transfer, exchange.told)
         return prefill
 
     def _prefill_failed(self, exchange: Exchange, failure: Exception) -> str:
@@ -208,7 +197,7 @@ class Relay:
             case Exhausted():
                 self._warn(failure.lack, text)
                 return "prefill_exhausted"
-        self._faults.unexpected("a prefill leg", failure)
+        self.faults.unexpected("a prefill leg", failure)
         return "prefill_internal"
 
     def _note_refusal(self, exchange: Exchange, failure: object) -> None:
@@ -229,7 +218,7 @@ class Relay:
             if exchange.told and exchange.blamed and not is_beside:
                 # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
                 self._cancel(exchange, "prefill_failed_over")
-                self._ledger.rename(exchange.timeline, new_transfer())
+                self.ledger.rename(exchange.timeline, new_transfer())
                 exchange.set_mode(exchange.mode, exchange.timeline.why)
             return exchange.planned, *await self._ask_prefill(exchange, exchange.planned)
 
@@ -250,7 +239,7 @@ class Relay:
         )
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.told |= {pair.prefiller.node, pair.decoder.node}
-        async with self._legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
+        async with self.legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
             raw = await found.read()
             if found.status >= 400:
                 raise failed(Reason.STATUS_4XX, engine, str(found.status))
@@ -265,7 +254,7 @@ class Relay:
     async def _forward(self, exchange: Exchange, pair: Pair, prefill: answer.PrefillAnswer, raw: bytes) -> None:
         engine, planned = pair.prefiller, pair.decoder.url
         # As the engines are now: since the plan was made, nodes may have said something else of them, or nothing.
-        facts = next((each.facts for each in self._roster.engines() if each.url == planned), None)
+        facts = next((each.facts for each in self.roster.engines() if each.url == planned), None)
         limit = forward_limit(exchange.body, facts)
 
         def goes_on(facts: EngineFacts | None) -> bool:
@@ -324,7 +313,7 @@ class Relay:
         await exchange.reply.end()
 
     def _stop_forwarding(self, exchange: Exchange, why: str) -> None:
-        self._metrics.fallbacks.labels(why).inc()
+        self.metrics.fallbacks.labels(why).inc()
         exchange.set_mode(Mode.SAMPLED, why)
 
     async def _sample(self, exchange: Exchange, prefill: answer.PrefillAnswer, *, avoid: Collection[str] = ()) -> None:
@@ -343,7 +332,7 @@ class Relay:
         await self._decode(exchange, lambda: exchange.body, answer.AsItIs())
 
     async def _fall_back(self, exchange: Exchange, reason: str) -> None:
-        self._metrics.fallbacks.labels(reason).inc()
+        self.metrics.fallbacks.labels(reason).inc()
         self._cancel(exchange, reason)
         exchange.set_mode(Mode.ALONE, reason)
         await self._alone(exchange)
@@ -377,7 +366,7 @@ class Relay:
             if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
             payload = body.encode(self._located(exchange, leg(), engine))
-            async with self._legs.post(
+            async with self.legs.post(
                 engine,
                 exchange.route,
                 payload=payload,
@@ -410,15 +399,15 @@ class Relay:
         failure: LegFailed | None = None
         failures = 0
         writes = exchange.reply.writes
-        give_up_at = self._clock() + _FAILOVER_S
-        while failure is None or (failures < _MOST_FAILED and self._clock() < give_up_at):
+        give_up_at = self.clock() + _FAILOVER_S
+        while failure is None or (failures < _MOST_FAILED and self.clock() < give_up_at):
             engine = choose(tried)
             if engine is None:
                 break
             if failure is not None:
                 text = f"transfer {exchange.transfer}: {failure}, trying {engine.name}"
                 self._warn(f"trying {failure.url} {failure.reason}", text)
-                self._metrics.failovers.labels(leg, failure.reason).inc()
+                self.metrics.failovers.labels(leg, failure.reason).inc()
             try:
                 return await ask(engine)
             except LegFailed as error:
@@ -431,7 +420,7 @@ class Relay:
                         exchange.blamed[engine.url] = Reason(error.reason)
                     failures += 1
                     # The first engine had all its time; that is not counted.
-                    give_up_at = self._clock() + _FAILOVER_S if failures == 1 else give_up_at
+                    give_up_at = self.clock() + _FAILOVER_S if failures == 1 else give_up_at
         raise failure or NoEngine("no engine is known")
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
@@ -445,19 +434,19 @@ class Relay:
         """Where no node has reported an engine, chunks are pushed to nobody: fine with one node, slow with two."""
         unplaced = [engine.name for engine in (pair.prefiller, pair.decoder) if not engine.node]
         if unplaced:
-            self._metrics.unplaced.inc()
+            self.metrics.unplaced.inc()
             text = f"no node has reported {' and '.join(unplaced)} (yet): its transfers stay on one node"
             self._warn("unplaced", text)
 
     def _warn(self, about: str, text: str) -> None:
         """Once in a minute for each `about`."""
-        self._faults.warn(about, printable(text))
+        self.faults.warn(about, printable(text))
 
     def _candidates(self) -> list[router.Candidate]:
-        return router.candidates(self._roster.engines(), self._health)
+        return router.candidates(self.roster.engines(), self.health)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:
-            self._metrics.cancels.labels(reason).inc()
-            self._control.cancel(exchange.transfer, exchange.told)
+            self.metrics.cancels.labels(reason).inc()
+            self.control.cancel(exchange.transfer, exchange.told)
             exchange.told = set()
