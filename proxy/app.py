@@ -80,7 +80,7 @@ class Proxy:
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
         self.drain = Drain()
-        self._metrics = Metrics(engines=self._roster.engines, health=self._health, events=self.counters)
+        self._metrics = Metrics(roster=self._roster, health=self._health, events=self.counters)
         self._control = Control(
             config.control or default_proxy(),
             on_report=self._take_report,
@@ -155,13 +155,12 @@ class Proxy:
                 metrics=self._metrics,
                 drain=self.drain,
                 faults=self._faults,
-                clock=self._clock,
             )
-            self._models = Models(self._health, self._legs, engines=self._roster.engines)
+            self._models = Models(self._health, self._legs, roster=self._roster)
             self._probes = Probes(
                 self._health,
                 self._legs,
-                engines=self._roster.engines,
+                roster=self._roster,
                 faults=self._faults,
                 first_byte_timeout_s=config.first_byte_timeout_s,
             )

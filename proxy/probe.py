@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from pdx.errors import Exhausted, LegFailed
 from pdx.proxy.health import Health, Reason, State
 from pdx.proxy.leg import Legs
 from pdx.proxy.reply import error_body
-from pdx.proxy.roster import Engine
+from pdx.proxy.roster import Engine, Roster
 from pdx.telemetry.faults import Faults
 
 _AT_ONCE = 64  # GET /health under way; where hosts are gone, each takes 5 s
@@ -37,21 +37,21 @@ class Probes:
         health: Health,
         legs: Legs,
         *,
-        engines: Callable[[], list[Engine]],
+        roster: Roster,
         faults: Faults,
         first_byte_timeout_s: float,
     ) -> None:
         self._faults = faults
         self._health = health
         self._legs = legs
-        self._engines = engines
+        self._roster = roster
         self._first_byte_timeout_s = first_byte_timeout_s
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def look(self) -> None:
         """Begin what is due."""
-        for engine in self._engines():
+        for engine in self._roster.engines():
             if self._health.due(engine.url):
                 task = asyncio.create_task(self._probe(engine))
                 self._tasks.add(task)
@@ -134,11 +134,11 @@ class Models:
         health: Health,
         legs: Legs,
         *,
-        engines: Callable[[], list[Engine]],
+        roster: Roster,
     ) -> None:
         self._health = health
         self._legs = legs
-        self._engines = engines
+        self._roster = roster
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # of all clients together, beside one engine for each of them
 
@@ -159,8 +159,8 @@ class Models:
 
     async def _ask(self, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """The first engine's answer, and what the other well ones add if that was a list."""
-        states = {engine.url: self._health.of(engine.url).state for engine in self._engines()}
-        left = sorted(self._engines(), key=lambda each: (states[each.url] is State.SUSPECT, not each.decodes))
+        states = {engine.url: self._health.of(engine.url).state for engine in self._roster.engines()}
+        left = sorted(self._roster.engines(), key=lambda each: (states[each.url] is State.SUSPECT, not each.decodes))
         give_up_at = self._health.clock() + _ALL_S
         while left and self._health.clock() < give_up_at:
             first = left.pop(0)

@@ -52,7 +52,6 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics
     drain: Drain
     faults: Faults
-    clock: Callable[[], float]
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the client. Its going away cancels both legs at once: their connections close as this unwinds.
@@ -151,8 +150,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return self._sampled_leg(exchange, found) if isinstance(found, answer.PrefillAnswer) else exchange.body
 
         async def cached_tokens() -> int | None:
-            give_up_at = self.clock() + USAGE_S
-            while not prefill.done() and self.clock() < give_up_at:
+            give_up_at = self.health.clock() + USAGE_S
+            while not prefill.done() and self.health.clock() < give_up_at:
                 await asyncio.wait([prefill], timeout=USAGE_S / 4)
             if not prefill.done():
                 text = f"transfer {exchange.transfer}: {pair.prefiller.name} answers later than the decode engine"
@@ -399,8 +398,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         failure: LegFailed | None = None
         failures = 0
         writes = exchange.reply.writes
-        give_up_at = self.clock() + _FAILOVER_S
-        while failure is None or (failures < _MOST_FAILED and self.clock() < give_up_at):
+        give_up_at = self.health.clock() + _FAILOVER_S
+        while failure is None or (failures < _MOST_FAILED and self.health.clock() < give_up_at):
             engine = choose(tried)
             if engine is None:
                 break
@@ -420,7 +419,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                         exchange.blamed[engine.url] = Reason(error.reason)
                     failures += 1
                     # The first engine had all its time; that is not counted.
-                    give_up_at = self.clock() + _FAILOVER_S if failures == 1 else give_up_at
+                    give_up_at = self.health.clock() + _FAILOVER_S if failures == 1 else give_up_at
         raise failure or NoEngine("no engine is known")
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:

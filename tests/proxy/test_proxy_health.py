@@ -185,7 +185,7 @@ def test_engines_that_hang_do_not_make_a_list_of_models_wait_for_each_of_them(we
         now += timeout_s
         raise failed(Reason.TIMEOUT, engine)
 
-    models = Models(health, Mock(ask=ask), engines=lambda: known)
+    models = Models(health, Mock(ask=ask), roster=Mock(engines=lambda: known))
     assert asyncio.run(models.answer({})).status == (200 if well else 503)
     assert len(asked) < 10
 
@@ -216,7 +216,11 @@ def test_many_engines_that_hang_keep_no_other_from_being_probed():
             return Mock(status=200), b""
 
         probes = Probes(
-            health, Mock(ask=ask), engines=lambda: known, faults=Faults(Counter()), first_byte_timeout_s=600.0
+            health,
+            Mock(ask=ask),
+            roster=Mock(engines=lambda: known),
+            faults=Faults(Counter()),
+            first_byte_timeout_s=600.0,
         )
         probes.look()
         while health.of(known[-1].url).state is not State.WELL:
@@ -244,7 +248,7 @@ def test_clients_who_name_many_keys_do_not_take_all_descriptors():
         return Mock(status=200, failure=None), b'{"data": [{"id": "m"}]}'
 
     async def main():
-        models = Models(health, Mock(ask=ask), engines=lambda: known)
+        models = Models(health, Mock(ask=ask), roster=Mock(engines=lambda: known))
         await asyncio.gather(*(models.answer({"Authorization": str(key)}) for key in range(10)))
 
     asyncio.run(main())
