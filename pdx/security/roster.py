@@ -127,7 +127,7 @@ class Roster:
         self._file: RosterFile | None = None
         self._stamp: tuple[int, ...] = ()
         self._by_key: dict[str, str] = {}
-        self._told: dict[str, PeerEntry] = {}  # only without a file
+        self._nodes: dict[str, Entry] = {}  # of the file; without one, as the proxy told
         self._warned: set[str] = set()
         if path:
             self._stamp = self._stamped()
@@ -147,22 +147,18 @@ class Roster:
 
         :raises PeerUnknown: there is none.
         """
-        if self._file is None:
-            found = self._told.get(name)
-        else:
-            entry = self._file.nodes.get(name)
-            found = PeerEntry(name, entry.address, entry.key) if entry is not None else None
+        found = self._nodes.get(name)
         if found is None:
-            known = ", ".join(sorted(self._file.nodes if self._file else self._told)[:16]) or "nobody"
+            known = ", ".join(sorted(self._nodes)[:16]) or "nobody"
             raise PeerUnknown(
                 f"no node is named {name!r:.80} in the roster ({self._path or 'told by the proxy'}: {known})"
             )
-        return found
+        return PeerEntry(name, found.address, found.key)
 
     @property
     def names(self) -> list[str]:
         """All nodes that may be dialled, as far as they are known now."""
-        return list(self._file.nodes if self._file is not None else self._told)
+        return list(self._nodes)
 
     def check_self(self, name: str, public_key: str, address: str) -> str:
         """What the file says of this node itself, against what it is; a warning, or empty.
@@ -211,12 +207,9 @@ class Roster:
 
     def believe(self, entries: Iterable[PeerEntry]) -> None:
         """What the proxy says. With a file it changes nothing; without one, these are the nodes of this host."""
-        told: dict[str, PeerEntry] = {}
-        for entry in entries:
-            if entry.name and entry.address and self._is_believed(entry):
-                told[entry.name] = entry
+        told = {one.name: one for one in entries if one.name and one.address and self._is_believed(one)}
         if self._file is None:
-            self._told = told
+            self._nodes = {name: Entry(one.address, one.public_key) for name, one in told.items()}
 
     def _is_believed(self, entry: PeerEntry) -> bool:
         if self._file is not None:
@@ -239,6 +232,7 @@ class Roster:
 
     def _set(self, file: RosterFile) -> None:
         self._file = file
+        self._nodes = file.nodes
         self._by_key = {entry.key: name for name, entry in file.nodes.items() if entry.key}
 
     def _stamped(self) -> tuple[int, ...]:
