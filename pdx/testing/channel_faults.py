@@ -102,10 +102,8 @@ class Endings:
         closes[who]()
         assert set(stage.finish(transfers)) <= {"", "ChannelBroken"}
 
-    def test_nothing_lands_behind_a_closed_listener(self, stage: Stage) -> None:
+    def test_nothing_lands_behind_a_closed_listener(self, stage: Stage, checks: None) -> None:
         """When `close` has returned, the memory is its owner's alone."""
-        if not self.region.checks_writes:
-            pytest.skip(f"{self.region.scheme} writes are not seen by the receiver")
         writer, reader = stage.side(), stage.side()
         transfers = _flood(writer.connect(reader.session((0, 8 * MIB))[1]))
         reader.region.listen().close()
@@ -171,10 +169,8 @@ class Deaths:
         with pytest.raises(ChannelError):
             stage.side().region.connect(remote, timeout_s=5.0)
 
-    def test_a_stopped_peer_cannot_be_connected_to(self, stage: Stage, peer: Peer) -> None:
+    def test_a_stopped_peer_cannot_be_connected_to(self, stage: Stage, checks: None, peer: Peer) -> None:
         """Connecting fails within its deadline, or works where the technology does not need the peer's processor."""
-        if not self.region.checks_writes:
-            pytest.skip(f"{self.region.scheme} may connect without the peer's processor")
         _, remote = peer.session((0, MIB))
         side = stage.side()
         peer.stop()
@@ -327,10 +323,8 @@ class Malformed:
         fake = RemoteRegion("other", remote.nbytes, remote.token, remote.detail)
         assert self._connect(stage)(fake) == "ChannelUnavailable"
 
-    def test_a_lie_about_the_size_writes_nothing(self, stage: Stage) -> None:
+    def test_a_lie_about_the_size_writes_nothing(self, stage: Stage, checks: None) -> None:
         """The writer believes that the region is larger; the receiver does not."""
-        if not self.region.checks_writes:
-            pytest.skip(f"{self.region.scheme} writes are not seen by the receiver")
         writer, reader = stage.side(4 * MIB), stage.side(MIB)
         before = bytes(reader.view)
         _, remote = reader.session((0, MIB))

@@ -18,12 +18,6 @@ class Grants:
 
     region: ClassVar[type[Region]]
 
-    @pytest.fixture
-    def checks(self) -> None:
-        """Only where the receiver can look at a write before it lands."""
-        if not self.region.checks_writes:
-            pytest.skip(f"{self.region.scheme} writes are not seen by the receiver")
-
     def _refused(self, stage: Stage, channel: Channel, reader: Side, pieces: list[Piece]) -> None:
         before, count = bytes(reader.view), len(reader.take())
         assert stage.written(channel, pieces, b"bad") == "WriteRefused"
