@@ -143,7 +143,8 @@ class Transfer(ABC):
 
     Once `poll()` is True it stays True, the local bytes may be reused, and nothing of this write will be sent any more.
     A failure is a completion, too: `error` says which. Without an error every byte is in the remote memory and its
-    owner gets the notification.
+    owner gets the notification. Of one that ended with `ChannelBroken` bytes may have landed, and may land until its
+    spans are revoked: nothing else may be written there before.
     """
 
     error: ChannelError | None = None

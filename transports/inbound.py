@@ -109,12 +109,12 @@ class StreamListener(SessionListener):
 
     def expel(self, token: bytes) -> None:
         """See `Listener.expel`."""
+        session = self._sessions.find(token)
         self._sessions.expel(token)
-        with self._lock:
-            for session, streams in self._joined.items():
-                if session.token == token:
-                    for stream in streams:
-                        shut(stream)
+        if session is not None:
+            with self._lock:
+                for stream in self._joined.get(session, ()):
+                    shut(stream)
 
     def close(self) -> None:
         """End all sessions; when it returns no thread of it is left, and nothing more lands."""
