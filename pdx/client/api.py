@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from pdx.client.connection import Connection
@@ -169,9 +168,7 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _call(self, ask: Ask, kind: type[_A]) -> _A:
@@ -284,9 +281,7 @@ class WritableChunk(_MappedChunk):
     def __enter__(self) -> WritableChunk:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.abort()
 
 
@@ -326,9 +321,7 @@ class ReadableChunk(_MappedChunk):
     def __enter__(self) -> ReadableChunk:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
@@ -50,7 +49,7 @@ _FAREWELL_MS = 300
 
 
 class Connection:
-    """Opened at once, attached when `is_attached`: until then the node may not even run."""
+    """Opened at once, attached by `attach`: until then the node may not even run."""
 
     def __init__(self, address: str, hello: Hello) -> None:
         self.address = address
@@ -123,11 +122,6 @@ class Connection:
         return GpuArena.open(
             path, welcome.arena_bytes, welcome.gpu, handover, welcome.ticket, is_node_alive=lambda: self.is_alive
         )
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the node has welcomed this process."""
-        return self._welcome is not None
 
     @property
     def is_alive(self) -> bool:
@@ -396,9 +390,7 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -107,7 +108,7 @@ class TrackedRequest:
         # what became of it
         self.epoch = 0
         self.block_ids: list[int] = []
-        self.grants: list[SlotGrant] = []
+        self.grants: list[SlotGrant] = []  # in the order of their blocks: a step costs what it saves
         self.saved_blocks = 0  # blocks before this one need no more saving
         self.gathered_blocks = 0
         self.computed_end = 0
@@ -253,6 +254,7 @@ class TrackedRequest:
         final = end // self._layout.block_tokens
         if self.is_prefill and end >= num_prompt:
             final = self._layout.num_blocks(num_prompt)  # the partial block, too
+        due = list(itertools.takewhile(lambda grant: grant.first_block < final, self.grants))
         pages = [
             PagesPlan(
                 grant.slots,
@@ -262,11 +264,11 @@ class TrackedRequest:
                 completes=stop == grant.end_block,
                 is_pushed=grant.is_pushed,
             )
-            for grant in self.grants
+            for grant in due
             if (start := max(grant.first_block, self.saved_blocks)) < (stop := min(grant.end_block, final))
         ]
         self.saved_blocks = max(self.saved_blocks, final)
-        self.grants = [grant for grant in self.grants if grant.end_block > self.saved_blocks]
+        del self.grants[: sum(grant.end_block <= self.saved_blocks for grant in due)]
         is_prefilling = self.is_prefill and computed < num_prompt
         if not pages and not is_prefilling:
             return None

@@ -353,6 +353,7 @@ class StoreLookup:
             end = min(first + per_chunk, num_blocks)
             tracked.grants.append(SlotGrant(slots, first, end, is_pushed=answer.is_pushed))
             tracked.saved_blocks = min(tracked.saved_blocks, first)
+        tracked.grants.sort(key=lambda grant: (grant.first_block, grant.end_block))
 
     # ---- answers, leases, the end -----------------------------------------------------------
 

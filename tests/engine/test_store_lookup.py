@@ -386,3 +386,31 @@ def test_slow_steps_of_a_busy_engine_keep_nobody_waiting_for_ever(
         node.next_step()
         asking.lookup.new_step(is_busy=True)
         asking.clock.now += 2.0
+
+
+def test_a_step_looks_at_the_room_that_it_fills_however_long_the_prompt() -> None:
+    asking, node = Asking(8 * CHUNK, None), ScriptedNode(answers(0))
+    assert asking.advance(node)
+    tracked = asking.tracked
+    tracked.take_blocks([list(range(8 * tracked.grants[0].end_block))])
+    untouched: list[Any] = [object() for _ in range(5)]
+    tracked.grants[3:] = untouched
+    for step in range(2):
+        save = tracked.plan_save(step * CHUNK, (step + 1) * CHUNK - (step == 1))
+        assert save is not None
+        assert [pages.completes for pages in save.pages] == [step == 0]
+    assert tracked.grants[2:] == untouched
+
+
+def test_room_that_comes_late_is_filled_in_its_turn() -> None:
+    """That of chunks that could not be loaded lies before what the request has."""
+    asking, node = Asking(4 * CHUNK, None), ScriptedNode(answers(2))
+    assert asking.advance(node)
+    node.script = lambda ask: Admitted(granted=[1], granted_slots=slots(1))
+    asking.lookup.reserve_again(asking.tracked, node)  # type: ignore[arg-type]
+    asking.lookup.reserve_late(asking.tracked, node, 0)  # type: ignore[arg-type]
+    asking.tracked.take_blocks([list(range(64))])
+    save = asking.tracked.plan_save(0, 2 * CHUNK)
+    assert save is not None
+    assert [pages.completes for pages in save.pages] == [True]
+    assert len(asking.tracked.grants) == 2
