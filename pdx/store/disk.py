@@ -10,8 +10,7 @@ The account counts what may be on the disk: files, files that are being written,
 never exceeds the cap: a file is begun when there is room for all of it, if need be in place of the files that were not
 used for longest, which the same thread removes first. Until all files from before are counted nothing is stored.
 
-What was forgotten, or is broken, is never found again, also where its file cannot be removed: a client's name says
-nothing of the bytes.
+What was forgotten, or is broken, is never found again, even if its file stays: a client's name says nothing of the bytes.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -34,12 +34,11 @@ from pdx.errors import ConfigError, TierError
 from pdx.memory.arena import Arena
 from pdx.security.socket_lock import owned
 from pdx.store import chunk_file
+from pdx.store.chunk_file import Header
+from pdx.store.copy import Copy
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import DiskStatus
-
-if TYPE_CHECKING:
-    from pdx.store.copy import Copy
 
 log = logging.getLogger("pdx.node")
 
@@ -81,11 +80,6 @@ class _Task(msgspec.Struct, eq=False):
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
     left: list[_File] = msgspec.field(default_factory=list)  # victims that could not be removed
     error: TierError | None = None
-
-    @property
-    def number(self) -> int:
-        """Of the copy; 0: none."""
-        return self.job.number if self.job is not None else 0
 
     @property
     def part(self) -> Part:
@@ -153,19 +147,16 @@ class DiskTier(Tier):
         self._is_closing = False
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(owned(root / "tier", self._taken))
-        targets = [self._scan] + [self._work] * THREADS
         self._threads = [
             threading.Thread(target=target, name=f"pdx-disk-{number}", daemon=True)
-            for number, target in enumerate(targets)
+            for number, target in enumerate([self._scan] + [self._work] * THREADS)
         ]
         for thread in self._threads:
             thread.start()
 
     def _taken(self, owner: str) -> ConfigError:
-        return ConfigError(
-            f"{self._root} is the disk tier of another node (process {owner}); two nodes cannot share one: "
-            f"name another folder with --disk, or end that node"
-        )
+        what = f"{self._root} is the disk tier of another node (process {owner})"
+        return ConfigError(f"{what}; two nodes cannot share one: name another folder with --disk, or end that node")
 
     def status(self) -> DiskStatus:
         """For `pdx node --status`."""
@@ -226,36 +217,28 @@ class DiskTier(Tier):
         part = job.parts[0]
         is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
         if is_forgotten or part.shard in self._index.get(part.key, {}):
-            self._post(partial(self._on_done, self.name, job, None))
-            return
+            return self._post(partial(self._on_done, self.name, job, None))
         if part.shard in self._busy.get(part.key, {}):
-            self._later.setdefault((part.key, part.shard), []).append(job)
-            return
+            return self._later.setdefault((part.key, part.shard), []).append(job)
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers)
-        victims = self._room_for(charge)
-        if victims is None:
+        limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
+        lack = self.used_bytes + charge - limit_bytes
+        if lack > self._found_bytes:
             self._leave_out("busy", 1)
-            self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
-            return
+            return self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
+        victims = self._oldest(lack)
         freed = sum(file.charge for file in victims)
         task = _Task(job, victims=victims, hold=max(charge, freed), charge=charge)
         self.used_bytes += task.hold - freed
         self._take_out(victims, task)
         self._busy.setdefault(part.key, {})[part.shard] = task
-        self._give(task, self._stores)
-
-    def _room_for(self, charge: int) -> list[_File] | None:
-        """The files that have to go first; None: there are not enough."""
-        limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
-        lack = self.used_bytes + charge - limit_bytes
-        return self._oldest(lack) if lack <= self._found_bytes else None
+        return self._give(task, self._stores)
 
     def _oldest(self, nbytes: int) -> list[_File]:
         """So many bytes of files that were not used for longest."""
         files: list[_File] = []
-        for of_key in self._index.values():
-            if nbytes <= 0:
-                break
+        of_keys = iter(self._index.values())
+        while nbytes > 0 and (of_key := next(of_keys, None)) is not None:
             files += of_key.values()
             nbytes -= sum(file.charge for file in of_key.values())
         return files
@@ -274,7 +257,7 @@ class DiskTier(Tier):
         self._give(_Task(job, is_load=True), self._loads)
 
     def _give(self, task: _Task, queue: deque[_Task]) -> None:
-        self._under_way.setdefault(task.number, {})[task] = None
+        self._under_way.setdefault(task.job.number if task.job is not None else 0, {})[task] = None
         with self._condition:
             queue.append(task)
             self._condition.notify_all()
@@ -291,13 +274,9 @@ class DiskTier(Tier):
         if self._admitted.pop(copy.number, None) is None:
             return
         self._touch(copy.keys)
-        first = next(iter(self._admitted.values()), None)
-        while self._forgotten:
-            key, place = self._forgotten.popitem(last=False)
-            if first is not None and place > first:  # a copy that was admitted before may still bring it
-                self._forgotten[key] = place
-                self._forgotten.move_to_end(key, last=False)
-                return
+        first = next(iter(self._admitted.values()), math.inf)  # what was forgotten since, a copy may still bring
+        while self._forgotten and next(iter(self._forgotten.values())) < first:
+            self._forgotten.popitem(last=False)
 
     def evict(self, keys: Sequence[bytes]) -> int:
         """See `Tier.evict`."""
@@ -355,7 +334,7 @@ class DiskTier(Tier):
 
     def _over(self, task: _Task) -> None:
         """A thread is done with this."""
-        _take(self._under_way, task.number, task)
+        _take(self._under_way, task.job.number if task.job is not None else 0, task)
         self.used_bytes -= task.hold
         for file in task.left:
             self._insert(file, is_forgotten=file.key in task.forgotten)
@@ -367,18 +346,14 @@ class DiskTier(Tier):
             self._loaded(task.part, task.error)
         else:
             self._stored(task)
-        for file in task.victims:
-            self._free(file.key, file.shard, task)
+        own = [(task.part.key, task.part.shard)] if task.job is not None else []
+        for key, shard in [*((file.key, file.shard) for file in task.victims), *own]:
+            if self._busy.get(key, {}).get(shard) is task:  # else something else is to be done to this file now
+                _take(self._busy, key, shard)
+                for job in self._later.pop((key, shard), ()):
+                    self.store(job)
         if task.job is not None:
-            self._free(task.part.key, task.part.shard, task)
             self._on_done(self.name, task.job, task.error)
-
-    def _free(self, key: bytes, shard: int, task: _Task) -> None:
-        """What `task` did to this file is over; if nothing else is to be done to it, what waits for that can be."""
-        if self._busy.get(key, {}).get(shard) is task:
-            _take(self._busy, key, shard)
-            for job in self._later.pop((key, shard), ()):
-                self.store(job)
 
     def _insert(self, file: _File, *, is_forgotten: bool = False) -> None:
         """There is this file; it counts as not used for longest."""
@@ -394,19 +369,18 @@ class DiskTier(Tier):
     def _stored(self, task: _Task) -> None:
         part, error = task.part, task.error
         name = part.key, part.shard
+        file = _File(*name, part.slot.nbytes, part.layers, task.charge)
         if error is None:
             self._errors = 0
             self._counters["disk_stored"] += 1
             self.used_bytes -= self._stuck.pop(name, 0)
-            file = _File(*name, part.slot.nbytes, part.layers, task.charge)
             self._insert(file)
             self._index.move_to_end(part.key)
             if part.key in task.forgotten:
                 self._remove([file], is_forgotten=True)
             return
         if error.is_left and name not in self._stuck:
-            self._stuck[name] = task.charge
-            self.used_bytes += task.charge
+            self._insert(file, is_forgotten=True)
         if error.kind != "cancelled":
             self._warn(error)
             self._errors += error.kind in _DISK_FAULTS
@@ -431,25 +405,31 @@ class DiskTier(Tier):
         self._counters[f"disk_{error.kind}"] += 1
         self._faults.warn(f"disk {error.kind}", f"the disk tier: {error}; further ones count as disk_{error.kind}")
 
-    def _found(self, files: Sequence[_File], stuck_bytes: int) -> None:
+    def _found(self, batch: Sequence[tuple[Header | None, TierError | None, int]]) -> None:
         """Files from before; those that were used last come first."""
-        self.used_bytes += stuck_bytes
-        for file in files:
-            self._insert(file)
-        self.evict([file.key for file in files if file.key in self._evicted_meanwhile])
+        for header, error, stuck_bytes in batch:
+            self.used_bytes += stuck_bytes
+            if header is not None:
+                charge = chunk_file.disk_bytes(header.nbytes, header.layers)
+                self._insert(_File(header.key, header.shard, header.nbytes, header.layers, charge))
+                if header.key in self._evicted_meanwhile:
+                    self.evict([header.key])
+            if error is not None and error.kind in ("unfinished", "foreign"):
+                self._counters[f"disk_{error.kind}"] += 1
+            elif error is not None:
+                self._warn(error)
         self._remove(self._oldest(self.used_bytes - self._leaving - self.limit_bytes), is_forgotten=False)
 
-    def _scanned(self, seen: Counter[str], error: TierError | None) -> None:
+    def _scanned(self, error: TierError | None) -> None:
         """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
         self._is_scanning = False
         self._evicted_meanwhile.clear()
-        self._counters.update({f"disk_{kind}": count for kind, count in seen.items()})
         if error is not None:
             self._warn(error)
-            return
-        self.is_counted = True
-        used, limit = self.used_bytes >> 20, self.limit_bytes >> 20
-        log.info("disk tier %s: %d chunks, %d of %d MiB", self._root, self.num_chunks, used, limit)
+        else:
+            self.is_counted = True
+            used, limit = self.used_bytes >> 20, self.limit_bytes >> 20
+            log.info("disk tier %s: %d chunks, %d of %d MiB", self._root, self.num_chunks, used, limit)
 
     # ---- on the threads ---------------------------------------------------------------------
 
@@ -484,26 +464,25 @@ class DiskTier(Tier):
     def _do(self, task: _Task) -> None:
         for file in task.victims:
             try:
-                chunk_file.remove(self._path(file.key, file.shard))
+                chunk_file.remove(chunk_file.path_of(self._root, file.key, file.shard))
             except TierError as error:
                 task.left.append(file)
                 task.error = TierError(str(error), error.kind)
         if task.job is None or task.error is not None:
             return
         part = task.part
-        path, arena = self._path(part.key, part.shard), self._arenas[part.slot.arena]
+        path, arena = chunk_file.path_of(self._root, part.key, part.shard), self._arenas[part.slot.arena]
         copy = chunk_file.read if task.is_load else chunk_file.write
         copy(path, part, arena, lambda: task.is_cancelled or self._is_closing)
 
-    def _path(self, key: bytes, shard: int) -> Path:
-        return chunk_file.path_of(self._root, key, shard)
-
     def _scan(self) -> None:
         """Tell the control loop of all files from before."""
-        seen: Counter[str] = Counter()
         why: TierError | None = None
         try:
-            self._scan_files(seen)
+            paths = chunk_file.listed(self._root)
+            for first in range(0, len(paths), _BATCH):
+                batch = [chunk_file.salvage(path) for path in paths[first : first + _BATCH] if not self._is_closing]
+                self._post(partial(self._found, batch))
         except OSError as error:
             text = f"{self._root} cannot be listed: {error.strerror}; nothing is stored there"
             why = TierError(text, "read_failed")
@@ -511,26 +490,7 @@ class DiskTier(Tier):
             log.exception("the disk tier failed")
             why = TierError(f"{self._root} is not read: {type(error).__name__}; nothing is stored there", "failed")
         if not self._is_closing:
-            self._post(partial(self._scanned, seen, why))
-
-    def _scan_files(self, seen: Counter[str]) -> None:
-        paths = chunk_file.listed(self._root)
-        for first in range(0, len(paths), _BATCH):
-            files: list[_File] = []
-            stuck_bytes = 0
-            for path in paths[first : first + _BATCH]:
-                if self._is_closing:
-                    return
-                header, error, left_bytes = chunk_file.salvage(path)
-                stuck_bytes += left_bytes
-                if header is not None:
-                    charge = chunk_file.disk_bytes(header.nbytes, header.layers)
-                    files.append(_File(header.key, header.shard, header.nbytes, header.layers, charge))
-                if error is not None:
-                    seen[error.kind] += 1
-                    if error.kind not in ("unfinished", "foreign"):
-                        self._post(partial(self._faults.warn, f"disk {error.kind}", f"the disk tier: {error}"))
-            self._post(partial(self._found, files, stuck_bytes))
+            self._post(partial(self._scanned, why))
 
 
 def _take(groups: dict[Any, dict[Any, Any]], name: object, member: object) -> None:
