@@ -10,7 +10,7 @@ The account counts what may be on the disk: files, files that are being written,
 never exceeds the cap: a file is begun when there is room for all of it, if need be in place of the files that were not
 used for longest, which the same thread removes first. Until all files from before are counted nothing is stored.
 
-What was forgotten, or is broken, is never found again, even if its file stays: a client's name says nothing of the bytes.
+What was forgotten, or is broken, is never found again, even if its file stays: a client's name says nothing of bytes.
 """
 
 from __future__ import annotations

@@ -247,6 +247,8 @@ def test_whatever_is_under_way_at_once_each_job_ends_once_and_the_account_is_tru
     assert bed.tier.used_bytes == len(bed.files) * bed.charge <= bed.limit_bytes
     assert bed.tier.num_chunks == len(bed.files)
     assert bed.counters["disk_missing"] == 0
+    for name in ("_forgotten", "_admitted", "_busy", "_later", "_under_way", "_stuck"):
+        assert not getattr(bed.tier, name), name
     assert {path.suffix for path in bed.files} <= {".chunk"}
 
 
