@@ -5,7 +5,9 @@ may be dialled is the roster's word; what is said once a connection stands is th
 control loop's, and nothing blocks; what was said last has FAREWELL_MS to leave while the context ends.
 
 Two nodes may dial each other at the same time. Then the connection counts that the node with the lesser name dialled:
-the hello of the other one waits there as a rival, until that connection stands or has failed.
+the hello of the other one waits there as a rival. It is heard when that connection has failed, or is over: the peer may
+have ended it and dialled anew, and its two sockets are read in any order. If that connection is heard half the timeout
+later, the rival is refused.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class _Rival(NamedTuple):
     arrival: Arrival
     seq: int
     hello: Hello
+    came_at: float
 
 
 class Connections:
@@ -198,11 +201,13 @@ class Connections:
         """End it: this node will write nothing more to that peer, so close the channels to it before. Idempotent."""
         if peer.state is not ConnectionState.CLOSED:
             self._close(peer, Step.LEAVE, "left")
+            self._accept_rival(peer.name)
 
     def turn_down(self, peer: PeerConnection, why: str) -> None:
         """A peer that dialled cannot write here, so it is not welcome. Nothing happens if it has gone meanwhile."""
         if peer.state is not ConnectionState.CLOSED:
             self._close(peer, Step.TURN_DOWN, why)
+            self._accept_rival(peer.name)
 
     def told(self, entries: list[PeerEntry]) -> None:
         """What the proxy says of the nodes there are; believed as far as `pdx.security.roster` says."""
@@ -329,7 +334,7 @@ class Connections:
                 self._handler.message(peer, body, frame.about)
             case body:
                 raise ProtocolError(f"a {type(body).__name__} in a connection that is {peer.state}")
-        if is_ready and peer.name in self._rivals:
+        if is_ready:
             self._refuse_rival(peer.name)
 
     def _hear_welcome(self, peer: PeerConnection, welcome: Welcome) -> None:
@@ -348,7 +353,6 @@ class Connections:
         peer.is_of(welcome)
         self._begin_life(peer.name, welcome.epoch, welcome.host)
         peer.step(Step.WELCOME)
-        self._refuse_rival(peer.name)
         self._handler.invited(peer, welcome, schemes)
         self._handler.greeted(peer, schemes)
 
@@ -376,7 +380,7 @@ class Connections:
         before = self._last.get(hello.name)
         if before is not None and before.state is not ConnectionState.CLOSED:
             if before.is_dialled and self._handler.identity().name < hello.name:
-                self._rivals[hello.name] = _Rival(arrival, frame.seq, hello)
+                self._rivals[hello.name] = _Rival(arrival, frame.seq, hello, self._now)
                 return
             if before.state is ConnectionState.DIALING:
                 self._replace(before)
@@ -426,8 +430,10 @@ class Connections:
         self._forget(dialled)
 
     def _refuse_rival(self, name: str) -> None:
-        rival = self._rivals.pop(name, None)
-        if rival is not None:
+        """The peer is heard by the connection that stands: its own dialling, if that was long ago, is of no use."""
+        rival = self._rivals.get(name)
+        if rival is not None and self._now - rival.came_at > self._timeout_s / 2:
+            del self._rivals[name]
             self._door.post(rival.arrival.route, encode(PeerFrame(_LAST_SEQ, 0, refusal("connected already"))))
 
     def _accept_rival(self, name: str) -> bool:

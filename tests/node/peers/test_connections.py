@@ -17,7 +17,7 @@ from pdx.errors import ConfigError, PeerUnknown
 from pdx.node.peers.connection import ConnectionState, Epochs, Step
 from pdx.telemetry.host import host_id
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Done, PeerEntry, Push, Refused
+from pdx.wire.messages import Done, PeerEntry, Push, Refused, Welcome
 
 PUSH = Push([b"k" * 16])
 
@@ -104,6 +104,43 @@ def test_a_peer_that_lost_the_connection_unnoticed_is_let_in_as_soon_as_that_is_
     assert [event[0] for event in alpha.core.events[-2:]] == ["over", "hello"]
     assert not alpha.connections.of("beta").is_dialled
     assert stage.until(second.hear).name == "alpha"
+
+
+def test_a_peer_that_leaves_and_dials_anew_is_let_in_in_whatever_order_its_sockets_are_read(stage, raw):
+    alpha, beta = stage.pair()
+    stage.until(lambda: beta.core.saw("ready"))
+    second = raw(alpha)
+    second.hello(name="beta", epoch=22)
+    stage.until(lambda: alpha.connections._rivals)
+    (old,) = beta.connections.peers
+    old.send(PUSH, 7)
+    stage.until(lambda: alpha.core.saw("heard"))
+    beta.connections.leave(old)
+    assert isinstance(stage.until(second.hear), Welcome)
+    assert not alpha.connections._rivals
+
+
+@pytest.mark.parametrize("end", ["leave", "turn_down"])
+def test_a_hello_beside_a_connection_that_this_node_ends_is_heard(stage, raw, end):
+    alpha, _ = stage.pair()
+    second = raw(alpha)
+    second.hello(name="beta", epoch=22)
+    stage.until(lambda: alpha.connections._rivals)
+    old = alpha.connections.of("beta")
+    alpha.connections.leave(old) if end == "leave" else alpha.connections.turn_down(old, "no channel")
+    assert isinstance(stage.until(second.hear), Welcome)
+    assert not alpha.connections._rivals
+
+
+def test_a_hello_beside_a_connection_that_stands_is_refused_after_a_while(stage, raw):
+    alpha, beta = stage.pair()
+    second = raw(alpha)
+    second.hello(name="beta", epoch=22)
+    stage.until(lambda: alpha.connections._rivals)
+    stage.pass_time(TIMEOUT_S / 2 + 2 * PING_S)
+    assert stage.until(second.hear).text == "connected already"
+    assert not alpha.connections._rivals
+    assert [peer.state for peer in beta.connections.peers] == [ConnectionState.READY]
 
 
 def test_dialling_a_peer_that_is_dialled_already_is_the_same_connection(stage):
