@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdx.cli.options import FOLDER, Counts, option
+from pdx.cli.options import FOLDER, counts, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ SLACK_BLOCKS = 2  # that an engine takes beyond those of its requests
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of a model. [default: a tiny Llama with 64 KB of KV per token, made on the spot]",
 )
-@option("--tokens", type=Counts(), default="1000,4000,8000", help="Lengths of prompts.")
-@option("--concurrency", type=Counts(), default="1,4", help="Requests sent at once.")
+@option("--tokens", type=counts(), default="1000,4000,8000", help="Lengths of prompts.")
+@option("--concurrency", type=counts(), default="1,4", help="Requests sent at once.")
 @option("--systems", default="pdx,nixl,plain", help="What is compared; all: what runs here.")
 @option("--output-tokens", default=32, type=click.IntRange(2, 4096), help="Of each answer.")
 @option("--rounds", default=5, type=click.IntRange(1, 1000), help="How often all is measured.")

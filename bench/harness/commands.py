@@ -13,7 +13,7 @@ import msgspec
 from rich.console import RenderableType
 
 from pdx.cli.node import check_channels
-from pdx.cli.options import BYTE_SIZES, FOLDER, NAMES, Counts, Listed, option
+from pdx.cli.options import BYTE_SIZES, FOLDER, NAMES, counts, listed, option
 from pdx.cli.tables import console, size, table
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
@@ -37,7 +37,7 @@ _json = option("--json", "as_json", is_flag=True, help="Print the JSON in place 
 @option("--chunks", default=8, type=click.IntRange(1, 10_000), help="Chunks in a round.")
 @option("--rounds", default=7, type=click.IntRange(1, 10_000), help="Rounds that count.")
 @option("--tiers", default="", type=NAMES, help="host, gpu, disk, remote, and channels to another node. [all]")
-@option("--index", default="10000,100000", type=Counts(), help='Chunks in the index; "": none.')
+@option("--index", default="10000,100000", type=counts(), help='Chunks in the index; "": none.')
 @option("--questions", default=2000, type=click.IntRange(1), help="Lookups in each index.")
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for store.json.")
 @_json
@@ -67,12 +67,12 @@ def store(out: Path, as_json: bool, **settings: Any) -> None:
     type=click.IntRange(1),
     help="Of each kind, each way; more where four turns at the concurrency need more.",
 )
-@option("--concurrency", default="1,8,64", type=Counts(), help="Requests at once.")
-@option("--prompt-tokens", default="1000", type=Counts(least=8), help="Lengths of prompts.")
+@option("--concurrency", default="1,8,64", type=counts(), help="Requests at once.")
+@option("--prompt-tokens", default="1000", type=counts(least=8), help="Lengths of prompts.")
 @option(
     "--tokens",
     default="4,32",
-    type=Counts(least=2),
+    type=counts(least=2),
     help="Generated for each request; from two lengths the cost of a token follows.",
 )
 @option("--modes", default=",".join(MODES), type=NAMES, help="Of the proxy.")
@@ -242,7 +242,7 @@ def _depth(word: str) -> int:
 @click.command()
 @option("--channel", "channels", multiple=True, metavar="NAME", help="Only this one; repeatable. [default: all]")
 @option("--sizes", default="4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB", type=BYTE_SIZES, help="Bytes in a message.")
-@option("--in-flight", default="1,8", type=Listed(_depth), help="Messages sent before one is over.")
+@option("--in-flight", default="1,8", type=listed(_depth), help="Messages sent before one is over.")
 @option("--repeats", default=7, type=click.IntRange(1, 1000), help="Rounds; medians are shown.")
 @option("--raw/--no-raw", default=True, help="Call the technology underneath directly, too.")
 @option("--memory", default="256MiB", metavar="SIZE", help="Each side walks through so much.")

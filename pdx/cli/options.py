@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from pdx.config import NodeOptions, parse_bytes
 from pdx.errors import ConfigError
-
-if TYPE_CHECKING:
-    _ParamType = click.ParamType[Any]
-else:
-    _ParamType = click.ParamType  # generic in newer versions of click only
-
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -26,38 +20,37 @@ def option(*names: str, **settings: Any) -> Callable[..., Any]:
     return click.option(*names, **{"show_default": settings.get("default") not in (None, ""), **settings})
 
 
-class Listed(_ParamType):
-    """What is between the commas, each once and in that order, as a tuple; an empty text is an empty list."""
+def listed(one: Callable[[str], object]) -> Callable[[Any], tuple[Any, ...]]:
+    """A type for click: what is between the commas, each once and in that order; an empty text is an empty list.
 
-    name = "list"
+    `one` makes a value from a word; the message of its ConfigError or ValueError is for the user.
+    """
 
-    def __init__(self, one: Callable[[str], object] = str) -> None:
-        """`one` makes a value from a word; the message of its ConfigError or ValueError is for the user."""
-        self._one = one
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+    def list_(value: Any) -> tuple[Any, ...]:
         if isinstance(value, tuple):  # click may convert what it has converted
             return value
         words = value.split(",") if value.strip() else []
         try:
-            return tuple(dict.fromkeys(self._one(word.strip()) for word in words))
+            return tuple(dict.fromkeys(one(word.strip()) for word in words))
         except (ConfigError, ValueError) as error:
-            self.fail(str(error), param, ctx)
+            raise click.BadParameter(str(error)) from error
+
+    list_.__name__ = "list"  # what the help says
+    return list_
 
 
-class Counts(Listed):
-    """Whole numbers of at least `least`, such as 1,8,64."""
+def counts(least: int = 1) -> Callable[[Any], tuple[int, ...]]:
+    """A type for click: whole numbers of at least `least`, such as 1,8,64."""
 
-    def __init__(self, least: int = 1) -> None:
-        def one(word: str) -> int:
-            if not word.isdecimal() or int(word) < least:
-                raise ValueError(f"{word!r} is not a whole number from {least} on; write for example 1,8,64")
-            return int(word)
+    def one(word: str) -> int:
+        if not word.isdecimal() or int(word) < least:
+            raise ValueError(f"{word!r} is not a whole number from {least} on; write for example 1,8,64")
+        return int(word)
 
-        super().__init__(one)
+    return listed(one)
 
 
-NAMES, BYTE_SIZES = Listed(), Listed(parse_bytes)  # such as shm,tcp and 64KiB,1MiB
+NAMES, BYTE_SIZES = listed(str), listed(parse_bytes)  # such as shm,tcp and 64KiB,1MiB
 
 
 def _each(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[str]:

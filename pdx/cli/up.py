@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -10,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,31 +145,23 @@ def up(
             roles = ["prefill"] * prefill + ["decode"] * decode
             homes = [Node("node", node)] if node else own
             engines = _engines(model, roles, flags, homes, control, sees_others=bool(of_node["gpus"]))
-            started = _Up(processes, signals, share_port, wait, logs)
+            started = _Up(processes, signals, wait, logs)
             if warning := exposure(host, port, flags):
                 started.say(warning)
             url = f"http://{bracketed(_reached_at(host))}:{port}"
             proxy = ["--host", host, "--port", str(port), "--control", control, *proxy_options]
             stages = [_nodes(own, control), engines, [_proxy(proxy, engines, url, len(own))]]
-            sys.exit(started.run(stages, f"{url} serves {model}"))
+            sys.exit(started.run(stages, f"{url} serves {model}", share_port))
 
 
 class _Up:
     """The processes of this command, from their start to their end, and what it shows of them: a live table on a
     terminal, a line per change elsewhere."""
 
-    def __init__(
-        self,
-        processes: Processes,
-        signals: Sequence[int],
-        share_port: Callable[[], None],
-        wait_s: float,
-        logs: Path,
-    ) -> None:
-        """`signals` has those that came; `share_port` is to be called before the proxy starts."""
+    def __init__(self, processes: Processes, signals: Sequence[int], wait_s: float, logs: Path) -> None:
+        """`signals` has those that came."""
         self._processes = processes
         self._signals = signals
-        self._share_port = share_port
         self._wait_s = wait_s
         self._logs = logs
         self._started_at = time.monotonic()
@@ -177,14 +169,15 @@ class _Up:
         self._console = Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False) if sys.stdout.isatty() else None
 
-    def run(self, stages: list[list[Start]], serves: str) -> int:
-        """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1)."""
-        if self._live is None:
-            return self._run(stages, serves)
-        with self._live:
-            return self._run(stages, serves)
+    def run(self, stages: list[list[Start]], serves: str, share_port: Callable[[], None]) -> int:
+        """Start stage by stage, then watch until a signal comes (0) or a process ends on its own (1).
 
-    def _run(self, stages: list[list[Start]], serves: str) -> int:
+        `share_port` is to be called before the last stage, the proxy, starts.
+        """
+        with self._live or contextlib.nullcontext():
+            return self._run(stages, serves, share_port)
+
+    def _run(self, stages: list[list[Start]], serves: str, share_port: Callable[[], None]) -> int:
         engines = [each for each in stages[1] if each.url]
         missing: list[str] = []
         is_up = False
@@ -194,7 +187,9 @@ class _Up:
             self._update()
             if not is_up and all(process.state is State.READY for process in self._processes):
                 if stages:
-                    self._start(stages.pop(0), is_last=not stages)
+                    if len(stages) == 1:
+                        share_port()
+                    self._start(stages.pop(0))
                 else:
                     known, missing = missing, _unattached(engines)
                     is_up = not missing
@@ -212,9 +207,7 @@ class _Up:
         self.say("stopped")
         return 0
 
-    def _start(self, stage: list[Start], *, is_last: bool) -> None:
-        if is_last:
-            self._share_port()
+    def _start(self, stage: list[Start]) -> None:
         self._processes.stage()
         for each in stage:
             self._processes.start(each.name, each.command, is_ready=each.is_ready, env=each.env)
@@ -347,7 +340,7 @@ def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> l
     return nodes
 
 
-@contextmanager
+@contextlib.contextmanager
 def _owned(folder: Path, port: int) -> Iterator[None]:
     """A folder for the node's and the proxy's sockets of this command alone, by a lock beside it; it is not made yet.
 
@@ -365,7 +358,7 @@ def _owned(folder: Path, port: int) -> Iterator[None]:
             Path(f"{folder}.lock").unlink(missing_ok=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _sole(logs: Path) -> Iterator[None]:
     """Be the only `pdx up` with logs there: another one would move these away, and cut off what is not its own.
 
@@ -384,7 +377,7 @@ def _sole(logs: Path) -> Iterator[None]:
         os.close(folder)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
     """A list that signals to end are added to, while inside; they interrupt nothing."""
     seen: list[int] = []
