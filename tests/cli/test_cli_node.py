@@ -65,12 +65,13 @@ def test_stop_ends_a_node_and_waits_until_nothing_of_it_is_left(node):
 
 
 def test_stop_asks_before_it_takes_a_node_from_its_engines(node, attach):
-    worker = attach(node, kind="worker", engine="abcdefghij")
+    attach(node, kind="worker", engine="abcdefghij")
     result = pdx("node", "--stop", "--address", node.address)
     assert result.exit_code == 1
     assert f"worker abcdefgh (process {os.getpid()})" in result.output
     assert "--force" in result.output
-    assert worker.status().pid == node.pid
+    with connect(node.address) as client:
+        assert client.status().pid == node.pid
     result = pdx("node", "--stop", "--force", "--address", node.address)
     assert result.exit_code == 0, result.output
     assert node.process.wait(0) == 0
