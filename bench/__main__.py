@@ -21,8 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from pdx.bench.gpu.__main__ import SECTIONS
-from pdx.bench.harness.places import RESULTS, ROOT
-from pdx.bench.harness.report import console
+from pdx.bench.harness.report import RESULTS, ROOT, console
 
 # By the name of its result, what `python -m` gets.
 BENCHES = {

@@ -119,8 +119,8 @@ def make_bed(model: Path | None, out: Path, flags: tuple[str, ...], *, longest: 
 
     :raises ConfigError: not the folder of a model whose KV cache has a known size.
     """
-    from pdx.bench.harness.model_facts import model_facts
-    from pdx.bench.harness.places import SCRATCH
+    from pdx.bench.harness.prompts import model_facts
+    from pdx.bench.harness.report import SCRATCH
     from pdx.bench.systems.system import Bed, is_cpu_build
 
     own: tuple[str, ...] = ("--disable-uvicorn-access-log",)

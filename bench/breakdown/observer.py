@@ -17,7 +17,7 @@ from pdx.bench.breakdown.parts import Clock
 from pdx.bench.breakdown.records import Engines, Parts
 from pdx.bench.harness import interrupts
 from pdx.bench.harness.ask import Answer, ask, session
-from pdx.bench.systems import engine_cache
+from pdx.bench.systems import engine_metrics as engine_cache
 from pdx.bench.systems.engine_metrics import Watch
 from pdx.telemetry import trace
 from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown

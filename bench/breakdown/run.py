@@ -14,8 +14,7 @@ from pdx.bench.breakdown.progress import BreakdownProgress
 from pdx.bench.breakdown.records import Result, SystemFacts
 from pdx.bench.breakdown.turns import Breakdown, Settings
 from pdx.bench.harness.interrupts import Interrupts, undisturbed
-from pdx.bench.harness.model_facts import model_facts
-from pdx.bench.harness.prompts import Bodies, Prompts
+from pdx.bench.harness.prompts import Bodies, Prompts, model_facts
 from pdx.bench.harness.report import machine
 from pdx.bench.systems.fleet import Fleet
 from pdx.bench.systems.system import Bed, System, is_cpu_build
@@ -112,7 +111,7 @@ def _memcpy(nbytes: int) -> Callable[[int], float]:
     """Times copies of up to `nbytes` on the decode engine's core."""
     import statistics
 
-    from pdx.bench.store.memcpy import Memcpy
+    from pdx.bench.store.pages import Memcpy
 
     memcpy = Memcpy(nbytes, core=max(os.sched_getaffinity(0)))
     return lambda wanted: statistics.median(memcpy.times_ms(wanted)[1])

@@ -23,7 +23,7 @@ from pdx.bench.breakdown.records import Again, Copy, Kind, Request, Result
 from pdx.bench.harness.ask import AskFailed
 from pdx.bench.harness.interrupts import whole
 from pdx.bench.harness.prompts import Bodies
-from pdx.bench.systems.engine_cache import CacheNotReset
+from pdx.bench.systems.engine_metrics import CacheNotReset
 from pdx.errors import PdxError
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ import numpy
 
 from pdx.bench.channels.raw import RAW, Flow, Raw, RawShm, SharedFile
 from pdx.bench.channels.receiver import Receiver
-from pdx.bench.harness.places import RESULTS
-from pdx.bench.harness.report import Figure, at_least, machine, plain, publish, show_rows, significant
+from pdx.bench.harness.report import RESULTS, Figure, at_least, machine, plain, publish, show_rows, significant
 from pdx.bench.harness.timing import measure
 from pdx.errors import ChannelUnavailable
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer

@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from pdx.bench.channels.raw import RAW, SharedFile
-from pdx.bench.harness.child import end_child
+from pdx.bench.harness.nodes import end_child
 from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
 from pdx.transports.registry import find
 

@@ -24,7 +24,7 @@ from pdx.bench.demo import plain, server, workload
 from pdx.bench.demo.outcome import AUTO, Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import Request
 from pdx.bench.harness import web
-from pdx.bench.harness.places import SCRATCH
+from pdx.bench.harness.report import SCRATCH
 from pdx.cli import placement
 from pdx.cli.doctor import try_channel
 from pdx.cli.node import check_channels

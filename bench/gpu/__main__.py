@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdx.bench.harness.places import RESULTS, ROOT
-from pdx.bench.harness.report import console, publish
+from pdx.bench.harness.report import RESULTS, ROOT, console, publish
 from pdx.cuda.gpu import why_no_gpu
 
 NO_GPU, BROKEN = 2, 1
@@ -65,8 +64,7 @@ def why_not(section: Section) -> str:
 
 def run_here(name: str, bed_name: str, folder: Path, settings: Mapping[str, Any]) -> None:
     """Run one section in this process, with these settings of its own, and publish what it found."""
-    from pdx.bench.gpu.bed import bed
-    from pdx.bench.gpu.findings import gpu_facts
+    from pdx.bench.gpu.bed import bed, gpu_facts
 
     section = SECTIONS[name]
     measure = getattr(importlib.import_module(section.module), section.function)

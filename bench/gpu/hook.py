@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdx.bench.gpu.bed import REAL, TOY, Bed
-from pdx.bench.gpu.findings import Findings
+from pdx.bench.gpu.bed import REAL, TOY, Bed, Findings
 from pdx.bench.harness.report import Figure, at_most, plain
 from pdx.bench.reference.engine import ReferenceEngine
 from pdx.bench.reference.model import Shapes

@@ -26,11 +26,10 @@ from typing import Any
 
 import msgspec
 
-from pdx.bench.gpu.bed import Bed
-from pdx.bench.gpu.findings import Findings
-from pdx.bench.gpu.ipc_stage import BOARD, MIB, RECEIVER, SENDER, SIZES, TOKEN, Board, Group, Pages, order
+from pdx.bench.gpu.bed import Bed, Findings
+from pdx.bench.gpu.ipc_peer import BOARD, MIB, RECEIVER, SENDER, SIZES, TOKEN, Board, Group, Pages, order
 from pdx.bench.gpu.nixl import READ, WRITE, VramNixl, lanes, start_nixl, ucx_settings
-from pdx.bench.harness.child import end_child
+from pdx.bench.harness.nodes import end_child
 from pdx.bench.harness.report import Figure, at_least, plain
 from pdx.bench.harness.timing import measure
 from pdx.cuda.memory import DeviceMemory

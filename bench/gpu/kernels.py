@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from pdx.bench.gpu.bed import REAL, TOY, Bed
-from pdx.bench.gpu.findings import Findings
+from pdx.bench.gpu.bed import REAL, TOY, Bed, Findings
 from pdx.bench.harness.report import Figure, at_least, plain
 from pdx.bench.harness.timing import Timing, measure
 from pdx.errors import GpuError

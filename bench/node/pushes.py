@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pdx.bench.harness.cpu_clock import CpuClock
 from pdx.bench.harness.nodes import TO, node_pair
 from pdx.bench.harness.report import Figure, at_most, plain, publish
+from pdx.bench.harness.timing import CpuClock
 from pdx.client.api import Node
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.keys import named_key

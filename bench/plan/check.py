@@ -13,8 +13,8 @@ import msgspec
 from rich.table import Table
 
 from pdx.bench.breakdown import records
-from pdx.bench.plan.engine import INF, Engine
 from pdx.bench.plan.fit import Calibration, Measured, calibrate, choose_system, points, shapes_measured
+from pdx.bench.plan.machines import INF, Engine
 from pdx.bench.plan.shapes import Shapes
 from pdx.bench.plan.transfer import Overlap, group_of, overlap
 from pdx.bench.plan.units import show_rate

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from pdx.bench.breakdown import records
-from pdx.bench.plan.engine import INF, Engine
-from pdx.bench.plan.machines import Speeds
+from pdx.bench.plan.machines import INF, Engine, Speeds
 from pdx.bench.plan.shapes import PRESETS, Shapes
 from pdx.errors import ConfigError
 

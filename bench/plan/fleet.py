@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from pdx.bench.plan.engine import INF, Engine
+from pdx.bench.plan.machines import INF, Engine
 from pdx.bench.plan.queue import Line, poisson_high, steady
 from pdx.bench.plan.transfer import Overlap, group_of, overlap
 from pdx.bench.plan.units import show_time

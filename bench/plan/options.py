@@ -8,11 +8,10 @@ from typing import Literal
 import msgspec
 
 from pdx.bench.plan.check import control_s
-from pdx.bench.plan.engine import INF, Engine
 from pdx.bench.plan.fit import Calibration, calibrate, choose_system, load_result, points, shapes_measured
-from pdx.bench.plan.machines import Assumptions, Gpu, find_gpu, speeds_of
+from pdx.bench.plan.machines import INF, Assumptions, Engine, Gpu, find_gpu, speeds_of
+from pdx.bench.plan.model import Case
 from pdx.bench.plan.shapes import Shapes, find_model
-from pdx.bench.plan.size import Case
 from pdx.bench.plan.units import parse_count, parse_rate, parse_time, show_bytes, show_rate
 from pdx.bench.plan.workload import Link, Slo, Workload
 from pdx.config import parse_bytes

@@ -2,16 +2,231 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pdx.bench.harness.ask import AskFailed
+import aiohttp
+
+from pdx.bench.harness import interrupts
+from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.harness.interrupts import Steps
-from pdx.bench.harness.report import Figure, plain
-from pdx.bench.proxy.load import Case, Cost, Row, cost, measure
+from pdx.bench.harness.report import Figure, plain, significant
+from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds, spread_ms
 from pdx.bench.proxy.stage import Stage
-from pdx.bench.proxy.stand_in_engine import Pace
+from pdx.bench.proxy.stand_in_engine import MODEL, Pace
+
+FORWARD, SAMPLED = "forward", "sampled"
+MODES = (FORWARD, SAMPLED)
+DIRECT, PROXY = "direct", "proxy"
+BLOCKS = (DIRECT, PROXY, PROXY, DIRECT)  # the order of turns; each has a fourth of the requests
+BUSY = 0.9  # of the machine's cores: from here on it is full
+AT_ONCE = Pace(0.0, 0.0)
+NEVER = "\x00"  # a stop text that does not come: such a request is served in mode `sampled`
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests of one kind. `requests` go each way."""
+
+    mode: str
+    concurrency: int
+    prompt_tokens: int
+    tokens: int
+    requests: int
+
+    @property
+    def in_block(self) -> int:
+        """Requests of one turn: enough that they reach the concurrency."""
+        return max(-(-self.requests * 2 // len(BLOCKS)), self.concurrency)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What clients saw who asked one way, and what it took."""
+
+    ttft: Spread
+    itl: Spread
+    requests_per_s: float
+    client_cores: float  # CPU time of the process that asks, in cores
+    proxy_cores: float
+    engine_cores: float
+    machine_cores: float  # of all processes on it
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the machine had nothing left."""
+        ours = self.client_cores + self.proxy_cores + self.engine_cores
+        return ours > BUSY * len(os.sched_getaffinity(0)) or self.machine_cores > BUSY * (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case."""
+
+    mode: str
+    concurrency: int
+    prompt_tokens: int
+    tokens: int
+    requests: int  # each way
+    direct: Way
+    proxy: Way
+    added_ttft_p50_ms: float  # differences of the two ways' figures
+    added_ttft_p99_ms: float
+    added_itl_p50_ms: float
+    added_itl_p99_ms: float
+    cpu_ms: float  # of the proxy, per request
+    is_machine_full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU time of the proxy, from two saturated rows that differ in their tokens.
+
+    There tokens often come several at a time, which costs less than one by one: see `Row.cpu_ms` for those.
+    """
+
+    mode: str
+    prompt_tokens: int
+    cpu_ms_per_request: float  # whatever its tokens
+    cpu_us_per_token: float  # streamed
+
+
+def measure(stage: Stage, case: Case, *, is_saturated: bool = False) -> Row:
+    """One case; `is_saturated`: engines answer at once, and clients ask again at once.
+
+    :raises AskFailed: a request failed. :raises RuntimeError: the proxy changed an answer, or chose another mode.
+    """
+    return interrupts.run(_Load(stage, case).run(AT_ONCE if is_saturated else stage.pace))
+
+
+def cost(fewer: Row, more: Row) -> Cost:
+    """From two rows of one mode and prompt length."""
+    per_token = (more.cpu_ms - fewer.cpu_ms) / (more.tokens - fewer.tokens)
+    per_request = fewer.cpu_ms - per_token * fewer.tokens
+    return Cost(fewer.mode, fewer.prompt_tokens, round(per_request, 4), round(per_token * 1e3, 3))
+
+
+class _Load:
+    """One case under way."""
+
+    def __init__(self, stage: Stage, case: Case) -> None:
+        self._stage = stage
+        self._case = case
+        self._numbers = itertools.count()
+        self._text = "".join(random.Random(0).choices("abcdefgh ", k=2 * case.prompt_tokens))
+        self._answers: dict[str, list[Answer]] = {DIRECT: [], PROXY: []}
+        self._spent: dict[str, _Spent] = {DIRECT: _Spent(), PROXY: _Spent()}
+
+    async def run(self, pace: Pace) -> Row:
+        stage, case = self._stage, self._case
+        urls = {DIRECT: stage.decode_url, PROXY: stage.proxy_url}
+        async with session() as http:
+            for url in (stage.prefill_url, stage.decode_url):
+                async with http.post(f"{url}/pace", json=asdict(pace)) as response:
+                    assert response.status == 200
+            for way in (DIRECT, PROXY):  # code is warm; each request comes on a connection of its own
+                await self._block(http, urls[way], min(case.concurrency, case.in_block))
+            for way in BLOCKS:
+                before = _Spent.now(stage)
+                self._answers[way] += await self._block(http, urls[way], case.in_block)
+                self._spent[way].add(before, _Spent.now(stage))
+            await self._check(http)
+        return self._row()
+
+    async def _block(self, http: aiohttp.ClientSession, url: str, count: int) -> list[Answer]:
+        """So many requests, as many at once as the case says."""
+        left = iter(range(count))
+        clients = min(self._case.concurrency, count)
+        tasks = [asyncio.create_task(self._client(http, url, left)) for _ in range(clients)]
+        try:
+            return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _client(self, http: aiohttp.ClientSession, url: str, left: Iterator[int]) -> list[Answer]:
+        """One request after the other, as long as there are any `left`."""
+        return [await ask(http, url, self._body(), f"bench-{next(self._numbers)}") for _ in left]
+
+    def _body(self) -> dict[str, Any]:
+        number = f"{next(self._numbers):08d}"  # no two prompts are the same
+        body = completion(MODEL, (number + self._text)[: 2 * self._case.prompt_tokens], self._case.tokens)
+        return body | {"stop": [NEVER]} if self._case.mode == SAMPLED else body
+
+    async def _check(self, http: aiohttp.ClientSession) -> None:
+        texts = {way: {answer.text for answer in answers} for way, answers in self._answers.items()}
+        if texts[PROXY] != texts[DIRECT] or len(texts[DIRECT]) != 1:
+            raise RuntimeError("an answer through the proxy is not the engine's")
+        transfer = self._answers[PROXY][-1].transfer
+        try:
+            async with http.get(f"{self._stage.admin_url}/pdx/requests/{transfer}", raise_for_status=True) as response:
+                found = (await response.json())["mode"]
+        except aiohttp.ClientError as error:
+            raise AskFailed(f"the proxy does not tell what it did with transfer {transfer!r}: {error}") from error
+        if found != self._case.mode:
+            raise RuntimeError(f"the proxy served a request in mode {found} that was made for {self._case.mode}")
+
+    def _row(self) -> Row:
+        case = self._case
+        direct, proxy = (self._spent[way].way(self._answers[way]) for way in (DIRECT, PROXY))
+        return Row(
+            **asdict(case) | {"requests": len(self._answers[PROXY])},
+            direct=direct,
+            proxy=proxy,
+            added_ttft_p50_ms=round(proxy.ttft.p50_ms - direct.ttft.p50_ms, 3),
+            added_ttft_p99_ms=round(proxy.ttft.p99_ms - direct.ttft.p99_ms, 3),
+            added_itl_p50_ms=round(proxy.itl.p50_ms - direct.itl.p50_ms, 3),
+            added_itl_p99_ms=round(proxy.itl.p99_ms - direct.itl.p99_ms, 3),
+            cpu_ms=round(self._spent[PROXY].proxy_s * 1e3 / len(self._answers[PROXY]), 4),
+            is_machine_full=direct.is_full or proxy.is_full,
+        )
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Seconds: on the clock, and of CPU time."""
+
+    wall_s: float = 0.0
+    client_s: float = 0.0
+    proxy_s: float = 0.0
+    engine_s: float = 0.0
+    machine_s: float = 0.0
+
+    @classmethod
+    def now(cls, stage: Stage) -> _Spent:
+        """Of all up to now."""
+        proxy, *engines = (CpuClock(pid).seconds() for pid in (stage.proxy_pid, *stage.engine_pids))
+        return cls(time.monotonic(), time.process_time(), proxy, sum(engines), machine_seconds())
+
+    def add(self, before: _Spent, after: _Spent) -> None:
+        """What was spent between the two."""
+        self.wall_s += after.wall_s - before.wall_s
+        self.client_s += after.client_s - before.client_s
+        self.proxy_s += after.proxy_s - before.proxy_s
+        self.engine_s += after.engine_s - before.engine_s
+        self.machine_s += after.machine_s - before.machine_s
+
+    def way(self, answers: Sequence[Answer]) -> Way:
+        """Of the requests that were answered meanwhile."""
+        gaps = [gap for answer in answers for gap in answer.itl_ms]
+        spent = (self.client_s, self.proxy_s, self.engine_s, self.machine_s)
+        cores = [significant(each / self.wall_s) for each in spent]
+        return Way(
+            ttft=spread_ms([answer.ttft_ms for answer in answers]),
+            itl=spread_ms(gaps),
+            requests_per_s=round(len(answers) / self.wall_s, 2),
+            client_cores=cores[0],
+            proxy_cores=cores[1],
+            engine_cores=cores[2],
+            machine_cores=cores[3],
+        )
 
 
 @dataclass(frozen=True, slots=True)

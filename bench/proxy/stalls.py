@@ -23,9 +23,9 @@ from typing import Any
 
 import aiohttp
 
-from pdx.bench.harness.child import end_child
-from pdx.bench.harness.cpu_clock import CpuClock
+from pdx.bench.harness.nodes import end_child
 from pdx.bench.harness.report import Figure, at_most, publish
+from pdx.bench.harness.timing import CpuClock
 from pdx.bench.proxy.stage import Stage, stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace
 

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from pdx.bench.harness.child import end_child
-from pdx.bench.harness.nodes import end
-from pdx.bench.harness.places import ROOT
+from pdx.bench.harness.nodes import end, end_child
+from pdx.bench.harness.report import ROOT
 from pdx.bench.reference.engine import ReferenceEngine, Request
 from pdx.bench.reference.model import AXES, SHAPES, Shapes
 from pdx.client.api import connect

@@ -167,7 +167,7 @@ def _measure(
     from pdx.bench.serve.progress import ServeProgress
     from pdx.bench.serve.report import Report
     from pdx.bench.serve.run import Run, check_limits
-    from pdx.bench.serve.text import Writer
+    from pdx.bench.serve.workloads import Writer
 
     async def look() -> list[Server]:
         return [await find_server(url, label, model, admin) for url, label, admin in places]

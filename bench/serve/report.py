@@ -18,7 +18,7 @@ import msgspec
 from rich.table import Table
 
 from pdx.bench.harness.report import console, machine
-from pdx.bench.serve import engines as serve_engines
+from pdx.bench.serve import client as serve_engines
 from pdx.bench.serve.client import BACKENDS, METRICS, PERCENTILES, Client
 from pdx.bench.serve.comparison import compare, verdict
 from pdx.bench.serve.goodput import Slo, goodput

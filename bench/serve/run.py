@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from pdx.bench.breakdown.records import Found
-from pdx.bench.serve import engines as serve_engines
+from pdx.bench.serve import client as serve_engines
 from pdx.bench.serve.client import Client, Dialogue, Question, Server
 from pdx.bench.serve.goodput import Output
-from pdx.bench.serve.text import Writer
-from pdx.bench.serve.workloads import Passage, Session, Shape, blocks, plan
+from pdx.bench.serve.workloads import Passage, Session, Shape, Writer, blocks, plan
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:

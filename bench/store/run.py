@@ -8,10 +8,10 @@ from typing import Any
 
 from pdx.bench.harness.interrupts import Steps
 from pdx.bench.harness.report import Figure, plain
-from pdx.bench.store import lookups, tiers
+from pdx.bench.store import tiers
+from pdx.bench.store import tiers as lookups
 from pdx.bench.store.engine_memory import Load
-from pdx.bench.store.lookups import IndexRow
-from pdx.bench.store.tiers import Row
+from pdx.bench.store.tiers import IndexRow, Row
 from pdx.cli.tables import size
 from pdx.errors import ConfigError, PdxError
 

@@ -7,7 +7,7 @@ import sys
 
 from fake_systems import FakeSystem
 
-from pdx.bench.store import memcpy
+from pdx.bench.store import pages as memcpy
 from pdx.bench.systems import names as systems
 from pdx.cli.main import main
 

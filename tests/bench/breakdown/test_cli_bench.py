@@ -22,7 +22,7 @@ from pdx.bench.breakdown.run import Plan
 from pdx.bench.breakdown.turns import Settings
 from pdx.bench.channels import transfer
 from pdx.bench.harness.report import machine
-from pdx.bench.store import memcpy
+from pdx.bench.store import pages as memcpy
 from pdx.bench.systems.system import Bed
 from pdx.cli.main import BENCHES, main
 

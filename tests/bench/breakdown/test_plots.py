@@ -12,12 +12,13 @@ import msgspec
 import pytest
 from plot_samples import ALONE, LAYERS, WIRE, bandwidth, result, trace
 
-from pdx.bench.breakdown import plots, records
+from pdx.bench.breakdown import records
+from pdx.bench.breakdown import report as plots
 from pdx.bench.channels import bandwidth as bandwidth_plot
 from pdx.bench.channels.measure import Row
 from pdx.bench.harness import plot_style
-from pdx.bench.harness.places import RESULTS
 from pdx.bench.harness.plot_style import DPI, WIDTH_IN, Sheet, spread
+from pdx.bench.harness.report import RESULTS
 
 pytestmark = pytest.mark.timeout(180)  # all of it is computing, which busy machines do slowly
 ALWAYS = {"ttft-cdf.png", "itl-cdf.png", "concurrency.png"}

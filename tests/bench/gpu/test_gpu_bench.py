@@ -23,7 +23,7 @@ import torch  # noqa: E402
 import pdx.bench.gpu.__main__ as gpu_benches  # noqa: E402
 from pdx.bench.gpu import bed as gpu_bed  # noqa: E402
 from pdx.bench.gpu import hook as gpu_hook  # noqa: E402
-from pdx.bench.gpu import ipc_stage as gpu_ipc_stage  # noqa: E402
+from pdx.bench.gpu import ipc_peer as gpu_ipc_stage  # noqa: E402
 from pdx.bench.gpu import kernels as gpu_kernels  # noqa: E402
 from pdx.bench.gpu import llama as gpu_llama  # noqa: E402
 from pdx.bench.gpu import nixl as gpu_nixl  # noqa: E402
@@ -37,8 +37,10 @@ from pdx.bench.gpu.kernels import IN_ORDER, SHUFFLED, kernel_figures, pinned_fig
 from pdx.bench.gpu.kernels import Row as KernelRow  # noqa: E402
 from pdx.bench.gpu.llama import Handoff, Prefill, llama_figures  # noqa: E402
 from pdx.bench.gpu.nixl import READ, WRITE, VramNixl, lanes  # noqa: E402
-from pdx.bench.harness.places import ROOT  # noqa: E402
-from pdx.bench.harness.report import Figure  # noqa: E402
+from pdx.bench.harness.report import (
+    ROOT,  # noqa: E402
+    Figure,  # noqa: E402
+)
 from pdx.bench.harness.timing import measure  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from pdx.bench.harness.model_facts import model_facts
-from pdx.bench.harness.prompts import Prompts
+from pdx.bench.harness.prompts import Prompts, model_facts
 from pdx.cli.serve import flag
 from pdx.errors import ConfigError
 from pdx.testing.tiny_llama import make_model

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pdx.bench.breakdown import records
 from pdx.bench.plan.check import alone, pair
-from pdx.bench.plan.engine import Engine
-from pdx.bench.plan.machines import GPUS, Assumptions, Speeds, speeds_of
+from pdx.bench.plan.machines import GPUS, Assumptions, Engine, Speeds, speeds_of
+from pdx.bench.plan.model import Case
 from pdx.bench.plan.shapes import PRESETS
-from pdx.bench.plan.size import Case
 from pdx.bench.plan.workload import Link, Slo, Workload
 
 ASSUMED = Assumptions()

@@ -11,7 +11,6 @@ from plan_cases import CONTROL_S, CPU, REQUEST_S, SCATTER, TINY, measured
 
 from pdx.bench.breakdown import records
 from pdx.bench.plan.check import alone, check, control_s, handoff_s, mean_first_s, mean_gap_s, pair, table, way
-from pdx.bench.plan.engine import Engine
 from pdx.bench.plan.fit import (
     budget_measured,
     calibrate,
@@ -21,6 +20,7 @@ from pdx.bench.plan.fit import (
     points,
     shapes_measured,
 )
+from pdx.bench.plan.machines import Engine
 from pdx.bench.plan.options import Options, ask
 from pdx.bench.plan.shapes import PRESETS
 from pdx.errors import ConfigError

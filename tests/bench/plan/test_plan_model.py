@@ -5,8 +5,17 @@ import pytest
 from plan_cases import case, engine
 
 from pdx.bench.plan.machines import GPUS, Assumptions, speeds_of
-from pdx.bench.plan.model import judge, make
-from pdx.bench.plan.size import CHUNKS, best_mixed, best_split, most_rate, never, smallest_mixed, smallest_split
+from pdx.bench.plan.model import (
+    CHUNKS,
+    best_mixed,
+    best_split,
+    judge,
+    make,
+    most_rate,
+    never,
+    smallest_mixed,
+    smallest_split,
+)
 
 LINKS = [4e9, 8e9, 16e9]
 

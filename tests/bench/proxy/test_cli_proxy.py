@@ -19,9 +19,8 @@ from cli_process import CliProcess
 from click.testing import CliRunner
 
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
-from pdx.bench.harness.cpu_clock import CpuClock, machine_seconds
-from pdx.bench.harness.timing import Spread
-from pdx.bench.proxy.load import FORWARD, SAMPLED, Case, Row, Way, _Spent, cost, measure
+from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds
+from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, _Spent, cost, measure
 from pdx.bench.proxy.stage import Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace, StandInEngine
 from pdx.cli.main import main

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.bench.serve.text import Writer
+from pdx.bench.serve.workloads import Writer
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers trains a small vocabulary")
 

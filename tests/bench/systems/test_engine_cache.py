@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from pdx.bench.systems.engine_cache import CacheNotReset, reset
+from pdx.bench.systems.engine_metrics import CacheNotReset, reset
 
 
 @contextmanager
