@@ -11,11 +11,13 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+from pdx.bench.harness.progress import Shown
 
 _T = TypeVar("_T")
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -117,7 +119,7 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
-class Steps:
+class Steps(Shown):
     """A context that a measurement runs in. SIGINT and SIGTERM end it without an error; `was_interrupted` tells.
 
     Shows a bar on a terminal, and a line for each step elsewhere; both on standard error, so that standard output has
@@ -125,20 +127,18 @@ class Steps:
     """
 
     def __init__(self, total: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(Console(stderr=True, highlight=False), *columns)
         self.was_interrupted = False
-        self._console = Console(stderr=True, highlight=False)
         self._total = total
         self._at = 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console, transient=True) if self._console.is_terminal else None
-        self._task = None if self._bar is None else self._bar.add_task("", total=total)
+        self._task = self.bar.add_task("", total=total)
         self._interrupts = Interrupts()
 
     def step(self, name: str) -> None:
         """The next step begins."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=name, completed=self._at)
-        else:
+        self.bar.update(self._task, description=name, completed=self._at, refresh=True)
+        if not self.is_terminal:
             self.say(f"[{self._at + 1}/{self._total}] {name}")
         self._at += 1
 
@@ -154,22 +154,12 @@ class Steps:
         """The next `count` steps are not taken."""
         self._at += count
 
-    def say(self, line: str) -> None:
-        """A line that stays on the screen."""
-        self._console.print(line, markup=False, soft_wrap=True)
-        self._console.file.flush()
-
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> Self:
         self._interrupts.__enter__()
-        if self._bar is not None:
-            self._bar.start()
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *error: object) -> bool:
+        self.stop()
         self._interrupts.__exit__()
-        self.was_interrupted = isinstance(error, KeyboardInterrupt)
+        self.was_interrupted = isinstance(error[1], KeyboardInterrupt)
         return self.was_interrupted
