@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import select
-import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +20,7 @@ from typing import Self
 import msgspec
 
 from pdx.bench.channels.raw import RAW, SharedFile
-from pdx.bench.harness.nodes import end_child
+from pdx.bench.harness.nodes import Child
 from pdx.transports.channel import TOKEN_BYTES, RemoteRegion
 from pdx.transports.registry import find
 
@@ -33,13 +32,8 @@ class Receiver:
 
     def __init__(self, scheme: str, path: Path, nbytes: int) -> None:
         self.path = path
-        command = [sys.executable, "-m", "pdx.bench.channels.receiver", scheme, str(path), str(nbytes)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the receiver ended with {self._process.wait(10)}")
-        told = json.loads(line)
+        self._child = Child("pdx.bench.channels.receiver", scheme, str(path), str(nbytes))
+        told = self._child.heard()
         self.raw_detail = bytes.fromhex(told["raw"])
         self.remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
 
@@ -49,7 +43,7 @@ class Receiver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end_child(self._process)
+        self._child.close()
 
 
 def serve(scheme: str, path: Path, nbytes: int) -> None:

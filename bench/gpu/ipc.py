@@ -11,10 +11,7 @@ are what the bytes allow.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +26,7 @@ import msgspec
 from pdx.bench.gpu.bed import Bed, Findings
 from pdx.bench.gpu.ipc_peer import BOARD, MIB, RECEIVER, SENDER, SIZES, TOKEN, Board, Group, Pages, order
 from pdx.bench.gpu.nixl import READ, WRITE, VramNixl, lanes, start_nixl, ucx_settings
-from pdx.bench.harness.nodes import end_child
+from pdx.bench.harness.nodes import Child
 from pdx.bench.harness.report import Figure, at_least, plain
 from pdx.bench.harness.timing import measure
 from pdx.cuda.memory import DeviceMemory
@@ -70,8 +67,8 @@ class Writer:
         arena = DeviceMemory.create(bed.gpu, total)
         stack.callback(arena.close)
         self._groups = self.pages.groups(arena.address)
-        self._process = self._start(arena, stack)
-        told = self._heard()
+        self._peer = self._start(arena, stack)
+        told = self._peer.heard()
         self._bell = threading.Event()
         region = find("cuda_ipc").register(GpuMemory(arena, total), wake=self._bell.set)
         stack.callback(region.close)
@@ -80,24 +77,16 @@ class Writer:
         self._channel = region.connect(remote)
         self._nixl, self.why_no_nixl = self._start_nixl(told, stack)
 
-    def _start(self, arena: DeviceMemory, stack: contextlib.ExitStack) -> subprocess.Popen[str]:
+    def _start(self, arena: DeviceMemory, stack: contextlib.ExitStack) -> Child:
         handle, fd = arena.export()
         try:
-            command = [sys.executable, "-m", "pdx.bench.gpu.ipc_peer", self._bed.name, str(self._folder)]
-            command += [msgspec.msgpack.encode(handle).hex(), str(fd)]
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                pass_fds=[fd] if fd >= 0 else [],
-            )
+            encoded = msgspec.msgpack.encode(handle).hex()
+            child = Child("pdx.bench.gpu.ipc_peer", self._bed.name, str(self._folder), encoded, str(fd), fd=fd)
         finally:
             if fd >= 0:
                 os.close(fd)
-        stack.enter_context(process)
-        stack.callback(end_child, process)
-        return process
+        stack.callback(child.close)
+        return child
 
     def _start_nixl(self, told: dict[str, str], stack: contextlib.ExitStack) -> tuple[VramNixl | None, str]:
         if told["why"]:
@@ -199,17 +188,8 @@ class Writer:
             raise RuntimeError(f"{way} did not bring all bytes to their places")
 
     def _asked_digest(self) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(["digest"]) + "\n")
-        self._process.stdin.flush()
-        return str(self._heard())
-
-    def _heard(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the receiver ended with {self._process.wait(ENDS_S)}")
-        return json.loads(line)
+        self._peer.tell(["digest"])
+        return str(self._peer.heard())
 
 
 @contextlib.contextmanager

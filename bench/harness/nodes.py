@@ -1,16 +1,19 @@
-"""Nodes on this host for the benches: one and who asks it, two that know each other."""
+"""Processes of the benches: a node and who asks it, two nodes that know each other, programs of the benches."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pdx.bench.harness.report import ROOT
 from pdx.client.api import Node, connect
 from pdx.client.connection import Connection
 from pdx.config import NodeConfig
@@ -140,15 +143,53 @@ def end(process: subprocess.Popen[bytes]) -> None:
 PATIENCE_S = 20.0
 
 
-def end_child(process: subprocess.Popen[str]) -> None:
-    """Close its pipes and wait until it is gone; what does not end by itself is killed. Idempotent."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+class Child:
+    """A program of the benches in a process of its own: `python -m module`. It works as long as its standard input is
+    open, and says lines of JSON. `fd`: a descriptor that it gets, too; -1: none."""
+
+    def __init__(self, module: str, *arguments: str, fd: int = -1) -> None:
+        self._module = module
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[fd] if fd >= 0 else [],
+        )
+
+    def tell(self, value: Any) -> None:
+        """One line of JSON to it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+    def heard(self) -> Any:
+        """What it says next.
+
+        :raises RuntimeError: it has ended.
+        """
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._module} ended with {self.process.wait(PATIENCE_S)}")
+        return json.loads(line)
+
+    def last(self) -> Any:
+        """What it says when its standard input has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.heard()
+
+    def close(self) -> None:
+        """Close its pipes and wait until it is gone; what does not end by itself is killed. Idempotent."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()

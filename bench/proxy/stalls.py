@@ -13,7 +13,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from pdx.bench.harness.nodes import end_child
+from pdx.bench.harness.nodes import Child
 from pdx.bench.harness.report import Figure, at_most, publish
 from pdx.bench.harness.timing import CpuClock
 from pdx.bench.proxy.stage import Stage, stage
@@ -90,11 +89,10 @@ class Bench:
 
     async def _run(self, attack: Attack) -> tuple[tuple[float, float, float, float], str]:
         """The longest delays of a direct stream and of the proxy's, its memory and CPU time, and what happened."""
-        pingers = [_pinger(url) for url in (self._made.decode_url, self._made.proxy_url)]
+        pingers = [Child("pdx.bench.proxy.stalls", url) for url in (self._made.decode_url, self._made.proxy_url)]
         try:
             for pinger in pingers:
-                assert pinger.stdout is not None
-                await asyncio.to_thread(pinger.stdout.readline)
+                await asyncio.to_thread(pinger.heard)
             await asyncio.sleep(0.5)
             folder = Path(f"/proc/{self._made.proxy_pid}")
             (folder / "clear_refs").write_text("5")  # forget the peak
@@ -104,10 +102,10 @@ class Bench:
             lines = (folder / "status").read_text().splitlines()
             peak_mb = next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM"))
             await asyncio.sleep(0.2)
-            direct, through = (max(_delays(pinger)) for pinger in pingers)
+            direct, through = (max(pinger.last()) for pinger in pingers)
         finally:
             for pinger in pingers:
-                end_child(pinger)
+                pinger.close()
         return (direct, through, peak_mb, cpu_ms), note
 
     async def _post(self, path: str, payload: bytes, count: int) -> str:
@@ -153,19 +151,6 @@ def _asked(**prompt: Any) -> bytes:
     return json.dumps({"model": MODEL, "temperature": 0, "max_tokens": 2, **prompt}).encode()
 
 
-def _pinger(url: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pdx.bench.proxy.stalls", url]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _delays(pinger: subprocess.Popen[str]) -> list[float]:
-    assert pinger.stdin is not None
-    assert pinger.stdout is not None
-    pinger.stdin.close()
-    found: list[float] = json.loads(pinger.stdout.readline())
-    return found
-
-
 async def ping(url: str) -> list[float]:
     """How long the events of one stream took, in ms, from its first event until standard input ends.
 
@@ -183,7 +168,7 @@ async def ping(url: str) -> list[float]:
             if not part:
                 raise RuntimeError("the stream ended")
             if not found:
-                print("first", flush=True)
+                print('"first"', flush=True)
             now = time.monotonic()
             found += [(now - float(sent_at)) * 1e3 for sent_at in SENT_AT.findall(part)]
     return found

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import secrets
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,7 @@ from typing import Any
 
 import torch
 
-from pdx.bench.harness.nodes import end, end_child
-from pdx.bench.harness.report import ROOT
+from pdx.bench.harness.nodes import Child, end
 from pdx.bench.reference.engine import ReferenceEngine, Request
 from pdx.bench.reference.model import AXES, SHAPES, Shapes
 from pdx.client.api import connect
@@ -37,30 +35,19 @@ class EngineProcess:
     """A reference engine in a process of its own. Orders are carried out one after the other; `send` does not wait."""
 
     def __init__(self, threads: int = 1) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdx.bench.reference.pair", str(threads)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._child = Child("pdx.bench.reference.pair", str(threads))
+        self.close = self._child.close  # it detaches first
 
     def send(self, verb: str, **arguments: Any) -> None:
         """Order something (the methods of `_Orders`)."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([verb, arguments]) + "\n")
-        self._process.stdin.flush()
+        self._child.tell([verb, arguments])
 
     def result(self) -> Any:
         """What became of the oldest order that was not asked about.
 
         :raises RuntimeError: it failed there, or the process is gone.
         """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the engine's process is gone")
-        answer = json.loads(line)
+        answer = self._child.heard()
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer["result"]
@@ -69,10 +56,6 @@ class EngineProcess:
         """Order something and wait for it."""
         self.send(verb, **arguments)
         return self.result()
-
-    def close(self) -> None:
-        """End it; it detaches first. Idempotent."""
-        end_child(self._process)
 
 
 class _Orders:

@@ -210,7 +210,7 @@ def test_the_gpu_has_its_memory_back_behind_a_killed_engine(cuda: Gpu, gpu_node:
     process.do("open", shapes=asdict(SHAPES), seed=1, connector=connector, **SETTINGS)
     process.do("run", requests=[{"name": "r", "prompt": PROMPTS[0], "max_tokens": DECODED}])
     process.send("run", requests=[{"name": "s", "prompt": PROMPTS[1], "max_tokens": DECODED}])
-    process._process.kill()
+    process._child.process.kill()
     process.close()
     wait_until(
         lambda: all(each.kind == "client" for each in gpu_node.status().attached), timeout_s=10.0, what="the node knows"

@@ -229,9 +229,9 @@ def test_labels_without_room_stand_closer():
 def test_without_matplotlib_one_is_told_what_to_install(tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from pdx.bench.breakdown import plots, records\n"
+        "from pdx.bench.breakdown import records, report\n"
         "from pdx.errors import ConfigError\n"
-        "try: plots.draw_all(records.Result(machine={}, model={}, settings={}, systems={}, not_run={}), None)\n"
+        "try: report.draw_all(records.Result(machine={}, model={}, settings={}, systems={}, not_run={}), None)\n"
         "except ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
