@@ -87,8 +87,8 @@ def beside(names: list[str], before: Path, rounds: int) -> int:
             if here is None or there is None:
                 failed = 1
                 continue
-            for figure in here.keys() & there.keys():
-                if there[figure]:
+            for figure in here:
+                if there.get(figure):
                     ratios[figure].append(here[figure] / there[figure])
         table = Table(title=f"{name}: here / {before}, median of {rounds} turns", title_justify="left")
         for column in ("figure", "ratio", "least", "most"):
