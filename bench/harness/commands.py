@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from pdx.bench.channels.trial import Told
     from pdx.bench.harness.interrupts import Steps
     from pdx.bench.harness.timing import Spread
-    from pdx.bench.proxy.run import Row
-    from pdx.bench.proxy.run import ProxyRun
+    from pdx.bench.proxy.run import ProxyRun, Row
     from pdx.bench.store.run import StoreRun
 
 INTERRUPTED = 130  # as a shell shows SIGINT
@@ -154,8 +153,7 @@ def _carry_out(
 
 def _of_store(run: StoreRun) -> Iterator[RenderableType]:
     """Tables of what was measured, and of what was not."""
-    from pdx.bench.store.tiers import PROMPT_KEYS
-    from pdx.bench.store.tiers import title
+    from pdx.bench.store.tiers import PROMPT_KEYS, title
 
     if run.rows:
         words = (

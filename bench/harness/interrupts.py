@@ -145,9 +145,8 @@ class Steps(Shown):
     def took(self, line: str) -> None:
         """A step is over, and gave what `line` says."""
         self._at += 1
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=line, completed=self._at)
-        else:
+        self.bar.update(self._task, description=line, completed=self._at, refresh=True)
+        if not self.is_terminal:
             self.say(line)
 
     def skip(self, count: int) -> None:
