@@ -7,7 +7,6 @@ Until then the engine is told to ask again in the next step. All waiting in one 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import MAX_KEYS, MAX_SLOTS, Admit, Admitted, Cancel, Mark, Release
-
-log = logging.getLogger("pdx")
 
 ASK_S = 0.002
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
@@ -85,8 +82,8 @@ class StoreLookup:
         try:
             step(tracked, connection)
         except (NodeError, ProtocolError) as error:
-            log.warning("request %s runs without PDX: %s", tracked.request.request_id, error)
-            connection.count("request_without_pdx")
+            text = "request %s runs without PDX: %s"
+            connection.count("request_without_pdx", text, tracked.request.request_id, error)
             self.forget_asked(tracked, connection)
             self.give_up_transfer(tracked, connection)
             self.release(tracked, connection)
@@ -155,8 +152,8 @@ class StoreLookup:
                 tracked.late = None
                 self._take_grants(tracked, answer, tracked.late_first)
         except (NodeError, ProtocolError) as error:
-            log.warning("chunks of request %s are not saved: %s", tracked.request.request_id, error)
-            connection.count("save_skipped")
+            text = "chunks of request %s are not saved: %s"
+            connection.count("save_skipped", text, tracked.request.request_id, error)
             tracked.late = None
 
     def _ask_decoded(self, tracked: TrackedRequest, connection: Connection, end: int) -> None:
@@ -266,13 +263,13 @@ class StoreLookup:
         source = tracked.source
         tracked.waits = tracked.asks_source = False
         if tracked.is_decode:
-            log.warning("transfer %s did not arrive within %s s", tracked.transfer, limit_s)
-            connection.count("transfer_late")
+            text = "transfer %s did not arrive within %s s"
+            connection.count("transfer_late", text, tracked.transfer, limit_s)
             return False
         # The node ends these waits by its own deadlines (`fetch_s`, a tier that is too slow). Should it not, the next
         # question is about this node alone, and its answer has a lease on what is here.
-        log.warning("request %s goes on without chunks of %s", tracked.request.request_id, source or "a lower tier")
-        connection.count("source_late")
+        text = "request %s goes on without chunks of %s"
+        connection.count("source_late", text, tracked.request.request_id, source or "a lower tier")
         return bool(source)
 
     def _prompt_keys(self, tracked: TrackedRequest) -> tuple[list[bytes], int]:
@@ -335,12 +332,8 @@ class StoreLookup:
             tracked.room_until = now + self._config.reserve_wait_s
         if now < tracked.room_until:
             return True
-        log.warning(
-            "no room in the arena for request %s within %s s: the rest of its prompt is not transferred",
-            tracked.request.request_id,
-            self._config.reserve_wait_s,
-        )
-        connection.count("no_room")
+        text = "no room in the arena for request %s within %s s: the rest of its prompt is not transferred"
+        connection.count("no_room", text, tracked.request.request_id, self._config.reserve_wait_s)
         return False
 
     def _take_grants(self, tracked: TrackedRequest, answer: Admitted, first_chunk: int) -> None:

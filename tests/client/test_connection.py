@@ -1,5 +1,6 @@
 """One process's connection to its node: what must not be lost is not, and no thread waits for another's answer."""
 
+import logging
 import os
 import signal
 import sys
@@ -56,6 +57,19 @@ def connection(node, connect):
     made = connect(node.address)
     assert made.attach(30.0)
     return made
+
+
+def test_of_each_reason_the_first_is_a_warning_and_all_are_counted(node, connection, caplog):
+    with caplog.at_level(logging.DEBUG, "pdx"):
+        for reason in ("late", "lost", "late"):
+            connection.count(reason, "request %s: %s", "r", reason)
+        connection.count("lost", times=3)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [("WARNING", "request r: late"), ("WARNING", "request r: lost"), ("DEBUG", "request r: late")]
+    wait_until(
+        lambda: [node.status().counters.get(f"degraded_{each}") for each in ("late", "lost")] == [2, 4],
+        what="the node was told of all",
+    )
 
 
 def keys(count, first=0):

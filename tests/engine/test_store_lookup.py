@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +46,9 @@ class ScriptedNode:
     def tell(self, body: Ask) -> None:
         self.told.append(body)
 
-    def count(self, reason: str) -> None:
+    def count(self, reason: str, text: str, *args: object) -> None:
         self.counted[reason] += 1
+        logging.getLogger("pdx").warning(text, *args)
 
     def all_of(self, kind: type) -> list[Any]:
         return [body for body in self.asked if isinstance(body, kind)]
