@@ -90,8 +90,8 @@ class SlotPool:
 
     def drop(self, chunk: Chunk) -> None:
         """Have a sealed chunk forgotten now, and its room free as soon as nobody reads it."""
-        if chunk.leases:
-            self.retire(chunk)
+        if chunk.leases:  # the last of those who read it frees it
+            self._index.step([chunk], Step.DELETE)
         else:
             self.policy.remove(chunk)
             self.free([chunk], Step.EVICT)
@@ -99,10 +99,6 @@ class SlotPool:
     def give_back(self, slots: Sequence[Slot]) -> None:
         """These slots were granted and are not used: they never held a chunk."""
         self._allocator.free_many([slot.offset for slot in slots])
-
-    def retire(self, chunk: Chunk) -> None:
-        """Nobody may find or write it any more; the last of those who read it frees it."""
-        self._index.step([chunk], Step.DELETE)
 
     def free(self, chunks: Sequence[Chunk], step: Step) -> None:
         """Forget these chunks, which nobody reads or writes and the policy does not have, and give their room back."""

@@ -320,9 +320,7 @@ class Store:
         """Their writer will not write them any more: the room is free again, or left to who still reads it."""
         given = [chunk for chunk in dict.fromkeys(chunks) if chunk.state in WRITABLE]
         self.counters["aborted"] += sum(chunk.state is State.FILLING for chunk in given)
-        for chunk in given:
-            if chunk.leases:  # a copy still reads it
-                self.pools[chunk.slot.arena].retire(chunk)
+        self._index.step([chunk for chunk in given if chunk.leases], Step.DELETE)  # a copy still reads them
         for number, pool in enumerate(self.pools):
             left = [chunk for chunk in given if chunk.slot.arena == number and chunk.state in WRITABLE]
             if left:
