@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -48,7 +49,7 @@ class PeerTier(Tier):
         self.scheme = ""  # chosen
         self.rates: dict[str, float] = {}
         self.expected = ""  # the scheme that ought to work there
-        self.start: Callable[[], None] | None = None  # connects a channel; waits for the first push
+        self.start: Callable[[], None] | None = None  # connects a channel, as long as the peer is there
         self.sent_bytes = 0
         self.why = ""
 
@@ -194,7 +195,7 @@ class PeerTiers:
         if transfer is not None and self.is_pushing(transfer, name):
             return 0
         self.connections.dial(name)
-        self._start(self.tier(name))
+        self.start(name)
         now = self._clock()
         if transfer is not None:
             self._flows.setdefault(transfer, Flow(0, 0, 0.0)).deadline = now + FLOW_S + self.config.push_s
@@ -242,14 +243,15 @@ class PeerTiers:
             return
         tier = self.tier(peer.name)
         self.drop_sender(tier)
-        tier.start = lambda: self._choose(tier, peer, welcome, schemes)
+        tier.start = partial(self._choose, tier, peer, welcome, schemes)
         if at_once or self.copies.of(peer.name):
-            self._start(tier)
+            self.start(peer.name)
 
-    def _start(self, tier: PeerTier) -> None:
-        start, tier.start = tier.start, None
-        if start is not None:
-            start()
+    def start(self, name: str) -> None:
+        """Choose a channel to this peer, if it is there and none is chosen or being chosen."""
+        tier = self._tiers.get(name)
+        if tier is not None and tier.start is not None and tier.sender is None:
+            tier.start()
 
     def _choose(self, tier: PeerTier, peer: PeerConnection, welcome: Welcome, schemes: Sequence[str]) -> None:
         order = [scheme for scheme in schemes if scheme in self._regions.regions]
@@ -278,7 +280,7 @@ class PeerTiers:
             on_chosen=lambda scheme, rates: self._channel_chosen(tier, sender, scheme, rates),
             on_done=lambda job, error: self._written(tier, sender, job, error),
             on_broken=lambda why: self._channel_broken(tier, sender, why),
-            on_ended=lambda: self._sender_ended(peer, sender),
+            on_ended=lambda: self._sender_ended(tier, peer, sender),
             tracer=self._tracer,
         )
         return sender
@@ -311,19 +313,29 @@ class PeerTiers:
             self._channel_broken(tier, sender, str(error))
 
     def _channel_broken(self, tier: PeerTier, sender: SendThread, why: str) -> None:
-        if tier.sender is sender:
-            self._counters["channels_broken"] += 1
-            self._chosen.pop(tier.name, None)
-            log.warning("the channel to %s is broken: %s", tier.name, why)
+        if tier.sender is not sender:
+            return
+        self._counters["channels_broken"] += 1
+        self._chosen.pop(tier.name, None)
+        # A peer that cannot be reached is tried again and again: said once.
+        level = logging.WARNING if tier.is_ready or why != tier.why else logging.DEBUG
+        log.log(level, "the channel to %s is broken: %s", tier.name, why)
+        if tier.is_ready:
             self.gone(tier.name, why)
+        else:  # no chunk was written: the connection stays, for what the peer writes here
+            self._lose(tier, why)
+
+    def _lose(self, tier: PeerTier, why: str) -> None:
+        tier.scheme, tier.why = "", why
+        self.drop_sender(tier)
+        self.copies.lost(tier.name)
 
     def gone(self, name: str, why: str) -> None:
-        """Nothing more can be written to this peer by its present channel."""
+        """Nothing more can be written to this peer, until it is connected anew."""
         tier = self._tiers.get(name)
         if tier is not None:
-            tier.scheme, tier.why, tier.start = "", why, None
-            self.drop_sender(tier)
-            self.copies.lost(name)
+            tier.start = None
+            self._lose(tier, why)
             if name not in self.connections.names:  # nobody can ask for it by name, until it comes again
                 del self._tiers[name]
                 self._chosen.pop(name, None)
@@ -336,10 +348,10 @@ class PeerTiers:
             self._left.append(tier.sender)
             tier.sender = None
 
-    def _sender_ended(self, peer: PeerConnection, sender: SendThread) -> None:
+    def _sender_ended(self, tier: PeerTier, peer: PeerConnection, sender: SendThread) -> None:
         """Its thread writes nothing more: only now the peer may be told so, and a new channel be had."""
         self._left.remove(sender)
-        if peer.state is ConnectionState.CLOSED:
+        if peer.state is ConnectionState.CLOSED or tier.start is not None:
             return
         self._on_ended(peer)
         if self.copies.of(peer.name):

@@ -240,7 +240,9 @@ class Peers:
                 listener.grant(peer.token, self._probe.offset, self._probe.nbytes)
         if not regions:
             reasons = "; ".join(f"{scheme}: {self.regions.why.get(scheme, 'closed')}" for scheme in schemes)
-            self.connections.turn_down(peer, f"no channel works at {self._name}: {reasons}; see `pdx doctor` there")
+            why = f"no channel works at {self._name}: {reasons}; see `pdx doctor` there"
+            self.connections.turn_down(peer, why)
+            self.over(peer, Step.TURN_DOWN, why)
             return
         peer.welcome(regions, self._probe)
 
@@ -266,6 +268,7 @@ class Peers:
 
     def _leave(self, peer: PeerConnection) -> None:
         """The channel to this peer broke, and nothing is written by it any more: only a new connection has another."""
+        self.fetches.lost(peer.name, self._clock())  # asked since the channel broke
         self.connections.leave(peer)
         self._session_over(peer, Step.LEAVE)
 
@@ -441,6 +444,7 @@ class Peers:
                 continue
             try:
                 self.connections.dial(name, is_wanted=False)
+                self.tiers.start(name)
             except (PeerError, ConfigError) as error:
                 log.debug("%s is not dialled: %s", name, error)
 

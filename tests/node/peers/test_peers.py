@@ -9,11 +9,13 @@ from push_stage import FakeSession, Granted, SendingStage, key
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.peers import peers as module
+from pdx.node.peers.connection import ConnectionState
+from pdx.node.peers.fetches import Fetches
 from pdx.node.peers.peers import Peers
 from pdx.store.copy import Priority
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import Push
+from pdx.wire.messages import Admit, Push
 
 TRANSFER = "transfer-0123456789"
 
@@ -145,3 +147,34 @@ def test_a_peer_asks_for_no_more_pushes_than_may_be(stage, monkeypatch, caplog):
     assert caplog.text.count("wants_limited") == 1
     stage.copies.stopped("b", 1, "enough")
     assert stage.want([0], 5) == 1
+
+
+def test_what_was_asked_over_a_connection_that_this_node_leaves_is_not_waited_for(stage):
+    """It may have been asked after the channel broke, and before nothing was written by it any more."""
+    peers = stage.peers
+    peers.fetches = Fetches(lambda name: stage.peer, 5.0)
+    peers.connections = SimpleNamespace(leave=lambda peer: None)
+    peers.regions = SimpleNamespace(listeners={})
+    peers.receiver = SimpleNamespace(session_over=lambda peer, now, is_dead: None)
+    asked = []
+    stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: asked.append(body)
+    ask = Admit([key(0)], source="b")
+    assert peers.may_come(ask, 0)
+    assert asked == [Push([key(0)])]
+    peers._leave(stage.peer)
+    assert not peers.may_come(ask, 0)
+    assert peers.fetches.ended == [key(0)]
+
+
+def test_what_waits_for_a_peer_that_is_turned_down_waits_no_longer(stage):
+    """No channel works here, and the peer has dialled this node while it was dialled."""
+    peers = stage.peers
+    told = []
+    peers.connections = SimpleNamespace(turn_down=lambda peer, why: told.append(why))
+    peers.regions = SimpleNamespace(listeners={}, why={}, when_open=lambda call: call())
+    peers.receiver = SimpleNamespace(sessions=[], session_over=lambda peer, now, is_dead: None)
+    peers.tiers.gone = lambda name, why: told.append((name, why))
+    stage.peer.state = ConnectionState.NEW
+    peers.greeted(stage.peer, ["tcp"])
+    why = "no channel works at a: tcp: closed; see `pdx doctor` there"
+    assert told == [why, ("b", why)]

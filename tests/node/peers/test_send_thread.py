@@ -6,18 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 from plain_memory import PlainMemory
-from push_stage import MIB
+from push_stage import MIB, SendingStage, key
 
+from pdx.config import NodeConfig
 from pdx.errors import ChannelBroken, ChannelUnavailable, TransferAborted, WriteRefused
 from pdx.memory.digest import digests
 from pdx.memory.slot import Slot
+from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.peer_tiers import PeerTiers
 from pdx.node.peers.send_thread import Route, SendThread
 from pdx.store.tier import Job, Part
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
-from pdx.wire.messages import decode_landed
+from pdx.wire.messages import Chosen, Welcome, decode_landed
 
 TOKEN = bytes(TOKEN_BYTES)
 
@@ -285,3 +287,104 @@ def test_a_step_down_to_another_channel_is_said_and_counted(caplog):
     )
     assert tiers._counters == {"channels_stepped_down": 1}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+# ---- what becomes of the connection -------------------------------------------------------------
+
+
+class Peer:
+    """A connection that stands."""
+
+    name = "b"
+    state = ConnectionState.READY
+    number = 1
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, body, about=0):
+        self.sent.append(body)
+
+
+class TiersStage(SendingStage):
+    """The tiers of a node that has dialled `b`, where one channel may lead."""
+
+    def __init__(self, folder, region):
+        super().__init__(folder)
+        self.peer = Peer()
+        self.mailbox = Mailbox()
+        self.gone = []
+        self.left = []
+        self.tiers = PeerTiers(
+            NodeConfig(address=f"ipc://{folder}/node.sock", channels=["s0"]),
+            arena=self.arena,
+            probe=Slot(0, 4096, 0),
+            copies=self.copies,
+            regions=SimpleNamespace(regions={"s0": region}),
+            connections=SimpleNamespace(names=["b"], of=lambda name: self.peer, dial=lambda name: self.peer),
+            mailbox=self.mailbox,
+            counters=self.counters,
+            mark=None,
+            on_gone=self.gone.append,
+            on_ended=self.left.append,
+            clock=lambda: self.now,
+        )
+        welcome = Welcome(1, 1, regions=[RemoteRegion("s0", MIB, TOKEN, b"")])
+        self.tiers.ready(self.peer, welcome, ["s0"], at_once=True)
+        self.tier = self.tiers.tier("b")
+
+    def until(self, condition):
+        wait_until(lambda: self.mailbox.deliver() or condition())
+
+    def close(self):
+        self.tiers.close()
+        self.mailbox.close()
+        super().close()
+
+
+@pytest.fixture
+def tiers_with(tmp_path):
+    stages = []
+
+    def make(region):
+        stages.append(TiersStage(tmp_path, region))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+
+
+def push(stage):
+    return stage.tiers.push("b", [key(0)], 1, transfer=None, layout=b"")
+
+
+def test_a_peer_to_which_no_channel_leads_may_go_on_writing_here(tiers_with):
+    """The connection is also that of the other direction, in which there may be no firewall."""
+    region = FakeRegion(fault=ChannelUnavailable("a firewall"))
+    stage = tiers_with(region)
+    stage.fill(stage.reserve([0], 100), 0, 1, seal=True)
+    assert push(stage) == 1
+    stage.until(lambda: not stage.copies.of("b") and not stage.tiers._left)
+    assert (stage.left, stage.gone, stage.peer.sent) == ([], [], [])
+    assert "a firewall" in stage.tier.why
+    assert stage.counters["copies_lost"] == stage.counters["channels_broken"] == 1
+    region.fault = None
+    assert push(stage) == 1
+    stage.until(lambda: stage.tier.is_ready)
+    assert stage.peer.sent[0] == Chosen("s0")
+    assert len(stage.copies.of("b")) == 1
+    assert stage.tier.why == ""
+
+
+def test_a_channel_that_breaks_ends_the_connection_as_soon_as_nothing_is_written(tiers_with):
+    region = FakeRegion(bug=ChannelBroken("torn"))
+    stage = tiers_with(region)
+    stage.until(lambda: stage.tier.is_ready)
+    stage.fill(stage.reserve([0], 100), 0, 1, seal=True)
+    assert push(stage) == 1
+    stage.tier.store(Job(7, [Part(bytes(16), 0, 2, 0, 2, Slot(0, 10, 0), Slot(0, 10, 7))], 10))
+    stage.until(lambda: stage.left)
+    assert stage.left == [stage.peer]
+    assert "b" in stage.gone
+    assert not stage.tier.is_ready
