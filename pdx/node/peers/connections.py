@@ -212,6 +212,7 @@ class Connections:
     def told(self, entries: list[PeerEntry]) -> None:
         """What the proxy says of the nodes there are; believed as far as `pdx.security.roster` says."""
         self._roster.believe(entries)
+        self._forget_strangers()
 
     def secure_proxy(self, socket: zmq.Socket[bytes], address: str = "") -> None:
         """Before a socket connects to the proxy at `address`: CURVE, if this node has keys.
@@ -246,6 +247,7 @@ class Connections:
         self._now = self._clock()
         with self._faults.contain("the look at the roster"):
             if self._roster.refresh():
+                self._forget_strangers()
                 for peer in self.peers:
                     if not self._is_named(peer):
                         self._lose(peer, Step.LOST, "the roster has changed")
@@ -516,6 +518,14 @@ class Connections:
         if peer is not None and peer.state is not ConnectionState.CLOSED:
             with self._faults.contain("the end of a connection"):
                 self._lose(peer, Step.LOST, "an internal error")
+
+    def _forget_strangers(self) -> None:
+        """Names that the roster has no longer, and that are not connected, are not kept: hosts may come and go."""
+        names = set(self._roster.names)
+        self._said = {name: why for name, why in self._said.items() if name in names}
+        for name in self._last.keys() - names:
+            if self._last[name].state is ConnectionState.CLOSED:
+                del self._last[name]
 
     def _is_named(self, peer: PeerConnection) -> bool:
         """Whether the roster still names the peer, with the same key and, if it was dialled, the same address."""

@@ -362,6 +362,13 @@ class PeerTiers:
 
     # ---- time and the end -------------------------------------------------------------------
 
+    def forget_strangers(self) -> None:
+        """Peers that are not connected, that the roster names no longer and that nothing goes to, are not kept."""
+        for name in self._tiers.keys() - set(self.connections.names):
+            if self.connections.of(name) is None and not self.copies.of(name):
+                del self._tiers[name]
+                self._chosen.pop(name, None)
+
     def tick(self, now: float) -> None:
         """A few times a second."""
         if self._tracer is not None:

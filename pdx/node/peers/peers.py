@@ -437,6 +437,10 @@ class Peers:
 
     def _warm_up(self) -> None:
         """Dial the peers there are before the first request needs them, unless they are many."""
+        self.tiers.forget_strangers()
+        for name in self._landed_bytes.keys() - set(self.connections.names):
+            if self.connections.of(name) is None:
+                del self._landed_bytes[name]
         if not self._is_warm():
             return
         for name in self.connections.names:

@@ -491,6 +491,22 @@ def test_lives_are_remembered_up_to_a_bound():
     assert len(lives._now) == len(lives._ended) == 4096
 
 
+def test_names_that_the_roster_has_no_longer_are_not_kept(stage):
+    """Hosts that come and go under names of their own would otherwise be remembered for ever."""
+    alpha, beta = stage.pair()
+    for number in range(20):
+        alpha.connections.told([beta.entry, PeerEntry(f"pod-{number}", f"ipc://{stage.place}/nobody.sock")])
+        alpha.connections.dial(f"pod-{number}")
+        stage.pass_time(TIMEOUT_S + 1.0)
+    assert alpha.connections.of("pod-19").why
+    alpha.connections.told([])
+    assert list(alpha.connections._last) == ["beta"], "that one is connected"
+    assert list(alpha.connections._said) == []
+    alpha.connections.leave(alpha.connections.of("beta"))
+    alpha.connections.told([])
+    assert alpha.connections.of("beta") is None
+
+
 # ---- exceptions that nobody expected ------------------------------------------------------------
 
 
