@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from pdx.cuda.driver import api, call
+from pdx.cuda.driver import api, call, version
 from pdx.cuda.gpu import Gpu, beside_captures
 from pdx.cuda.page_lock import PIECE_BYTES
 from pdx.errors import GpuError
 
+_BATCHES_SINCE = 12080  # CUDA 12.8
 _log = logging.getLogger(__name__)
 
 
@@ -43,11 +45,8 @@ class CopyStream:
         if self._stream is None:
             raise GpuError("a copy on a closed stream")
         self._gpu.use()
-        while nbytes > 0:
-            # The driver refuses a copy that touches two registrations of host memory; see `PageLock`.
-            step = min(nbytes, PIECE_BYTES - target % PIECE_BYTES, PIECE_BYTES - source % PIECE_BYTES)
-            call("cuMemcpyAsync", target, source, step, self._stream)
-            target, source, nbytes = target + step, source + step, nbytes - step
+        for piece in _pieces(target, source, nbytes):
+            call("cuMemcpyAsync", *piece, self._stream)
 
     def wait(self) -> None:
         """Return when all copies have ended; other threads run meanwhile.
@@ -85,3 +84,41 @@ class CopyStream:
     def _destroy_stream(self) -> None:
         stream, self._stream = self._stream, None
         call("cuStreamDestroy", stream)
+
+
+def queue_copies(stream: Any, copies: Iterable[tuple[int, int, int]]) -> None:
+    """Begin copies of (to address, from address, bytes) on a stream of the current context, in any order.
+
+    The addresses are in memory that CUDA knows: a GPU's, or page-locked. One call of the driver for all of them since
+    CUDA 12.8, one for each before.
+
+    :raises GpuError: the driver refused.
+    """
+    pieces = [piece for each in copies for piece in _pieces(*each)]
+    if len(pieces) < 2 or not hasattr(api(), "cuMemcpyBatchAsync") or version() < _BATCHES_SINCE:
+        for piece in pieces:
+            call("cuMemcpyAsync", *piece, stream)
+        return
+    how = api().CUmemcpyAttributes()
+    how.srcAccessOrder = api().CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    targets, sources, sizes = zip(*pieces, strict=True)
+    address = api().CUdeviceptr
+    call(
+        "cuMemcpyBatchAsync",
+        [address(target) for target in targets],
+        [address(source) for source in sources],
+        list(sizes),
+        len(pieces),
+        [how],
+        [0],
+        1,
+        stream,
+    )
+
+
+def _pieces(target: int, source: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """A copy in parts: the driver refuses one that touches two registrations of host memory; see `PageLock`."""
+    while nbytes > 0:
+        step = min(nbytes, PIECE_BYTES - target % PIECE_BYTES, PIECE_BYTES - source % PIECE_BYTES)
+        yield target, source, step
+        target, source, nbytes = target + step, source + step, nbytes - step

@@ -17,8 +17,9 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.page_lock import PageLock
 from pdx.engine.copier import Action, PageCopier, Scatter
 from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.engine.staging import Staged, Staging
 from pdx.engine.streams import Event, Stream, Streams
-from pdx.errors import GpuUnavailable, LayoutError, PdxError
+from pdx.errors import GpuError, GpuUnavailable, LayoutError, PdxError
 from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter, warm_up
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
@@ -146,7 +147,8 @@ class _Step:
     """What one forward pass gathers. It holds the mapping until its last copy has ended."""
 
     mapped: MappedArena
-    batch: Batch
+    batch: Batch | None  # None: by way of the staging memory
+    staged: Sequence[Staged]
     is_refused: bool = False  # CUDA did not take a launch: nothing of the step is whole
 
 
@@ -171,6 +173,7 @@ class GpuCopier(PageCopier):
         self._mapped: MappedArena | None = None
         self._has_failed = False  # CUDA does nothing any more for this process
         self._step: _Step | None = None
+        self._staging: Staging | None = None  # once an arena in host memory was mapped
         self._copied = EventThread("pdx-copied", streams.bind_thread, self._failed)
         self._computed = EventThread("pdx-computed", streams.bind_thread, self._failed)
 
@@ -212,6 +215,8 @@ class GpuCopier(PageCopier):
             try:
                 self._streams.bind_thread()
                 mapped = MappedArena.open(arena, self._streams.gpu(), self._refused)
+                if mapped.place is Place.HOST and self._staging is None:
+                    self._staging = self._new_staging()
             except (PdxError, RuntimeError) as error:  # torch's own errors, too
                 log.error("cannot reach the node's memory from the GPU, nothing is saved or loaded: %s", str(error))  # noqa: TRY400
                 self._count("arena_unreachable")
@@ -219,6 +224,17 @@ class GpuCopier(PageCopier):
             mapped, self._mapped = self._mapped, mapped
         if mapped is not None:
             mapped.close()
+
+    def _new_staging(self) -> Staging | None:
+        try:
+            return Staging(self._pages, self._streams)
+        except RuntimeError as error:
+            log.warning(
+                "no room on the GPU to stage what goes to host memory, so kernels write there and take longer: %s",
+                str(error),
+            )
+            self._count("staging_unavailable")
+            return None
 
     def _refused(self, reason: str) -> None:
         log.error("nothing is saved or loaded: %s", reason)
@@ -244,9 +260,12 @@ class GpuCopier(PageCopier):
         found = [(each, run) for each in pages if (run := self._run_of(each, mapped)) is not None]
         try:
             if found:
+                runs = [run for _, run in found]
                 with self._streams.on(self._gathering):
-                    batch = Batch.of(self._pages, [run for _, run in found])
-                self._step = _Step(mapped, batch)
+                    if mapped.place is Place.HOST and self._staging is not None:
+                        self._step = _Step(mapped, None, self._staging.stage(runs))
+                    else:
+                        self._step = _Step(mapped, Batch.of(self._pages, runs), ())
                 return [each for each, _ in found]
         except RuntimeError as error:  # no room on the GPU even for the table
             log.warning("the pages of this step are not saved: %s", str(error))
@@ -260,8 +279,11 @@ class GpuCopier(PageCopier):
         try:
             self._fence.record(self._streams.compute())
             self._fence.wait(self._gathering)
-            self._launch(self._gathering, gather, step.batch, layers, step.mapped.place)
-        except (RuntimeError, ValueError) as error:  # no memory for it, or another device is current
+            if step.batch is not None:
+                self._launch(self._gathering, gather, step.batch, layers, step.mapped.place)
+            elif self._staging is not None:
+                self._staging.gather(self._gathering, gather, step.staged, layers)
+        except (RuntimeError, ValueError, GpuError) as error:  # no memory for it, or another device is current
             step.is_refused = True
             log.warning("the pages of this step are not saved: %s", str(error))
             self._count("launch_refused")
@@ -270,12 +292,12 @@ class GpuCopier(PageCopier):
 
     def copied(self) -> Callable[[], bool]:
         event = self._streams.event()  # not a spare one: it is asked long after it has passed
-        event.record(self._gathering)
+        event.record(self._saving())
         query: Callable[[], bool] = event.query
         return query
 
     def after_copies(self, action: Action) -> None:
-        event = self._recorded(self._gathering)
+        event = self._recorded(self._saving())
         self._copied.put(event, partial(self._passed, event, action))
 
     def after_compute(self, action: Action) -> bool:
@@ -289,10 +311,19 @@ class GpuCopier(PageCopier):
         step, self._step = self._step, None
         if step is None:
             return
-        event = self._recorded(self._gathering)
         if not self._streams.is_capturing():
-            event.wait(self._streams.compute())
+            self._fence.record(self._gathering)
+            self._fence.wait(self._streams.compute())
+        event = self._recorded(self._saving())
         self._copied.put(event, partial(self._passed, event, step.mapped.release))
+
+    def _saving(self) -> Stream:
+        """The stream behind which all that was gathered up to now is in its slots."""
+        if self._staging is None:
+            return self._gathering
+        self._fence.record(self._gathering)
+        self._fence.wait(self._staging.stream)
+        return self._staging.stream
 
     # ---- loading ----------------------------------------------------------------------------
 

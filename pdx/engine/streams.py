@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from pdx.cuda.copies import queue_copies
 from pdx.cuda.driver import api, call
 from pdx.cuda.gpu import Gpu
 
@@ -62,6 +63,13 @@ class Streams:
     def is_capturing(self) -> bool:
         """Whether the calling thread's stream records a graph instead of working."""
         return bool(torch.cuda.is_current_stream_capturing())
+
+    def copy(self, stream: Stream, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Queue copies by the copy engine on `stream`: (to address, from address, bytes) each, in any order.
+
+        :raises GpuError: the driver refused one.
+        """
+        queue_copies(stream.cuda_stream, copies)
 
     def launch(self, stream: Stream, kernel: Callable[..., None], *args: Any, **settings: Any) -> None:
         """Queue `kernel(*args, **settings)` on `stream`."""

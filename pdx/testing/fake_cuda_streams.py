@@ -181,6 +181,28 @@ class StreamCalls:
             sides.append((address, device_memory))
         found.put(functools.partial(self._copy, sides[0], sides[1], nbytes))
 
+    def cuMemcpyBatchAsync(
+        self,
+        targets: Any,
+        sources: Any,
+        sizes: Any,
+        count: int,
+        attributes: Any,
+        indices: Any,
+        num_attributes: int,
+        stream: Any,
+    ) -> int:
+        if not (len(targets) == len(sources) == len(sizes) == count and indices == [0] and num_attributes == 1):
+            raise Refused("INVALID_VALUE")
+        order = self._bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        if attributes[0].srcAccessOrder != order or not int(stream):
+            raise Refused("INVALID_VALUE")
+        copies = list(zip(targets, sources, sizes, strict=True))
+        random.shuffle(copies)  # nothing is said of their order
+        for target, source, nbytes in copies:
+            self.cuMemcpyAsync(target, source, nbytes, stream)
+        return 0
+
     def _copy(self, target: tuple[int, Range | None], source: tuple[int, Range | None], nbytes: int) -> None:
         try:
             self._memory.copy(target, source, nbytes)

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from pdx.cuda.copies import CopyStream
+from pdx.cuda import copies
+from pdx.cuda.copies import CopyStream, queue_copies
 from pdx.cuda.driver import call
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.memory import DeviceMemory
@@ -147,3 +148,33 @@ def test_one_thread_after_the_other(fake, stream, memory):
     thread.join()
     stream.wait()
     assert ctypes.string_at(fake.memory.look(memory.address, 2), 2) == b"\1\1"
+
+
+@pytest.mark.parametrize("driver_version", [12090, 12040], ids=["one call", "a call each"])
+def test_many_copies_are_one_call_where_the_driver_has_one(driver_version):
+    with fake_cuda(driver_version=driver_version) as fake:
+        gpu = Gpu.find("0")
+        with DeviceMemory.create(gpu, 2 * MIB) as memory, CopyStream(gpu) as stream:
+            there = ctypes.create_string_buffer(bytes(range(256)) * 16)
+            back = ctypes.create_string_buffer(4096)
+            stream.copy(memory.address, ctypes.addressof(there), 4096)
+            size = 4096 // 16
+            queue_copies(
+                stream._stream,
+                [(ctypes.addressof(back) + at, memory.address + at, size) for at in range(0, 4096, size)],
+            )
+            stream.wait()
+            assert back.raw == there.raw[:4096]
+            assert fake.calls["cuMemcpyBatchAsync"] == (driver_version >= 12080)
+            assert fake.calls["cuMemcpyAsync"] == (1 if driver_version >= 12080 else 17)
+
+
+def test_a_copy_among_many_that_crosses_a_registration_goes_in_two(monkeypatch):
+    called = []
+    monkeypatch.setattr(copies, "call", lambda name, *args: called.append((name, *args)))
+    monkeypatch.setattr(copies, "version", lambda: 12040)
+    queue_copies("stream", [(PIECE_BYTES - 16, 1 << 40, 64)])
+    assert called == [
+        ("cuMemcpyAsync", PIECE_BYTES - 16, 1 << 40, 16, "stream"),
+        ("cuMemcpyAsync", PIECE_BYTES, (1 << 40) + 16, 48, "stream"),
+    ]

@@ -7,13 +7,14 @@ stream sees it in the bytes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -157,6 +158,11 @@ class LaggingStreams(Streams):
         return self.made[2]
 
     @property
+    def copying(self) -> LaggingStream:
+        """The copy engine's, once an arena in host memory is mapped."""
+        return self.made[3]
+
+    @property
     def captured(self) -> list[Callable[[], None]] | None:
         """The work of the graph that is being captured."""
         return self._captured
@@ -190,6 +196,15 @@ class LaggingStreams(Streams):
 
     def is_capturing(self) -> bool:
         return self.captured is not None
+
+    def copy(self, stream: LaggingStream, copies: Sequence[tuple[int, int, int]]) -> None:
+        assert self.captured is None, "a copy of PDX is captured into the engine's graph"
+
+        def run() -> None:
+            for target, source, nbytes in copies:
+                ctypes.memmove(target, source, nbytes)
+
+        stream.put(run)
 
     def launch(self, stream: LaggingStream, kernel: Callable[..., None], *args: Any, **settings: Any) -> None:
         assert self.captured is None, "a kernel of PDX is captured into the engine's graph"

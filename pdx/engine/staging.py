@@ -1,0 +1,129 @@
+"""The way of pages to host memory: a kernel gathers them into memory of the GPU, the copy engine takes the slices on.
+
+No kernel writes over PCIe then: the engine's pages are free as soon as the gather has ended, and the multiprocessors
+are the engine's again, while whole slices cross at the speed of the link. docs/adr/0042.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdx.engine.streams import Event, Stream, Streams
+from pdx.kernels.batch import Batch, Place, Run
+from pdx.kernels.page_map import UNIT_BYTES, PageMap
+
+STAGING_BYTES = 128 << 20  # a launch takes half of it at most, as much as `gpu_copier.LAUNCH_BYTES`
+_MAX_UNDER_WAY = 64  # launches whose copies may be under way
+
+
+class Staged(NamedTuple):
+    """Pages of which one layer fits into half of the ring. A layer's runs follow each other there."""
+
+    batch: Batch  # as if layer 0 lay at the beginning of the ring
+    runs: Sequence[Run]  # whose addresses are in host memory
+    layer_bytes: int
+
+
+class _Taken(NamedTuple):
+    """A part of the ring that the copy engine reads until the event has passed."""
+
+    start: int
+    end: int
+    emptied: Event
+
+
+class Staging:
+    """A ring of the GPU's memory: a kernel fills one part while the copy engine empties those before it.
+
+    The engine's thread alone uses it. It must live until `stream` has done what is queued there.
+    """
+
+    def __init__(self, pages: PageMap, streams: Streams) -> None:
+        """:raises RuntimeError: the GPU has no room for it."""
+        self._pages = pages
+        self._streams = streams
+        self._half_bytes = max(STAGING_BYTES // 2 // UNIT_BYTES * UNIT_BYTES, pages.page_bytes)
+        self._memory = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=pages.device)
+        self.stream: Stream = streams.new_stream()  # the copy engine's
+        self._gathered: Event = streams.event()
+        self._taken: deque[_Taken] = deque()  # the oldest first
+        self._at = 0  # behind what was taken last
+
+    def stage(self, runs: Sequence[Run]) -> list[Staged]:
+        """What these runs, with addresses in host memory, are gathered by. On torch's current stream, see `Batch.of`.
+
+        :raises IndexError, ValueError: see `Batch.of`.
+        :raises RuntimeError: the GPU has no room for the tables.
+        """
+        most_pages = self._half_bytes // self._pages.page_bytes
+        staged: list[Staged] = []
+        group: list[Run] = []
+        num_pages = 0
+        for run in runs:
+            first = 0
+            while first < len(run.block_ids):
+                count = min(most_pages - num_pages, len(run.block_ids) - first)
+                address = run.address + first * self._pages.page_bytes
+                group.append(Run(run.block_ids[first : first + count], address, run.layer_bytes))
+                first, num_pages = first + count, num_pages + count
+                if num_pages == most_pages:
+                    staged.append(self._staged(group, num_pages))
+                    group, num_pages = [], 0
+        if group:
+            staged.append(self._staged(group, num_pages))
+        return staged
+
+    def _staged(self, runs: list[Run], num_pages: int) -> Staged:
+        layer_bytes = num_pages * self._pages.page_bytes
+        block_ids = [block_id for run in runs for block_id in run.block_ids]
+        batch = Batch.of(self._pages, [Run(block_ids, self._memory.data_ptr(), layer_bytes)])
+        return Staged(batch, runs, layer_bytes)
+
+    def gather(self, gathering: Stream, kernel: Callable[..., None], staged: Sequence[Staged], layers: range) -> None:
+        """Queue the way of these layers: `kernel` on the stream `gathering`, the copies to host memory behind it.
+
+        :raises RuntimeError, ValueError: see `pdx.kernels.paged.gather`.
+        :raises GpuError: the driver refused a copy.
+        """
+        for each in staged:
+            at_once = max(1, self._half_bytes // each.layer_bytes)
+            for first in range(layers.start, layers.stop, at_once):
+                self._gather(gathering, kernel, each, range(first, min(first + at_once, layers.stop)))
+
+    def _gather(self, gathering: Stream, kernel: Callable[..., None], staged: Staged, layers: range) -> None:
+        nbytes = staged.layer_bytes * len(layers)
+        start = self._room(nbytes, gathering)
+        with self._streams.on(gathering):
+            batch = staged.batch.shifted(start - layers.start * staged.layer_bytes)
+        self._streams.launch(gathering, kernel, self._pages, batch, layers.start, len(layers), place=Place.HERE)
+        self._gathered.record(gathering)
+        self._gathered.wait(self.stream)
+        source = self._memory.data_ptr() + start
+        copies: list[tuple[int, int, int]] = []
+        for layer in layers:
+            for run in staged.runs:
+                size = len(run.block_ids) * self._pages.page_bytes
+                copies.append((run.address + layer * run.layer_bytes, source, size))
+                source += size
+        self._streams.copy(self.stream, copies)
+        emptied = self._streams.event()
+        emptied.record(self.stream)
+        self._taken.append(_Taken(start, start + nbytes, emptied))
+
+    def _room(self, nbytes: int, gathering: Stream) -> int:
+        """The next part of the ring; what is queued on `gathering` from now on starts when the part is empty."""
+        start = self._at if self._at + nbytes <= 2 * self._half_bytes else 0
+        end, passed = start + nbytes, len(self._taken) - _MAX_UNDER_WAY + 1
+        for number, part in enumerate(self._taken, 1):
+            if part.start < end and start < part.end:
+                passed = max(passed, number)
+        if passed > 0:  # the copy engine works in order: who waits for one part waits for all before it
+            self._taken[passed - 1].emptied.wait(gathering)
+            for _ in range(passed):
+                self._taken.popleft()
+        self._at = end
+        return start
