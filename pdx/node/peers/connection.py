@@ -224,7 +224,7 @@ class PeerConnection:
 
     def end(self, step: Step, why: str) -> None:
         """Take a step that ends it, and tell the peer, unless the peer said so."""
-        if step is Step.LEAVE or (step is Step.TURN_DOWN and self.is_dialled):
+        if step is Step.LEAVE or self.state is ConnectionState.DIALING:
             self.post(Bye())
         elif step is not Step.BYE and step is not Step.RESTARTED:
             self.post(refusal(why))

@@ -156,6 +156,11 @@ class Connections:
         """The connections that are not closed."""
         return [peer for peer in self._last.values() if peer.state is not ConnectionState.CLOSED]
 
+    @property
+    def known(self) -> list[str]:
+        """The peers that are connected, and those that were dialled and are not, as long as the roster names them."""
+        return list(self._last)
+
     def of(self, name: str) -> PeerConnection | None:
         """The connection to a peer, or the last there was."""
         return self._last.get(name)

@@ -454,8 +454,7 @@ class Peers:
 
     def statuses(self) -> list[PeerStatus]:
         """One per peer that this node has to do with."""
-        names = {peer.name for peer in self.connections.peers}
-        return [self._status(name) for name in sorted(names | self.tiers.names)]
+        return [self._status(name) for name in sorted(self.tiers.names.union(self.connections.known))]
 
     def _status(self, name: str) -> PeerStatus:
         way, peer = self.tiers.look(name), self.connections.of(name)

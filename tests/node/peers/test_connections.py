@@ -69,7 +69,8 @@ def test_two_that_dial_each_other_at_once_have_one_connection(stage, first):
     for name in ("alpha", "beta") if first == "alpha" else ("beta", "alpha"):
         (alpha if name == "alpha" else beta).connections.dial("beta" if name == "alpha" else "alpha")
     stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
-    stage.pass_time(3 * PING_S)
+    stage.pass_time(TIMEOUT_S)
+    stage.until(lambda: not alpha.connections._rivals, "the hello of the other one is refused")
     for node in (alpha, beta):
         assert [peer.state for peer in node.connections.peers] == [ConnectionState.READY]
         assert not node.core.saw("over")
