@@ -27,6 +27,7 @@ from pdx.bench.harness.report import RESULTS, ROOT, console
 BENCHES = {
     "pages": "pdx.bench.store.pages",
     "node": "pdx.bench.node",
+    "find": "pdx.bench.store.find",
     "scaling": "pdx.bench.node.scaling",
     "pushes": "pdx.bench.node.pushes",
     "channels": "pdx.bench.channels",

@@ -24,8 +24,7 @@ PdxError
 │   └── GpuHandleDead     whoever exported this memory is gone; attach again
 ├── PeerError             another node cannot be worked with
 │   ├── PeerUnknown       no roster names it; add it, or use its right name
-│   ├── PeerRefused       one side turned the other down; the text says why
-│   └── PeerLost          it was there and does not answer any more; connect again later
+│   └── PeerRefused       one side turned the other down; the text says why
 └── ProxyError            inside the proxy; clients see an OpenAI-style error
     ├── RequestRefused    a client's request is not one, or too much; the status and the text are for the client
     ├── LegFailed         an engine gave no usable answer; ask another, or the decoder alone
@@ -149,10 +148,6 @@ class PeerUnknown(PeerError):
 
 class PeerRefused(PeerError):
     """The handshake between two nodes failed."""
-
-
-class PeerLost(PeerError):
-    """A connected node fell silent."""
 
 
 class ProxyError(PdxError):

@@ -20,17 +20,17 @@ from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy.body import LARGE_BYTES, Intake, parse
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
+from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange, Outcome
 from pdx.proxy.health import Health
-from pdx.proxy.ledger import Clocks, Ledger, Timeline
 from pdx.proxy.leg import Legs, engine_socket
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
 from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import Handler, Origins, Reply, error_response
-from pdx.proxy.roster import Roster
 from pdx.proxy.server import Server, endpoint, when_signalled
+from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.security import descriptors
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults, printable
@@ -69,18 +69,18 @@ class Proxy:
             silence_s=min(config.first_byte_timeout_s, config.idle_timeout_s),
             faults=self._faults,
         )
-        self._roster = Roster(
+        self._engines = Engines(
             prefill=config.prefill,
             decode=config.decode,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             health=self._health,
             clock=self._clock,
         )
-        self._ledger = Ledger(keep=config.kept_timelines)
+        self._timelines = Timelines(keep=config.kept_timelines)
         self._clocks = Clocks(host_id())
         self._told_peers: dict[tuple[str, int], PeerEntry] = {}
         self.drain = Drain()
-        self._metrics = Metrics(roster=self._roster, health=self._health, events=self.counters)
+        self._metrics = Metrics(engines=self._engines, health=self._health, events=self.counters)
         self._control = Control(
             config.control or default_proxy(),
             on_report=self._take_report,
@@ -121,7 +121,7 @@ class Proxy:
     @property
     def num_engines(self) -> int:
         """How many engines it knows now."""
-        return len(self._roster.engines())
+        return len(self._engines.all())
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """The control socket and the client session are open.
@@ -147,20 +147,20 @@ class Proxy:
                 idle_timeout_s=config.idle_timeout_s,
             )
             self._relay = Relay(
-                roster=self._roster,
+                engines=self._engines,
                 health=self._health,
-                ledger=self._ledger,
+                timelines=self._timelines,
                 legs=self._legs,
                 control=self._control,
                 metrics=self._metrics,
                 drain=self.drain,
                 faults=self._faults,
             )
-            self._models = Models(self._health, self._legs, roster=self._roster)
+            self._models = Models(self._health, self._legs, engines=self._engines)
             self._probes = Probes(
                 self._health,
                 self._legs,
-                roster=self._roster,
+                engines=self._engines,
                 faults=self._faults,
                 first_byte_timeout_s=config.first_byte_timeout_s,
             )
@@ -180,7 +180,7 @@ class Proxy:
             self._legs.end_silent()
         with self._faults.contain("the look at silent nodes"):
             members = self._control.members()
-            self._note_detached(self._roster.expire(members), "its node is silent or has left the roster")
+            self._note_detached(self._engines.expire(members), "its node is silent or has left the roster")
         with self._faults.contain("telling nodes of each other"):
             self._tell_peers()
         with self._faults.contain("the look at probes"):
@@ -188,26 +188,26 @@ class Proxy:
 
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
-        believed, refusals = self._roster.screen(report)
-        for refusal in refusals:
-            self._faults.warn(f"{refusal.reason} {report.node}", printable(refusal.text))
-            self._metrics.control_dropped.labels(refusal.reason).inc()
+        believed, dropped = self._engines.screen(report)
+        for drop in dropped:
+            self._faults.warn(f"{drop.reason} {report.node}", printable(drop.text))
+            self._metrics.control_dropped.labels(drop.reason).inc()
         if believed is not None:
-            self._ledger.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
-            self._note_detached(self._roster.report(believed), f"node {report.node!r} says so")
+            self._timelines.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
+            self._note_detached(self._engines.report(believed), f"node {report.node!r} says so")
 
     def _tell_peers(self) -> None:
-        """Nodes find each other by this: they hear of every change, and a node's new life is one.
+        """Nodes find each other by this: they hear of every change, and a node's new epoch is one.
 
         Called by the clock: all hear of it, so nobody may make them all hear of something at any rate.
         """
-        peers = self._roster.peers()
+        peers = self._engines.peers()
         if peers != self._told_peers:
             self._control.send_peers(list(peers.values()))
             self._told_peers = peers
 
     def _note_detached(self, urls: frozenset[str], why: str) -> None:
-        listed = {engine.url for engine in self._roster.engines()} if urls else set()
+        listed = {engine.url for engine in self._engines.all()} if urls else set()
         for url in urls:
             now = "it serves alone" if url in listed else "it gets no requests any more"
             self._faults.warn(f"detached {url}", printable(f"engine {url} is attached to no node ({why}): {now}"))
@@ -285,7 +285,7 @@ class Proxy:
 
         :raises RequestRefused: in an engine's words.
         """
-        facts = [engine.facts for engine in self._roster.engines()]
+        facts = [engine.facts for engine in self._engines.all()]
         if not facts or None in facts:
             return
         limit = max(each.max_model_len for each in facts if each is not None)
@@ -304,7 +304,7 @@ class Proxy:
             plan = Plan(Mode.SAMPLED, "configured")
         transfer = new_transfer()
         timeline = Timeline(transfer=transfer, route=route, mode=plan.mode, why=plan.why, moments=[])
-        self._ledger.open(timeline)
+        self._timelines.open(timeline)
         headers = _passed_headers(request.headers)
         if "X-Request-Id" not in headers and body.get("request_id") is None:
             headers["X-Request-Id"] = transfer  # both legs' answers carry one id, and logs can be joined
@@ -332,13 +332,13 @@ class Proxy:
 
     async def _tell_health(self, _request: web.Request) -> web.Response:
         """Readiness: whether somebody can decode now."""
-        ready = [each for each in self._roster.engines() if self._health.of(each.url).is_ready]
+        ready = [each for each in self._engines.all() if self._health.of(each.url).is_ready]
         decoders = sum(engine.decodes for engine in ready)
         state = {
             "status": "ok" if decoders else "unavailable",
             "decoders": decoders,
             "prefillers": sum(engine.prefills for engine in ready),
-            "nodes": self._roster.nodes(),
+            "nodes": self._engines.nodes(),
         }
         return web.json_response(state, status=200 if decoders else 503)
 
@@ -348,11 +348,11 @@ class Proxy:
         )
 
     async def _requests(self, _request: web.Request) -> web.Response:
-        listed = msgspec.json.encode({"requests": self._ledger.view()})
+        listed = msgspec.json.encode({"requests": self._timelines.view()})
         return web.Response(body=listed, content_type="application/json")
 
     async def _request(self, request: web.Request) -> web.Response:
-        found = self._ledger.find(request.match_info["transfer"])
+        found = self._timelines.find(request.match_info["transfer"])
         if found is None:
             return error_response(404, "no such transfer (any more)")
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")

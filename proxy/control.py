@@ -2,8 +2,8 @@
 to every node.
 
 A Unix socket is its user's alone. At any other address nodes must prove keys that the roster has, report under the
-names that it gives those keys, and name engines on their own hosts only. Nodes come in through a `Door`: strangers
-neither use up this process's descriptors nor end it.
+names that it gives those keys, and name engines on their own hosts only. Nodes come in through a
+`PeerSocket`: strangers neither use up this process's descriptors nor end it.
 
 The socket is plain, not asyncio's: a `Cancel` must go out from a request that is itself being cancelled, where
 nothing can be awaited. All methods belong to the event loop's thread. An exception that one message or one node causes
@@ -21,10 +21,10 @@ import msgspec
 import zmq
 
 from pdx.errors import ConfigError, ProtocolError
-from pdx.proxy.roster import MAX_ENGINES_OF_NODE
+from pdx.proxy.engines import MAX_ENGINES_OF_NODE
 from pdx.security.address import address_host, base_url, check_control, check_listen, is_loopback, spelled, url_host
 from pdx.security.curve_keys import KeyPair
-from pdx.security.door import GONE, Arrival, Door
+from pdx.security.peer_socket import GONE, Arrival, PeerSocket
 from pdx.security.roster import Roster
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
@@ -66,12 +66,12 @@ class Control:
         self._faults = faults or Faults(self._counters)
         self._peers: dict[bytes, str] = {}  # names by route, in the order last heard of
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
-        self._door: Door | None = None
+        self._peer_socket: PeerSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._undo = contextlib.ExitStack()
 
     def __repr__(self) -> str:
-        return f"Control({self.address!r}, {len(self._peers)} peers, {'open' if self._door else 'closed'})"
+        return f"Control({self.address!r}, {len(self._peers)} peers, {'open' if self._peer_socket else 'closed'})"
 
     def start(self) -> None:
         """Bind, and listen on the running loop; `address` then has the port that was found for port 0.
@@ -82,7 +82,7 @@ class Control:
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
             context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
-            self._door = Door(
+            self._peer_socket = PeerSocket(
                 context,
                 self.address,
                 own=self._own_keys,
@@ -91,9 +91,9 @@ class Control:
                 taken=lambda _: ConfigError(f"another proxy listens on {self.address!r}; name another control address"),
                 counters=self._counters,
             )
-            undo.callback(self._door.close)
-            self.address = self._door.address
-            for socket in self._door.sockets:
+            undo.callback(self._peer_socket.close)
+            self.address = self._peer_socket.address
+            for socket in self._peer_socket.sockets:
                 self._loop.add_reader(socket.fileno(), self._serve)
                 undo.callback(self._loop.remove_reader, socket.fileno())
             undo.callback(self._ignore_newcomers)
@@ -105,7 +105,7 @@ class Control:
         self._undo.close()
 
     def _forget(self) -> None:
-        self._door = None
+        self._peer_socket = None
         self._peers.clear()
 
     def cancel(self, transfer: str, nodes: Collection[str]) -> None:
@@ -139,14 +139,14 @@ class Control:
         self._send(self._list, list(self._peers))
 
     def _send(self, frame: bytes, peers: list[bytes]) -> None:
-        for peer in peers if self._door is not None else ():
+        for peer in peers if self._peer_socket is not None else ():
             with self._faults.contain("a message to a node"):
                 self._post(peer, frame)
         self._serve_soon()
 
     def _post(self, peer: bytes, frame: bytes) -> None:
-        assert self._door is not None
-        problem = self._door.post(peer, frame)
+        assert self._peer_socket is not None
+        problem = self._peer_socket.post(peer, frame)
         if problem == GONE:
             self._peers.pop(peer, None)
         elif problem:
@@ -160,25 +160,25 @@ class Control:
 
     def _heed(self) -> None:
         """Let in who waits at a Unix socket's path; the loop is told of the queue anew that waits there then."""
-        if self._door is None or self._loop is None or self._door.fd < 0:
+        if self._peer_socket is None or self._loop is None or self._peer_socket.fd < 0:
             self._serve_soon()
             return
         self._ignore_newcomers()
         is_more_to_take = False
         with self._faults.contain("letting nodes in"):
-            is_more_to_take = self._door.heed()
-        self._loop.add_reader(self._door.fd, self._heed)
+            is_more_to_take = self._peer_socket.heed()
+        self._loop.add_reader(self._peer_socket.fd, self._heed)
         if is_more_to_take:
             self._loop.call_later(_SOON_S, self._heed)
         self._serve_soon()
 
     def _ignore_newcomers(self) -> None:
-        if self._door is not None and self._loop is not None and self._door.fd >= 0:
-            self._loop.remove_reader(self._door.fd)
+        if self._peer_socket is not None and self._loop is not None and self._peer_socket.fd >= 0:
+            self._loop.remove_reader(self._peer_socket.fd)
 
     def _serve_soon(self) -> None:
         """ZMQ tells the loop of incoming messages once; using the socket in any way can use up that news."""
-        if self._door is not None and self._loop is not None:
+        if self._peer_socket is not None and self._loop is not None:
             self._loop.call_soon(self._serve)
 
     def _serve(self) -> None:
@@ -187,17 +187,17 @@ class Control:
             with self._faults.contain("the control socket"):
                 if not self._serve_next():
                     break
-        if self._door is not None and self._door.is_waited_for:
+        if self._peer_socket is not None and self._peer_socket.is_waited_for:
             self._serve_soon()
 
     def _serve_next(self) -> bool:
         """False: nothing more came."""
-        if self._door is None:
+        if self._peer_socket is None:
             return False
-        for socket in self._door.sockets:
-            self._door.answer_gate(socket)
+        for socket in self._peer_socket.sockets:
+            self._peer_socket.answer_zap(socket)
         try:
-            arrival = self._door.receive()
+            arrival = self._peer_socket.receive()
         except ProtocolError as error:
             self._drop("malformed", "", str(error))
             return True

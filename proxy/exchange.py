@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+from pdx.proxy.engines import Engine
 from pdx.proxy.health import Reason, Use
-from pdx.proxy.ledger import Timeline
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Route
 from pdx.proxy.reply import Reply
-from pdx.proxy.roster import Engine
 from pdx.proxy.router import Pair
+from pdx.proxy.timelines import Timeline
 from pdx.telemetry.timeline import Event, Moment
 
 

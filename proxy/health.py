@@ -44,7 +44,7 @@ ANSWERED = frozenset({Reason.MALFORMED, Reason.REDIRECT, Reason.STATUS_5XX})
 _NO_FAULT = frozenset({Reason.STATUS_4XX, Reason.STATUS_429})
 
 
-class State(StrEnum):
+class EngineState(StrEnum):
     """How an engine is."""
 
     NEW = "new"  # nothing is known: it gets requests, but does not make the proxy ready
@@ -59,7 +59,7 @@ class Record(msgspec.Struct, eq=False):
     url: str
     probe_at: float  # when the next probe is due
     well_at: float  # when it last answered a probe or a request, or became known
-    state: State = State.NEW
+    state: EngineState = EngineState.NEW
     in_flight: int = 0  # legs of this proxy
     planned: int = 0  # legs that start later
     others: int = 0  # requests of anybody else, by the last report
@@ -74,12 +74,12 @@ class Record(msgspec.Struct, eq=False):
     @property
     def avoided(self) -> bool:
         """Whether other engines are asked first."""
-        return self.state is State.SUSPECT or (self.state is State.TRIAL and self.trials > 0)
+        return self.state is EngineState.SUSPECT or (self.state is EngineState.TRIAL and self.trials > 0)
 
     @property
     def is_ready(self) -> bool:
         """Whether it is known to take requests."""
-        return self.state in (State.WELL, State.TRIAL)
+        return self.state in (EngineState.WELL, EngineState.TRIAL)
 
 
 class Use:
@@ -87,7 +87,7 @@ class Use:
 
     def __init__(self, record: Record, turn: int, *, is_planned: bool) -> None:
         self.record = record
-        self.is_trial = record.state in (State.SUSPECT, State.TRIAL)
+        self.is_trial = record.state in (EngineState.SUSPECT, EngineState.TRIAL)
         self._is_planned = is_planned
         self._is_open = True
         record.last_used = turn
@@ -162,7 +162,7 @@ class Health:
         if reason not in UNSENT:
             record.unproven = True
         # What began before the engine became suspect says nothing that is not known.
-        if record.state in (State.NEW, State.WELL) or (record.state is State.TRIAL and use.is_trial):
+        if record.state in (EngineState.NEW, EngineState.WELL) or (record.state is EngineState.TRIAL and use.is_trial):
             self._suspect(record, f"{reason} {text}".rstrip())
 
     def doubt(self, use: Use) -> None:
@@ -171,21 +171,21 @@ class Health:
 
     def proved(self, use: Use) -> None:
         """A leg has an answer: the engine generates."""
-        if use.is_trial or use.record.state is State.NEW:
+        if use.is_trial or use.record.state is EngineState.NEW:
             self._well(use.record)
 
     def succeeded(self, use: Use) -> None:
         """A leg's answer is whole."""
         use.record.served_at = self.clock()
         self.proved(use)
-        if use.record.state is State.WELL:
+        if use.record.state is EngineState.WELL:
             use.record.failures = 0
 
     def pardon(self, urls: Collection[str]) -> None:
         """One request failed at all of these engines: that was the request, where they answer others."""
         now = self.clock()
         for record in map(self.of, urls):
-            if len(urls) > 1 and record.state is State.SUSPECT and now - record.served_at < SERVES_S:
+            if len(urls) > 1 and record.state is EngineState.SUSPECT and now - record.served_at < SERVES_S:
                 self._well(record)
                 record.probe_at = min(record.probe_at, now + PROBE_S)
 
@@ -203,10 +203,10 @@ class Health:
         record.probe_at = self.clock() + PROBE_S * (0.75 + self._chance() / 2)
         if fault:
             self._suspect(record, fault)
-        elif record.state is State.SUSPECT and record.unproven and not generates:
-            record.state = State.TRIAL
+        elif record.state is EngineState.SUSPECT and record.unproven and not generates:
+            record.state = EngineState.TRIAL
             self._warn(record, "answers again; it gets one request at a time until one succeeds")
-        elif record.state is not State.TRIAL or generates:
+        elif record.state is not EngineState.TRIAL or generates:
             self._well(record)
         else:
             record.well_at = self.clock()
@@ -227,14 +227,14 @@ class Health:
         record.failures += 1
         delay_s = min(LONGEST_S, FIRST_S * 2.0 ** min(record.failures - 1, 10)) * (0.75 + self._chance() / 4)
         record.probe_at = self.clock() + delay_s
-        if record.state is not State.SUSPECT:
+        if record.state is not EngineState.SUSPECT:
             self._warn(record, f"is suspect ({why}); it is probed in {delay_s:.1f} s")
-        record.state = State.SUSPECT
+        record.state = EngineState.SUSPECT
 
     def _well(self, record: Record) -> None:
-        if record.state in (State.SUSPECT, State.TRIAL):
+        if record.state in (EngineState.SUSPECT, EngineState.TRIAL):
             self._warn(record, "is well again")
-        record.state = State.WELL
+        record.state = EngineState.WELL
         record.unproven = False
         record.well_at = self.clock()
         # Its failures stay counted until a request has succeeded.

@@ -13,8 +13,8 @@ import aiohttp
 
 from pdx.errors import ClientGone, Exhausted, LegFailed, Refusal
 from pdx.proxy.body import Payload
+from pdx.proxy.engines import Engine
 from pdx.proxy.health import UNSENT, Health, Reason, Use
-from pdx.proxy.roster import Engine
 
 # What this process or this host lacks; the engine has not been asked.
 _OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})

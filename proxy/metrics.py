@@ -8,19 +8,19 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdx.proxy.engines import Engines
 from pdx.proxy.health import Health
-from pdx.proxy.roster import Roster
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Metrics:
-    """Counters and histograms; gauges are read off the roster when somebody asks."""
+    """Counters and histograms; gauges are read off the engines when somebody asks."""
 
-    def __init__(self, *, roster: Roster, health: Health, events: Mapping[str, int]) -> None:
+    def __init__(self, *, engines: Engines, health: Health, events: Mapping[str, int]) -> None:
         """`events`: what the parts count that know nothing of metrics, by name."""
         self.registry = CollectorRegistry()
-        self.registry.register(_Live(roster, health, events))
+        self.registry.register(_Live(engines, health, events))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"pdx_proxy_{name}", text, labels, registry=self.registry)
@@ -62,13 +62,13 @@ class Metrics:
 class _Live(Collector):
     """What is read where it lies: engines and events come and go, and their series go with them."""
 
-    def __init__(self, roster: Roster, health: Health, events: Mapping[str, int]) -> None:
-        self._roster = roster
+    def __init__(self, engines: Engines, health: Health, events: Mapping[str, int]) -> None:
+        self._engines = engines
         self._health = health
         self._events = events
 
     def collect(self) -> Iterator[Metric]:
-        listed = [(each, self._health.of(each.url)) for each in self._roster.engines()]
+        listed = [(each, self._health.of(each.url)) for each in self._engines.all()]
         roles = GaugeMetricFamily("pdx_proxy_engines", "Engines known, by role.", labels=["role"])
         roles.add_metric(["prefill"], sum(engine.prefills for engine, _ in listed))
         roles.add_metric(["decode"], sum(engine.decodes for engine, _ in listed))

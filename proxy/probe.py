@@ -14,10 +14,10 @@ import msgspec
 from aiohttp import web
 
 from pdx.errors import Exhausted, LegFailed
-from pdx.proxy.health import Health, Reason, State
+from pdx.proxy.engines import Engine, Engines
+from pdx.proxy.health import EngineState, Health, Reason
 from pdx.proxy.leg import Legs
 from pdx.proxy.reply import error_body
-from pdx.proxy.roster import Engine, Roster
 from pdx.telemetry.faults import Faults
 
 _AT_ONCE = 64  # GET /health under way; where hosts are gone, each takes 5 s
@@ -37,21 +37,21 @@ class Probes:
         health: Health,
         legs: Legs,
         *,
-        roster: Roster,
+        engines: Engines,
         faults: Faults,
         first_byte_timeout_s: float,
     ) -> None:
         self._faults = faults
         self._health = health
         self._legs = legs
-        self._roster = roster
+        self._engines = engines
         self._first_byte_timeout_s = first_byte_timeout_s
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def look(self) -> None:
         """Begin what is due."""
-        for engine in self._roster.engines():
+        for engine in self._engines.all():
             if self._health.due(engine.url):
                 task = asyncio.create_task(self._probe(engine))
                 self._tasks.add(task)
@@ -134,11 +134,11 @@ class Models:
         health: Health,
         legs: Legs,
         *,
-        roster: Roster,
+        engines: Engines,
     ) -> None:
         self._health = health
         self._legs = legs
-        self._roster = roster
+        self._engines = engines
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._slots = asyncio.Semaphore(_LISTS_AT_ONCE)  # of all clients together, beside one engine for each of them
 
@@ -159,8 +159,8 @@ class Models:
 
     async def _ask(self, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """The first engine's answer, and what the other well ones add if that was a list."""
-        states = {engine.url: self._health.of(engine.url).state for engine in self._roster.engines()}
-        left = sorted(self._roster.engines(), key=lambda each: (states[each.url] is State.SUSPECT, not each.decodes))
+        states = {engine.url: self._health.of(engine.url).state for engine in self._engines.all()}
+        left = sorted(self._engines.all(), key=lambda each: (states[each.url] is EngineState.SUSPECT, not each.decodes))
         give_up_at = self._health.clock() + _ALL_S
         while left and self._health.clock() < give_up_at:
             first = left.pop(0)
@@ -173,7 +173,7 @@ class Models:
             found = _cards(raw) if answer.status == 200 else None
             if found is None:
                 return answer.status, raw
-            well = [each for each in left if states[each.url] is not State.SUSPECT]
+            well = [each for each in left if states[each.url] is not EngineState.SUSPECT]
             more = await asyncio.gather(*(self._cards_of(each, headers, give_up_at) for each in well))
             by_id = {card["id"]: card for cards in (*reversed(more), found) for card in cards}
             order = dict.fromkeys(card["id"] for cards in (found, *more) for card in cards)

@@ -12,14 +12,14 @@ import msgspec
 from pdx.errors import ClientGone, Exhausted, LegFailed, NoEngine, ProtocolError
 from pdx.proxy import answer, body, router
 from pdx.proxy.control import Control
+from pdx.proxy.engines import Engine, Engines
 from pdx.proxy.exchange import Drain, Exchange, Outcome
 from pdx.proxy.health import ANSWERED, UNSENT, Health, Reason
-from pdx.proxy.ledger import Ledger
 from pdx.proxy.leg import Legs, failed
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import ONE_TOKEN, Body, Mode, continues, forward_limit, obstacle
-from pdx.proxy.roster import Engine, Roster
 from pdx.proxy.router import Pair
+from pdx.proxy.timelines import Timelines
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import EngineFacts
@@ -44,9 +44,9 @@ def new_transfer() -> str:
 class Relay(msgspec.Struct, frozen=True, kw_only=True):
     """Serves exchanges. What it changes are the parts it is made of."""
 
-    roster: Roster
+    engines: Engines
     health: Health
-    ledger: Ledger
+    timelines: Timelines
     legs: Legs
     control: Control
     metrics: Metrics
@@ -217,7 +217,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             if exchange.told and exchange.blamed and not is_beside:
                 # What the engine before has announced comes to nothing, and nodes do not take up that transfer again.
                 self._cancel(exchange, "prefill_failed_over")
-                self.ledger.rename(exchange.timeline, new_transfer())
+                self.timelines.rename(exchange.timeline, new_transfer())
                 exchange.set_mode(exchange.mode, exchange.timeline.why)
             return exchange.planned, *await self._ask_prefill(exchange, exchange.planned)
 
@@ -253,7 +253,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
     async def _forward(self, exchange: Exchange, pair: Pair, prefill: answer.PrefillAnswer, raw: bytes) -> None:
         engine, planned = pair.prefiller, pair.decoder.url
         # As the engines are now: since the plan was made, nodes may have said something else of them, or nothing.
-        facts = next((each.facts for each in self.roster.engines() if each.url == planned), None)
+        facts = next((each.facts for each in self.engines.all() if each.url == planned), None)
         limit = forward_limit(exchange.body, facts)
 
         def goes_on(facts: EngineFacts | None) -> bool:
@@ -442,7 +442,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         self.faults.warn(about, printable(text))
 
     def _candidates(self) -> list[router.Candidate]:
-        return router.candidates(self.roster.engines(), self.health)
+        return router.candidates(self.engines.all(), self.health)
 
     def _cancel(self, exchange: Exchange, reason: str) -> None:
         if exchange.told:

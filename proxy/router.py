@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
+from pdx.proxy.engines import Engine
 from pdx.proxy.health import Health
-from pdx.proxy.roster import Engine
 
 _Rank = tuple[bool, bool, bool, int]
 _TRIED = 8  # where all engines are suspect, a request has tried enough of them, though no connection stood

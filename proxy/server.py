@@ -37,7 +37,7 @@ _UNREAD_MS = 120_000  # a client that reads nothing for so long, though somethin
 _REFUSAL = error_bytes(503, "the proxy has no room for another connection", retry_after_s=1)
 
 
-class Connection(web.RequestHandler):
+class HttpConnection(web.RequestHandler):
     """A connection of aiohttp's that says when a request on it begins and when its answer is written."""
 
     __slots__ = ("_listener",)
@@ -112,10 +112,10 @@ class Listener:
         self._faults = Faults(counters, clock)
         self._sockets: list[socket.socket] = []
         self._taking: set[asyncio.Task[object]] = set()
-        self._all: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # no request is under way; the one that is idle for longest is first
-        self._heads: dict[Connection, float] = {}  # since when a head is due or incomplete, in this order
-        self._bodies: dict[Connection, None] = {}  # the body of a request is due; the oldest is first
+        self._all: set[HttpConnection] = set()
+        self._idle: dict[HttpConnection, None] = {}  # no request is under way; idle for longest is first
+        self._heads: dict[HttpConnection, float] = {}  # since when a head is due or incomplete, in this order
+        self._bodies: dict[HttpConnection, None] = {}  # the body of a request is due; the oldest is first
         self._timers: list[asyncio.TimerHandle] = []
 
     def start(self, sockets: list[socket.socket]) -> None:
@@ -139,32 +139,32 @@ class Listener:
 
     # ---- what connections say ---------------------------------------------------------------
 
-    def came(self, connection: Connection) -> None:
+    def came(self, connection: HttpConnection) -> None:
         """It is connected."""
         self._all.add(connection)
         self._idle[connection] = None
         self._heads[connection] = self._clock()
 
-    def spoke(self, connection: Connection) -> None:
+    def spoke(self, connection: HttpConnection) -> None:
         """Bytes came on it."""
         if connection in self._idle:
             self._heads.setdefault(connection, self._clock())
 
-    def begun(self, connection: Connection, body: StreamReader) -> None:
+    def begun(self, connection: HttpConnection, body: StreamReader) -> None:
         """A request is under way on it."""
         self._idle.pop(connection, None)
         self._heads.pop(connection, None)
         self._bodies[connection] = None
         body.on_eof(lambda: self._bodies.pop(connection, None))
 
-    def ended(self, connection: Connection) -> None:
+    def ended(self, connection: HttpConnection) -> None:
         """No request is under way on it any more."""
         self._heads.pop(connection, None)
         self._bodies.pop(connection, None)
         if connection in self._all:
             self._idle[connection] = None
 
-    def left(self, connection: Connection) -> None:
+    def left(self, connection: HttpConnection) -> None:
         """It is closed."""
         self._all.discard(connection)
         self._idle.pop(connection, None)
@@ -234,7 +234,7 @@ class Listener:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
         loop = asyncio.get_running_loop()
         taking: asyncio.Task[object] = loop.create_task(
-            loop.connect_accepted_socket(lambda: Connection(self, self._server, self._keepalive_s), stream)
+            loop.connect_accepted_socket(lambda: HttpConnection(self, self._server, self._keepalive_s), stream)
         )
         self._taking.add(taking)
         taking.add_done_callback(self._taken)
@@ -271,7 +271,7 @@ class Listener:
             with self._faults.contain("ending a connection"):
                 self._drop(connection, "heads_overdue", f"a request's head did not arrive within {self._head_s:g} s")
 
-    def _drop(self, connection: Connection, event: str, text: str) -> None:
+    def _drop(self, connection: HttpConnection, event: str, text: str) -> None:
         self._note(event, text)
         self.left(connection)
         connection.force_close()
@@ -359,24 +359,9 @@ class Server:
 async def _begin(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    if isinstance(request.protocol, Connection):
+    if isinstance(request.protocol, HttpConnection):
         request.protocol.begin(request.content)
     return await handler(request)
-
-
-async def serve_until_stopped(app: web.Application, host: str, port: int, *, shutdown_s: float) -> None:
-    """Until SIGINT or SIGTERM; then requests under way have `shutdown_s`.
-
-    :raises ConfigError: the address cannot be had.
-    """
-    server = Server(app, shutdown_s=shutdown_s, counters=Counter())
-    stop = asyncio.Event()
-    when_signalled(stop.set)
-    try:
-        await server.start(endpoint(host, port))
-        await stop.wait()
-    finally:
-        await server.close()
 
 
 def when_signalled(call: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,12 @@ def test_neither_torch_nor_vllm_is_loaded_by_node_proxy_or_command():
     code = f"import sys, {modules}; sys.exit(', '.join({{'torch', 'vllm', 'numpy'}} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_folder_of_transports_has_over_fifteen_files():
+    counts = Counter(file.parent for file in (ROOT / "transports").rglob("*.py"))
+    assert len(counts) > 1
+    assert not {str(folder): count for folder, count in counts.items() if count > 15}
 
 
 def test_linked_folders_have_no_init():

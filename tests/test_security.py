@@ -128,23 +128,23 @@ def test_every_place_that_listens_is_known():
     assert {path for path in binds if not path.startswith("transports/")} == {
         "pdx/node/metrics.py",  # tests/node/test_node_metrics.py
         "pdx/cuda/handover.py",  # tests/cuda/test_gpu_handover.py
-        "pdx/security/entry.py",  # tests/security/test_desk.py
-        "pdx/security/front.py",  # tests/security/test_front.py
-        "pdx/security/door.py",
+        "pdx/security/accept_queue.py",  # tests/node/test_process_socket.py
+        "pdx/security/tcp_filter.py",  # tests/security/test_tcp_filter.py
+        "pdx/security/peer_socket.py",
         "proxy/server.py",  # the admin socket: tests/proxy/test_proxy_clients.py
         "pdx/cli/ports.py",  # it does not listen: it only keeps ports that are free
     }
 
 
 def test_socket_lock_log_and_arena_are_this_users_alone(start_node, place):
-    """CVE-2025-69872, CVE-2026-103765: no authentication is needed where nobody else can open the door."""
+    """CVE-2025-69872, CVE-2026-103765: no authentication is needed where nobody else can open the folder."""
     mask = os.umask(0)
     try:
         node = start_node()
     finally:
         os.umask(mask)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*place.iterdir(), *arenas_of(node.address))}
-    modes.pop("node.sock.log")  # behind the folder's door; it holds no data
+    modes.pop("node.sock.log")  # in a folder of mode 0700; it holds no data
     assert sorted(name for name in modes if not name.startswith("pdx-")) == [
         "node.sock",
         "node.sock.lock",

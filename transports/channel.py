@@ -1,8 +1,8 @@
 """The contract of a channel: one-sided writes between registered memory, with a notification behind each.
 
-A backend is one file beside this one with one subclass of each class here, reached through `registry`. It moves bytes
-and says what became of them. It never retries, sleeps, chooses or keeps deadlines: that is policy, and lives above, in
-`pdx.node`. No I/O here.
+A backend is one family of files beside this one, with one subclass of each class here, reached through `registry`. It
+moves bytes and says what became of them. It never retries, sleeps, chooses or keeps deadlines: that is policy, and
+lives above, in `pdx.node`. No I/O here.
 """
 
 from __future__ import annotations

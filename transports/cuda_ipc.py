@@ -28,20 +28,20 @@ from pdx.cuda.page_lock import PageLock
 from pdx.errors import ChannelBroken, ChannelUnavailable, GpuError, ProtocolError
 from pdx.telemetry.host import process_stat
 from pdx.transports.channel import Availability, GpuMemory, Memory
-from pdx.transports.local import Address, Copy, LocalListener, LocalRegion, Source, availability, hand_over
+from pdx.transports.local import Address, LocalListener, LocalRegion, Source, SpanCopy, availability, hand_over
 from pdx.transports.shm import Mapping
 
 _FIX = "pip install 'pdx-transport[gpu]', on a host with an NVIDIA GPU and its driver"
 _HOST_TO_HOST = "neither side's memory is a GPU's; use shm"
 
 
-class Luggage(msgspec.Struct, array_like=True, frozen=True):
+class ExportedMemory(msgspec.Struct, array_like=True, frozen=True):
     """What a writer hands over. Without a handle, the descriptor beside it is a file in host memory."""
 
     handle: Handle | None
 
 
-_luggage = msgspec.msgpack.Decoder(Luggage)
+_exported = msgspec.msgpack.Decoder(ExportedMemory)
 _log = logging.getLogger(__name__)
 
 
@@ -90,7 +90,7 @@ class CudaSource(Source):
         mapping = Mapping.open(fd)
         return cls(gpu, mapping, lock=locked(mapping, gpu, is_read_only=True))
 
-    def copy(self, copies: Iterable[Copy]) -> None:
+    def copy(self, copies: Iterable[SpanCopy]) -> None:
         """See `Source.copy`."""
         try:
             if self._stream is None:
@@ -151,7 +151,7 @@ class CudaIpcListener(LocalListener):
 
     def _open(self, packed: bytes, fd: int, pid: int) -> CudaSource:
         try:
-            handle = _luggage.decode(packed).handle
+            handle = _exported.decode(packed).handle
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ProtocolError(f"not a handle of memory: {error}") from error
         uuid = self._memory.gpu or (handle.gpu if handle is not None else "")
@@ -211,7 +211,7 @@ class CudaIpcRegion(LocalRegion):
             except GpuError as error:
                 raise ChannelUnavailable(f"cannot hand {self.memory} over: {error}") from error
         try:
-            hand_over(stream, msgspec.msgpack.encode(Luggage(handle)), fd)
+            hand_over(stream, msgspec.msgpack.encode(ExportedMemory(handle)), fd)
         finally:
             if handle is not None and fd >= 0:
                 os.close(fd)

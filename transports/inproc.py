@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Memory, Notification, Piece, Region, RemoteRegion, Transfer, check_write
-from pdx.transports.sessions import Session, SessionListener
+from pdx.transports.sessions import SessionListener, WriteSession
 
 _HERE = secrets.token_bytes(16)  # which process this is
 
@@ -34,7 +34,7 @@ class InprocChannel(Channel):
     """Copies from one region to another. `close` waits for a copy that another thread is making."""
 
     def __init__(
-        self, memory: Memory, target: InprocListener, session: Session, nbytes: int, wake: Callable[[], None]
+        self, memory: Memory, target: InprocListener, session: WriteSession, nbytes: int, wake: Callable[[], None]
     ) -> None:
         """`nbytes`: of the remote region."""
         self.wake = wake
@@ -69,7 +69,7 @@ class InprocListener(SessionListener):
     def __init__(self, memory: Memory, wake: Callable[[], None]) -> None:
         super().__init__(memory, wake)
         self._lock = threading.Lock()  # copies are made one after the other, and none behind `close`
-        self._waiting: dict[Session, deque[InprocTransfer]] = {}  # for notifications to be taken
+        self._waiting: dict[WriteSession, deque[InprocTransfer]] = {}  # for notifications to be taken
 
     def invite(self, token: bytes) -> RemoteRegion:
         """See `Listener.invite`."""
@@ -101,7 +101,7 @@ class InprocListener(SessionListener):
             self._sessions.expel_all()
         self._go_on()
 
-    def session(self, token: bytes) -> Session | None:
+    def session(self, token: bytes) -> WriteSession | None:
         """The open session of this token."""
         return self._sessions.find(token)
 
@@ -129,7 +129,7 @@ class InprocListener(SessionListener):
             over = [transfer for session in list(self._waiting) for transfer in self._advance(session)]
         _tell(over)
 
-    def _advance(self, session: Session) -> list[InprocTransfer]:
+    def _advance(self, session: WriteSession) -> list[InprocTransfer]:
         """Make the copies of this session that may be made now; those that are over."""
         over, queue = [], self._waiting[session]
         while queue and session.has_room:

@@ -31,11 +31,11 @@ from pdx.errors import ChannelUnavailable, ProtocolError
 from pdx.security.unix_peer import Credentials, peer_of, receive_fds
 from pdx.telemetry.host import host_id
 from pdx.transports.channel import Availability, Piece, Region, RemoteRegion
-from pdx.transports.inbound import StreamListener
-from pdx.transports.outbound import StreamRegion
-from pdx.transports.streams import fill
+from pdx.transports.streams.inbound import StreamListener
+from pdx.transports.streams.outbound import StreamRegion
+from pdx.transports.streams.sockets import fill
 
-MAX_LUGGAGE_BYTES = 512
+MAX_EXPORT_BYTES = 512
 _BACKLOG = 64
 _NETWORK = "/proc/self/ns/net"
 _LENGTH = struct.Struct("!H")
@@ -75,16 +75,16 @@ def address_in(remote: RemoteRegion) -> Address:
 
 
 def hand_over(stream: socket.socket, packed: bytes, fd: int) -> None:
-    """Send at most MAX_LUGGAGE_BYTES bytes and a descriptor, if `fd` is one.
+    """Send at most MAX_EXPORT_BYTES bytes and a descriptor, if `fd` is one.
 
     :raises OSError: the stream broke.
     """
-    assert len(packed) <= MAX_LUGGAGE_BYTES, len(packed)
-    luggage = _LENGTH.pack(len(packed)) + packed
-    sent = socket.send_fds(stream, [luggage], [fd] if fd >= 0 else [])
+    assert len(packed) <= MAX_EXPORT_BYTES, len(packed)
+    frame = _LENGTH.pack(len(packed)) + packed
+    sent = socket.send_fds(stream, [frame], [fd] if fd >= 0 else [])
     # Not even an empty rest: the reader may have answered and closed by then, which would hide its answer.
-    if sent < len(luggage):
-        stream.sendall(luggage[sent:])
+    if sent < len(frame):
+        stream.sendall(frame[sent:])
 
 
 def take_over(stream: socket.socket) -> tuple[bytes, int]:
@@ -99,8 +99,8 @@ def take_over(stream: socket.socket) -> tuple[bytes, int]:
     try:
         head += _rest(stream, _LENGTH.size - len(head), deadline)
         nbytes = int(_LENGTH.unpack(head)[0])
-        if nbytes > MAX_LUGGAGE_BYTES:
-            raise ProtocolError(f"luggage of {nbytes} bytes; at most {MAX_LUGGAGE_BYTES} are possible")
+        if nbytes > MAX_EXPORT_BYTES:
+            raise ProtocolError(f"{nbytes} bytes were handed over; at most {MAX_EXPORT_BYTES} are possible")
         return _rest(stream, nbytes, deadline), fds.pop() if fds else -1
     finally:
         for fd in fds:
@@ -123,7 +123,7 @@ def _socket_name(scheme: str, name: str) -> str:
     return f"\0pdx-{scheme}-{name}"
 
 
-class Copy(NamedTuple):
+class SpanCopy(NamedTuple):
     """`nbytes` bytes from the address `source` to the address `target`."""
 
     target: int
@@ -138,7 +138,7 @@ class Source(ABC):
     nbytes: int
 
     @abstractmethod
-    def copy(self, copies: Iterable[Copy]) -> None:
+    def copy(self, copies: Iterable[SpanCopy]) -> None:
         """Make these copies, all together; none runs on when this has returned or raised.
 
         :raises ConnectionError: the writer is gone, and its bytes may have been others.
@@ -151,7 +151,7 @@ class Source(ABC):
 
 
 class LocalListener(StreamListener):
-    """Copies from the writers' memory. A stream's luggage is the `Source` that was handed over through it."""
+    """Copies from the writers' memory. What a stream admits is the `Source` that was handed over through it."""
 
     def __init__(self, region: Region) -> None:
         """:raises ChannelUnavailable: it cannot listen."""
@@ -188,12 +188,12 @@ class LocalListener(StreamListener):
             if fd >= 0:
                 os.close(fd)
 
-    def _land(self, stream: socket.socket, luggage: Source, pieces: list[Piece]) -> None:
+    def _land(self, stream: socket.socket, source: Source, pieces: list[Piece]) -> None:
         for piece in pieces:
-            if piece.nbytes > luggage.nbytes - piece.local:
-                raise ProtocolError(f"{piece} lies outside of the writer's {luggage.nbytes} bytes")
-        target, source = self._memory.address, luggage.address
-        luggage.copy([Copy(target + piece.remote, source + piece.local, piece.nbytes) for piece in pieces])
+            if piece.nbytes > source.nbytes - piece.local:
+                raise ProtocolError(f"{piece} lies outside of the writer's {source.nbytes} bytes")
+        to, of = self._memory.address, source.address
+        source.copy([SpanCopy(to + piece.remote, of + piece.local, piece.nbytes) for piece in pieces])
         # A writer that closes its channel shuts the stream first and uses its memory again then: a copy behind which
         # the stream is still open was made of the right bytes. Any other must not be notified. There may be frames to
         # be read on a stream that is shut.

@@ -19,8 +19,8 @@ _OURS = {
     "shm": "pdx.transports.shm:ShmRegion",
     "cuda_ipc": "pdx.transports.cuda_ipc:CudaIpcRegion",
     "tcp": "pdx.transports.tcp:TcpRegion",
-    "nixl": "pdx.transports.nixl:NixlRegion",
-    "ucx": "pdx.transports.ucx:UcxRegion",
+    "nixl": "pdx.transports.nixl.region:NixlRegion",
+    "ucx": "pdx.transports.ucx.region:UcxRegion",
     "inproc": "pdx.transports.inproc:InprocRegion",
 }
 # Not opened beside the other unless both are named: each brings a UCX of its own, and a process with both has crashed.

@@ -17,8 +17,8 @@ from pdx.transports.channel import (
 )
 
 
-class Session:
-    """One peer's permission to write, and the spans granted to it. Its `Sessions` locks it.
+class WriteSession:
+    """One peer's permission to write, and the spans granted to it. Its `WriteSessions` locks it.
 
     A span in use (`enter` … `leave`) is being written; it can be revoked, but is not free before the last `leave`.
     """
@@ -84,7 +84,7 @@ class Session:
                 del self._in_use[start]
 
 
-class Sessions:
+class WriteSessions:
     """All sessions of a listener over a region of `nbytes`. For any thread; `wake` is called without the lock."""
 
     def __init__(self, nbytes: int, wake: Callable[[], None] = lambda: None) -> None:
@@ -93,9 +93,9 @@ class Sessions:
         # Guards all below, and everything in the sessions. An expelled session stays until its last write has left.
         # Waited for: room for notifications.
         self._lock = threading.Condition()
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, WriteSession] = {}
         self._landed: list[Notification] = []
-        self._unheard: set[Session] = set()  # whose they are
+        self._unheard: set[WriteSession] = set()  # whose they are
 
     def open(self, token: bytes) -> None:
         """:raises ValueError: the token is no fresh one."""
@@ -104,7 +104,7 @@ class Sessions:
                 raise ValueError("a session needs a fresh token")
             self._sessions[token] = self._new(token)
 
-    def find(self, token: bytes) -> Session | None:
+    def find(self, token: bytes) -> WriteSession | None:
         """The open session of a token that a stranger showed.
 
         How long this takes says nothing of the tokens there are: they are found by a hash with a secret of the process.
@@ -144,18 +144,18 @@ class Sessions:
             for token in list(self._sessions):
                 self.expel(token)
 
-    def enter(self, session: Session, pieces: Sequence[Piece]) -> list[int] | None:
+    def enter(self, session: WriteSession, pieces: Sequence[Piece]) -> list[int] | None:
         """These pieces are about to land: what to `leave` or `land` with, None if one of them may not."""
         with self._lock:
             return session.enter((piece.remote, piece.nbytes) for piece in pieces) if session.is_open else None
 
-    def leave(self, session: Session, entered: Iterable[int]) -> None:
+    def leave(self, session: WriteSession, entered: Iterable[int]) -> None:
         """The write that entered so has failed; nothing of it will land any more."""
         with self._lock:
             session.leave(entered)
             self._forget(session)
 
-    def land(self, session: Session, entered: Iterable[int], payload: bytes) -> bool:
+    def land(self, session: WriteSession, entered: Iterable[int], payload: bytes) -> bool:
         """The write that entered so has landed. False if its session was expelled meanwhile: nobody hears of it."""
         with self._lock:
             is_open = session.is_open
@@ -167,7 +167,7 @@ class Sessions:
             self._wake()
         return is_open
 
-    def wait_for_room(self, session: Session) -> bool:
+    def wait_for_room(self, session: WriteSession) -> bool:
         """Wait until another write of this session may be received; False: it is over."""
         with self._lock:
             self._lock.wait_for(lambda: session.has_room)
@@ -185,30 +185,30 @@ class Sessions:
 
     # ---- under the lock ---------------------------------------------------------------------
 
-    def _new(self, token: bytes) -> Session:
-        return Session(token)
+    def _new(self, token: bytes) -> WriteSession:
+        return WriteSession(token)
 
-    def _notify(self, session: Session, payload: bytes) -> None:
+    def _notify(self, session: WriteSession, payload: bytes) -> None:
         self._landed.append(Notification(session.token, payload))
         session.untaken_bytes += len(payload) + NOTIFICATION_BYTES
         self._unheard.add(session)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: WriteSession) -> None:
         session.end()
         self._forget(session)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: WriteSession) -> None:
         if not session.is_open and not session.is_landing:
             self._sessions.pop(session.token, None)
 
 
 class SessionListener(Listener):
-    """Over `Sessions`, which answer all that concerns no connection. Subclasses invite, expel and close."""
+    """Over `WriteSessions`, which answer all that concerns no connection. Subclasses invite, expel and close."""
 
-    def __init__(self, memory: Memory, wake: Callable[[], None], sessions: Sessions | None = None) -> None:
+    def __init__(self, memory: Memory, wake: Callable[[], None], sessions: WriteSessions | None = None) -> None:
         """`sessions`: of another kind than most."""
         self._memory = memory
-        self._sessions = sessions or Sessions(memory.nbytes, wake)
+        self._sessions = sessions or WriteSessions(memory.nbytes, wake)
 
     def grant(self, token: bytes, offset: int, nbytes: int) -> None:
         """See `Listener.grant`."""

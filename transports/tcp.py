@@ -1,8 +1,8 @@
 """TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy.
 
 A channel is two streams, and each write goes over one of them. Nothing here is encrypted: the session's token, which
-came over the authenticated control link, opens a stream, but whoever can read the network can read it. Streams may be
-idle for ever; `_prepare` says how dead peers are noticed.
+came over the authenticated connection of the nodes, opens a stream, but whoever can read the network can read it.
+Streams may be idle for ever; `_prepare` says how dead peers are noticed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from msgspec import Meta
 
 from pdx.errors import ChannelUnavailable
 from pdx.transports.channel import Piece, RemoteRegion
-from pdx.transports.inbound import StreamListener
-from pdx.transports.outbound import StreamRegion
-from pdx.transports.streams import fill, fill_all
+from pdx.transports.streams.inbound import StreamListener
+from pdx.transports.streams.outbound import StreamRegion
+from pdx.transports.streams.sockets import fill, fill_all
 
 KEEPALIVE_IDLE_S = 15
 KEEPALIVE_INTERVAL_S = 5
@@ -42,7 +42,7 @@ class TcpListener(StreamListener):
         _prepare(stream)
         return str(address[0])
 
-    def _land(self, stream: socket.socket, luggage: None, pieces: list[Piece]) -> None:
+    def _land(self, stream: socket.socket, source: None, pieces: list[Piece]) -> None:
         view = self._memory.view
         fill_all(stream, [view[piece.remote : piece.remote + piece.nbytes] for piece in pieces])
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdx.cli.options import FOLDER, counts, option
+from pdx.bench.harness.lists import counts
+from pdx.cli.options import FOLDER, option
 from pdx.errors import ConfigError
 
 if TYPE_CHECKING:

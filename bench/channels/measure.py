@@ -82,8 +82,8 @@ class Sender:
     """Our channel as `Raw.send` has the raw one."""
 
     def __init__(self, region: type[Region], file: SharedFile) -> None:
-        self._bell = threading.Event()
-        self.region = region.register(file.memory, wake=self._bell.set)
+        self._woken = threading.Event()
+        self.region = region.register(file.memory, wake=self._woken.set)
         self._ring = file.memory.nbytes
         self._channel: Channel | None = None
 
@@ -105,10 +105,10 @@ class Sender:
     def _finish(self, transfer: Transfer) -> None:
         """Wait until it is over, as a node does."""
         while True:
-            self._bell.clear()
+            self._woken.clear()
             if transfer.poll():
                 break
-            self._bell.wait(POLL_S if self.region.is_polled else 5.0)
+            self._woken.wait(POLL_S if self.region.is_polled else 5.0)
         if transfer.error is not None:
             raise transfer.error
 

@@ -49,8 +49,8 @@ class Receiver:
 def serve(scheme: str, path: Path, nbytes: int) -> None:
     """Receive until standard input ends. There is no raw technology under a channel of another package."""
     file = SharedFile(path, nbytes)
-    bell = os.eventfd(0, os.EFD_NONBLOCK)
-    region = find(scheme).register(file.memory, wake=lambda: os.eventfd_write(bell, 1))
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+    region = find(scheme).register(file.memory, wake=lambda: os.eventfd_write(wake_fd, 1))
     listener = region.listen()
     token = secrets.token_bytes(TOKEN_BYTES)
     remote = listener.invite(token)
@@ -60,17 +60,17 @@ def serve(scheme: str, path: Path, nbytes: int) -> None:
     print(json.dumps({"raw": raw_detail.hex(), "remote": msgspec.msgpack.encode(remote).hex()}), flush=True)
     poll = select.poll()
     poll.register(sys.stdin, select.POLLIN)
-    poll.register(bell, select.POLLIN)
+    poll.register(wake_fd, select.POLLIN)
     while not any(fd == sys.stdin.fileno() for fd, _ in poll.poll(TURN_MS if region.is_polled else None)):
         if not region.is_polled:
-            os.eventfd_read(bell)
+            os.eventfd_read(wake_fd)
         listener.take()
         if raw is not None:
             raw.take()
     if raw is not None:
         raw.close()
     region.close()
-    os.close(bell)
+    os.close(wake_fd)
 
 
 def main() -> None:

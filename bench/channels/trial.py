@@ -28,7 +28,7 @@ from pdx.transports.registry import FOR_GPUS, find
 
 SHM = Path("/dev/shm")
 SPARE_BYTES = 8 << 20  # of /dev/shm, for what libraries put there
-PATIENCE_S = 120.0  # for one row
+TIMEOUT_S = 120.0  # for one row
 _FOR_GPUS_WHY = f"{FOR_GPUS} moves memory of GPUs, and this bench has memory of the host"
 _FOR_GPUS_FIX = "python -m pdx.bench.gpu --only ipc"
 
@@ -102,8 +102,8 @@ def _listen(process: subprocess.Popen[bytes], task: Task, errors: Path) -> Gener
         process.stdin.write(msgspec.json.encode(task) + b"\n")
         process.stdin.flush()
     for _ in range(len(task.options.cases) + 1):
-        if not select.select([process.stdout], [], [], PATIENCE_S)[0]:
-            yield _broken(task, f"nothing for {PATIENCE_S:g} s; {_last_line(errors)}")
+        if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
+            yield _broken(task, f"nothing for {TIMEOUT_S:g} s; {_last_line(errors)}")
             return
         line = process.stdout.readline()
         if not line:

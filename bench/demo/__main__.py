@@ -26,7 +26,7 @@ from pdx.bench.demo.workload import Request
 from pdx.bench.harness import web
 from pdx.bench.harness.report import SCRATCH
 from pdx.cli import placement
-from pdx.cli.doctor import try_channel
+from pdx.cli.doctor import examine_channel
 from pdx.cli.node import check_channels
 from pdx.cli.ports import free_ports
 from pdx.cli.processes import Processes
@@ -73,7 +73,7 @@ def check_pair(pair: str) -> dict[str, float]:
     if pair == AUTO:
         return {}
     check_channels([pair])
-    trial = try_channel(pair, TRIAL_BYTES, TRIAL_S)
+    trial = examine_channel(pair, TRIAL_BYTES, TRIAL_S).trial
     if trial.state != "ok":
         raise server.Failed(f"channel {pair} does not work here: {trial.why}\n{trial.fix}".strip())
     return {} if trial.rate is None else {pair: trial.rate.median_gb_s}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pdx.bench.demo.workload import Request
 from pdx.bench.harness.ask import Answer, AskFailed, ask, session
-from pdx.cli.processes import Process, State, last_lines
+from pdx.cli.processes import Process, ProcessState, last_lines
 
 START_S = 600.0
 
@@ -24,9 +24,9 @@ def wait(process: Process, say: Callable[[str], None]) -> None:
     :raises Failed: it ended, or took longer than `START_S`.
     """
     started_at = said_at = time.monotonic()
-    while process.look() is not State.READY:
+    while process.look() is not ProcessState.READY:
         now = time.monotonic()
-        if process.state is State.DIED or now - started_at > START_S:
+        if process.state is ProcessState.DIED or now - started_at > START_S:
             raise Failed(f"{process.name} is {process.state}:\n" + "\n".join(process.tail(30)))
         if now - said_at >= 10:
             said_at = now

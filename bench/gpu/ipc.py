@@ -69,8 +69,8 @@ class Writer:
         self._groups = self.pages.groups(arena.address)
         self._peer = self._start(arena, stack)
         told = self._peer.heard()
-        self._bell = threading.Event()
-        region = find("cuda_ipc").register(GpuMemory(arena, total), wake=self._bell.set)
+        self._woken = threading.Event()
+        region = find("cuda_ipc").register(GpuMemory(arena, total), wake=self._woken.set)
         stack.callback(region.close)
         remote = msgspec.msgpack.decode(bytes.fromhex(told["remote"]), type=RemoteRegion)
         assert remote.token == TOKEN
@@ -142,10 +142,10 @@ class Writer:
 
     def _finish(self, transfer: Transfer) -> None:
         while True:
-            self._bell.clear()
+            self._woken.clear()
             if transfer.poll():
                 break
-            if not self._bell.wait(ENDS_S):
+            if not self._woken.wait(ENDS_S):
                 raise RuntimeError(f"a write was not over within {ENDS_S} s")
         if transfer.error is not None:
             raise transfer.error

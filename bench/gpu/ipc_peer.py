@@ -185,9 +185,11 @@ class Peer:
         self._pages = Pages(the_bed, RECEIVER)
         arena = DeviceMemory.create(the_bed.gpu, total)
         stack.callback(arena.close)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        stack.callback(os.close, self._bell)
-        self._region = find("cuda_ipc").register(GpuMemory(arena, total), wake=lambda: os.eventfd_write(self._bell, 1))
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        stack.callback(os.close, self._wake_fd)
+        self._region = find("cuda_ipc").register(
+            GpuMemory(arena, total), wake=lambda: os.eventfd_write(self._wake_fd, 1)
+        )
         stack.callback(self._region.close)
         self._listener = self._region.listen()
         remote = self._listener.invite(TOKEN)
@@ -234,7 +236,7 @@ class Peer:
     def _take_landed(self) -> bool:
         """Scatter what has come through the channel."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._wake_fd)
             for notification in self._listener.take():
                 group_bytes, index = msgspec.msgpack.decode(notification.payload)
                 groups = self._landed[group_bytes]

@@ -12,9 +12,11 @@ import click
 import msgspec
 from rich.console import RenderableType
 
+from pdx.bench.harness.lists import BYTE_SIZES, NAMES, counts, listed
+from pdx.bench.harness.report import console
 from pdx.cli.node import check_channels
-from pdx.cli.options import BYTE_SIZES, FOLDER, NAMES, counts, listed, option
-from pdx.cli.tables import console, size, table
+from pdx.cli.options import FOLDER, option
+from pdx.cli.tables import size, table
 from pdx.config import parse_bytes
 from pdx.errors import ConfigError
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
@@ -141,9 +143,9 @@ def _carry_out(
         click.echo(text, nl=False)
     else:
         for each in shown(run):
-            console().print(each)
+            console.print(each)
         if not run.is_complete:
-            console().print("ended early: what was measured until then")
+            console.print("ended early: what was measured until then")
         click.echo(f"kept in {file.path}")
     if steps.was_interrupted:
         sys.exit(INTERRUPTED)
@@ -290,7 +292,7 @@ def transfer(
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(run.result), indent=1))
     else:
-        console().print(bench.view(run.result))
+        console.print(bench.view(run.result))
     click.echo(f"written: {out / 'transfer.json'}{f', {picture}' if picture else ''}", err=True)
     if not run.result.is_complete:
         click.echo("interrupted; what was measured until then is kept", err=True)

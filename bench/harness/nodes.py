@@ -140,7 +140,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Child:
@@ -172,7 +172,7 @@ class Child:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._module} ended with {self.process.wait(PATIENCE_S)}")
+            raise RuntimeError(f"{self._module} ended with {self.process.wait(TIMEOUT_S)}")
         return json.loads(line)
 
     def last(self) -> Any:
@@ -188,7 +188,7 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -1,9 +1,15 @@
-"""Servers on this host, asked without the proxy that an environment may name."""
+"""Servers on this host: run until a signal, and asked without the proxy that an environment may name."""
 
 from __future__ import annotations
 
+import asyncio
 import urllib.error
 import urllib.request
+from collections import Counter
+
+from aiohttp import web
+
+from pdx.proxy.server import Server, endpoint, when_signalled
 
 ANSWER_S = 300.0
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -28,3 +34,18 @@ def known(url: str) -> bytes | None:
         if error.code == 404:
             return None
         raise
+
+
+async def serve_until_stopped(app: web.Application, host: str, port: int, *, shutdown_s: float) -> None:
+    """Until SIGINT or SIGTERM; then requests under way have `shutdown_s`.
+
+    :raises ConfigError: the address cannot be had.
+    """
+    server = Server(app, shutdown_s=shutdown_s, counters=Counter())
+    stop = asyncio.Event()
+    when_signalled(stop.set)
+    try:
+        await server.start(endpoint(host, port))
+        await stop.wait()
+    finally:
+        await server.close()

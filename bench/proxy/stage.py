@@ -17,7 +17,7 @@ import zmq
 
 from pdx.bench.proxy.stand_in_engine import MODEL_LEN, Pace
 from pdx.cli.ports import free_ports
-from pdx.cli.processes import Process, Processes, State
+from pdx.cli.processes import Process, Processes, ProcessState
 from pdx.cli.ready import answers_health
 from pdx.wire.messages import VERSION, EngineFacts, EngineReport, NodeReport, encode
 
@@ -123,7 +123,7 @@ def _started(processes: Processes, name: str, arguments: list[str], url: str) ->
 def wait_ready(process: Process) -> None:
     """:raises RuntimeError: it ended, or took longer than `START_S`; the text has the end of its log."""
     deadline = time.monotonic() + START_S
-    while process.look() is not State.READY:
-        if process.state is State.DIED or time.monotonic() > deadline:
+    while process.look() is not ProcessState.READY:
+        if process.state is ProcessState.DIED or time.monotonic() > deadline:
             raise RuntimeError(f"{process.name} is {process.state}:\n" + "\n".join(process.tail(10)))
         time.sleep(LOOK_S)

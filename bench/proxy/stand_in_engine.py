@@ -24,7 +24,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pdx.proxy.server import serve_until_stopped
+from pdx.bench.harness.web import serve_until_stopped
 
 MODEL = "stand-in"
 MODEL_LEN = 1 << 20

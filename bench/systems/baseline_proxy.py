@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pdx.proxy.server import serve_until_stopped
+from pdx.bench.harness.web import serve_until_stopped
 
 KEPT = 1000  # requests of which the moments are kept
 KEEPALIVE_S = 2.0  # below the 5 s after which vLLM's server closes an idle connection under our request

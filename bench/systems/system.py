@@ -26,7 +26,7 @@ import msgspec
 from pdx.bench.harness import web
 from pdx.bench.harness.interrupts import undisturbed
 from pdx.cli import guard, placement
-from pdx.cli.processes import Process, Processes, State
+from pdx.cli.processes import Process, Processes, ProcessState
 from pdx.cli.ready import answers_at
 from pdx.errors import PdxError
 from pdx.telemetry.timeline import Moment
@@ -214,7 +214,7 @@ class Servers:
         ]
         deadline = time.monotonic() + timeout_s
         failed = ""
-        while not all(process.state is State.READY for process in started):
+        while not all(process.state is ProcessState.READY for process in started):
             for process in started:
                 self._check(process, deadline, timeout_s)
             if failed:
@@ -224,9 +224,9 @@ class Servers:
 
     def _check(self, process: Process, deadline: float, timeout_s: float) -> None:
         state = process.look()
-        if state is State.DIED:
+        if state is ProcessState.DIED:
             raise CannotRun(f"{process.name} ended with status {process.exit_status}: {decisive(self._logs)}")
-        if state is State.STARTING and time.monotonic() > deadline:
+        if state is ProcessState.STARTING and time.monotonic() > deadline:
             last = decisive(self._logs)
             raise CannotRun(f"{process.name} was not ready within {timeout_s:.0f} s; it said last: {last}")
 

@@ -23,7 +23,7 @@ from pdx.memory.layout import KvLayout
 
 LAYERS, BLOCKS, BLOCK_TOKENS, CHUNK_TOKENS = 3, 64, 16, 64
 PIECE_TOKENS = 100  # of a prompt in one step
-PATIENCE_S = 10.0  # with the node's answers; a server would rather compute
+TIMEOUT_S = 10.0  # with the node's answers; a server would rather compute
 VOCABULARY, PRIME = 1000, 2_147_483_647
 LAYOUT = KvLayout(
     model="toy, weights of 2026",
@@ -84,14 +84,14 @@ class Engine:
     """Both halves of the connector, a paged KV cache and the toy model. Not for several threads."""
 
     def __init__(self, address: str, name: str) -> None:
-        settings = {"node": address, "start_node": False, "chunk_tokens": CHUNK_TOKENS, "lookup_s": PATIENCE_S}
+        settings = {"node": address, "start_node": False, "chunk_tokens": CHUNK_TOKENS, "lookup_s": TIMEOUT_S}
         config = parse(ConnectorConfig, settings)
         self.pages = [torch.zeros(BLOCKS, BLOCK_TOKENS, 2, dtype=torch.int64) for _ in range(LAYERS)]
         self.free = list(range(BLOCKS))
         self.worker = WorkerHalf(config, LAYOUT, name, 0)
         self.worker.register({f"layer.{layer}": pages for layer, pages in enumerate(self.pages)}, BLOCKS)
         self.scheduler = SchedulerHalf(config, LAYOUT, name, chained_hash)
-        if not (self.worker.is_attached and self.scheduler.wait_attached(PATIENCE_S)):
+        if not (self.worker.is_attached and self.scheduler.wait_attached(TIMEOUT_S)):
             sys.exit(f"no node answers at {config.node_address()}; start one: pdx node")
 
     def generate(self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Answer:

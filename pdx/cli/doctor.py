@@ -96,11 +96,6 @@ def examine(channels: Sequence[str], timeout_s: float, console: Console) -> Repo
     return Report(is_well, found, reference, machine)
 
 
-def try_channel(scheme: str, nbytes: int, timeout_s: float) -> Trial:
-    """What becomes of a channel; see `examine_channel`."""
-    return examine_channel(scheme, nbytes, timeout_s).trial
-
-
 def examine_channel(scheme: str, nbytes: int, timeout_s: float) -> Finding:
     """What becomes of a channel in processes of their own, which do not outlive this call, and the name of that."""
     with tempfile.TemporaryDirectory(prefix="pdx-doctor-", dir=SHM) as name:

@@ -180,15 +180,15 @@ def ucx_transports() -> list[str]:
 def _transfer(scheme: str, kind: type[Region], folder: Path, nbytes: int) -> Rate:
     source = Block(scheme, folder / "sender", nbytes)
     source.write(os.urandom(nbytes))
-    bell = threading.Event()
-    region = kind.register(source.memory, wake=bell.set)
+    woken = threading.Event()
+    region = kind.register(source.memory, wake=woken.set)
     command = [sys.executable, "-P", "-m", *_PROGRAM, "receive", scheme, str(folder), str(nbytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as receiver:  # it ends with its input
         try:
             line = _ask(receiver)
             remote = msgspec.msgpack.decode(bytes.fromhex(line), type=RemoteRegion)
             channel = region.connect(remote)
-            result = rate(nbytes, lambda: _write_all(channel, nbytes, None if kind.is_polled else bell))
+            result = rate(nbytes, lambda: _write_all(channel, nbytes, None if kind.is_polled else woken))
             _check(receiver, source, nbytes)
             return result
         finally:
@@ -196,7 +196,7 @@ def _transfer(scheme: str, kind: type[Region], folder: Path, nbytes: int) -> Rat
             source.close()
 
 
-def _write_all(channel: Channel, nbytes: int, bell: threading.Event | None) -> None:
+def _write_all(channel: Channel, nbytes: int, woken: threading.Event | None) -> None:
     transfers = []
     for start in range(0, nbytes, PIECES * PIECE_BYTES):
         offsets = range(start, min(start + PIECES * PIECE_BYTES, nbytes), PIECE_BYTES)
@@ -204,11 +204,11 @@ def _write_all(channel: Channel, nbytes: int, bell: threading.Event | None) -> N
         transfers.append(channel.write(pieces, b"loopback"))
     for transfer in transfers:
         while not transfer.poll():
-            if bell is None:
+            if woken is None:
                 time.sleep(POLL_S)
             else:
-                bell.wait()
-                bell.clear()
+                woken.wait()
+                woken.clear()
         if transfer.error is not None:
             raise transfer.error
 

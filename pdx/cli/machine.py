@@ -16,6 +16,7 @@ import msgspec
 from pdx.cli.tables import size
 
 SHM = Path("/dev/shm")
+SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 DEFAULT_ARENA_BYTES = 4 << 30
 FEW_FILES = 4096
 _CAP_IPC_LOCK = 14
@@ -39,6 +40,7 @@ class FindingName(StrEnum):
     CHANNEL_CRASHED = "channel-crashed"
 
     SHM_SMALL = "shm-small"
+    HUGE_PAGES_NONE = "huge-pages-none"
     MEMLOCK_SMALL = "memlock-small"
     FILES_FEW = "files-few"
     RDMA_NONE = "rdma-none"
@@ -73,6 +75,7 @@ def facts(ucx: Sequence[str], environ: Mapping[str, str]) -> list[Fact]:
     devices = rdma_devices(Path("/sys/class/infiniband"))
     return [
         shared_memory(),
+        huge_pages(SHMEM_HUGE_PAGES),
         memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _may_lock(), has_rdma=bool(devices)),
         files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         rdma(devices, _verbs()),
@@ -90,6 +93,18 @@ def shared_memory() -> Fact:
     fix = f"mount -o remount,size=… {SHM}, docker run --shm-size=…, or a smaller --arena"
     found = f"{found}; the default arena has {size(DEFAULT_ARENA_BYTES)}"
     return Fact("/dev/shm", found, False, fix, FindingName.SHM_SMALL)
+
+
+def huge_pages(setting: Path) -> Fact:
+    """Whether the kernel gives arenas in host memory huge pages, which a node asks for."""
+    try:
+        chosen = setting.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        chosen = "missing"
+    if chosen in ("advise", "always", "within_size", "force"):
+        return Fact("huge pages", f"for arenas in host memory (shmem_enabled is {chosen})")
+    found = f"none for arenas in host memory (shmem_enabled is {chosen or 'unreadable'})"
+    return Fact("huge pages", found, finding=FindingName.HUGE_PAGES_NONE)
 
 
 def memlock(limit: int, may_lock: bool, *, has_rdma: bool) -> Fact:

@@ -25,7 +25,7 @@ from pdx.errors import ConfigError, NodeError, NodeUnavailable
 from pdx.transports.registry import INSIDE_ONE_PROCESS, schemes
 from pdx.wire.messages import VERSION, AttachedStatus, Hello, NodeStatus, Status
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 ANSWER_S = 5.0
 
 
@@ -139,7 +139,7 @@ def as_object(status: NodeStatus) -> bytes:
     return msgspec.json.encode({name: getattr(status, name) for name in status.__struct_fields__})
 
 
-def end_node(address: str, *, force: bool, patience_s: float = PATIENCE_S) -> str:
+def end_node(address: str, *, force: bool, timeout_s: float = TIMEOUT_S) -> str:
     """End the node at `address`, and wait until its process, its socket and its arena are gone; says what was ended.
 
     `force`: also where engines are attached, which go on without PDX.
@@ -161,8 +161,8 @@ def end_node(address: str, *, force: bool, patience_s: float = PATIENCE_S) -> st
         pidfd = os.pidfd_open(status.pid)
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-        if not select.select([pidfd], [], [], patience_s)[0]:
-            raise NodeError(f"process {status.pid} has not ended within {patience_s:g} s; see its log, or kill it")
+        if not select.select([pidfd], [], [], timeout_s)[0]:
+            raise NodeError(f"process {status.pid} has not ended within {timeout_s:g} s; see its log, or kill it")
     finally:
         os.close(pidfd)
     left = [str(path) for path in (socket_path(address), arena) if path.exists()]

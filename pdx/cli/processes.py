@@ -42,7 +42,7 @@ def earlier(log: Path) -> Path:
     return log.with_name(f"{log.name}.1")
 
 
-class State(StrEnum):
+class ProcessState(StrEnum):
     """Where a process is in its life."""
 
     STARTING = "starting"
@@ -57,7 +57,7 @@ class Process:
     def __init__(self, name: str, child: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
         self.name = name
         self.log = log
-        self.state = State.STARTING
+        self.state = ProcessState.STARTING
         self.started_at = time.monotonic()
         self.ready_after_s = 0.0
         self._child = child
@@ -77,12 +77,12 @@ class Process:
         status = self._child.poll()
         return 128 - status if status is not None and status < 0 else status
 
-    def look(self) -> State:
+    def look(self) -> ProcessState:
         """The state now; asks a starting process whether it is ready."""
-        if self.state in (State.STARTING, State.READY) and self._child.poll() is not None:
-            self.state = State.DIED
-        elif self.state is State.STARTING and self._is_ready():
-            self.state = State.READY
+        if self.state in (ProcessState.STARTING, ProcessState.READY) and self._child.poll() is not None:
+            self.state = ProcessState.DIED
+        elif self.state is ProcessState.STARTING and self._is_ready():
+            self.state = ProcessState.READY
             self.ready_after_s = time.monotonic() - self.started_at
         return self.state
 
@@ -107,8 +107,8 @@ class Process:
     def reap(self) -> None:
         """Collect the exit status after the group has been ended."""
         self._child.wait()
-        if self.state is not State.DIED:
-            self.state = State.STOPPED
+        if self.state is not ProcessState.DIED:
+            self.state = ProcessState.STOPPED
 
 
 class Processes:
@@ -182,7 +182,7 @@ class Processes:
         """Those that have died on their own, after asking all; keeps the logs from growing without end."""
         for process in self:
             process.bound_log()
-        return [process for process in self if process.look() is State.DIED]
+        return [process for process in self if process.look() is ProcessState.DIED]
 
     def stop(self) -> None:
         """End all processes and whatever they started: TERM, then KILL. Idempotent."""

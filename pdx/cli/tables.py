@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pdx.wire.messages import NodeStatus
-
-_WIDTH = 150  # of tables that are not on a terminal
 
 
 def table(
@@ -24,11 +21,6 @@ def table(
     for row in rows:
         made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return made
-
-
-def console() -> Console:
-    """For results, on standard output."""
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
 def size(nbytes: int) -> str:
@@ -101,4 +93,6 @@ def _peers(status: NodeStatus) -> Table:
         rates = " ".join(f"{scheme} {rate:.2f}" for scheme, rate in sorted(peer.rates.items()))
         counts = (str(peer.pushes), str(peer.landing), size(peer.sent_bytes), size(peer.landed_bytes))
         rows.append((peer.name, peer.state, peer.channel, rates, *counts, peer.why))
-    return table("peers", ("peer", "link", "channel", "GB/s", ">pushes", ">landing", ">sent", ">landed", "why"), rows)
+    return table(
+        "peers", ("peer", "connection", "channel", "GB/s", ">pushes", ">landing", ">sent", ">landed", "why"), rows
+    )

@@ -25,7 +25,7 @@ from pdx.cli import placement
 from pdx.cli.node import check_channels
 from pdx.cli.options import FOLDER, as_flags, node_options, option, refuse_node_options
 from pdx.cli.ports import free_ports, held_port
-from pdx.cli.processes import Processes, State
+from pdx.cli.processes import Processes, ProcessState
 from pdx.cli.ready import answers_at, answers_health, attached_urls, knows_nodes
 from pdx.cli.serve import TLS, engine_command, flag
 from pdx.client.api import connect
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.25
 DRAIN_S = 5.0  # requests under way when all of it is to end; the guard gives each process GRACE_S
 PDX = [sys.executable, "-P", "-m", "pdx.cli.main"]
-_COLOURS = {State.STARTING: "yellow", State.READY: "green", State.STOPPED: "dim", State.DIED: "bold red"}
+_COLOURS = dict(zip(ProcessState, ("yellow", "green", "dim", "bold red"), strict=True))
 _WHOLE = click.IntRange(1, 64)
 
 
@@ -165,7 +165,7 @@ class _Up:
         self._wait_s = wait_s
         self._logs = logs
         self._started_at = time.monotonic()
-        self._shown: dict[str, State] = {}
+        self._shown: dict[str, ProcessState] = {}
         self._console = Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False) if sys.stdout.isatty() else None
 
@@ -185,7 +185,7 @@ class _Up:
             if self._died():
                 return 1
             self._update()
-            if not is_up and all(process.state is State.READY for process in self._processes):
+            if not is_up and all(process.state is ProcessState.READY for process in self._processes):
                 if stages:
                     if len(stages) == 1:
                         share_port()

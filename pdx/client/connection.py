@@ -45,7 +45,7 @@ from pdx.wire.messages import (
 log = logging.getLogger("pdx")
 
 HEARTBEAT_S = 1.0
-_FAREWELL_MS = 300
+_LINGER_MS = 300
 
 
 class Connection:
@@ -71,10 +71,10 @@ class Connection:
         self._answers: dict[int, Answer | None] = {}  # asked for: None until the answer is there
         self._outbox = Outbox()
         # A socket may not be polled while another thread uses it, but its descriptor may. That one is readable once for
-        # all that has come, so whoever finds something while using the socket rings the bell for the thread that polls.
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # all that has come, so whoever finds something while using the socket wakes the thread that polls.
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._arrivals = select.poll()
-        for fd in (int(self._socket.getsockopt(zmq.FD)), self._bell):
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._wake_fd):
             self._arrivals.register(fd, select.POLLIN)
         self._is_polled = False  # by one thread, without the lock; others that wait are told by it
         self._is_closing = False
@@ -263,7 +263,7 @@ class Connection:
             return False
         finally:
             if self._is_polled and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wake_fd, 1)
         return True
 
     def _check_open(self) -> None:
@@ -283,8 +283,8 @@ class Connection:
         finally:
             self._lock.acquire()
             self._is_polled = False
-            if any(fd == self._bell for fd, _ in ready):
-                os.eventfd_read(self._bell)
+            if any(fd == self._wake_fd for fd, _ in ready):
+                os.eventfd_read(self._wake_fd)
             self._lock.notify_all()  # the next one polls
 
     def _receive(self) -> None:
@@ -302,7 +302,7 @@ class Connection:
             self._flush()
             self._lock.notify_all()
             if self._is_polled:
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wake_fd, 1)
 
     def _take(self, seq: int, answer: Answer) -> None:
         owed = self._outbox.answered(seq)
@@ -361,7 +361,7 @@ class Connection:
             if reachable:
                 self._say_bye()
         finally:
-            self._end(_FAREWELL_MS if reachable else 0)
+            self._end(_LINGER_MS if reachable else 0)
 
     def _say_bye(self) -> None:
         if self._welcome is None:
@@ -369,16 +369,16 @@ class Connection:
             return
         # Until it has read that, a node that sees this process end takes it for dead.
         with contextlib.suppress(NodeError, ProtocolError):
-            self.collect(self.ask(Bye()), _FAREWELL_MS / 1000)
+            self.collect(self.ask(Bye()), _LINGER_MS / 1000)
 
     def _end(self, linger_ms: int) -> None:
         with self._lock:
             self._stop.set()
             self._lock.notify_all()
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wake_fd, 1)
             self._lock.wait_for(lambda: not self._is_polled)
             self._socket.close(linger=linger_ms)
-            os.close(self._bell)
+            os.close(self._wake_fd)
         if self._heart.is_alive():
             self._heart.join()
         self._context.term()

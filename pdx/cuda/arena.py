@@ -126,11 +126,6 @@ class GpuArena(Arena):
     # ---- the data ---------------------------------------------------------------------------
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether `address` is that of the data."""
-        return self._memory is not None
-
-    @property
     def kind(self) -> str:
         """How the data is shared, "vmm" or "ipc"; empty until it is mapped."""
         memory = self._memory

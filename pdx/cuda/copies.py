@@ -48,6 +48,16 @@ class CopyStream:
         for piece in _pieces(target, source, nbytes):
             call("cuMemcpyAsync", *piece, self._stream)
 
+    def copy_all(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Begin these copies, in any order, behind those before: see `queue_copies`.
+
+        :raises GpuError: it is closed, the driver refused, or an earlier copy failed.
+        """
+        if self._stream is None:
+            raise GpuError("a copy on a closed stream")
+        self._gpu.use()
+        queue_copies(self._stream, copies)
+
     def wait(self) -> None:
         """Return when all copies have ended; other threads run meanwhile.
 

@@ -149,14 +149,6 @@ def numa_node(gpu: Gpu, sysfs: Path = Path("/sys")) -> int | None:
     return node if node >= 0 else None
 
 
-def forget_contexts() -> None:
-    """Let go of every context that `Gpu.use` took. Nobody may be using them. For tests."""
-    with _contexts_lock:
-        while _contexts:
-            ordinal, _ = _contexts.popitem()
-            call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", ordinal))
-
-
 def _describe(ordinal: int) -> Gpu:
     device = call("cuDeviceGet", ordinal)
     # Since CUDA 13 the plain name is what was _v2 before: in MIG mode the instance's own UUID.

@@ -26,9 +26,9 @@ log = logging.getLogger("pdx.node")
 
 TICKET_BYTES = 16
 MAX_ANSWER_BYTES = 1024
-MAX_GUESTS = 16  # connections that have not shown a ticket yet; more wait in the backlog
+MAX_UNPROVED = 16  # connections that have not shown a ticket yet; more wait in the backlog
 MAX_OF_ONE_PROCESS = 4
-PATIENCE_S = 1.0  # with a connection that shows no ticket
+TIMEOUT_S = 1.0  # with a connection that shows no ticket
 QUIET_S = 10.0  # between two lines in the log about one process; all refusals are counted
 _BACKLOG = 256
 _MAX_FDS = 2  # one is right
@@ -36,7 +36,7 @@ _TIMEVAL = struct.Struct("@ll")
 _decoder = msgspec.msgpack.Decoder(Handle)
 
 
-class Guest(msgspec.Struct):
+class _Asker(msgspec.Struct):
     """A connection that has not shown its ticket yet."""
 
     stream: socket.socket
@@ -70,7 +70,7 @@ class HandoverServer:
         self._unwatch = unwatch
         self._counters = counters
         self._clock = clock
-        self._guests: dict[int, Guest] = {}  # by file descriptor
+        self._askers: dict[int, _Asker] = {}  # by file descriptor
         self._quiet: dict[int, float] = {}  # until when nothing is logged of refusals to this process
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._is_listening = False
@@ -89,23 +89,23 @@ class HandoverServer:
         if fd == self._listener.fileno():
             self._accept()
             return True
-        guest = self._guests.get(fd)
-        if guest is None:
+        asker = self._askers.get(fd)
+        if asker is None:
             return False
-        self._answer(guest)
+        self._answer(asker)
         return True
 
     def tick(self) -> None:
         """A few times a second: connections that show no ticket are closed."""
         now = self._clock()
-        for guest in [guest for guest in self._guests.values() if guest.deadline <= now]:
-            self._refuse(guest, f"no ticket within {PATIENCE_S:g} s")
+        for asker in [asker for asker in self._askers.values() if asker.deadline <= now]:
+            self._refuse(asker, f"no ticket within {TIMEOUT_S:g} s")
         self._quiet = {pid: until for pid, until in self._quiet.items() if until > now}
 
     def close(self) -> None:
         """Close everything and remove the socket. Idempotent."""
-        for guest in list(self._guests.values()):
-            self._end(guest)
+        for asker in list(self._askers.values()):
+            self._end(asker)
         if self._listener.fileno() >= 0:
             if self._is_listening:
                 self._unwatch(self._listener.fileno())
@@ -116,7 +116,7 @@ class HandoverServer:
 
     def _listen(self) -> None:
         """Take connections exactly while there is a place for one."""
-        is_free = len(self._guests) < MAX_GUESTS
+        is_free = len(self._askers) < MAX_UNPROVED
         if is_free and not self._is_listening:
             self._watch(self._listener.fileno())
         if self._is_listening and not is_free:
@@ -130,56 +130,56 @@ class HandoverServer:
             return
         pid, uid = peer_of(stream)
         stream.setblocking(False)
-        guest = Guest(stream, pid, self._clock() + PATIENCE_S)
-        self._guests[stream.fileno()] = guest
+        asker = _Asker(stream, pid, self._clock() + TIMEOUT_S)
+        self._askers[stream.fileno()] = asker
         self._watch(stream.fileno())
         if uid != os.geteuid():
-            self._refuse(guest, f"user {uid}")
+            self._refuse(asker, f"user {uid}")
         elif not self._is_attached(pid):
-            self._refuse(guest, "it is not attached")
-        elif sum(other.pid == pid for other in self._guests.values()) > MAX_OF_ONE_PROCESS:
-            self._refuse(guest, f"{MAX_OF_ONE_PROCESS} connections of it are here already")
+            self._refuse(asker, "it is not attached")
+        elif sum(other.pid == pid for other in self._askers.values()) > MAX_OF_ONE_PROCESS:
+            self._refuse(asker, f"{MAX_OF_ONE_PROCESS} connections of it are here already")
         self._listen()
 
-    def _answer(self, guest: Guest) -> None:
+    def _answer(self, asker: _Asker) -> None:
         try:
-            ticket = guest.stream.recv(TICKET_BYTES + 1)
+            ticket = asker.stream.recv(TICKET_BYTES + 1)
         except BlockingIOError:
             return
         except OSError as error:
-            self._refuse(guest, str(error))
+            self._refuse(asker, str(error))
             return
-        if len(ticket) != TICKET_BYTES or not self._admits(guest.pid, ticket):
-            self._refuse(guest, "that is not its ticket" if ticket else "it left")
+        if len(ticket) != TICKET_BYTES or not self._admits(asker.pid, ticket):
+            self._refuse(asker, "that is not its ticket" if ticket else "it left")
             return
         try:
-            self._hand_over(guest)
+            self._hand_over(asker)
         except (OSError, GpuError) as error:
-            self._refuse(guest, str(error))
+            self._refuse(asker, str(error))
             return
         self._counters["handovers"] += 1
-        self._end(guest)
+        self._end(asker)
 
-    def _hand_over(self, guest: Guest) -> None:
+    def _hand_over(self, asker: _Asker) -> None:
         handle, fd = self._export()
         try:
             message = msgspec.msgpack.encode(handle)
-            socket.send_fds(guest.stream, [message], [fd] if fd >= 0 else [])
+            socket.send_fds(asker.stream, [message], [fd] if fd >= 0 else [])
         finally:
             if fd >= 0:
                 os.close(fd)
 
-    def _refuse(self, guest: Guest, why: str) -> None:
+    def _refuse(self, asker: _Asker, why: str) -> None:
         self._counters["handover_refused"] += 1
-        if guest.pid not in self._quiet:
-            self._quiet[guest.pid] = self._clock() + QUIET_S
-            log.warning("GPU memory is not handed over to process %d: %s", guest.pid, why)
-        self._end(guest)
+        if asker.pid not in self._quiet:
+            self._quiet[asker.pid] = self._clock() + QUIET_S
+            log.warning("GPU memory is not handed over to process %d: %s", asker.pid, why)
+        self._end(asker)
 
-    def _end(self, guest: Guest) -> None:
-        del self._guests[guest.stream.fileno()]
-        self._unwatch(guest.stream.fileno())
-        guest.stream.close()
+    def _end(self, asker: _Asker) -> None:
+        del self._askers[asker.stream.fileno()]
+        self._unwatch(asker.stream.fileno())
+        asker.stream.close()
         if self._listener.fileno() >= 0:
             self._listen()
 

@@ -161,6 +161,20 @@ class DeviceMemory:
             data = ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES)  # newer bindings hide its bytes
         return Handle(self.kind, self.gpu, self.nbytes, version, os.getpid(), data), fd
 
+    def allow(self, other: Gpu) -> bool:
+        """Whether this process may copy to and from it by `other`, too, from now on.
+
+        Not without peer access, and not memory of legacy IPC handles.
+        """
+        if self.kind != "vmm" or not other.can_access(self.gpu):
+            return False
+        try:
+            _give_access(self.address, self.nbytes, other)
+        except GpuError as error:
+            _log.warning("GPU %s cannot use memory of GPU %s: %s", other.uuid, self.gpu, str(error))
+            return False
+        return True
+
     def close(self) -> None:
         """Unmap it and give up this process's hold on it. Idempotent.
 
@@ -235,11 +249,7 @@ class DeviceMemory:
         held.add("cuMemAddressFree", address, nbytes)
         call("cuMemMap", address, nbytes, 0, generic, 0)  # also refuses more than the allocation has
         held.add("cuMemUnmap", address, nbytes)
-        access = api().CUmemAccessDesc()
-        access.location.type = api().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = on.ordinal
-        access.flags = api().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call("cuMemSetAccess", address, nbytes, [access], 1)
+        _give_access(address, nbytes, on)
         return cls(address, nbytes, gpu, "vmm", on=on, held=held)
 
     @classmethod
@@ -308,6 +318,14 @@ def _properties(gpu: Gpu, *, is_for_rdma: bool) -> Any:
     properties.location.id = gpu.ordinal
     properties.allocFlags.gpuDirectRDMACapable = int(is_for_rdma)  # so that NIXL and UCX can register it
     return properties
+
+
+def _give_access(address: int, nbytes: int, gpu: Gpu) -> None:
+    access = api().CUmemAccessDesc()
+    access.location.type = api().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = gpu.ordinal
+    access.flags = api().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call("cuMemSetAccess", address, nbytes, [access], 1)
 
 
 def _granularity(properties: Any) -> int:

@@ -18,7 +18,7 @@ from pdx.cuda.page_lock import PageLock
 from pdx.engine.copier import Action, PageCopier, Scatter
 from pdx.engine.plan import LoadPlan, PagesPlan
 from pdx.engine.staging import Staged, Staging
-from pdx.engine.streams import Event, Stream, Streams
+from pdx.engine.streams import Stream, StreamEvent, Streams
 from pdx.errors import GpuError, GpuUnavailable, LayoutError, PdxError
 from pdx.kernels.paged import Batch, PageMap, Place, Run, gather, scatter, warm_up
 from pdx.memory.arena import Arena
@@ -106,11 +106,11 @@ class EventThread:
         """`failed` is called on the thread, at most once, with the reason."""
         self._bind_thread = bind_thread
         self._failed = failed
-        self._queue: queue.SimpleQueue[tuple[Event | None, Action] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[StreamEvent | None, Action] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, event: Event | None, action: Action) -> None:
+    def put(self, event: StreamEvent | None, action: Action) -> None:
         """Call `action` on the thread when `event` and everything queued before has passed."""
         self._queue.put((event, action))
 
@@ -168,7 +168,7 @@ class GpuCopier(PageCopier):
         self._count = count
         self._gathering, self._loading = streams.new_stream(), streams.new_stream()
         self._fence = streams.event()
-        self._spare: deque[Event] = deque()  # events that have passed and that nobody waits for
+        self._spare: deque[StreamEvent] = deque()  # events that have passed and that nobody waits for
         self._arenas = threading.Lock()
         self._mapped: MappedArena | None = None
         self._has_failed = False  # CUDA does nothing any more for this process
@@ -333,7 +333,7 @@ class GpuCopier(PageCopier):
             return None
         return partial(self._load, mapped, self._recorded(self._streams.compute()))
 
-    def _load(self, mapped: MappedArena, fence: Event, load: LoadPlan) -> list[PagesPlan]:
+    def _load(self, mapped: MappedArena, fence: StreamEvent, load: LoadPlan) -> list[PagesPlan]:
         try:
             self._streams.bind_thread()
             wanted = load.pages_of(self._shard)
@@ -377,7 +377,7 @@ class GpuCopier(PageCopier):
             return None
         return Run(pages.block_ids, address + pages.first * self._pages.page_bytes, layer_bytes)
 
-    def _recorded(self, stream: object) -> Event:
+    def _recorded(self, stream: object) -> StreamEvent:
         try:
             event = self._spare.popleft()
         except IndexError:
@@ -385,7 +385,7 @@ class GpuCopier(PageCopier):
         event.record(stream)
         return event
 
-    def _passed(self, event: Event, action: Action) -> None:
+    def _passed(self, event: StreamEvent, action: Action) -> None:
         self._spare.append(event)
         action()
 

@@ -22,7 +22,7 @@ from pdx.wire.messages import Hello
 log = logging.getLogger("pdx")
 
 CHECK_S = 0.1
-ATTACH_S = 0.3  # a node that runs answers within this; after it, this process starts one
+ANSWER_S = 0.3  # a node that runs answers within this; after it, this process starts one
 START_AGAIN_S = 10.0
 
 
@@ -150,7 +150,7 @@ class NodeLink:
             self._stop.wait(1.0)
             return
         try:
-            if connection.attach(ATTACH_S):
+            if connection.attach(ANSWER_S):
                 connection.arena.populate_in_background()
                 with self._lock:
                     uncounted, self._uncounted = self._uncounted, Counter()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdx.engine.streams import Event, Stream, Streams
+from pdx.engine.streams import Stream, StreamEvent, Streams
 from pdx.kernels.batch import Batch, Place, Run
 from pdx.kernels.page_map import UNIT_BYTES, PageMap
 
@@ -33,7 +33,7 @@ class _Taken(NamedTuple):
 
     start: int
     end: int
-    emptied: Event
+    emptied: StreamEvent
 
 
 class Staging:
@@ -49,7 +49,7 @@ class Staging:
         self._half_bytes = max(STAGING_BYTES // 2 // UNIT_BYTES * UNIT_BYTES, pages.page_bytes)
         self._memory = torch.empty(2 * self._half_bytes, dtype=torch.uint8, device=pages.device)
         self.stream: Stream = streams.new_stream()  # the copy engine's
-        self._gathered: Event = streams.event()
+        self._gathered: StreamEvent = streams.event()
         self._taken: deque[_Taken] = deque()  # the oldest first
         self._at = 0  # behind what was taken last
 

@@ -97,10 +97,6 @@ class StepSave:
         copier.end()
         return is_whole
 
-    def give_up(self) -> None:
-        """The forward pass failed: gather no more, seal nothing."""
-        self.copier.end()
-
     # ---- what is told, in its time ------------------------------------------------------------
 
     def _begun(self) -> None:

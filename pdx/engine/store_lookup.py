@@ -39,7 +39,7 @@ class StoreLookup:
         self._hasher = hasher
         self._clock = clock
         self._step = 0
-        self._patience_s = ASK_S  # what is left of this step's waiting
+        self._left_s = ASK_S  # what is left of this step's waiting
         self._ahead: deque[tuple[TrackedRequest, Asked]] = deque()  # room that was asked for ahead of a turn
         # What one message may name, and its answer hold.
         self._max_chunks = min(MAX_KEYS - 1, MAX_SLOTS // layout.num_shards - 1)
@@ -47,7 +47,7 @@ class StoreLookup:
     def new_step(self, *, is_busy: bool) -> None:
         """A new scheduling step: it may wait again, unless requests are running that would wait with it."""
         self._step += 1
-        self._patience_s = 0.0 if is_busy else ASK_S
+        self._left_s = 0.0 if is_busy else ASK_S
 
     def begin(self, tracked: TrackedRequest, connection: Connection) -> None:
         """A new request: ask what the engine will want to know when the request's turn comes. Never waits."""
@@ -359,8 +359,8 @@ class StoreLookup:
         :raises NodeError: the node refused, or has been silent for too long for somebody who waits.
         """
         start = time.monotonic()
-        answer = connection.collect(asked.seq, self._patience_s if wait else 0.0)
-        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - start))
+        answer = connection.collect(asked.seq, self._left_s if wait else 0.0)
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - start))
         if answer is None and wait and self._clock() - asked.at >= self._config.lookup_s:
             raise NodeError(f"the node did not answer within {self._config.lookup_s} s")
         if answer is not None and not isinstance(answer, Admitted):

@@ -15,7 +15,7 @@ from pdx.cuda.gpu import Gpu
 Stream = Any  # whatever `Streams.new_stream` makes
 # A point on a stream, as torch.cuda.Event: `record`, `wait` (what is queued on a stream from now on starts after it),
 # `query` and `synchronize` (without the GIL). Recording it again does not change what already waits for it.
-Event = Any
+StreamEvent = Any
 
 
 class Streams:
@@ -56,7 +56,7 @@ class Streams:
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """A new event, which has passed as long as it is not recorded. Waiting for it sleeps: no core is kept busy."""
         return torch.cuda.Event(blocking=True)
 

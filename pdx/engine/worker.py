@@ -32,7 +32,7 @@ from pdx.wire.messages import VERSION, Abort, Hello
 
 log = logging.getLogger("pdx")
 
-ATTACH_S = 20.0  # at start-up only
+START_UP_S = 20.0  # at start-up only
 IDLE_WAIT_S = 0.03  # on a CPU, whose cores the load needs
 GPU_IDLE_WAIT_S = 0.002
 
@@ -79,8 +79,8 @@ class WorkerHalf:
             raise LayoutError(f"{len(layers)} layers with a KV cache, expected {self._layout.num_layers}")
         self._copier = self._copier_for(layers, num_blocks)
         self._link.serve(self._copier.use)
-        if not self._link.wait_attached(ATTACH_S):
-            log.warning("not attached to a node after %s s: running without PDX until one answers", ATTACH_S)
+        if not self._link.wait_attached(START_UP_S):
+            log.warning("not attached to a node after %s s: running without PDX until one answers", START_UP_S)
 
     def _copier_for(self, layers: list[torch.Tensor], num_blocks: int) -> PageCopier:
         devices = {tensor.device for tensor in layers}
@@ -208,7 +208,7 @@ class WorkerHalf:
         """If the last step was not finished, its forward pass failed, and nobody knows what its pages are."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.give_up()
+            saving.copier.end()  # gather no more, seal nothing
             self._spoil(saving.pages, saving.copier, saving.connection)
 
     def save_layer(self, name: str) -> None:

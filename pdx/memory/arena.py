@@ -158,7 +158,7 @@ class Arena:
 
     def begin_generations(self, base: int) -> None:
         """Have all generations begin at `base`. For the node, before it grants a slot: with a base drawn at random no
-        slot of another life of the node is current in this one."""
+        slot of another epoch of the node is current in this one."""
         piece = base.to_bytes(_GENERATION_BYTES, "little") * _FILL_GENERATIONS
         for first in range(0, len(self._table), len(piece)):
             self._table[first : first + len(piece)] = piece[: len(self._table) - first]

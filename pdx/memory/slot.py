@@ -12,7 +12,7 @@ ArenaNumber = Annotated[int, Meta(ge=0, lt=64)]
 Generation = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Slot(msgspec.Struct, array_like=True, frozen=True):
+class Slot(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Room for one chunk of one shard in the arena `arena` of a node: valid while `generation` stands at `offset`."""
 
     offset: Bytes

@@ -6,6 +6,7 @@ No sockets here.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -23,8 +24,10 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.faults import Faults, counted
 from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Answer, Refused
+
+log = logging.getLogger("pdx.node")
 
 MAX_OF_SESSION = 1024  # questions of one process that wait
 MAX_TRANSFER_S = 600.0
@@ -123,7 +126,6 @@ class Admissions:
         peers: Peers,
         counters: Counter[str],
         faults: Faults,
-        degraded: Callable[[str, Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -135,7 +137,6 @@ class Admissions:
         self._peers = peers
         self._counters = counters
         self._faults = faults
-        self._degraded = degraded
         self._clock = clock
         self._waiting = Waiting()
 
@@ -281,7 +282,7 @@ class Admissions:
         try:
             self._peers.push(ask.push_to, ask.keys, ask.shards, ask.writes, session.hello.layout)
         except (PeerError, ConfigError) as error:
-            self._degraded("push_impossible", error)
+            counted(log, self._counters, "push_impossible", "%s", error)  # a wrong name comes with every request
             return False
         return True
 
@@ -303,5 +304,5 @@ class Admissions:
         try:
             return self._peers.may_come(ask, hits)
         except (PeerError, ConfigError) as error:
-            self._degraded("fetch_impossible", error)
+            counted(log, self._counters, "fetch_impossible", "%s", error)
             return False

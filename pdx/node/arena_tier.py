@@ -1,7 +1,8 @@
 """The arenas of this node as a tier of each other: host memory and GPUs, copied by memcpy and by copy engines.
 
 Slices go as they lie, in whole slices: no kernel runs, and nothing is gathered. One thread moves all bytes; the GIL is
-released meanwhile.
+released meanwhile. What a job copies from or to one GPU is one call of the driver, where the host memory in it is
+page-locked.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import ctypes
 import logging
 import queue
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+from pdx.cuda.arena import GpuArena
 from pdx.cuda.copies import CopyStream
 from pdx.cuda.gpu import Gpu
+from pdx.cuda.page_lock import PageLock
 from pdx.errors import ArenaTooSmall, GpuError, PdxError, StaleSlot, TransferAborted
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
@@ -22,7 +26,8 @@ from pdx.store.chunk import NODE
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy
 from pdx.store.store import Claim, Store
-from pdx.store.tier import Grant, Held, Job, Part, Tier
+from pdx.store.tier import Grant, Job, Part, Tier
+from pdx.telemetry.faults import counted
 
 log = logging.getLogger("pdx.node")
 
@@ -42,23 +47,23 @@ class ArenaTier(Tier):
         store: Store,
         copies: Copies,
         post: Callable[[Callable[[], None]], None],
+        counters: Counter[str],
     ) -> None:
-        """`post` has the control loop call something."""
+        """`post` has the control loop call something. `counters` is the control loop's."""
         self._arenas = arenas
         self._store = store
         self._copies = copies
         self._post = post
+        self._counters = counters
         self._slots: dict[int, list[Slot]] = {}  # by copy: granted to it
         self._cancelled: set[int] = set()  # copies
         self._is_closing = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._streams: dict[str, CopyStream] = {}  # by GPU; the thread's
+        self._pairs: dict[tuple[str, str], bool] = {}  # whether a GPU may use the memory of another; the thread's
+        self._page_lock = self._lock_host()
         self._thread = threading.Thread(target=self._run, name="pdx-arenas", daemon=True)
         self._thread.start()
-
-    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """Nothing: what other arenas have is copied to where it is missing by `store`."""
-        return []
 
     def admit(self, copy: Copy) -> Grant:
         """Room in the arenas that the copy names, for what is not there."""
@@ -86,10 +91,6 @@ class ArenaTier(Tier):
         """Copy between two arenas."""
         self._jobs.put(job)
 
-    def load(self, job: Job) -> None:
-        """Copies between arenas are stores."""
-        raise NotImplementedError("a copy between arenas is a store into one of them")
-
     def cancel(self, copy: Copy) -> None:
         """Jobs of this copy that have not begun are not begun."""
         self._cancelled.add(copy.number)
@@ -99,15 +100,28 @@ class ArenaTier(Tier):
         self._cancelled.discard(copy.number)
         self._copies.give_back(self._slots.pop(copy.number, []))
 
-    def evict(self, keys: Sequence[bytes]) -> int:
-        """Forget these in all arenas."""
-        return self._store.delete(keys)
-
     def close(self) -> None:
         """End the thread, and wait for the job that it does, for some seconds. Idempotent."""
         self._is_closing = True
         self._jobs.put(None)
         self._thread.join(JOIN_S)
+
+    def _lock_host(self) -> PageLock | None:
+        """Begin to page-lock the arena in host memory, if copies between it and a GPU come. It has all its pages
+        already, so no memory is taken; where it is refused, copies are slower and a call each."""
+        host = next((arena for arena in self._arenas if not arena.gpu), None)
+        gpu = next((arena.gpu for arena in self._arenas if arena.gpu), "")
+        if host is None or not gpu:
+            return None
+        try:
+            return PageLock(host.address, host.nbytes, Gpu.find(gpu), anchor=host.data[:], on_refused=self._refused)
+        except RuntimeError as error:  # no more threads can be had
+            self._refused(str(error))
+            return None
+
+    def _refused(self, why: str) -> None:
+        text = "copies between host memory and GPUs are slow: %s"
+        self._post(lambda: counted(log, self._counters, "page_lock_refused", text, why))
 
     def _over(self, job: Job, error: PdxError | None) -> None:
         """On the control loop's thread: a job has ended."""
@@ -125,6 +139,8 @@ class ArenaTier(Tier):
             self._post(self._ended(job, self._move(job)))
         for stream in self._streams.values():
             stream.close()
+        if self._page_lock is not None:
+            self._page_lock.close()
 
     def _ended(self, job: Job, error: PdxError | None) -> Callable[[], None]:
         return lambda: self._over(job, error)
@@ -132,12 +148,9 @@ class ArenaTier(Tier):
     def _move(self, job: Job) -> PdxError | None:
         if job.number in self._cancelled or self._is_closing:
             return TransferAborted("the copy was given up")
-        used: dict[str, CopyStream] = {}
         views = [arena.data[:0] for arena in self._arenas if not arena.gpu]  # they keep the memory mapped, see `close`
         try:
-            with contextlib.ExitStack() as ends:
-                for part in job.parts:
-                    self._copy(part, used, ends)
+            self._copy(job.parts)
         except PdxError as error:
             return error
         except Exception as error:  # the thread goes on with other jobs
@@ -147,19 +160,48 @@ class ArenaTier(Tier):
             views.clear()
         return None
 
-    def _copy(self, part: Part, used: dict[str, CopyStream], ends: contextlib.ExitStack) -> None:
-        assert part.remote is not None
-        source, target = self._arenas[part.slot.arena], self._arenas[part.remote.arena]
-        start, nbytes = part.span
-        to, at = target.address + part.remote.offset + start, source.address + part.slot.offset + start
-        gpu = source.gpu or target.gpu
-        if not gpu:
-            ctypes.memmove(to, at, nbytes)
-            return
-        if gpu not in used:
-            used[gpu] = self._stream(gpu)
-            ends.callback(used[gpu].wait)
-        used[gpu].copy(to, at, nbytes)
+    def _copy(self, parts: Sequence[Part]) -> None:
+        """Return when all have been copied; or some, and nothing is under way any more."""
+        queued: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)  # by GPU
+        by_host: list[ctypes.Array[ctypes.c_char]] = []  # what goes from GPU to GPU by way of host memory
+        are_reached = True
+        for part in parts:
+            assert part.remote is not None
+            source, target = self._arenas[part.slot.arena], self._arenas[part.remote.arena]
+            start, nbytes = part.span
+            to, at = target.address + part.remote.offset + start, source.address + part.slot.offset + start
+            gpu = source.gpu or target.gpu
+            if not gpu:
+                ctypes.memmove(to, at, nbytes)
+                continue
+            if not self._may_use(gpu, target):
+                read = source.read(part.slot.offset + start, nbytes)
+                by_host.append((ctypes.c_char * nbytes).from_buffer(read))
+                gpu, at, are_reached = target.gpu, ctypes.addressof(by_host[-1]), False
+            queued[gpu].append((to, at, nbytes))
+            are_reached = are_reached and self._is_reached(part.slot) and self._is_reached(part.remote)
+        with contextlib.ExitStack() as ends:
+            for gpu, copies in queued.items():
+                stream = self._stream(gpu)
+                ends.callback(stream.wait)
+                if are_reached:
+                    stream.copy_all(copies)
+                else:
+                    for each in copies:
+                        stream.copy(*each)
+
+    def _is_reached(self, slot: Slot) -> bool:
+        """Whether CUDA knows this memory, as copies in one call must have it."""
+        lock = self._page_lock
+        return bool(self._arenas[slot.arena].gpu) or (lock is not None and lock.covers(slot.offset, slot.nbytes))
+
+    def _may_use(self, gpu: str, arena: Arena) -> bool:
+        """Whether the copy engine of that GPU may write to the arena."""
+        if not isinstance(arena, GpuArena) or arena.gpu == gpu:
+            return True
+        if (gpu, arena.gpu) not in self._pairs:
+            self._pairs[gpu, arena.gpu] = arena.device.allow(Gpu.find(gpu))
+        return self._pairs[gpu, arena.gpu]
 
     def _stream(self, gpu: str) -> CopyStream:
         if gpu not in self._streams:

@@ -7,6 +7,7 @@ node left behind is removed by the next one.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import logging
 import math
@@ -24,9 +25,9 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
-from pdx.node.desk import Delivery, Desk
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
+from pdx.node.process_socket import Delivery, ProcessSocket
 from pdx.node.proxy_line import ProxyLine
 from pdx.node.service import PROBE_BYTES, Service
 from pdx.security import descriptors
@@ -53,8 +54,6 @@ log = logging.getLogger("pdx.node")
 SHM = Path("/dev/shm")
 TICK_S = 0.2
 TOUCH_S = 3600.0  # between two touches of the lock: what cleans up /tmp takes files that nobody touched for days
-RECONNECT_MS = 1000  # at most between two attempts to reach the proxy
-
 
 _FAILED = Refused(NodeError.__name__, "an internal error ended this session; see the node's log, and attach again")
 
@@ -80,6 +79,7 @@ def run(config: NodeConfig) -> None:
     with Daemon(config, near=near) as daemon:
         place = f" on GPU {config.gpu}" if config.gpu else ""
         log.info("node at %s with %d MiB%s", config.address, config.arena_bytes >> 20, place)
+        gc.freeze()  # the index lives as long as the node: a walk of Python's collector through it takes 0.1 s and more
         while not stop and not daemon.is_idle_too_long():
             daemon.turn(TICK_S)
 
@@ -114,17 +114,16 @@ class Daemon:
             self.service = Service(config, arenas, epoch)
             self._faults = self.service.faults
             undo.callback(self.service.detach_all)
-            self._desk = Desk(self._context, path, self.service.counters)
-            undo.callback(self._desk.close)
+            self._process_socket = ProcessSocket(self._context, path, self.service.counters)
+            undo.callback(self._process_socket.close)
             self._poller = zmq.Poller()
-            for source in (self._desk.socket, self._desk.entry.fd):
+            for source in (self._process_socket.socket, self._process_socket.queue.fd):
                 self._poller.register(source, zmq.POLLIN)
             self._handovers = []
             for number, arena in enumerate(arenas):
                 if isinstance(arena, GpuArena):
                     self._handovers.append(self._open_handover(number, arena))
                     undo.callback(self._handovers[-1].close)
-            undo.callback(self.service.tiers.close)
             self._peers = self.service.peers
             undo.callback(self._peers.close)
             undo.callback(self.service.tiers.close)
@@ -171,21 +170,21 @@ class Daemon:
         timeout_s = min(timeout_s, self.service.admissions.due_in(time.monotonic()))
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         with self._faults.contain("letting processes in"):
-            self._desk.entry.heed()
+            self._process_socket.queue.heed()
         for source, _ in ready:
             with self._faults.contain("serving a socket") as part:
                 self._serve_source(source)
             if (
                 part.has_failed
                 and isinstance(source, int)
-                and source not in (self._peers.mailbox.fd, self._desk.entry.fd)
+                and source not in (self._peers.mailbox.fd, self._process_socket.queue.fd)
             ):
                 self._forget(source)  # else it would fail again at once, for ever
-        self.service.turn()
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._tick(now)
+        self.service.turn()
         with self._faults.contain("late answers"):
             for session, seq, answer in self.service.admissions.late_answers():
                 self._send(session.route, seq, answer)
@@ -194,18 +193,18 @@ class Daemon:
             self._report(now)
 
     def _serve_source(self, source: object) -> None:
-        if source is self._desk.socket:
+        if source is self._process_socket.socket:
             self._serve_burst()
         elif self._proxy is not None and source in self._proxy.sockets:
             self._serve_proxy()
         elif source == self._peers.mailbox.fd:
             self._peers.mailbox.deliver()
-        elif source == self._desk.entry.fd:
+        elif source == self._process_socket.queue.fd:
             pass  # somebody connects: `heed` has seen to it
         elif self._peers.connections.serve(source):
             pass
         elif isinstance(source, int) and not any(handover.serve(source) for handover in self._handovers):
-            self._bury(source)
+            self._end_dead(source)
 
     def _tick(self, now: float) -> None:
         self.service.tick()
@@ -228,7 +227,7 @@ class Daemon:
 
     def _serve_burst(self) -> None:
         for _ in burst(time.monotonic):
-            delivery = self._desk.receive()
+            delivery = self._process_socket.receive()
             if delivery is None:
                 return
             self._serve(delivery)
@@ -254,7 +253,7 @@ class Daemon:
             self._send(route, envelope.seq, answer)
 
     def _send(self, route: bytes, seq: int, answer: Answer) -> None:
-        if self._desk.send(route, encode(FromNode(seq, answer))):
+        if self._process_socket.send(route, encode(FromNode(seq, answer))):
             return
         session = self.service.sessions.of_route(route)
         if session is not None:
@@ -288,19 +287,19 @@ class Daemon:
         session = self.service.sessions.of_route(route)
         if session is not None:
             session.has_failed = True
-            log.error("%r is over: its process must attach again", session)
+            log.error("%s is over: its process must attach again", repr(session))
         return _FAILED
 
     def _sender(self, route: bytes) -> str:
         session = self.service.sessions.of_route(route)
         return repr(session) if session is not None else "a process that is not attached"
 
-    def _bury(self, pidfd: int) -> None:
+    def _end_dead(self, pidfd: int) -> None:
         session = self.service.sessions.of_pidfd(pidfd)
         if session is None or not session.is_dead:
             return  # it said bye in this very turn, and its file descriptor may be another session's by now
         self._forget(pidfd)
-        log.warning("%r died; what it held is given back", session)
+        log.warning("%s died; what it held is given back", repr(session))
         self.service.counters["deaths"] += 1
         self.service.end(session)
 
@@ -326,10 +325,10 @@ class Daemon:
     def _report(self, now: float) -> None:
         if self._proxy is None or not self._proxy.is_up:
             return  # marks wait for it, the last 4,096 of them
-        if now < self._next_report and not self.service.news:
+        if now < self._next_report and not self.service.reports.news:
             return
         self._next_report = now + self._config.report_s
-        if not self._proxy.send(self.service.report()):
+        if not self._proxy.send(self.service.reports.heartbeat()):
             self.service.counters["reports_dropped"] += 1
 
     # ---- the end ----------------------------------------------------------------------------

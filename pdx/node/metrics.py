@@ -50,7 +50,7 @@ class _Status(Collector):
                 for key, count in sorted(value.items()):
                     counted.add_metric([key], count)
                 yield counted
-        yield _by_peer(status.peers, "up", "1: the link by which this node writes to the peer is up.")
+        yield _by_peer(status.peers, "up", "1: the connection to the peer is up.")
         for name in ("pushes", "landing", "sent_bytes", "landed_bytes"):
             yield _by_peer(status.peers, name, f"{name} of the peers in pdx node --status --json")
 

@@ -14,7 +14,7 @@ import msgspec
 
 from pdx.config import NodeConfig, handover_path, node_name
 from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
-from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
@@ -24,11 +24,12 @@ from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.disk import DiskTier
+from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
-from pdx.telemetry.faults import Faults
+from pdx.telemetry.faults import Faults, counted
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import (
     MAX_SLOTS,
@@ -47,7 +48,6 @@ from pdx.wire.messages import (
     Hello,
     Mark,
     MarkReport,
-    NodeReport,
     Pin,
     Ping,
     Push,
@@ -66,16 +66,22 @@ class Service:
     """A node's state and what changes it. One thread; the clock is a parameter."""
 
     def __init__(
-        self, config: NodeConfig, arenas: Sequence[Arena], epoch: int, clock: Callable[[], float] = time.monotonic
+        self,
+        config: NodeConfig,
+        arenas: Sequence[Arena],
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        policy: Callable[[], EvictionPolicy] = Lru,
     ) -> None:
-        """`arenas`: the first is where peers read and write; the others are those of GPUs."""
+        """`arenas`: the first is where peers read and write; the others are those of GPUs. `policy`: see `Store`."""
         arena = arenas[0]
         self._config = config
         self._arenas = arenas
         self._epoch = epoch
         self._clock = clock
         self.name = node_name(config)
-        self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes), more=arenas[1:])
+        self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes), more=arenas[1:], policy=policy)
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock)
@@ -104,11 +110,10 @@ class Service:
             numbers=self.sessions.numbers,
             layouts=lambda: [session.hello.layout for session in self.sessions],
             mark=self._mark_own,
-            on_changed=self._changed,
             clock=clock,
         )
         if len(arenas) > 1:
-            self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post)
+            self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post, self.counters)
         self.admissions = Admissions(
             config,
             store=self.store,
@@ -118,7 +123,6 @@ class Service:
             peers=self.peers,
             counters=self.counters,
             faults=self.faults,
-            degraded=self._degraded,
             clock=clock,
         )
         self.reports = Reports(
@@ -174,11 +178,11 @@ class Service:
         session = self.sessions.attach(route, hello, pid, self._clock())
         if session.unshared:
             error = LayoutError(f"engine {hello.engine!r} shares no chunks {session.unshared}")
-            self._degraded("layout_mismatch", error)
+            counted(log, self.counters, "engine_layouts_differ", "%s", error)
         self.reports.news = True
         session.home = next((at for at, arena in enumerate(self._arenas) if hello.gpu and arena.gpu == hello.gpu), 0)
         arena = self._arenas[session.home]
-        welcome = Welcome(self._epoch, os.getpid(), str(arena.path), arena.nbytes, GRANULE_BYTES)
+        welcome = Welcome(self._epoch, os.getpid(), str(arena.path), arena.nbytes)
         if arena.gpu:
             handover = str(handover_path(self._config.address, session.home))
             welcome = msgspec.structs.replace(welcome, gpu=arena.gpu, handover=handover, ticket=session.ticket)
@@ -233,21 +237,11 @@ class Service:
 
     def turn(self) -> None:
         """After each turn of the control loop."""
-        self.peers.turn()
         with self.faults.contain("the turn of copies"):
             landed, self.copies.landed = self.copies.landed, []
-            self._changed(landed)
+            self._changed([*self.peers.turn(), *landed])
             self.tiers.turn()
             self.copies.pump()
-
-    @property
-    def news(self) -> bool:
-        """Whether there is something that the proxy should hear at once."""
-        return self.reports.news
-
-    def report(self) -> NodeReport:
-        """The heartbeat to the proxy; takes the marks collected since the last one."""
-        return self.reports.heartbeat()
 
     # ---- one method per message -------------------------------------------------------------
 
@@ -276,11 +270,6 @@ class Service:
         session.running = ask.running
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
-
-    def _degraded(self, reason: str, error: Exception) -> None:
-        self.counters[reason] += 1
-        if self.counters[reason] == 1:  # a wrong name would come with every request
-            log.warning("%s (further ones are counted as %s)", error, reason)
 
     def _push(self, session: Session, ask: Push) -> Answer:
         arenas = self.sessions.arenas(session, ask.shards)
@@ -365,7 +354,7 @@ class Service:
         hello = session.hello
         self.reports.mark(MarkReport(ask.transfer, ask.event, ask.at_ns, ask.nbytes, ask.tokens, hello.engine))
         if ask.event == Event.PREFILL_END:
-            self.peers.prefill_ended(ask.transfer, ask.at_ns)
+            self.peers.tiers.prefill_ended(ask.transfer, ask.at_ns)
         return Done()
 
     def _mark_own(self, transfer: str, event: Event, nbytes: int, at_ns: int) -> None:

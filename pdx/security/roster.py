@@ -37,7 +37,7 @@ _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNED = 4096
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One node, or the proxy, in the file."""
 
     address: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -48,8 +48,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RosterFile(msgspec.Struct, frozen=True):
     """All of a file, checked."""
 
-    nodes: dict[str, Entry]
-    proxy: Entry | None = None
+    nodes: dict[str, RosterEntry]
+    proxy: RosterEntry | None = None
 
     @classmethod
     def load(cls, path: str | Path, *, has_keys: bool) -> RosterFile:
@@ -96,9 +96,9 @@ class RosterFile(msgspec.Struct, frozen=True):
         return cls(found, proxy)
 
 
-def _entry(value: object, where: str, has_keys: bool) -> Entry:
+def _entry(value: object, where: str, has_keys: bool) -> RosterEntry:
     try:
-        entry = msgspec.convert(value, Entry)
+        entry = msgspec.convert(value, RosterEntry)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
     if has_keys and not entry.key:
@@ -127,18 +127,18 @@ class Roster:
         self._file: RosterFile | None = None
         self._stamp: tuple[int, ...] = ()
         self._by_key: dict[str, str] = {}
-        self._nodes: dict[str, Entry] = {}  # of the file; without one, as the proxy told
+        self._nodes: dict[str, RosterEntry] = {}  # of the file; without one, as the proxy told
         self._warned: set[str] = set()
         if path:
             self._stamp = self._stamped()
             self._set(RosterFile.load(path, has_keys=has_keys))
 
     @property
-    def proxy(self) -> Entry | None:
+    def proxy(self) -> RosterEntry | None:
         """The proxy, as the file names it."""
         return self._file.proxy if self._file is not None else None
 
-    def node(self, name: str) -> Entry | None:
+    def node(self, name: str) -> RosterEntry | None:
         """A node, as the file names it."""
         return self._file.nodes.get(name) if self._file is not None else None
 
@@ -209,7 +209,7 @@ class Roster:
         """What the proxy says. With a file it changes nothing; without one, these are the nodes of this host."""
         told = {one.name: one for one in entries if one.name and one.address and self._is_believed(one)}
         if self._file is None:
-            self._nodes = {name: Entry(one.address, one.public_key) for name, one in told.items()}
+            self._nodes = {name: RosterEntry(one.address, one.public_key) for name, one in told.items()}
 
     def _is_believed(self, entry: PeerEntry) -> bool:
         if self._file is not None:

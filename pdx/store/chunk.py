@@ -10,12 +10,18 @@ from pdx.memory.arena import round_up
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
+from pdx.wire.messages import Hints
 
+NO_HINTS = Hints("")
 NODE = 0  # the session that fills what a copy loads: the node itself
 
 
-class Chunk(msgspec.Struct, eq=False):
-    """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it."""
+class Chunk(msgspec.Struct, eq=False, gc=False):
+    """Where a chunk lies and who holds it. Owned by the node's control loop; no other thread touches it.
+
+    Python's collector does not look at chunks, because a node holds a million of them and would stand still meanwhile.
+    Nothing is lost by that: `before`, `older` and `newer` are taken back when a chunk goes.
+    """
 
     key: bytes
     shard: int
@@ -33,6 +39,7 @@ class Chunk(msgspec.Struct, eq=False):
     writer: int = 0  # session whose process fills it
     transfer: str | None = None
     deadline: float = 0.0
+    hints: Hints = NO_HINTS  # of the request for which it was reserved
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
     older: Chunk | None = None  # its neighbours in `pdx.store.eviction.Lru`; None: it is not there
     newer: Chunk | None = None

@@ -28,8 +28,9 @@ from msgspec import Meta
 from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.layout import slice_span
+from pdx.memory.slot import Bytes
 from pdx.store.tier import Part
-from pdx.wire.messages import MAX_LAYERS, Bytes, Key, LayerCount, Shard
+from pdx.wire.messages import MAX_LAYERS, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
 VERSION = 2
@@ -121,12 +122,8 @@ def salvage(path: Path) -> tuple[Header | None, TierError | None, int]:
         return inspect(path), None, 0
     except TierError as error:
         why = error
-    try:
-        if why.kind != "exhausted":
-            remove(path)
-            return None, why, 0
-    except TierError:
-        pass
+    if why.kind != "exhausted" and _is_gone(path):
+        return None, why, 0
     try:
         return None, why, path.lstat().st_blocks * 512
     except OSError:  # somebody else has removed it

@@ -118,8 +118,19 @@ class Copies:
         for run in alike(found):
             chunks = [chunk for _, of_key in run for chunk in of_key]
             self._store.hold(chunks)
-            run_keys, number = [key for key, _ in run], next(self._numbers)
-            copy = Copy(number, tier, run_keys, shards, chunks, priority, deadline, False, transfer, layout, want, to)
+            copy = Copy(
+                next(self._numbers),
+                tier,
+                [key for key, _ in run],
+                shards,
+                chunks,
+                priority,
+                deadline,
+                transfer=transfer,
+                layout=layout,
+                want=want,
+                arenas=to,
+            )
             self._add(copy)
         return len(found)
 
@@ -286,7 +297,7 @@ class Copies:
                 continue
             self._counters["copies_late"] += 1
             self.late_at[copy.tier.name] = now
-            log.warning("%r is dropped: it was not over in time", copy)
+            log.warning("%s is dropped: it was not over in time", repr(copy))
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
                 copy.tier.cancel(copy)
@@ -358,7 +369,7 @@ class Copies:
                     self.land(part.slot, part.first_layer, part.count)
             elif not copy.is_given_up:  # else it was aborted
                 if not isinstance(error, TierError):  # a tier that fails says so itself, in bounded measure
-                    log.warning("%r failed: %s", copy, error)
+                    log.warning("%s failed: %s", repr(copy), str(error))
                 self._counters["jobs_failed"] += 1
                 if copy.is_load:  # the others may be good
                     self.give_back([part.slot for part in job.parts])

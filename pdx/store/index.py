@@ -38,12 +38,6 @@ class Groups(Generic[Key]):
         return list(self._groups.get(key, ()))
 
 
-class Whole(tuple[Chunk, ...]):
-    """All chunks of a key, one per shard, all sealed: a lookup sees that without a look at each."""
-
-    __slots__ = ()
-
-
 class Index:
     """Where a chunk's record is found, and how many there are of each state.
 
@@ -52,8 +46,10 @@ class Index:
     """
 
     def __init__(self, arenas: int = 1) -> None:
-        # key -> FILLING or SEALED chunks, by shard; with several arenas one per shard and arena
-        self._keys: dict[bytes, tuple[Chunk, ...]] = {}
+        # key -> all its chunks, one per shard, all SEALED: a lookup sees that without a look at each …
+        self._whole: dict[bytes, tuple[Chunk, ...]] = {}
+        # … and of the other keys: FILLING or SEALED chunks, by shard; with several arenas one per shard and arena.
+        self._partial: dict[bytes, tuple[Chunk, ...]] = {}
         self.slots: list[dict[int, Chunk]] = [{} for _ in range(arenas)]  # offset -> chunk in any state but FREE
         self.writers: Groups[int] = Groups()  # session -> FILLING or QUARANTINED chunks that it writes
         self.owners: Groups[int] = Groups()  # session -> FILLING chunks that it answers for
@@ -70,7 +66,7 @@ class Index:
         `arenas`: of each shard, the arena whose chunk is meant; the node's first by default. Without `shards` those of
         all arenas.
         """
-        chunks = self._keys.get(key, ())
+        chunks = self._whole.get(key) or self._partial.get(key, ())
         if shards is None or not chunks:
             return chunks
         if len(self.slots) == 1:
@@ -81,14 +77,18 @@ class Index:
             if chunk.shard < shards and chunk.slot.arena == (arenas[chunk.shard] if arenas else 0)
         )
 
-    def sealed(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> tuple[Chunk, ...] | None:
-        """The chunk of every shard of `key`, all sealed; None where one is missing."""
-        chunks = self._keys.get(key, ())
-        if type(chunks) is Whole and len(chunks) == shards and len(self.slots) == 1:
-            return chunks
-        chunks = self.of(key, shards, arenas)
-        is_whole = len(chunks) == shards and all(chunk.state is State.SEALED for chunk in chunks)
-        return chunks if is_whole else None
+    def sealed(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
+        """The leading run of keys that have a chunk in every shard, all sealed: `shards` chunks for each."""
+        whole = self._whole if len(self.slots) == 1 else {}
+        run: list[tuple[Chunk, ...]] = []
+        for key in keys:
+            chunks = whole.get(key, ())
+            if len(chunks) != shards:
+                chunks = self.of(key, shards, arenas)
+                if len(chunks) != shards or any(chunk.state is not State.SEALED for chunk in chunks):
+                    break
+            run.append(chunks)
+        return run
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
@@ -96,11 +96,11 @@ class Index:
             return
         of_writer: dict[int, list[Chunk]] = {}
         for chunk in chunks:
-            others = self._keys.get(chunk.key)
+            others = self._whole.pop(chunk.key, None) or self._partial.get(chunk.key)
             if others is None:
-                self._keys[chunk.key] = (chunk,)
+                self._partial[chunk.key] = (chunk,)
             else:
-                self._keys[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
+                self._partial[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
             self.slots[chunk.slot.arena][chunk.slot.offset] = chunk
             of_writer.setdefault(chunk.writer, []).append(chunk)
             self.nbytes[chunk.state] += chunk.slot.nbytes
@@ -126,9 +126,9 @@ class Index:
             if was in WRITABLE and state not in WRITABLE:
                 self.writers.discard(chunk.writer, chunk)
             if state is State.SEALED:
-                chunks = self._keys[chunk.key]
-                if len(chunks) == chunk.shards and all(each.state is State.SEALED for each in chunks):
-                    self._keys[chunk.key] = Whole(chunks)
+                of_key = self._partial[chunk.key]
+                if len(of_key) == chunk.shards and all(each.state is State.SEALED for each in of_key):
+                    self._whole[chunk.key] = self._partial.pop(chunk.key)
             elif was in FINDABLE and state not in FINDABLE:
                 self._hide(chunk)
             if chunk.transfer is not None and not (chunk.tail and state is State.SEALED):
@@ -150,8 +150,6 @@ class Index:
 
     def _hide(self, chunk: Chunk) -> None:
         """Its key does not lead to it any more."""
-        chunks = self._keys[chunk.key]
-        if len(chunks) == 1:
-            del self._keys[chunk.key]
-        else:
-            self._keys[chunk.key] = tuple(each for each in chunks if each is not chunk)
+        chunks = self._whole.pop(chunk.key, None) or self._partial.pop(chunk.key)
+        if len(chunks) > 1:
+            self._partial[chunk.key] = tuple(each for each in chunks if each is not chunk)

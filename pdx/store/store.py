@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NODE, Chunk
+from pdx.store.chunk import NO_HINTS, NODE, Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.index import Index
@@ -39,7 +39,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
     transfer: str | None = None
     deadline: float = float("inf")
-    hints: Hints = Hints("")  # of the request, for whoever decides what is kept
+    hints: Hints = NO_HINTS  # of the request, for whoever decides what is kept
 
     def is_tail(self, index: int) -> bool:
         """Whether `keys[index]` is a tail."""
@@ -63,6 +63,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             writer=self.writers[shard],
             transfer=self.transfer,
             deadline=self.deadline,
+            hints=self.hints,
         )
 
 
@@ -98,7 +99,6 @@ class Store:
         self._clock = clock
         self.counters: Counter[str] = Counter()
         self._index = Index(1 + len(more))
-        self._slots: Mapping[int, Chunk] = self._index.slots[0]  # of the first arena, by offset
         sizes = [nbytes or arena.nbytes, *(each.nbytes for each in more)]
         self.pools = [
             SlotPool(number, each, size, self._index, policy(), self.counters)
@@ -113,13 +113,7 @@ class Store:
 
     def find(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
         """The leading run of keys that are sealed in every shard: `shards` chunks per hit."""
-        hits: list[tuple[Chunk, ...]] = []
-        for key in keys:
-            chunks = self._index.sealed(key, shards, arenas)
-            if chunks is None:
-                break
-            hits.append(chunks)
-        return hits
+        return self._index.sealed(keys, shards, arenas)
 
     def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
@@ -296,9 +290,9 @@ class Store:
         self.let_go([chunk for chunk in once if chunk.state is State.QUARANTINED])  # aborted while it was being filled
         self._index.step(sealed, Step.SEAL)
         self.counters["sealed"] += len(sealed)
-        self._shelve(sealed)
+        self._make_evictable(sealed)
 
-    def _shelve(self, sealed: Sequence[Chunk]) -> None:
+    def _make_evictable(self, sealed: Sequence[Chunk]) -> None:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
         evictable = dict.fromkeys(chunk for chunk in sealed if chunk.is_evictable)
         for chunk in reversed(evictable):  # the end of what was sealed at once becomes the older one

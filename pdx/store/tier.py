@@ -84,9 +84,10 @@ class Tier(ABC):
         """Whether what nobody waits for may be stored now."""
         return True
 
-    @abstractmethod
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """The leading keys that the tier has in every shard, by what it knows in memory."""
+        """The leading keys that the tier has in every shard, by what it knows in memory. A tier that nothing is loaded
+        from, as a peer, has none, and neither `load` nor `evict` of its own."""
+        return []
 
     @abstractmethod
     def admit(self, copy: Copy) -> Grant | None:
@@ -99,9 +100,9 @@ class Tier(ABC):
     def store(self, job: Job) -> None:
         """Copy these parts from the arena into this tier."""
 
-    @abstractmethod
     def load(self, job: Job) -> None:
         """Copy these parts from this tier into the arena. A part whose digest does not match is an error."""
+        raise NotImplementedError(f"{self.name} has no chunks that `find` tells of")
 
     @abstractmethod
     def cancel(self, copy: Copy) -> None:
@@ -111,9 +112,9 @@ class Tier(ABC):
     def over(self, copy: Copy) -> None:
         """No job of this copy comes any more, and none is under way."""
 
-    @abstractmethod
     def evict(self, keys: Sequence[bytes]) -> int:
         """Forget these in every shard; returns how many were there."""
+        return 0
 
     @abstractmethod
     def close(self) -> None:

@@ -21,7 +21,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Tier
 
-BACKLOG_SHARE = 0.25  # of the memory for chunks that may be held because it waits to be stored in one tier
+BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
 MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
 
 
@@ -82,7 +82,7 @@ class Tiers:
                 self._counters["stores_dropped"] += 1
 
     def _spill(self, tier: Tier, keys: OrderedDict[bytes, None], shards: int, arenas: tuple[int, ...]) -> None:
-        most = int(self._store.total_bytes * BACKLOG_SHARE)
+        most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * BACKLOG_SHARE)
         left = most - self._copies.stored_bytes(tier.name)
         wanted: list[bytes] = []
         while keys and left > 0:

@@ -16,6 +16,7 @@ import msgspec
 from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
+from pdx.telemetry.faults import counted
 
 log = logging.getLogger("pdx.node")
 
@@ -168,14 +169,8 @@ class Transfers:
         self._deadlines.discard(name, self._transfers[name].deadline)
         self._forget(name)
         self._crowded_out.append(name)
-        self._counters["transfers_crowded_out"] += 1
-        if self._counters["transfers_crowded_out"] == 1:
-            log.warning(
-                "%s has made more than %d transfers known: the oldest is forgotten, whoever waits for it computes "
-                "(further ones are counted as transfers_crowded_out)",
-                source,
-                MAX_TRANSFERS,
-            )
+        text = "%s has made more than %d transfers known: the oldest is forgotten, whoever waits for it computes"
+        counted(log, self._counters, "transfers_crowded_out", text, source, MAX_TRANSFERS)
 
     def _forget(self, name: str) -> None:
         transfer = self._transfers.pop(name)

@@ -1,1 +1,1 @@
-"""Spans, counters, clocks."""
+"""Clocks, timelines of transfers, spans, contained faults, which host this is."""

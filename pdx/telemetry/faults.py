@@ -17,7 +17,7 @@ _MAX_SENDERS = 1024
 _MAX_TEXT = 300
 
 
-class Part:
+class Contained:
     """What became of one piece of work: whoever did it ends what the work belonged to, if it has failed."""
 
     has_failed = False
@@ -26,7 +26,7 @@ class Part:
 class Faults:
     """Counts and logs. One thread, the loop's.
 
-    Two kinds: messages that make no sense (`dropped_messages`), and exceptions that nobody expected
+    Two kinds: messages that make no sense (`messages_dropped`), and exceptions that nobody expected
     (`internal_errors`), which are defects of PDX or of a library.
     """
 
@@ -37,12 +37,12 @@ class Faults:
         self._quiet: dict[str, tuple[float, int]] = {}  # until when, and how many were not logged
 
     @contextlib.contextmanager
-    def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[Part]:
+    def contain(self, part: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[Contained]:
         """A `with` block that an exception ends, and that none leaves but `passing`, which the caller expects.
 
         `part` names the work; there are few different ones.
         """
-        work = Part()
+        work = Contained()
         try:
             yield work
         except passing:
@@ -64,7 +64,7 @@ class Faults:
 
         What the message says is in the text of `error`: it is cut, and its control characters are escaped.
         """
-        self._counters["dropped_messages"] += 1
+        self._counters["messages_dropped"] += 1
         self.warn(sender, f"dropped a message of {printable(sender)}: {printable(str(error))}")
 
     def warn(self, about: str, text: str) -> None:
@@ -81,6 +81,16 @@ class Faults:
         self._quiet[about] = (now + QUIET_S, 0)
         more = f" ({unsaid} more since the last one that was logged)" if unsaid else ""
         log.warning("%s%s", text, more)
+
+
+def counted(log: logging.Logger, counters: Counter[str], reason: str, text: str, *args: object) -> None:
+    """Count what was done without, or refused; the first of a reason is a warning, because many may follow.
+
+    `text` with `args` is the warning.
+    """
+    counters[reason] += 1
+    if counters[reason] == 1:
+        log.warning("%s (further ones are counted as %s)", text % args, reason)
 
 
 def printable(text: str) -> str:

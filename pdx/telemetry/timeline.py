@@ -1,7 +1,7 @@
 """The moments of one transfer, by name, and what is computed from them. No clock and no I/O here.
 
 All times are CLOCK_MONOTONIC nanoseconds of one host, so moments of different processes compare; the proxy converts
-those of other hosts (see `pdx.proxy.ledger` for the error).
+those of other hosts (see `pdx.proxy.timelines` for the error).
 """
 
 from __future__ import annotations

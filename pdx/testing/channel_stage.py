@@ -185,7 +185,7 @@ class Peer:
 
 
 class Stage:
-    """The sides and peers of one test; leaving it closes them. One bell rings for all regions of this process."""
+    """The sides and peers of one test; leaving it closes them. All regions of this process have one `wake`."""
 
     def __init__(
         self,
@@ -199,14 +199,14 @@ class Stage:
         self._region = region
         self._memories = itertools.cycle(memories)
         self._world = world
-        self._bell = threading.Condition()
-        self._rings = 0  # a count, since several threads may wait, each for something else
+        self._woken = threading.Condition()
+        self._num_wakes = 0  # a count, since several threads may wait, each for something else
         self._seeds = itertools.count(first_seed)
         self._open: list[Side | Peer] = []
 
     def side(self, nbytes: int = 8 * MIB) -> Side:
         """A region in this process."""
-        side = Side(self._region, next(self._memories)(nbytes), self.ring, seed=next(self._seeds))
+        side = Side(self._region, next(self._memories)(nbytes), self.wake, seed=next(self._seeds))
         self._open.append(side)
         return side
 
@@ -218,27 +218,27 @@ class Stage:
         return peer
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-        """Wait for the bell, or every millisecond where a backend is polled, until `condition()` is true."""
+        """Wait for a `wake`, or every millisecond where a backend is polled, until `condition()` is true."""
         deadline = time.monotonic() + timeout_s
         while True:
-            rings = self._rings
+            before = self._num_wakes
             if result := condition():
                 return result
             left = deadline - time.monotonic()
             if left <= 0:
                 raise AssertionError(f"not within {timeout_s} s: {what}")
-            if not self._rang(rings, 0.001 if self._region.is_polled else left) and not self._region.is_polled:
+            if not self._is_woken(before, 0.001 if self._region.is_polled else left) and not self._region.is_polled:
                 assert not condition(), f"`wake` was not called: {what}"
 
-    def _rang(self, rings: int, timeout_s: float) -> bool:
-        with self._bell:
-            return self._bell.wait_for(lambda: self._rings != rings, timeout_s)
+    def _is_woken(self, before: int, timeout_s: float) -> bool:
+        with self._woken:
+            return self._woken.wait_for(lambda: self._num_wakes != before, timeout_s)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """What the regions of this stage have as their `wake`."""
-        with self._bell:
-            self._rings += 1
-            self._bell.notify_all()
+        with self._woken:
+            self._num_wakes += 1
+            self._woken.notify_all()
 
     def finish(self, transfers: Iterable[Transfer], timeout_s: float = DEADLINE_S) -> list[str]:
         """Wait until all are over: the name of each one's error, "" if it has none."""

@@ -185,7 +185,7 @@ class Writes:
 
             def wake(number: int = number) -> None:
                 rings.append(number)
-                stage.ring()
+                stage.wake()
 
             remote = reader.session((0, MIB))[1]
             channels.append(writer.region.connect(remote, timeout_s=DEADLINE_S, wake=wake))

@@ -186,17 +186,25 @@ def _error_string(result: Any) -> bytes:
     return str(result.name).removeprefix("CUDA_ERROR_").replace("_", " ").lower().encode()
 
 
+def _forget_contexts() -> None:
+    """Let go of every context that `Gpu.use` took. Nobody may be using them."""
+    with gpu._contexts_lock:
+        while gpu._contexts:
+            ordinal, _ = gpu._contexts.popitem()
+            driver.call("cuDevicePrimaryCtxRelease", driver.call("cuDeviceGet", ordinal))
+
+
 @contextlib.contextmanager
 def fake_cuda(**settings: Any) -> Iterator[FakeCuda]:
     """`pdx.cuda` uses a fake driver with these settings of `FakeCuda` inside of the block."""
     fake = FakeCuda(**settings)
-    gpu.forget_contexts()
+    _forget_contexts()
     driver.replace(fake)
     try:
         yield fake
     finally:
         fake.heal()
-        gpu.forget_contexts()
+        _forget_contexts()
         driver.replace(None)
         fake.close()
 

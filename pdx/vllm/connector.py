@@ -83,7 +83,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._failed_blocks: set[int] = set()
         # Of several micro-batches each runs every layer, in a thread of its own: a hook does not say that pages are
         # final then, so none is passed on, and all layers are gathered at the end of the step.
-        self._has_hooks = not getattr(vllm_config.parallel_config, "use_ubatching", False)
+        self._has_hooks = not vllm_config.parallel_config.use_ubatching
         self._is_nested = _is_nested(transfer)
         self._backend = ""
         self._scheduler: SchedulerGuard | None = None  # once the workers have told what they know of the layout

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
+from pdx.vllm.releases import is_diffusion, is_watermarked
 from pdx.wire.messages import EngineFacts
 
 log = logging.getLogger("pdx")
@@ -42,7 +43,7 @@ def _looking_back(vllm_config: Any, defaults: dict[str, Any]) -> Iterator[str]:
     yield from (f"the default {name} {defaults[name]}" for name in _COUNT_GENERATED if defaults.get(name))
     yield from (f"logits processor {each}" for each in model.logits_processors or ())
     yield from (f"logits processor {each.value}" for each in entry_points(group=_PLUGINS))
-    if getattr(vllm_config, "watermark_config", None) is not None:
+    if is_watermarked(vllm_config):
         yield "watermarking"
-    if getattr(model, "is_diffusion", False):
+    if is_diffusion(model):
         yield "the order in which a diffusion model generates"

@@ -14,7 +14,7 @@ from typing import Any
 from pdx.engine.weights import weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import KvLayout
-from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, page_order
+from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, is_causal, page_order
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _HASHES = ("sha256", "sha256_cbor")
@@ -31,11 +31,11 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
     """
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
+        if getattr(parallel, name) != 1:
             raise LayoutError(f"{name} {getattr(parallel, name)}: PDX moves only 1 so far")
     group = _one_group(kv_cache_config.kv_cache_groups)
     spec = group.kv_cache_spec
-    if getattr(spec, "non_causal", False):
+    if not is_causal(spec):
         raise LayoutError(
             "non-causal attention layers: the KV of a prefix depends on the tokens behind it, so it cannot be used "
             "again; run this model without PdxConnector"
@@ -63,7 +63,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
 
 def check_no_state(model: Any) -> None:
     """:raises LayoutError: some of the model's layers keep a state instead of the KV of tokens."""
-    if getattr(model, "is_hybrid", False):
+    if model.is_hybrid:
         raise LayoutError(
             f"hybrid model with state-space layers ({', '.join(model.architectures)}): PDX moves models whose layers "
             "fit into one group of full attention; run this model without PdxConnector"

@@ -79,5 +79,20 @@ def cpu_isa(spec: Any, cache: Any) -> str:
     return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, cache.cache_dtype))
 
 
+def is_watermarked(vllm_config: Any) -> bool:
+    """Whether the engine's answers are watermarked, for which not every release has a setting."""
+    return getattr(vllm_config, "watermark_config", None) is not None
+
+
+def is_diffusion(model: Any) -> bool:
+    """Whether the model does not generate from left to right; not every release runs such models."""
+    return bool(getattr(model, "is_diffusion", False))
+
+
+def is_causal(spec: Any) -> bool:
+    """Whether the KV of a token depends on no later one; not every release says so of a group of layers."""
+    return not getattr(spec, "non_causal", False)
+
+
 def _name(release: tuple[Any, ...]) -> str:
     return ".".join(map(str, release))

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
-from pdx.memory.slot import Slot
+from pdx.memory.slot import Bytes, Slot
 from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
 
 _T = TypeVar("_T")
@@ -35,9 +35,8 @@ Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 TransferId = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-zA-Z_-]+\Z")]
 Name = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
-Bytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # CLOCK_MONOTONIC of the sender's host, nanoseconds
-Handle = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 GpuId = Annotated[str, Meta(max_length=64)]  # UUID, the same for every process of a host; empty: host memory
 PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
@@ -100,7 +99,7 @@ class Hello(Message, frozen=True):
     shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # the fields of that layout, as text
     facts: EngineFacts | None = None
     gpu: GpuId = ""  # of a worker's KV cache: its chunks lie in the node's arena on that GPU, if there is one
-    epoch: Handle = 0
+    epoch: Number = 0
     host: HostId = ""
     schemes: Schemes = []
     layouts: Layouts = []
@@ -121,7 +120,8 @@ class Admit(Message, frozen=True):
     """One request's question: what is there of `keys`, room for what is not, and where all of it is to go.
 
     The leading run that is there is leased for `lease_s` (0: no lease). Behind it room is granted for the chunks that
-    are missing, of `nbytes` each (0: no room is asked for); the workers of `engine` (or the sender) write them.
+    are missing, of `nbytes` each (0: no room is asked for); the workers of the asking engine, or the client itself,
+    write them.
     `partial`: grant the leading ones that fit instead of all or nothing; where nothing is granted for lack of room,
     nothing is leased either.
     `tail_nbytes`: the last key is the tail of a prompt, of so many bytes, never kept for reuse. Room for it is granted
@@ -152,7 +152,7 @@ class Admit(Message, frozen=True):
     wait_s: Seconds = 0.0
     hints: Hints = Hints("")
     layout: Layout = b""
-    want: Handle = 0
+    want: Number = 0
 
     @property
     def sought(self) -> int:
@@ -211,7 +211,7 @@ class Release(Message, frozen=True):
     `complete`: all that was granted was written.
     """
 
-    lease: Handle
+    lease: Number
     complete: bool = False
 
 
@@ -224,7 +224,7 @@ class Chosen(Message, frozen=True):
 class Renew(Message, frozen=True):
     """Let a lease run `lease_s` from now."""
 
-    lease: Handle
+    lease: Number
     lease_s: Seconds
 
 
@@ -275,11 +275,10 @@ class Welcome(Message, frozen=True):
     The answer to a hello, and to that answer.
     """
 
-    epoch: Handle
+    epoch: Number
     pid: Count
     arena_path: Name = ""
     arena_bytes: Bytes = 0
-    granule_bytes: Bytes = 0
     gpu: GpuId = ""
     handover: Name = ""
     ticket: Annotated[bytes, Meta(max_length=16)] = b""
@@ -304,7 +303,7 @@ class Admitted(Message, frozen=True):
 
     hits: Count = 0
     slots: Slots = []
-    lease: Handle = 0
+    lease: Number = 0
     waiting: bool = False
     granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)] = []
     granted_slots: Slots = []
@@ -351,11 +350,11 @@ class AttachedStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """One peer: the link from here to there, and what goes over it."""
+    """One peer: the connection to it, and what goes over it."""
 
     name: str
     address: str
-    state: str  # of the link by which this node writes to it
+    state: str  # of the connection to it
     channel: str  # scheme in use, empty: none yet
     rates: dict[str, float]  # measured by the probe, GB/s by scheme
     pushes: int  # to it, under way
@@ -386,7 +385,7 @@ class NodeStatus(Message, frozen=True):
     """Everything `pdx node --status` shows."""
 
     name: Name
-    epoch: Handle
+    epoch: Number
     pid: Count
     uptime_s: float
     arena_bytes: int
@@ -452,7 +451,7 @@ class PeerFrame(msgspec.Struct, array_like=True, frozen=True):
     """
 
     seq: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    about: Handle
+    about: Number
     body: PeerBody
 
 
@@ -460,7 +459,7 @@ class Slices(msgspec.Struct, array_like=True, frozen=True):
     """Slices [first_layer, first_layer + layers) of one slot have landed; a digest each, or none at all."""
 
     offset: Bytes
-    generation: Handle
+    generation: Number
     first_layer: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
     layers: LayerCount
     digests: Annotated[bytes, Meta(max_length=MAX_LAYERS * DIGEST_BYTES)] = b""
@@ -470,7 +469,7 @@ class Landed(msgspec.Struct, array_like=True, frozen=True):
     """What a peer fills: the notification of one write, for its `Admit` of this number. 0 is the probe, which fills
     nothing."""
 
-    admit: Handle
+    admit: Number
     slices: Annotated[list[Slices], Meta(max_length=4096)]
 
 
@@ -488,7 +487,7 @@ class EngineReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MarkReport(msgspec.Struct, array_like=True, frozen=True):
-    """One moment of a transfer's timeline; `who` is the kind of process that saw it."""
+    """One moment of a transfer's timeline; `engine` saw it; empty: the node itself."""
 
     transfer: TransferId
     event: Annotated[str, Meta(max_length=32)]
@@ -507,7 +506,7 @@ class NodeReport(Message, frozen=True):
 
     version: Count
     node: Name
-    epoch: Handle
+    epoch: Number
     arena_bytes: Bytes
     free_bytes: Bytes
     engines: Annotated[list[EngineReport], Meta(max_length=1024)]

@@ -16,7 +16,17 @@ from pdx.cli import doctor as doctor_module
 from pdx.cli import gpus
 from pdx.cli.doctor import Finding, Report, view
 from pdx.cli.loopback import Rate, Trial
-from pdx.cli.machine import Fact, FindingName, files, memlock, rdma, rdma_devices, shared_memory, ucx_transports
+from pdx.cli.machine import (
+    Fact,
+    FindingName,
+    files,
+    huge_pages,
+    memlock,
+    rdma,
+    rdma_devices,
+    shared_memory,
+    ucx_transports,
+)
 from pdx.cli.main import main
 from pdx.testing.fake_cuda import fake_cuda
 
@@ -61,7 +71,8 @@ def test_our_own_channels_work(scheme):
         pytest.skip(trial(report, scheme).why)
     assert trial(report, scheme).state == "ok", trial(report, scheme)
     assert status == 0
-    assert trial(report, scheme).provider == f"pdx.transports.{scheme}:{scheme.capitalize()}Region"
+    module = f"{scheme}.region" if scheme in ("nixl", "ucx") else scheme
+    assert trial(report, scheme).provider == f"pdx.transports.{module}:{scheme.capitalize()}Region"
     assert trial(report, scheme).rate.best_gb_s > 0
     assert named(report) == {scheme: None}
     assert report.memcpy.best_gb_s > 0
@@ -226,6 +237,26 @@ def test_rdma_devices_and_their_ports(tmp_path):
     assert (down.is_ok, down.finding) == (False, FindingName.RDMA_PORT_DOWN)
     none = rdma({}, {})
     assert (none.is_ok, none.finding) == (True, FindingName.RDMA_NONE)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said", "finding"),
+    [
+        ("always within_size [advise] never deny force\n", "is advise", None),
+        ("[always] within_size advise never deny force\n", "is always", None),
+        ("always within_size advise [never] deny force\n", "is never", FindingName.HUGE_PAGES_NONE),
+        ("always within_size advise never [deny] force\n", "is deny", FindingName.HUGE_PAGES_NONE),
+        ("", "is unreadable", FindingName.HUGE_PAGES_NONE),
+        (None, "is missing", FindingName.HUGE_PAGES_NONE),
+    ],
+)
+def test_whether_arenas_get_huge_pages_is_said(tmp_path, setting, said, finding):
+    path = tmp_path / "shmem_enabled"
+    if setting is not None:
+        path.write_text(setting)
+    fact = huge_pages(path)
+    assert said in fact.found
+    assert (fact.is_ok, fact.finding) == (True, finding)
 
 
 def test_a_small_shared_memory_is_said(monkeypatch):

@@ -83,7 +83,7 @@ def test_force_without_stop_is_a_usage_error():
 
 def test_a_node_that_does_not_end_is_named(node):
     with pytest.raises(NodeError, match=f"process {node.pid} has not ended"):
-        end_node(node.address, force=False, patience_s=0.0)
+        end_node(node.address, force=False, timeout_s=0.0)
 
 
 def test_status_as_tables(node):

@@ -13,7 +13,7 @@ import pytest
 
 from pdx.cli import guard
 from pdx.cli import processes as processes_module
-from pdx.cli.processes import Process, Processes, State
+from pdx.cli.processes import Process, Processes, ProcessState
 from pdx.errors import ConfigError
 
 SLEEP = "import time; time.sleep(600)"
@@ -63,11 +63,11 @@ def test_a_process_becomes_ready_and_its_log_is_kept(tmp_path):
         one = processes.start(
             "one", python(f"print('hello'); print('ready', flush=True); {SLEEP}"), is_ready=lambda: says_something(log)
         )
-        assert one.state is State.STARTING
-        wait_for(lambda: one.look() is State.READY)
+        assert one.state is ProcessState.STARTING
+        wait_for(lambda: one.look() is ProcessState.READY)
         assert one.tail(5) == ["hello", "ready"]
         assert one.exit_status is None
-    assert one.state is State.STOPPED
+    assert one.state is ProcessState.STOPPED
     assert one.exit_status == 128 + signal.SIGTERM
     assert not runs(one.pid)
 
@@ -79,8 +79,8 @@ def test_a_death_is_seen_with_status_and_last_words(tmp_path):
         wait_for(lambda: processes.look() == [dying])
         assert dying.exit_status == 1
         assert dying.tail(1) == ["no memory left"]
-        assert healthy.state is State.READY
-    assert dying.state is State.DIED
+        assert healthy.state is ProcessState.READY
+    assert dying.state is ProcessState.DIED
     assert not runs(healthy.pid)
 
 
@@ -98,7 +98,7 @@ def test_the_whole_group_ends_even_if_its_leader_went_first(tmp_path):
         wait_for(lambda: says_something(family.log))
         child = int(family.tail(1)[0])
         os.kill(family.pid, signal.SIGKILL)
-        wait_for(lambda: family.look() is State.DIED)
+        wait_for(lambda: family.look() is ProcessState.DIED)
         assert runs(child)
     assert not runs(child)
 

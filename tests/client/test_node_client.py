@@ -217,7 +217,7 @@ def test_arguments_out_of_bounds_are_refused_at_once(client, call):
     before = client.status()
     with pytest.raises(ProtocolError):
         call(client)
-    assert client.status().counters.get("dropped_messages", 0) == before.counters.get("dropped_messages", 0)
+    assert client.status().counters.get("messages_dropped", 0) == before.counters.get("messages_dropped", 0)
 
 
 def test_what_is_asked_and_given_up_is_given_back(client):
@@ -256,7 +256,7 @@ def test_closing_gives_everything_back(node, other):
 
 def test_closing_waits_until_the_node_has_read_the_bye(node, other, monkeypatch):
     """Else a node that is slow may see this process end before it reads that it left, and count a death."""
-    monkeypatch.setattr("pdx.client.connection._FAREWELL_MS", 20_000)
+    monkeypatch.setattr("pdx.client.connection._LINGER_MS", 20_000)
     client = pdx.connect(node.address, timeout_s=30.0)
     closing = threading.Thread(target=client.close)
     node.signal(signal.SIGSTOP)

@@ -127,7 +127,13 @@ def group(kind: type[SimpleNamespace] = FullAttentionSpec, **changes: Any) -> An
 
 def configs(folder: Path, groups: list[Any], **changes: Any) -> tuple[Any, Any]:
     vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("pipeline", 1), world_size=1),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=changes.get("pipeline", 1),
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            world_size=1,
+            use_ubatching=False,
+        ),
         model_config=model_of(folder),
         cache_config=SimpleNamespace(
             prefix_caching_hash_algo=changes.get("hashing", "sha256"), cache_dtype=changes.get("cache_dtype", "auto")

@@ -170,10 +170,10 @@ def test_who_says_nothing_is_waited_for_a_while_and_nobody_waits_for_it(stage):
     quick = stage.connect(TICKET)
     stage.serve_all()
     assert quick.recv(2000)
-    stage.now += handover.PATIENCE_S * 0.9
+    stage.now += handover.TIMEOUT_S * 0.9
     stage.server.tick()
     assert not is_over(slow)
-    stage.now += handover.PATIENCE_S * 0.2
+    stage.now += handover.TIMEOUT_S * 0.2
     stage.server.tick()
     assert is_over(slow)
 
@@ -196,9 +196,9 @@ def test_with_all_places_taken_the_others_wait_in_the_backlog(stage, monkeypatch
     pids = iter(range(1000, 2000))
     monkeypatch.setattr(handover, "peer_of", lambda stream: Credentials(next(pids), os.geteuid()))
     stage.tickets = {pid: TICKET for pid in range(1000, 2000)}
-    clients = [stage.connect() for _ in range(handover.MAX_GUESTS + 1)]
+    clients = [stage.connect() for _ in range(handover.MAX_UNPROVED + 1)]
     stage.serve_all(50)
-    assert len(stage.watched) == handover.MAX_GUESTS, "the listener is not among them"
+    assert len(stage.watched) == handover.MAX_UNPROVED, "the listener is not among them"
     last = clients[-1]
     last.send(TICKET)
     stage.serve_all()

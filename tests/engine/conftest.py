@@ -21,8 +21,8 @@ from pdx.wire.messages import Ping
 
 @pytest.fixture
 def fake() -> Iterator[FakeCuda]:
-    """A fake driver in this process, where nothing stays mapped, registered or open."""
-    with fake_cuda() as driver:
+    """Two fake GPUs in this process, where nothing stays mapped, registered or open."""
+    with fake_cuda(gpus=2) as driver:
         yield driver
         assert num_mapped() == 0
         assert driver.leftovers() == {}

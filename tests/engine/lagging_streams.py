@@ -105,7 +105,7 @@ def _called(name: str) -> None:
 
 
 class LaggingEvent:
-    """See pdx.engine.streams.Event."""
+    """See pdx.engine.streams.StreamEvent."""
 
     def __init__(self, streams: LaggingStreams | None = None) -> None:
         self._streams = streams
@@ -138,14 +138,15 @@ class LaggingEvent:
 
 
 class LaggingStreams(Streams):
-    """One compute stream, and those that a mover makes: first the one that gathers, then the one that loads."""
+    """One compute stream of a GPU, and those of a mover: first the one that gathers, then the one that loads."""
 
-    def __init__(self, lag_s: float = 0.001) -> None:
+    def __init__(self, lag_s: float = 0.001, gpu: str = "0") -> None:
         self.made: list[LaggingStream] = []
         self.log: list[Any] = []  # in the order of their ends: (kernel, first layer, layers), and what tests add
         self._captured: list[Callable[[], None]] | None = None
         self.fault = ""  # what waiting for an event raises
         self._lag_s = lag_s
+        self._which = gpu
         self._gpu: Gpu | None = None
         self._compute = self.new_stream()
 
@@ -174,7 +175,7 @@ class LaggingStreams(Streams):
 
     def gpu(self) -> Gpu:
         if self._gpu is None:
-            self._gpu = Gpu.find("0")
+            self._gpu = Gpu.find(self._which)
         return self._gpu
 
     def bind_thread(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ class Bed:
         self.address = address
         self.on_gpu = on_gpu
         self.nodes: list[NodeProcess] = []
-        self.made: list[tuple[ToyEngine, LaggingStreams | None]] = []
+        self.made: list[tuple[ToyEngine, list[LaggingStreams]]] = []
         self.log: list[Any] = []
 
     @property
@@ -52,15 +53,20 @@ class Bed:
         self.nodes.append(FakeGpuNode(config, *flags) if self.on_gpu else NodeProcess(config))
         self.node.wait_ready()
 
-    def engine(self, *, lag_s: float = 0.001, lags: bool = True, **settings: Any) -> ToyEngine:
-        streams = LaggingStreams(lag_s) if lags else None
-        if streams is not None:
-            streams.log = self.log
+    def engine(
+        self, *, lag_s: float = 0.001, lags: bool = True, gpus: Sequence[str] = ("0",), **settings: Any
+    ) -> ToyEngine:
+        """An engine with a rank on each of `gpus`."""
+        streams = [LaggingStreams(lag_s, gpu) for gpu in gpus] if lags else []
+        for each in streams:
+            each.log = self.log
+        if streams:
+            settings |= {"streams": streams[0], "more_streams": streams[1:], "shards": len(streams)}
         try:
-            engine = ToyEngine(self.address, f"toy-{len(self.made)}", streams=streams, **settings)
+            engine = ToyEngine(self.address, f"toy-{len(self.made)}", **settings)
         except BaseException:
-            if streams is not None:
-                streams.close()
+            for each in streams:
+                each.close()
             raise
         self.made.append((engine, streams))
         return engine
@@ -83,16 +89,15 @@ class Bed:
 
     def close(self) -> None:
         for _, streams in self.made:
-            if streams is not None:
-                for stream in streams.made:
-                    stream.gate.set()
+            for stream in (stream for each in streams for stream in each.made):
+                stream.gate.set()
         for engine, _ in self.made:
             engine.close()
         for node in self.nodes:
             node.close()
         for _, streams in self.made:
-            if streams is not None:
-                streams.close()
+            for each in streams:
+                each.close()
 
 
 def streams_of(engine: ToyEngine) -> LaggingStreams:

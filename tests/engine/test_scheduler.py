@@ -359,7 +359,7 @@ def test_a_request_that_is_not_soon_its_turn_keeps_nobody_from_saving(engines: C
     wait_until(lambda: at_rest(engines), what="at rest")
 
 
-# ---- the node's lives -----------------------------------------------------------------------
+# ---- the node's epochs ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["load", "abort"])

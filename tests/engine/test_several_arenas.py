@@ -17,13 +17,14 @@ from pdx.testing.waiting import wait_until
 
 CHUNK_BYTES = round_up(LAYERS * CHUNK // BLOCK * PAGE_BYTES)
 PREFILL = {"do_remote_decode": True, "transfer_id": "x" * 20}
+AT_ONCE = 8  # chunks of a prompt that drives others out
 DECODE = {"do_remote_prefill": True, "transfer_id": "x" * 20}
 
 
 @pytest.fixture
 def bed(beds: Callable[..., Bed]) -> Bed:
-    """A node with 8 MiB of host memory and room for eight chunks on the GPU."""
-    return beds(True, gpu="", more_gpus=["0"], gpu_arena_bytes=max(MIB, 8 * CHUNK_BYTES))
+    """A node with 8 MiB of host memory, and on the GPU as little as there can be."""
+    return beds(True, gpu="", more_gpus=["0"], gpu_arena_bytes=MIB)
 
 
 def used(bed: Bed) -> list[int]:
@@ -48,9 +49,10 @@ def test_what_was_evicted_from_the_gpu_comes_back_from_host_memory(bed: Bed) -> 
     first = tokens(1, 3 * CHUNK)
     engine.finish(saved(engine, first))
     bed.wait_sealed(6)
-    for seed in range(2, 2 + room):
-        engine.finish(saved(engine, tokens(seed, CHUNK)))
-        wait_until(lambda seed=seed: used(bed)[0] == (seed + 2) * CHUNK_BYTES, what="it is in host memory")
+    for number in range(room // AT_ONCE):
+        engine.finish(saved(engine, tokens(2 + number, AT_ONCE * CHUNK)))
+        kept = 3 + (number + 1) * AT_ONCE
+        wait_until(lambda kept=kept: used(bed)[0] == kept * CHUNK_BYTES, what="it is in host memory")
     loaded = bed.node.status().counters["arenas_stored_bytes"]
     check_loaded(engine, first, 3 * CHUNK)
     assert bed.node.status().counters["arenas_stored_bytes"] >= loaded + 3 * LAYERS * CHUNK // BLOCK * PAGE_BYTES
@@ -78,3 +80,46 @@ def test_an_engine_that_dies_leaves_nothing_in_any_arena(bed: Bed) -> None:
     engine.close()
     bed.wait_at_rest()
     wait_until(lambda: set(bed.node.status().chunks) <= {"sealed"})
+
+
+@pytest.fixture
+def on_two(beds: Callable[..., Bed]) -> Bed:
+    """A node with host memory and room for eight chunks on each of two GPUs."""
+    room = max(MIB, 8 * CHUNK_BYTES)
+    return beds(True, "--gpus", "2", gpu="", more_gpus=["0", "1"], gpu_arena_bytes=room)
+
+
+def test_the_ranks_of_an_engine_have_their_chunks_on_their_gpus(on_two: Bed) -> None:
+    engine = on_two.engine(gpus=("0", "1"))
+    prompt = tokens(4, 3 * CHUNK + 5)
+    engine.finish(saved(engine, prompt, step=7))
+    on_two.wait_sealed(12)
+    assert used(on_two) == [6 * CHUNK_BYTES, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES], "both shards are in host memory"
+    gpus = [arena.gpu for arena in on_two.node.status().arenas]
+    assert gpus == ["", *(worker.gpu().uuid for worker in engine.by_rank if worker is not None)]
+    check_loaded(on_two.engine(gpus=("0", "1")), prompt, 3 * CHUNK)
+    on_two.wait_at_rest()
+
+
+def test_an_engine_whose_ranks_are_on_the_gpus_the_other_way_round_has_the_chunks_copied(on_two: Bed) -> None:
+    engine = on_two.engine(gpus=("0", "1"))
+    prompt = tokens(5, 2 * CHUNK)
+    engine.finish(saved(engine, prompt))
+    on_two.wait_sealed(8)
+    check_loaded(on_two.engine(gpus=("1", "0")), prompt, 2 * CHUNK)
+    assert used(on_two) == [4 * CHUNK_BYTES] * 3
+    assert "jobs_failed" not in on_two.node.status().counters
+    on_two.wait_at_rest()
+
+
+def test_a_handoff_from_one_gpu_to_another_of_the_node(on_two: Bed) -> None:
+    first, second = on_two.engine(gpus=("0",)), on_two.engine(gpus=("1",))
+    prompt = tokens(6, 2 * CHUNK + 7)
+    first.finish(saved(first, prompt, PREFILL))
+    decode = Request("d", [*prompt, 7], {**DECODE, "prefill_tokens": len(prompt)})
+    assert second.admit(decode) == set()
+    assert decode.num_computed == len(prompt)
+    second.check_cache(decode, len(prompt))
+    second.finish(decode)
+    assert "jobs_failed" not in on_two.node.status().counters
+    on_two.wait_at_rest()

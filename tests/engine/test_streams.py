@@ -294,6 +294,21 @@ def test_a_large_load_is_several_launches(
     assert sorted(launches) == sorted([(layer, 1) for layer in range(LAYERS)] * 2)
 
 
+@pytest.mark.parametrize("hooks", [True, False], ids=["layer by layer", "at once"])
+def test_a_large_save_to_memory_of_a_gpu_is_several_launches(
+    gpu_bed: Bed, monkeypatch: pytest.MonkeyPatch, hooks: bool
+) -> None:
+    monkeypatch.setattr(gpu_copier, "LAUNCH_BYTES", 6 * PAGE_BYTES)
+    engine = gpu_bed.engine()
+    engine.skip_hooks = not hooks
+    prompt = tokens(44, 2 * CHUNK)  # eight pages of each layer
+    engine.finish(saved(engine, prompt))
+    gpu_bed.wait_sealed(2)
+    launches = [entry[1:] for entry in gpu_bed.log if isinstance(entry, tuple) and entry[0] == "gather"]
+    assert sorted(launches) == sorted([(layer, 1) for layer in range(LAYERS)] * 2)
+    check_loaded(engine, prompt, 2 * CHUNK)
+
+
 @pytest.mark.parametrize(("lags", "longest_s"), [(True, 0.002), (False, 0.03)])
 def test_an_idle_step_waits_for_a_load_only_as_long_as_that_needs_the_core(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, lags: bool, longest_s: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,8 @@ class Request(SimpleNamespace):
 
 
 class ToyEngine:
-    """One engine of `shards` ranks in this process. `streams`: where its single rank works, the caller's to close."""
+    """One engine of `shards` ranks in this process. `streams`: where its first rank works, and `more_streams` where the
+    others do; the caller's to close."""
 
     def __init__(
         self,
@@ -91,15 +92,17 @@ class ToyEngine:
         shards: int = 1,
         *,
         streams: LaggingStreams | None = None,
+        more_streams: Sequence[LaggingStreams] = (),
         graphs: bool = False,
         **settings: Any,
     ) -> None:
         settings.setdefault("lookup_s", 20.0)  # so that only an answer decides, on a loaded machine, too
         config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
         shape = layout(num_shards=shards)
-        assert streams is None or shards == 1
+        assert streams is None or shards == 1 + len(more_streams)
         self.streams, self.graphs = streams, graphs
-        self.workers = [WorkerHalf(config, shape, name, shard, streams) for shard in range(shards)]
+        self.by_rank = [None] * shards if streams is None else [streams, *more_streams]
+        self.workers = [WorkerHalf(config, shape, name, shard, each) for shard, each in enumerate(self.by_rank)]
         self.caches = [
             torch.zeros(LAYERS, NUM_BLOCKS, BLOCK, PAGE_BYTES // BLOCK, dtype=torch.uint8) for _ in range(shards)
         ]
@@ -243,10 +246,11 @@ class ToyEngine:
     def compute(self, shard: int, layer: int, request: Request, start: int, end: int) -> None:
         blocks, tokens = list(request.block_ids), list(request.all_token_ids)
         work = partial(self._compute, shard, layer, blocks, tokens, start, end, self.weights)
-        if self.streams is None:
+        streams = self.by_rank[shard]
+        if streams is None:
             work()
         else:
-            self.streams.do(work)
+            streams.do(work)
 
     def _compute(
         self, shard: int, layer: int, blocks: list[int], tokens: list[int], start: int, end: int, weights: str
@@ -263,8 +267,9 @@ class ToyEngine:
 
     def check_cache(self, request: Request, end: int) -> None:
         """The engine's own pages hold what computing tokens [0, end) would have put there."""
-        if self.streams is not None:
-            self.streams.synchronize()
+        for streams in self.by_rank:
+            if streams is not None:
+                streams.synchronize()
         for shard in range(len(self.workers)):
             for layer in range(LAYERS):
                 for position in range(end):

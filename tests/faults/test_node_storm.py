@@ -45,6 +45,6 @@ def test_after_a_storm_everything_is_back_within_a_second(start_node):
         assert counters["deaths"] == 4
         for counter in ("sealed", "aborted", "hit_chunks"):  # how many depends on the machine
             assert counters[counter] > 0, f"the storm did not reach far: {counters}"
-        assert counters.get("dropped_messages", 0) == 0
+        assert counters.get("messages_dropped", 0) == 0
         client.delete(*map(str, range(24)))
         assert client.status().free_bytes == 2 * MIB

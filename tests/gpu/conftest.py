@@ -70,7 +70,7 @@ def gpu() -> Iterator[Gpu]:
     if IS_FAKE:
         from pdx.testing.fake_cuda import fake_cuda
 
-        around: Any = fake_cuda(nbytes=FAKE_BYTES)
+        around: Any = fake_cuda(gpus=2, nbytes=FAKE_BYTES)
     else:
         around = nullcontext()
     with around:

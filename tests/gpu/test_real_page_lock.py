@@ -67,6 +67,27 @@ def test_copies_between_it_and_the_gpu(gpu: Gpu) -> None:
         assert shared.map[first : first + len(content)] == content[::-1]
 
 
+def test_many_copies_in_one_call(gpu: Gpu) -> None:
+    """In both directions, and over the border of two pieces; by one call for each where the driver has no such."""
+    count, part = 64, 64 << 10
+    shared = Shared(PIECE_BYTES + 8 * MIB)
+    border = PIECE_BYTES - shared.address % PIECE_BYTES
+    first = max(0, min(border, shared.nbytes - 3 * MIB) - 2 * MIB - 100)
+    content = os.urandom(count * part)
+    there = [(index * part, (count - 1 - index) * part) for index in range(count)]  # in another order on the GPU
+    with locked(gpu, shared), DeviceMemory.create(gpu, count * part) as memory, CopyStream(gpu) as stream:
+        host = shared.address + first
+        shared.map[first : first + len(content)] = content
+        stream.copy_all([(memory.address + on_gpu, host + on_host, part) for on_host, on_gpu in there])
+        stream.wait()
+        backwards = b"".join(content[on_host : on_host + part] for on_host, _ in reversed(there))
+        assert read(gpu, memory.address, len(content)) == backwards
+        shared.map[first : first + len(content)] = bytes(len(content))
+        stream.copy_all([(host + on_host, memory.address + on_gpu, part) for on_host, on_gpu in there])
+        stream.wait()
+        assert shared.map[first : first + len(content)] == content
+
+
 def test_the_gpu_is_let_go_of(gpu: Gpu) -> None:
     shared = Shared(4 * MIB)
     for _ in range(3):

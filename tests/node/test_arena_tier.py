@@ -1,4 +1,7 @@
-"""Several arenas in one node: what is sealed in one is copied to the first, and comes back where it is wanted."""
+"""Several arenas in one node: what is sealed in one is copied to the first, and comes back where it is wanted.
+
+The GPUs are fake ones, or host memory stands for them.
+"""
 
 import ctypes
 import threading
@@ -9,6 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdx.cuda import driver
+from pdx.cuda.arena import GpuArena
+from pdx.cuda.gpu import Gpu
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.arena_tier import ArenaTier
 from pdx.node.peers.mailbox import Mailbox
@@ -16,6 +22,7 @@ from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
+from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 
 LAYERS = 4
@@ -34,16 +41,18 @@ def pattern(number, shard, layer):
 
 
 class Stage:
-    """A store with three arenas in host memory: they stand for one and two GPUs."""
+    """A store with three arenas: one in host memory, and two on `gpus`; without these in host memory, too."""
 
-    def __init__(self, folder, granules=16):
+    def __init__(self, folder, granules=16, gpus=()):
         self.now = 100.0
         self.counters = Counter()
-        self.arenas = [Arena.create(folder / f"arena{n}", granules * GRANULE_BYTES) for n in range(3)]
+        nbytes = granules * GRANULE_BYTES
+        self.arenas = [Arena.create(folder / f"arena{n}", nbytes) for n in range(3 - len(gpus))]
+        self.arenas += [GpuArena.create(folder / f"gpu{gpu.ordinal}", nbytes, gpu) for gpu in gpus]
         self.store = Store(self.arenas[0], lambda: self.now, more=self.arenas[1:])
         self.copies = Copies(self.store, group_bytes=1, counters=self.counters)
         self.mailbox = Mailbox()
-        self.tier = ArenaTier(self.arenas, self.store, self.copies, self.mailbox.post)
+        self.tier = ArenaTier(self.arenas, self.store, self.copies, self.mailbox.post, self.counters)
         self.tiers = Tiers(
             self.store,
             self.copies,
@@ -67,13 +76,19 @@ class Stage:
         _, slots, _ = self.store.reserve(claim)
         return slots
 
+    def write(self, number, at, data):
+        arena = self.arenas[number]
+        if arena.gpu:
+            ctypes.memmove(driver.api().memory.look(arena.address + at, len(data)), data, len(data))
+        else:
+            arena.data[at : at + len(data)] = data
+
     def fill(self, slots, layers=range(LAYERS)):
         """As the writer: the slices of these layers; seals with the last."""
         for slot in slots:
             chunk = self.store.at(slot)
             for layer in layers:
-                at = slot.offset + layer * SLICE
-                self.arenas[slot.arena].data[at : at + SLICE] = pattern(int(chunk.key), chunk.shard, layer)
+                self.write(slot.arena, slot.offset + layer * SLICE, pattern(int(chunk.key), chunk.shard, layer))
                 self.store.fill([slot], layer, 1, WRITER)
         chunks = [self.store.at(slot) for slot in slots]
         if all(chunk.is_complete for chunk in chunks):
@@ -122,7 +137,7 @@ class Stage:
             for offset, chunk in slots.items():
                 assert (chunk.slot.arena, chunk.slot.offset) == (arena, offset)
                 if chunk.state is State.SEALED:
-                    view = bytes(self.arenas[arena].view(chunk.slot))
+                    view = bytes(self.arenas[arena].read(offset, chunk.slot.nbytes))
                     expected = b"".join(pattern(int(chunk.key), chunk.shard, layer) for layer in range(LAYERS))
                     assert view == expected
 
@@ -144,7 +159,25 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path):
+def fake():
+    with fake_cuda(gpus=2) as made:
+        yield made
+        assert made.leftovers() == {}
+
+
+@pytest.fixture
+def on_gpus(fake, tmp_path):
+    stage = Stage(tmp_path, gpus=[Gpu.find("0"), Gpu.find("1")])
+    yield stage
+    stage.assert_idle()
+    stage.close()
+
+
+@pytest.fixture(params=["host", "gpus"])
+def stage(request, tmp_path):
+    if request.param == "gpus":
+        yield request.getfixturevalue("on_gpus")
+        return
     stage = Stage(tmp_path)
     yield stage
     stage.assert_idle()
@@ -329,3 +362,84 @@ def test_a_copy_that_outlives_the_tier_has_its_memory(tmp_path, monkeypatch):
     stage.tier._thread.join(60)
     assert moves == [True], "the next copy is not begun"
     stage.mailbox.close()
+
+
+def locked(stage):
+    wait_until(lambda: stage.tier._page_lock.covers(0, stage.arenas[0].nbytes))
+
+
+def calls(fake):
+    return {name: fake.calls[name] for name in ("cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventSynchronize")}
+
+
+def test_a_job_is_one_call_of_the_driver(fake, on_gpus):
+    locked(on_gpus)
+    slots = on_gpus.reserve([0, 1, 2])
+    before = calls(fake)
+    on_gpus.fill(slots)
+    on_gpus.settle()
+    assert on_gpus.hits([0, 1, 2]) == 3
+    after = calls(fake)
+    assert {name: after[name] - before[name] for name in after} == {
+        "cuMemcpyBatchAsync": 1,
+        "cuMemcpyAsync": 0,
+        "cuEventSynchronize": 1,
+    }
+
+
+@pytest.mark.parametrize(("chunks", "jobs"), [(2, 2), (4, 1)])
+def test_a_job_is_bounded(fake, on_gpus, monkeypatch, chunks, jobs):
+    """Copies that are queued behind a job wait for all of it."""
+    monkeypatch.setattr(ArenaTier, "max_job_bytes", chunks * GRANULE_BYTES)
+    locked(on_gpus)
+    on_gpus.save(list(range(4)))  # as many as may be held for a store at once
+    assert on_gpus.hits(list(range(4))) == 4
+    assert (fake.calls["cuMemcpyBatchAsync"], fake.calls["cuMemcpyAsync"]) == (jobs, 0)
+
+
+@pytest.mark.parametrize("to", [1, 2], ids=["from host memory", "from a GPU"])
+def test_what_comes_to_a_gpu_is_one_call_too(fake, on_gpus, to):
+    locked(on_gpus)
+    on_gpus.save([0, 1, 2])
+    forget(on_gpus, [0, 1, 2], to)
+    before = calls(fake)
+    assert on_gpus.may_come([0, 1, 2], (to,))
+    on_gpus.settle()
+    assert on_gpus.hits([0, 1, 2], (to,)) == 3
+    after = calls(fake)
+    assert (after["cuMemcpyBatchAsync"] - before["cuMemcpyBatchAsync"], after["cuMemcpyAsync"]) == (1, 0)
+
+
+def test_memory_that_may_not_be_page_locked_is_copied_slice_by_slice_and_counted(tmp_path):
+    with fake_cuda(gpus=2, lock_limit=0) as fake:
+        stage = Stage(tmp_path, gpus=[Gpu.find("0"), Gpu.find("1")])
+        wait_until(lambda: stage.turn() or stage.counters["page_lock_refused"])
+        stage.save([0, 1, 2])
+        assert stage.hits([0, 1, 2]) == 3
+        assert calls(fake) == {"cuMemcpyBatchAsync": 0, "cuMemcpyAsync": 3, "cuEventSynchronize": 1}
+        stage.assert_idle()
+        stage.close()
+        assert stage.counters["page_lock_refused"] == 1
+        assert fake.leftovers() == {}
+
+
+def test_no_memory_is_page_locked_where_no_gpu_copies(fake, tmp_path):
+    stage = Stage(tmp_path)
+    assert stage.tier._page_lock is None
+    stage.close()
+    assert fake.calls.total() == 0
+
+
+@pytest.mark.parametrize("without", [{"peer_access": False}, {"vmm": False}], ids=["peer access", "vmm"])
+def test_a_gpu_that_does_not_reach_another_is_copied_to_by_way_of_host_memory(tmp_path, without):
+    with fake_cuda(gpus=2, **without) as fake:
+        stage = Stage(tmp_path, gpus=[Gpu.find("0"), Gpu.find("1")])
+        stage.save([0, 1])
+        stage.tiers.spills = False
+        forget(stage, [0, 1], 0)
+        assert stage.may_come([0, 1], (2,))
+        stage.settle()
+        assert [stage.hits([0, 1], arenas) for arenas in ((), (1,), (2,))] == [0, 2, 2]
+        stage.assert_idle()
+        stage.close()
+        assert fake.leftovers() == {}

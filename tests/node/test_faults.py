@@ -59,7 +59,7 @@ def test_bad_messages_are_logged_once_a_minute_and_sender(faults, counters, cloc
     for _ in range(1000):
         faults.dropped("one", ProtocolError("garbage"))
     faults.dropped("another", ProtocolError("garbage"))
-    assert counters["dropped_messages"] == 1001
+    assert counters["messages_dropped"] == 1001
     assert len(caplog.records) == 2
     clock.now += QUIET_S
     faults.dropped("one", ProtocolError("garbage"))

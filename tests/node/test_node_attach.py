@@ -42,7 +42,7 @@ def test_welcome_says_what_to_map(node, wire):
     assert isinstance(welcome, Welcome)
     assert welcome.pid == node.pid
     assert welcome.epoch > 0
-    assert (welcome.arena_bytes, welcome.granule_bytes) == (8 * MIB + PROBE_BYTES, GRANULE_BYTES)
+    assert welcome.arena_bytes == 8 * MIB + PROBE_BYTES
     assert os.stat(welcome.arena_path).st_size == welcome.arena_bytes + welcome.arena_bytes // GRANULE_BYTES * 8
 
 
@@ -72,7 +72,7 @@ def test_a_process_id_no_system_can_have_is_dropped_and_kills_nothing(node, wire
     """2^31 does not fit into a pid_t: it once ended the node with an OverflowError."""
     wire.tell(Hello(VERSION, 1 << 31, "client"), reply=True)
     assert isinstance(wire.hello(), Welcome)
-    assert wire.status().counters["dropped_messages"] >= 1
+    assert wire.status().counters["messages_dropped"] >= 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to run a process as another user")
@@ -108,8 +108,8 @@ def test_a_process_can_attach_so_many_times_and_no_more(node):
     wires.close()
 
 
-@pytest.mark.parametrize("door", ["", ".peers"])
-def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node, door):
+@pytest.mark.parametrize("suffix", ["", ".peers"])
+def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node, suffix):
     node = start_node()
     resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (300, 300))
     with Wire(node.address) as wire, contextlib.ExitStack() as undo:
@@ -123,12 +123,12 @@ def test_connections_that_say_nothing_never_take_the_last_descriptors(start_node
                 stranger = undo.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
-                    stranger.connect(node.address.removeprefix("ipc://") + door)
+                    stranger.connect(node.address.removeprefix("ipc://") + suffix)
             os.kill(node.pid, signal.SIGCONT)
             assert isinstance(wire.ask(Ping()), Done), round_
             if gaps:
                 gaps.pop().close()
-        assert wire.status().counters["descriptors_short"] >= 1
+        wait_until(lambda: wire.status().counters.get("descriptors_short"), what="the node has seen that it is short")
         undo.close()
         with Wire(node.address) as late:
             assert isinstance(late.hello(), Welcome)
@@ -300,10 +300,10 @@ def test_engines_of_one_model_that_cannot_share_are_named_with_what_differs(star
         assert set(unshared) == {"wider", "as the first"}
         assert unshared["wider"].startswith("with engine 'same': num_shards '2' and '1', order 'xxx")
         assert len(unshared["wider"]) < 200
-        assert status.counters["layout_mismatch"] == 2
+        assert status.counters["engine_layouts_differ"] == 2
         (line,) = [line for line in node.log.splitlines() if "shares no chunks" in line]
         assert "engine 'wider' shares no chunks with engine 'same'" in line
     wait_until(lambda: len(node.status().attached) == 1, what="all engines are gone")
     with Wire(node.address) as wire:
         wire.hello(kind="scheduler", engine="next", shape={**shape, "num_shards": "8"})
-        assert node.status().counters["layout_mismatch"] == 2, "there is nobody to share with"
+        assert node.status().counters["engine_layouts_differ"] == 2, "there is nobody to share with"

@@ -1,6 +1,7 @@
 """The daemon in this process, turn by turn: events that come together, and starts that fail half way."""
 
 import contextlib
+import gc
 import os
 import select
 import subprocess
@@ -107,7 +108,7 @@ def turn_until_answered(daemon, wire):
 
 
 def arrived(daemon):
-    wait_until(lambda: daemon._desk.entry.heed() or daemon._desk.socket.poll(0))
+    wait_until(lambda: daemon._process_socket.queue.heed() or daemon._process_socket.socket.poll(0))
 
 
 @contextlib.contextmanager
@@ -147,15 +148,15 @@ def test_a_death_is_not_taken_for_that_of_the_process_which_came_next(daemon, wi
     old_fd = attach(daemon, child).pidfd
     child.tell(Bye())
     arrived(daemon)
-    deliveries = [daemon._desk.receive()]
+    deliveries = [daemon._process_socket.receive()]
     wire.tell(Hello(VERSION, os.getpid(), "client"))
     arrived(daemon)
-    deliveries.append(daemon._desk.receive())
+    deliveries.append(daemon._process_socket.receive())
     wire.tell(Ping())
     arrived(daemon)
     child.kill()
     with filled_up_to(old_fd), monkeypatch.context() as patched:
-        patched.setattr(daemon._desk, "receive", lambda: deliveries.pop(0) if deliveries else None)
+        patched.setattr(daemon._process_socket, "receive", lambda: deliveries.pop(0) if deliveries else None)
         daemon.turn(0.0)
     wire.tell(Status(), reply=True)
     status = turn_until_answered(daemon, wire)
@@ -220,6 +221,24 @@ def test_a_second_node_does_not_touch_what_the_first_one_has(address, daemon, wi
         Daemon(NodeConfig(address=address, arena_bytes=MIB))
     wire.tell(Hello(VERSION, os.getpid(), "client"), reply=True)
     assert isinstance(turn_until_answered(daemon, wire), Welcome)
+
+
+def test_what_a_node_starts_with_is_not_walked_through_by_the_collector_of_python(address, monkeypatch):
+    frozen = []
+
+    def look(self):
+        frozen.append(gc.get_freeze_count())
+        return True
+
+    monkeypatch.setattr(Daemon, "is_idle_too_long", look)
+    monkeypatch.setattr(module.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(module.descriptors, "raise_limit", lambda: None)
+    monkeypatch.setattr(module, "run_on", lambda near: None)
+    try:
+        module.run(NodeConfig(address=address, arena_bytes=MIB))
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 0
 
 
 def test_close_is_idempotent_and_leaves_nothing(address):
@@ -428,7 +447,7 @@ def test_an_exception_in_what_the_proxy_says_or_hears_does_not_end_the_node(addr
             proxy.send_multipart([route, encode(Cancel("t" * 16))])
             wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
             proxy.send_multipart([route, b"\xc1"])
-            wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["dropped_messages"])
+            wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["messages_dropped"])
     (place / "proxy.sock").unlink()
 
 

@@ -48,7 +48,7 @@ def wire(node):
 
 
 def dropped(wire):
-    return wire.status().counters.get("dropped_messages", 0)
+    return wire.status().counters.get("messages_dropped", 0)
 
 
 GOOD = encode(ToNode(1000, True, Status()))
@@ -102,7 +102,7 @@ def test_a_replayed_message_is_dropped_and_counted(wire):
         wire.tell(Abort(reserved.granted_slots), seq=replayed, reply=True)
     wire.seq = seq
     status = wire.status()
-    assert status.counters["dropped_messages"] == before + 3
+    assert status.counters["messages_dropped"] == before + 3
     assert status.chunks == {"filling": 1}, "a replayed message was carried out"
     assert wire.ask(Abort(reserved.granted_slots)).count == 1
 

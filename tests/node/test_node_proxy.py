@@ -189,7 +189,7 @@ def test_a_malformed_message_of_the_proxy_is_dropped_and_counted(node, proxy, at
     client = attach(node)
     proxy.report()
     proxy.send(*frames)
-    wait_until(lambda: client.status().counters.get("dropped_messages") == 1)
+    wait_until(lambda: client.status().counters.get("messages_dropped") == 1)
     assert "transfers_given_up" not in client.status().counters
 
 

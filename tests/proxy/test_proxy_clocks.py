@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.proxy.engines import MAX_NODES, Engines
 from pdx.proxy.health import Health
-from pdx.proxy.ledger import WINDOW_NS, Clocks
-from pdx.proxy.roster import MAX_NODES, Roster
+from pdx.proxy.timelines import WINDOW_NS, Clocks
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import VERSION, NodeReport
@@ -74,18 +74,18 @@ def test_nobody_was_silent_while_the_proxy_itself_stood_still():
     """Its machine was stopped for a minute; the reports of that time are still to be read."""
     now = 100.0
     clock = WakingClock(1.0, lambda: now)
-    roster = Roster(
+    engines = Engines(
         prefill=(),
         decode=(),
         heartbeat_timeout_s=3.0,
         health=Health(clock=clock, chance=lambda: 0.0, silence_s=60.0, faults=Faults(Counter())),
         clock=clock,
     )
-    roster.report(report(0, node="n"))
+    engines.report(report(0, node="n"))
     now += 60.0
-    assert not roster.expire()
-    assert roster.nodes() == 1
+    assert not engines.expire()
+    assert engines.nodes() == 1
     for _ in range(7):  # now it runs, and really hears nothing
         now += 0.5
-        roster.expire()
-    assert roster.nodes() == 0
+        engines.expire()
+    assert engines.nodes() == 0

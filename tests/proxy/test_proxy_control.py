@@ -18,7 +18,7 @@ from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
-from pdx.security.door import Door
+from pdx.security.peer_socket import PeerSocket
 from pdx.wire import messages
 from pdx.wire.messages import MarkReport
 
@@ -292,14 +292,14 @@ def test_what_goes_wrong_in_the_control_socket_ends_nothing(tmp_path, monkeypatc
                 await node.report()
             await until(lambda: len(reports) == 2)
             assert counters["internal_errors"] == 1
-            post, bad = Door.post, next(iter(control._peers))
+            post, bad = PeerSocket.post, next(iter(control._peers))
 
             def failing(self, route, frame):
                 if route == bad:
                     raise zmq.ZMQError(zmq.EFSM)
                 return post(self, route, frame)
 
-            monkeypatch.setattr(Door, "post", failing)
+            monkeypatch.setattr(PeerSocket, "post", failing)
             control.cancel(TRANSFER, {""})
             assert counters["internal_errors"] == 2
             assert await nodes[1].cancelled() == await nodes[2].cancelled() == TRANSFER
@@ -342,7 +342,7 @@ def test_bad_messages_are_logged_once_in_a_while(caplog):
             for _ in range(200):
                 await made.node.socket.send(b"nonsense")
             await made.metric_reaches(200, "pdx_proxy_control_dropped_total", reason="malformed")
-            assert made.proxy.counters["dropped_messages"] == 200
+            assert made.proxy.counters["messages_dropped"] == 200
 
     with caplog.at_level(logging.DEBUG):
         run(main)

@@ -19,7 +19,7 @@ from pdx.wire.messages import PeerEntry, PeerList
 PEERS = [PeerEntry("one", "tcp://127.0.0.1:1"), PeerEntry("two", "ipc:///two")]
 
 
-class Desk:
+class Stage:
     """A control socket, what it took and dropped, and nodes that connect to it."""
 
     def __init__(self, address, **files):
@@ -39,8 +39,8 @@ class Desk:
 
 
 @contextlib.contextmanager
-def desk(address="tcp://127.0.0.1:0", **files):
-    made = Desk(address, **files)
+def stage(address="tcp://127.0.0.1:0", **files):
+    made = Stage(address, **files)
     made.control.start()
     try:
         yield made
@@ -76,7 +76,7 @@ async def peers_of(node):
 
 def test_nodes_hear_of_their_peers_now_and_when_they_come(tmp_path):
     async def main():
-        with desk(f"ipc://{tmp_path}/c/p.sock") as made:
+        with stage(f"ipc://{tmp_path}/c/p.sock") as made:
             one = made.node("one")
             await one.report()
             await until(lambda: made.reports)
@@ -101,7 +101,7 @@ def test_members_of_the_roster_report_and_are_told(members):
     pairs, files, _ = members
 
     async def main():
-        with desk(**files) as made:
+        with stage(**files) as made:
             for name in ("one", "two"):
                 await made.node(name, pairs[name], pairs["proxy"].public).report()
             await until(lambda: len(made.reports) == 2)
@@ -117,7 +117,7 @@ def test_a_report_under_anothers_name_is_dropped(members):
     pairs, files, _ = members
 
     async def main():
-        with desk(**files) as made:
+        with stage(**files) as made:
             liar = made.node("two", pairs["one"], pairs["proxy"].public)
             await liar.report()
             await until(lambda: made.drops)
@@ -135,7 +135,7 @@ def test_strangers_are_not_heard_until_the_roster_has_their_key(members):
     pairs, files, write = members
 
     async def main():
-        with desk(**files) as made:
+        with stage(**files) as made:
             await made.node("one").report()  # without a key
             await made.node("one", pairs["one"], pairs["stranger"].public).report()  # to another server
             stranger = made.node("stranger", pairs["stranger"], pairs["proxy"].public)
@@ -187,7 +187,7 @@ def test_an_engine_lies_on_its_nodes_host(members, entry, here, taken, caplog):
     ]  # fmt: skip
 
     async def main():
-        with desk(**files) as made:
+        with stage(**files) as made:
             engines = [(f"e{number}", "both", url) for number, url in enumerate(urls)]
             node = made.node("one", pairs["one"], pairs["proxy"].public)
             await node.report(*engines, host=host_id() if here else "another kernel")
@@ -205,7 +205,7 @@ def test_a_roster_that_is_lost_meanwhile_takes_no_engine_away(members):
     pairs, files, write = members
 
     async def main():
-        with desk(**files) as made:
+        with stage(**files) as made:
             node = made.node("one", pairs["one"], pairs["proxy"].public)
             write("one", more="engine_hosts = 7")
             await node.report(("e", "both", "http://10.0.0.1:1"))
@@ -238,7 +238,7 @@ def test_without_keys_everybody_is_a_member(tmp_path):
 
 def test_an_address_that_is_taken_leaves_nothing_open(members):
     async def main():
-        with desk(**members[1]) as made:
+        with stage(**members[1]) as made:
             second = Control(made.control.address, on_report=print, on_drop=print, **members[1])
             with pytest.raises(ConfigError, match="cannot listen"):
                 second.start()

@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 from proxy_harness import FORWARDED, cluster, patience, run, until, within
 
-from pdx.proxy.health import Health, Reason, State
+from pdx.proxy.engines import Engine
+from pdx.proxy.health import EngineState, Health, Reason
 from pdx.proxy.leg import failed
 from pdx.proxy.probe import Models, Probes
-from pdx.proxy.roster import Engine
 from pdx.telemetry.faults import Faults
 
 COMPLETIONS = "/v1/completions"
@@ -185,7 +185,7 @@ def test_engines_that_hang_do_not_make_a_list_of_models_wait_for_each_of_them(we
         now += timeout_s
         raise failed(Reason.TIMEOUT, engine)
 
-    models = Models(health, Mock(ask=ask), roster=Mock(engines=lambda: known))
+    models = Models(health, Mock(ask=ask), engines=Mock(all=lambda: known))
     assert asyncio.run(models.answer({})).status == (200 if well else 503)
     assert len(asked) < 10
 
@@ -218,12 +218,12 @@ def test_many_engines_that_hang_keep_no_other_from_being_probed():
         probes = Probes(
             health,
             Mock(ask=ask),
-            roster=Mock(engines=lambda: known),
+            engines=Mock(all=lambda: known),
             faults=Faults(Counter()),
             first_byte_timeout_s=600.0,
         )
         probes.look()
-        while health.of(known[-1].url).state is not State.WELL:
+        while health.of(known[-1].url).state is not EngineState.WELL:
             await asyncio.sleep(0.25)
         await probes.close()
         return asyncio.get_running_loop().time()
@@ -248,7 +248,7 @@ def test_clients_who_name_many_keys_do_not_take_all_descriptors():
         return Mock(status=200, failure=None), b'{"data": [{"id": "m"}]}'
 
     async def main():
-        models = Models(health, Mock(ask=ask), roster=Mock(engines=lambda: known))
+        models = Models(health, Mock(ask=ask), engines=Mock(all=lambda: known))
         await asyncio.gather(*(models.answer({"Authorization": str(key)}) for key in range(10)))
 
     asyncio.run(main())

@@ -10,9 +10,9 @@ import pytest
 from proxy_harness import cluster, run, until, within
 
 from pdx.errors import ClientGone, LegFailed
-from pdx.proxy.health import Health, State
+from pdx.proxy.engines import Engine
+from pdx.proxy.health import EngineState, Health
 from pdx.proxy.leg import Legs
-from pdx.proxy.roster import Engine
 from pdx.telemetry.faults import Faults
 
 COMPLETIONS = "/v1/completions"
@@ -135,7 +135,7 @@ def test_an_engine_that_is_silent_for_too_long_is_suspect(data, limit, is_whole)
         await alone.after(1)
         with pytest.raises(LegFailed, match=f"timeout: nothing for {limit} s"):
             await within(alone.task)
-        assert alone.legs._health.of(ENGINE.url).state is State.SUSPECT
+        assert alone.legs._health.of(ENGINE.url).state is EngineState.SUSPECT
 
     run(main)
 
@@ -154,7 +154,7 @@ def test_an_engine_that_is_silent_over_a_whole_answer_is_asked_whether_it_genera
         if is_whole:
             await alone.after(1)
             assert record.unproven == (not others)
-            assert record.state is State.NEW
+            assert record.state is EngineState.NEW
         record.unproven = False  # the probe saw a token
         await alone.after(0 if is_whole else 0.5)
         assert not record.unproven, "once for each leg"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdx.proxy.roster import Engine
+from pdx.proxy.engines import Engine
 from pdx.proxy.router import Candidate, Pair, decoder, pair
 
 

@@ -513,6 +513,15 @@ def test_a_write_that_fails_when_all_is_sent_is_counted_and_nothing_is_complete(
     assert stage.over == [(1, False)]
 
 
+def test_what_is_logged_of_a_failed_copy_keeps_no_memory_mapped(stage, caplog):
+    """Who keeps log records, as a queue handler does, would keep the copy, its tier and the arena's mapping."""
+    slots = pushed(stage, [0], 16 * MIB, layers=16)
+    stage.fill(slots, 0, 16, seal=True)
+    stage.finish(error=WriteRefused("not granted"))
+    [args] = [record.args for record in caplog.records if "failed" in record.msg]
+    assert [type(arg) for arg in args] == [str, str]
+
+
 def test_a_broken_channel_ends_pushes_without_a_word(stage):
     slots = pushed(stage, [0], 16 * MIB, layers=16)
     stage.fill(slots, 0, 16, seal=True)

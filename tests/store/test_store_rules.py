@@ -489,3 +489,19 @@ def test_a_generation_that_somebody_wrote_over_ends_nothing(store, arena, writte
         assert arena.is_current(slot)
         store.delete(keys("a"))
     assert store.free_bytes == arena.nbytes
+
+
+def test_the_collector_of_python_has_no_more_to_look_at_where_there_are_more_chunks(tmp_path):
+    """Else the node would stand still while all chunks are walked through."""
+    with Arena.create(tmp_path / "many", 4096 * GRANULE_BYTES) as arena:
+        store = Store(arena)
+        tracked = []
+        for part in range(4):
+            put_many = [part.to_bytes(2, "big") + index.to_bytes(2, "big") for index in range(1000)]
+            _, slots, _ = store.reserve(claim(put_many))
+            store.seal(store.fill(slots, 0, 1, OWNER))
+            del slots
+            gc.collect()
+            gc.collect()  # a tuple of what is not looked at is not looked at any more behind the first
+            tracked.append(len(gc.get_objects()))
+        assert tracked[-1] - tracked[0] < 100

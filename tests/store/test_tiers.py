@@ -107,10 +107,12 @@ class DictTier(Tier):
 class Stage:
     """A store with a tier below."""
 
-    def __init__(self, folder, granules=GRANULES):
+    def __init__(self, folder, granules=GRANULES, more_granules=0):
         self.now = 100.0
         self.arena = Arena.create(Path(folder) / "arena", granules * GRANULE_BYTES)
-        self.store = Store(self.arena, lambda: self.now)
+        sizes = [more_granules * GRANULE_BYTES] if more_granules else []
+        self.more = [Arena.create(Path(folder) / "arena-1", size) for size in sizes]
+        self.store = Store(self.arena, lambda: self.now, more=self.more)
         self.counters = Counter()
         self.copies = Copies(self.store, group_bytes=1 << 20, counters=self.counters)
         self.tier = DictTier(self.arena, lambda: self.copies)
@@ -173,7 +175,7 @@ class Stage:
 
     def check(self):
         """What can be hit has the right bytes, in the arena and below."""
-        for chunk in self.store._slots.values():
+        for chunk in self.store._index.slots[0].values():
             if chunk.state is State.SEALED:
                 assert bytes(self.arena.view(chunk.slot)) == pattern(chunk.key, chunk.shard)
         for (name, shard), data in self.tier.chunks.items():
@@ -185,12 +187,13 @@ class Stage:
         assert not self.copies._items
         assert not self.copies._queues
         assert not self.copies._touched
-        for chunk in self.store._slots.values():
+        for chunk in self.store._index.slots[0].values():
             assert chunk.leases == 0
             assert chunk.state is State.SEALED, "what is not sealed has no owner any more"
 
     def close(self):
-        self.arena.close()
+        for arena in [self.arena, *self.more]:
+            arena.close()
 
 
 @pytest.fixture
@@ -322,7 +325,7 @@ def test_a_tail_is_never_stored(stage):
 
 
 def held(stage):
-    return sum(chunk.leases > 0 for chunk in stage.store._slots.values())
+    return sum(chunk.leases > 0 for chunk in stage.store._index.slots[0].values())
 
 
 def test_stores_that_nobody_waits_for_hold_a_bounded_part_of_the_arena(stage):
@@ -333,6 +336,15 @@ def test_stores_that_nobody_waits_for_hold_a_bounded_part_of_the_arena(stage):
         assert held(stage) <= GRANULES // 4
     assert len(stage.tier.chunks) == GRANULES, "what had to wait is stored as soon as there is room"
     assert not stage.counters["stores_dropped"]
+
+
+def test_that_part_is_of_the_arena_where_the_chunks_lie(tmp_path):
+    stage = Stage(tmp_path, more_granules=100 * GRANULES)
+    stage.save(list(range(GRANULES)))
+    assert len(stage.tier.jobs) == held(stage) == GRANULES // 4
+    stage.end_all()
+    stage.assert_idle()
+    stage.close()
 
 
 def test_what_is_evicted_before_its_turn_is_not_stored_and_counts(stage):
@@ -452,6 +464,28 @@ def test_what_is_only_stored_leaves_room_for_what_somebody_waits_for(stage):
     assert [verb for verb, _ in stage.tier.jobs] == ["store", "store", "load"]
 
 
+@pytest.mark.parametrize(
+    "begun", [list(Priority), list(reversed(Priority)), [*list(Priority)[2:], *list(Priority)[:2]]]
+)
+def test_jobs_go_in_the_order_of_priorities_whatever_was_begun_first(stage, begun):
+    stage.tier.max_inflight_bytes = GRANULE_BYTES
+    stage.save(list(range(10, 16)))
+    stage.end_all()
+    stage.tier.chunks.clear()
+    stage.copies.store(stage.tier, [key(15)], 1, priority=Priority.REBALANCE, deadline=200.0)
+    stage.copies.pump()
+    for number, priority in enumerate(begun):
+        stage.copies.store(stage.tier, [key(10 + number)], 1, priority=priority, deadline=200.0)
+    order = []
+    while stage.tier.jobs:
+        ((_, job),) = stage.tier.jobs
+        order.append(job.parts[0].key)
+        stage.end()
+    names = {key(10 + number): priority for number, priority in enumerate(begun)}
+    assert order[0] == key(15), "it was under way"
+    assert [names[name] for name in order[1:]] == sorted(Priority)
+
+
 class Machine(RuleBasedStateMachine):
     """Any order of saves, losses, questions, ends and failures."""
 
@@ -512,7 +546,9 @@ class Machine(RuleBasedStateMachine):
         self.stage.assert_idle()
         self.stage.check()
         filling = [
-            chunk for chunk in self.stage.store._slots.values() if chunk.writer == NODE and not chunk.is_complete
+            chunk
+            for chunk in self.stage.store._index.slots[0].values()
+            if chunk.writer == NODE and not chunk.is_complete
         ]
         assert not filling
         self.stage.close()

@@ -38,7 +38,8 @@ class Recorder:
         return self.me
 
     def welcome(self, peer: Any) -> None:
-        peer.welcome([RemoteRegion(scheme, 4096, peer.token, b"") for scheme in self.me.schemes], None)
+        regions = [RemoteRegion(scheme, 4096, peer.token, b"") for scheme in self.me.schemes]
+        peer.welcome(self.me.welcome(regions, None))
 
     def greeted(self, peer: Any, schemes: list[str]) -> None:
         self.events.append(("hello", peer, schemes))
@@ -121,7 +122,7 @@ class Stage:
     def turn(self) -> None:
         """One turn of the loop; the clock stands still."""
         # Descriptors are heeded whether they can be read or not, as by the node's loop: whom ZMQ's thread did not take
-        # within the door's patience is let in at a later turn.
+        # within the time that one call gives it is let in at a later turn.
         descriptors = [source for source, _ in self.poller.sockets if isinstance(source, int)]
         ready = [source for source, _ in self.poller.poll(20) if source not in descriptors] + descriptors
         awake = [node for node in self.nodes if not node.is_frozen]

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
@@ -13,10 +14,11 @@ from pdx.memory.slot import Slot
 from pdx.node.peers.notifications import piece, slices, spans
 from pdx.node.peers.peer_tiers import admit
 from pdx.node.peers.receive_thread import Verdict
-from pdx.node.peers.receiver import Landing, Receiver
+from pdx.node.peers.receiver import Receiver
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
+from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.store.transfers import Transfers
@@ -61,10 +63,13 @@ def key(number: int) -> bytes:
 class StoreStage:
     """A store over a real arena, with a clock that stands still."""
 
-    def __init__(self, folder: Path, granules: int) -> None:
+    def __init__(self, folder: Path, granules: int, *, other_granules: int = 0) -> None:
+        """`other_granules`: of a second arena; without any there is one arena."""
         self.now = 100.0
         self.arena = Arena.create(folder / "arena", granules * GRANULE_BYTES)
-        self.store = Store(self.arena, lambda: self.now)
+        sizes = [other_granules * GRANULE_BYTES] if other_granules else []
+        self.more = [Arena.create(folder / "arena-1", size) for size in sizes]
+        self.store = Store(self.arena, lambda: self.now, more=self.more)
         self.counters: Counter[str] = Counter()
 
     def reserve(self, numbers: list[int], nbytes: int, *, layers: int = 1, shards: int = 1, **claim: Any) -> list[Slot]:
@@ -79,16 +84,17 @@ class StoreStage:
 
     def holds(self) -> int:
         """Readers of all chunks."""
-        return sum(chunk.leases for chunk in self.store._slots.values())
+        return sum(chunk.leases for chunk in self.store._index.slots[0].values())
 
     def free_what_is_sealed(self) -> None:
         """Everything must be free then."""
-        self.store.delete([chunk.key for chunk in self.store._slots.values()])
+        self.store.delete([chunk.key for chunk in self.store._index.slots[0].values()])
         assert self.store.census() == ({}, {}, 0)
-        assert self.store.free_bytes == self.arena.nbytes
+        assert self.store.free_bytes == self.store.total_bytes
 
     def close(self) -> None:
-        self.arena.close()
+        for arena in [self.arena, *self.more]:
+            arena.close()
 
 
 class Write:
@@ -163,8 +169,16 @@ class SendingStage(StoreStage):
 
     REMOTE = 1 << 30
 
-    def __init__(self, folder: Path, *, granules: int = 8192, group_bytes: int = MIB, window_bytes: int = 32 * MIB):
-        super().__init__(folder, granules)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        granules: int = 8192,
+        group_bytes: int = MIB,
+        window_bytes: int = 32 * MIB,
+        other_granules: int = 0,
+    ) -> None:
+        super().__init__(folder, granules, other_granules=other_granules)
         self.over: list[tuple[int, bool]] = []
         self.group_bytes = group_bytes
         self.window_bytes = window_bytes
@@ -323,27 +337,26 @@ class FakeListener(Listener):
 class ReceivingStage(StoreStage):
     """The receiving side: an `Receiver` with a channel that checks writes ("sure") and one that does not ("blind")."""
 
-    def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0) -> None:
-        super().__init__(folder, granules)
+    def __init__(self, folder: Path, *, granules: int = 16, peer_share: float = 1.0, other_granules: int = 0) -> None:
+        super().__init__(folder, granules, other_granules=other_granules)
         self.transfers = Transfers(Counter())
         self.listeners = {"sure": FakeListener(), "blind": FakeListener(knows=False)}
-        self.over: list[Landing] = []
-        self.sealed: list[Chunk] = []
-        self.changed: list[Chunk] = []
+        regions = {scheme: SimpleNamespace(checks_writes=scheme == "sure") for scheme in self.listeners}
         self.receiver = Receiver(
             self.store,
             self.transfers,
-            listeners=self.listeners,
-            checks_writes=lambda scheme: scheme == "sure",
-            arena_bytes=granules * GRANULE_BYTES,
+            regions=SimpleNamespace(listeners=self.listeners, regions=regions),
             peer_share=peer_share,
             push_s=60.0,
             counters=self.counters,
-            on_changed=self.changed.extend,
-            on_sealed=lambda landing, chunks: self.sealed.extend(chunks),
-            on_over=self.over.append,
         )
+        self.changed, self.over = self.receiver.changed, self.receiver.over
         self._pushes: Counter[int] = Counter()
+
+    @property
+    def sealed(self) -> list[Chunk]:
+        """The chunks that are whole."""
+        return [chunk for chunk in self.store._index.slots[0].values() if chunk.state is State.SEALED]
 
     def offer(
         self, session: FakeSession, numbers: list[int], *, granules: int = 1, scheme: str = "sure", **fields: Any

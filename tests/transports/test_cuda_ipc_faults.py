@@ -28,9 +28,9 @@ from pdx.testing.fake_cuda import FakeCuda, fake_cuda
 from pdx.testing.waiting import wait_until
 from pdx.transports import local
 from pdx.transports.channel import GpuMemory, Memory, Piece, RemoteRegion
-from pdx.transports.cuda_ipc import Copy, CudaIpcRegion, CudaSource, Luggage
-from pdx.transports.frames import ACK_BYTES, OK, UNREACHABLE, pack_greeting, unpack_ack
+from pdx.transports.cuda_ipc import CudaIpcRegion, CudaSource, ExportedMemory, SpanCopy
 from pdx.transports.registry import find, schemes
+from pdx.transports.streams.frames import ACK_BYTES, OK, UNREACHABLE, pack_greeting, unpack_ack
 
 HOLDINGS = ("handles", "reserved", "mapped", "registered", "streams", "events")
 
@@ -224,7 +224,7 @@ def test_legacy_memory_goes_when_its_process_begins_to_die(fake):
         with closing(GpuBlock(MIB)) as target:
             block = DeviceMemory.create(gpu, MIB)
             source = CudaSource(gpu, block, pid=process.pid)
-            copies = [Copy(target.memory.address, source.address, 4096)]
+            copies = [SpanCopy(target.memory.address, source.address, 4096)]
             source.copy(copies)
             process.kill()
             wait_until(lambda: is_exiting(process.pid), "it is dying")
@@ -353,7 +353,7 @@ def test_what_is_handed_over_is_checked(fake):
         _, remote = reader.session((0, MIB))
         handle, fd = block.memory.export()
         before = held(fake)
-        good = msgspec.msgpack.encode(Luggage(handle))
+        good = msgspec.msgpack.encode(ExportedMemory(handle))
         other = os.memfd_create("not-a-gpu", os.MFD_CLOEXEC)
         os.ftruncate(other, handle.nbytes)
         replace = msgspec.structs.replace
@@ -365,12 +365,12 @@ def test_what_is_handed_over_is_checked(fake):
             (good[:-1], fd),
             (good, -1),  # no descriptor
             (good, other),  # no memory of a GPU
-            (msgspec.msgpack.encode(Luggage(None)), -1),
-            (msgspec.msgpack.encode(Luggage(replace(handle, nbytes=64 * MIB))), fd),  # more than there is
-            (msgspec.msgpack.encode(Luggage(replace(handle, nbytes=4097))), fd),  # no whole granules
-            (msgspec.msgpack.encode(Luggage(ipc)), -1),  # no legacy handle in it
-            (msgspec.msgpack.encode(Luggage(replace(ipc, data=bytes(64)))), -1),
-            (msgspec.msgpack.encode(Luggage(replace(ipc, data=bytes(64), pid=1))), -1),
+            (msgspec.msgpack.encode(ExportedMemory(None)), -1),
+            (msgspec.msgpack.encode(ExportedMemory(replace(handle, nbytes=64 * MIB))), fd),  # more than there is
+            (msgspec.msgpack.encode(ExportedMemory(replace(handle, nbytes=4097))), fd),  # no whole granules
+            (msgspec.msgpack.encode(ExportedMemory(ipc)), -1),  # no legacy handle in it
+            (msgspec.msgpack.encode(ExportedMemory(replace(ipc, data=bytes(64)))), -1),
+            (msgspec.msgpack.encode(ExportedMemory(replace(ipc, data=bytes(64), pid=1))), -1),
         ]
         for packed, descriptor in cases:
             with handed(remote, packed, descriptor) as (_, status):
@@ -383,7 +383,7 @@ def test_what_is_handed_over_is_checked(fake):
             os.close(descriptor)
 
 
-def test_luggage_that_never_comes_or_is_too_long(fake):
+def test_memory_that_is_never_handed_over_or_is_too_long(fake):
     with stage_of(GpuBlock) as stage:
         reader = stage.side(MIB)
         _, remote = reader.session((0, MIB))
@@ -418,7 +418,7 @@ def test_a_legacy_handle_of_a_dead_process(fake):
             reader = stage.side(MIB)
             _, remote = reader.session((0, MIB))
             before = held(fake)
-            packed = msgspec.msgpack.encode(Luggage(handle))
+            packed = msgspec.msgpack.encode(ExportedMemory(handle))
             with handed(remote, packed, -1) as (_, status):
                 assert status == OK
             exporter.kill()

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import ProtocolError
-from pdx.transports import frames
 from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece
-from pdx.transports.frames import OK, Ack, Head
+from pdx.transports.streams import frames
+from pdx.transports.streams.frames import OK, Ack, Head
 
 TOKEN = secrets.token_bytes(16)
 PIECES = st.lists(

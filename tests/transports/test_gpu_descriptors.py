@@ -17,13 +17,14 @@ from pdx.errors import ChannelUnavailable
 from pdx.testing.channel_memory import GpuBlock, HostFile, SecondGpuBlock
 from pdx.testing.channel_stage import MIB
 from pdx.testing.fake_cuda import FakeCuda
-from pdx.transports import nixl_agent, ucx_engine
 from pdx.transports.channel import Memory, Piece
-from pdx.transports.nixl import NixlRegion
-from pdx.transports.nixl_agent import NixlAgent, Place
-from pdx.transports.nixl_channel import NixlChannel, NixlDetail, NixlPeer
-from pdx.transports.ucx import UcxRegion
-from pdx.transports.ucx_engine import gpu_transports
+from pdx.transports.nixl import agent as nixl_agent
+from pdx.transports.nixl.agent import NixlAgent, Place
+from pdx.transports.nixl.channel import NixlChannel, NixlDetail, NixlPeer
+from pdx.transports.nixl.region import NixlRegion
+from pdx.transports.ucx import engine as ucx_engine
+from pdx.transports.ucx.engine import gpu_transports
+from pdx.transports.ucx.region import UcxRegion
 
 
 class MockNixl:

@@ -13,10 +13,10 @@ from ucx_conformance import UcxConformance, stage_of
 from pdx.errors import ChannelBroken
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.testing.waiting import wait_until
-from pdx.transports import onesided
 from pdx.transports.channel import Piece
-from pdx.transports.nixl import NixlRegion
-from pdx.transports.onesided import BYE, HELLO, MAX_CONNECTIONS, WRITE, Ledger, compose, this_process
+from pdx.transports.nixl import onesided
+from pdx.transports.nixl.onesided import BYE, HELLO, MAX_CONNECTIONS, WRITE, Ledger, compose, this_process
+from pdx.transports.nixl.region import NixlRegion
 from pdx.transports.sealed import seal, unseal
 
 
@@ -43,7 +43,7 @@ def stage() -> Iterator[Stage]:
 def test_it_does_without_torch() -> None:
     """`import nixl` may import torch, which takes seconds."""
     code = (
-        "import sys; from pdx.transports.nixl import NixlRegion\n"
+        "import sys; from pdx.transports.nixl.region import NixlRegion\n"
         "NixlRegion.availability(); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)

@@ -20,9 +20,9 @@ from pdx.testing.channel_stage import MIB, Stage
 from pdx.testing.waiting import wait_until
 from pdx.transports import local, shm
 from pdx.transports.channel import Memory, Piece, RemoteRegion
-from pdx.transports.frames import ACK_BYTES, OK, pack_body, pack_greeting, pack_write, unpack_ack
 from pdx.transports.local import Address
 from pdx.transports.shm import Mapping, ShmRegion
+from pdx.transports.streams.frames import ACK_BYTES, OK, pack_body, pack_greeting, pack_write, unpack_ack
 
 
 class TestShm(ChannelConformance):
@@ -203,10 +203,10 @@ def test_a_descriptor_that_is_taken_over_is_not_inherited():
     ours, theirs = socket.socketpair()
     with ours, theirs, file_of(1) as fd:
         ours.settimeout(10)
-        local.hand_over(theirs, b"luggage", fd)
+        local.hand_over(theirs, b"packed", fd)
         packed, taken = local.take_over(ours)
         try:
-            assert packed == b"luggage"
+            assert packed == b"packed"
             assert not os.get_inheritable(taken)
         finally:
             os.close(taken)

@@ -22,9 +22,9 @@ from pdx.errors import ChannelBroken, ChannelUnavailable
 from pdx.testing.channel_conformance import ChannelConformance
 from pdx.testing.channel_stage import MIB, Stage
 from pdx.testing.waiting import wait_until
-from pdx.transports import inbound, outbound
 from pdx.transports.channel import MAX_PIECES, Memory, Piece, RemoteRegion
-from pdx.transports.frames import (
+from pdx.transports.streams import inbound, outbound
+from pdx.transports.streams.frames import (
     ACK_BYTES,
     HEAD_BYTES,
     MAX_BODY_BYTES,
@@ -38,8 +38,8 @@ from pdx.transports.frames import (
     pack_write,
     unpack_ack,
 )
-from pdx.transports.inbound import StreamListener
-from pdx.transports.outbound import StreamChannel
+from pdx.transports.streams.inbound import StreamListener
+from pdx.transports.streams.outbound import StreamChannel
 from pdx.transports.tcp import Address, TcpRegion
 
 
@@ -302,16 +302,16 @@ def test_strangers_are_few(target, monkeypatch):
     """Who does not greet takes a place for some seconds, not a thread and a descriptor for each that comes."""
     monkeypatch.setattr(inbound, "GREETING_S", 600)  # so that none is gone before the last is there
     strangers = [target.stream() for _ in range(inbound.MAX_STRANGERS_OF_AN_ORIGIN)]
-    wait_until(lambda: target.listener.strangers == len(strangers), "all are counted")
+    wait_until(lambda: len(target.listener._strangers) == len(strangers), "all are counted")
     for number in range(3):
         strangers.append(target.stream())
         assert target.ended(strangers[number]), "the one that had the most time"
-    wait_until(lambda: target.listener.strangers == inbound.MAX_STRANGERS_OF_AN_ORIGIN, "no more than before")
+    wait_until(lambda: len(target.listener._strangers) == inbound.MAX_STRANGERS_OF_AN_ORIGIN, "no more than before")
     with target.greeted():  # from where they come
         pass
     for sock in strangers:
         sock.close()
-    wait_until(lambda: not target.listener.strangers, "their places are free")
+    wait_until(lambda: not target.listener._strangers, "their places are free")
     target.is_unharmed("strangers")
 
 
@@ -321,7 +321,7 @@ def test_strangers_do_not_keep_others_out(target, monkeypatch):
     strangers = []
     for host in range(inbound.MAX_STRANGERS // inbound.MAX_STRANGERS_OF_AN_ORIGIN):
         strangers += [target.stream(host=f"127.0.1.{host + 1}") for _ in range(inbound.MAX_STRANGERS_OF_AN_ORIGIN)]
-    wait_until(lambda: target.listener.strangers == inbound.MAX_STRANGERS, "all places are taken")
+    wait_until(lambda: len(target.listener._strangers) == inbound.MAX_STRANGERS, "all places are taken")
     honest = target.stream(target.greeting(), host="127.0.2.1")
     assert target.answer(honest) == OK
     assert target.ended(strangers[0])
@@ -376,24 +376,30 @@ def test_small_writes_share_a_stream_and_large_ones_use_all(monkeypatch):
         closing.set()
 
 
+def connected_to_sockets(region, server, stack):
+    """A channel to a peer that is nothing but sockets: (channel, its streams at the peer)."""
+    streams = []
+
+    def serve():
+        for _ in range(TcpRegion.streams):
+            streams.append(stack.enter_context(server.accept()[0]))
+            streams[-1].recv(4096)
+            streams[-1].sendall(pack_ack(Ack(0, OK)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
+    channel = region.connect(RemoteRegion("tcp", region.memory.nbytes, b"t" * 16, detail))
+    thread.join()
+    return channel, streams
+
+
 def test_an_acknowledgement_that_comes_too_soon_breaks_the_channel():
     """A peer that says it has a write which is not wholly sent does not free the bytes of that write."""
     size = 64 * MIB  # more than the kernel takes
     region = TcpRegion.register(Memory(memoryview(bytearray(size))))
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
-        streams = []
-
-        def serve():
-            for _ in range(TcpRegion.streams):
-                streams.append(stack.enter_context(server.accept()[0]))
-                streams[-1].recv(4096)
-                streams[-1].sendall(pack_ack(Ack(0, OK)))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
-        channel = region.connect(RemoteRegion("tcp", size, b"t" * 16, detail))
-        thread.join()
+        channel, streams = connected_to_sockets(region, server, stack)
         transfer = channel.write([Piece(0, 0, size)], b"")
         streams[0].sendall(pack_ack(Ack(0, OK)))
         assert streams[0].recv(8 * MIB, socket.MSG_WAITALL)  # now the kernel takes some more
@@ -416,19 +422,7 @@ def test_a_peer_that_stops_reading_is_heard_all_the_same():
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
         server.bind(("127.0.0.1", 0))
         server.listen()
-        streams = []
-
-        def serve():
-            for _ in range(TcpRegion.streams):
-                streams.append(stack.enter_context(server.accept()[0]))
-                streams[-1].recv(4096)
-                streams[-1].sendall(pack_ack(Ack(0, OK)))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        detail = msgspec.msgpack.encode(Address(*server.getsockname()[:2]))
-        channel = region.connect(RemoteRegion("tcp", size, b"t" * 16, detail))
-        thread.join()
+        channel, streams = connected_to_sockets(region, server, stack)
         channel._streams[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB // 8)
         first = channel.write([Piece(0, 0, 4096)], b"")
         assert streams[0].recv(HEAD_BYTES + 4096, socket.MSG_WAITALL)

@@ -16,11 +16,11 @@ from ucx_conformance import UcxConformance, stage_of
 
 from pdx.errors import ProtocolError
 from pdx.testing.channel_stage import MIB, Peer, Stage
-from pdx.transports import ucx_engine
 from pdx.transports.channel import MAX_NOTIFY_BYTES, MAX_PIECES, Piece, merged
-from pdx.transports.nixl import NixlRegion
-from pdx.transports.ucx import UcxRegion
-from pdx.transports.ucx_messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES, Done, Put, decode, payload_tag
+from pdx.transports.nixl.region import NixlRegion
+from pdx.transports.ucx import engine as ucx_engine
+from pdx.transports.ucx.messages import CONTROL_TAG, MAX_LANE, MAX_MESSAGE_BYTES, Done, Put, decode, payload_tag
+from pdx.transports.ucx.region import UcxRegion
 
 # With a peer that is stopped, writes must be cancelled. UCXX 0.52 lets an endpoint and its cancelled requests hold each
 # other for ever, and the worker's descriptors with them; see docs/adr/0018-nixl-and-ucx.md.
@@ -68,7 +68,7 @@ def test_it_leaves_the_environment_alone() -> None:
     """ucxx sets variables when it is imported, which would change NIXL's UCX in the same process."""
     code = (
         "import os; before = dict(os.environ)\n"
-        "from pdx.transports.ucx import UcxRegion; assert UcxRegion.availability().is_ok\n"
+        "from pdx.transports.ucx.region import UcxRegion; assert UcxRegion.availability().is_ok\n"
         "print(dict(os.environ) == before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
@@ -150,7 +150,7 @@ def test_the_interpreter_can_end(is_closed: bool) -> None:
         "import sys\n"
         "from pdx.transports.channel import Piece\n"
         "from pdx.testing.channel_stage import MIB, Stage\n"
-        "from pdx.transports.ucx import UcxRegion\n"
+        "from pdx.transports.ucx.region import UcxRegion\n"
         "stage = Stage(UcxRegion); writer, reader = stage.side(), stage.side()\n"
         "channel = writer.region.connect(reader.session((0, MIB))[1])\n"
         "transfers = [channel.write([Piece(0, 0, MIB)], b'') for _ in range(20)]\n"

@@ -13,8 +13,8 @@ from pdx.errors import ChannelUnavailable
 from pdx.testing.channel_memory import GpuBlock, HostFile
 from pdx.testing.channel_stage import MIB
 from pdx.testing.fake_cuda import FakeCuda
-from pdx.transports import ucx_engine
-from pdx.transports.ucx import UcxRegion
+from pdx.transports.ucx import engine as ucx_engine
+from pdx.transports.ucx.region import UcxRegion
 
 
 @pytest.fixture

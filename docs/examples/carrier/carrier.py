@@ -33,7 +33,7 @@ from pdx.transports.channel import (
     Transfer,
     check_write,
 )
-from pdx.transports.sessions import Session, SessionListener
+from pdx.transports.sessions import SessionListener, WriteSession
 
 YES, NO = b"\1", b"\0"
 GREETING_S = 5.0
@@ -235,7 +235,7 @@ class CarrierListener(SessionListener):
                 del self._streams[stream]
             stream.close()
 
-    def _greet(self, stream: socket.socket) -> Session | None:
+    def _greet(self, stream: socket.socket) -> WriteSession | None:
         stream.settimeout(GREETING_S)  # a stranger has so long to say who it is
         token = received(stream, TOKEN_BYTES)
         with self._lock:
@@ -245,7 +245,7 @@ class CarrierListener(SessionListener):
         stream.settimeout(None)  # a friend may be silent for ever
         return session
 
-    def _take_in(self, stream: socket.socket, session: Session) -> bool:
+    def _take_in(self, stream: socket.socket, session: WriteSession) -> bool:
         """One write. Whether another may follow."""
         nbytes = int.from_bytes(received(stream, 4), "big")
         if nbytes > MAX_HEAD_BYTES:

@@ -39,7 +39,7 @@ from pdx.wire.messages import (
 )
 
 _MAX_NAMES = 4096
-_KEPT = 64  # ended lives per name
+_KEPT = 64  # ended epochs per name
 
 
 class ConnectionState(StrEnum):
@@ -51,7 +51,7 @@ class ConnectionState(StrEnum):
     CLOSED = "closed"
 
 
-class Step(StrEnum):
+class ConnectionStep(StrEnum):
     """What can happen to a connection."""
 
     WELCOME = "welcome"
@@ -62,10 +62,16 @@ class Step(StrEnum):
     LEAVE = "leave"  # this node writes no more
 
 
-_ENDS = (Step.TURN_DOWN, Step.BYE, Step.LOST, Step.RESTARTED, Step.LEAVE)
-CONNECTION: dict[tuple[ConnectionState, Step], ConnectionState] = {
-    (ConnectionState.DIALING, Step.WELCOME): ConnectionState.READY,
-    (ConnectionState.NEW, Step.WELCOME): ConnectionState.READY,
+_ENDS = (
+    ConnectionStep.TURN_DOWN,
+    ConnectionStep.BYE,
+    ConnectionStep.LOST,
+    ConnectionStep.RESTARTED,
+    ConnectionStep.LEAVE,
+)
+CONNECTION: dict[tuple[ConnectionState, ConnectionStep], ConnectionState] = {
+    (ConnectionState.DIALING, ConnectionStep.WELCOME): ConnectionState.READY,
+    (ConnectionState.NEW, ConnectionStep.WELCOME): ConnectionState.READY,
     **{
         (state, step): ConnectionState.CLOSED
         for state in (ConnectionState.DIALING, ConnectionState.NEW, ConnectionState.READY)
@@ -120,20 +126,17 @@ class PeerConnection:
     says why the connection is not ready.
     """
 
-    kind = "peer"
-
     def __init__(
         self,
         number: int,
         name: str,
         *,
-        identity: Callable[[], Identity],
         post: Callable[[bytes], str],
         said: int = 0,
         now: float,
     ) -> None:
-        """`identity` says what this node is now; `post` sends a frame without waiting and returns what was wrong;
-        `said`: how many messages the peer was sent already."""
+        """`post` sends a frame without waiting and returns what was wrong; `said`: how many messages the peer was sent
+        already."""
         self.number = number
         self.name = name
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -151,7 +154,6 @@ class PeerConnection:
         self.is_invited = False  # the peer has said where its memory may be written
         self.has_welcomed = False  # this node has said so
         self.fault = ""  # sending failed: to be lost at the next tick
-        self._identity = identity
         self._post_frame = post
         self._said = said
         self._heard = 0
@@ -177,14 +179,14 @@ class PeerConnection:
         if self.state is ConnectionState.READY:
             self.post(body, about)
 
-    def welcome(self, regions: Sequence[RemoteRegion], probe: Slot | None) -> None:
-        """The peer may write to these regions. Once; nothing happens if the peer has gone meanwhile."""
+    def welcome(self, welcome: Welcome) -> None:
+        """The peer may write where `Identity.welcome` says. Once; nothing happens if the peer has gone meanwhile."""
         if self.state in (ConnectionState.CLOSED, ConnectionState.DIALING) or self.has_welcomed:
             return
         self.has_welcomed = True
         if self.state is ConnectionState.NEW:
-            self.step(Step.WELCOME)
-        self.post(self._identity().welcome(regions, probe))
+            self.step(ConnectionStep.WELCOME)
+        self.post(welcome)
 
     def is_dead_if(self, epoch: int, host: str) -> bool:
         """Whether its process has ended if its name is heard in this life on this kernel. Without keys, a node of
@@ -197,7 +199,7 @@ class PeerConnection:
         """The peer says who it is."""
         self.epoch, self.host, self.pid, self.layouts = word.epoch, word.host, word.pid, word.layouts
 
-    def step(self, step: Step, why: str = "") -> None:
+    def step(self, step: ConnectionStep, why: str = "") -> None:
         """Move on, as `CONNECTION` says."""
         self.state = CONNECTION[self.state, step]
         self.why = why
@@ -222,11 +224,11 @@ class PeerConnection:
         self.pinged_at = now
         self.send(Ping())
 
-    def end(self, step: Step, why: str) -> None:
+    def end(self, step: ConnectionStep, why: str) -> None:
         """Take a step that ends it, and tell the peer, unless the peer said so."""
-        if step is Step.LEAVE or self.state is ConnectionState.DIALING:
+        if step is ConnectionStep.LEAVE or self.state is ConnectionState.DIALING:
             self.post(Bye())
-        elif step is not Step.BYE and step is not Step.RESTARTED:
+        elif step is not ConnectionStep.BYE and step is not ConnectionStep.RESTARTED:
             self.post(refusal(why))
         self.step(step, why)
 
@@ -250,27 +252,23 @@ class Handler(Protocol):
         :raises ProtocolError: it makes no sense; it is dropped and counted.
         """
 
-    def over(self, peer: PeerConnection, step: Step, why: str) -> None:
+    def over(self, peer: PeerConnection, step: ConnectionStep, why: str) -> None:
         """The connection is over, or never came about; not after this node itself turned it down, left or closed."""
 
 
 class Epochs:
-    """Epochs by name. A life that was followed by another of the same name has ended and never comes back. Bounded."""
+    """Epochs by name. One that was followed by another of the same name has ended and never comes back. Bounded."""
 
     def __init__(self) -> None:
         self._ended: OrderedDict[str, deque[int]] = OrderedDict()  # in the order last heard of; the last is no end
         self._now: dict[str, int] = {}
 
-    def now(self, name: str) -> int | None:
-        """The epoch last begun, None if nobody of that name was heard of."""
-        return self._now.get(name)
-
     def is_over(self, name: str, epoch: int) -> bool:
-        """Whether this life is known to have ended."""
+        """Whether this epoch is known to have ended."""
         return epoch in self._ended.get(name, ())
 
-    def begin(self, name: str, epoch: int) -> int | None:
-        """`name` is alive in this life; the epoch of the life that thereby has ended, if there is one."""
+    def begin(self, name: str, epoch: int) -> None:
+        """`name` is alive in this epoch: any other that it was in has ended."""
         before = self._now.get(name)
         self._now[name] = epoch
         ended = self._ended.setdefault(name, deque(maxlen=_KEPT))
@@ -278,10 +276,8 @@ class Epochs:
         if len(self._ended) > _MAX_NAMES:
             forgotten, _ = self._ended.popitem(last=False)
             del self._now[forgotten]
-        if before is None or before == epoch:
-            return None
-        ended.append(before)
-        return before
+        if before is not None and before != epoch:
+            ended.append(before)
 
 
 def refusal(text: str) -> Refused:
@@ -289,11 +285,11 @@ def refusal(text: str) -> Refused:
     return Refused(PeerRefused.__name__, text[:1024])
 
 
-def check_hello(own: Identity, hello: Hello, *, authenticated: str | None, buried: bool) -> list[str]:
+def check_hello(own: Identity, hello: Hello, *, authenticated: str | None, is_over: bool) -> list[str]:
     """The schemes to open for this peer, in our order of preference.
 
     `authenticated`: the name that the roster gives the peer's CURVE key; None where sockets are this user's alone.
-    `buried`: this life of the peer is known to be over, so the message is an old one.
+    `is_over`: this epoch of the peer is known to be over, so the message is an old one.
 
     :raises PeerRefused: no; the text is for the peer.
     """
@@ -304,8 +300,8 @@ def check_hello(own: Identity, hello: Hello, *, authenticated: str | None, burie
         raise PeerRefused(f"two nodes are named {own.name!r}; give each its own --name")
     if not hello.name:
         raise PeerRefused("a node without a name")
-    if buried:
-        raise PeerRefused(f"this life of {hello.name!r} (epoch {hello.epoch}) has ended")
+    if is_over:
+        raise PeerRefused(f"epoch {hello.epoch} of {hello.name!r} has ended")
     _check_layouts(own, hello.name, hello.layouts)
     return _common(own, hello.schemes, hello.name)
 

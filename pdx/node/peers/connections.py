@@ -1,8 +1,8 @@
-"""All connections of a node to its peers, one per peer: who is dialled, who is let in, which life of each is heard.
+"""All connections of a node to its peers, one per peer: who is dialled, who is let in, which epoch of each is heard.
 
 One ROUTER that peers dial, one DEALER per peer that is dialled; with keys, all of them CURVE. Who may come in and who
 may be dialled is the roster's word; what is said once a connection stands is the handler's business. One thread, the
-control loop's, and nothing blocks; what was said last has FAREWELL_MS to leave while the context ends.
+control loop's, and nothing blocks; what was said last has LINGER_MS to leave while the context ends.
 
 Two nodes may dial each other at the same time. Then the connection counts that the node with the lesser name dialled:
 the hello of the other one waits there as a rival. It is heard when that connection has failed, or is over: the peer may
@@ -25,17 +25,17 @@ import zmq
 from pdx.errors import ConfigError, NodeRunning, PeerRefused, PeerUnknown, ProtocolError
 from pdx.node.peers.connection import (
     ConnectionState,
+    ConnectionStep,
     Epochs,
     Handler,
     PeerConnection,
-    Step,
     check_hello,
     check_welcome,
     refusal,
 )
 from pdx.security.address import check_listen, needs_ipv6
 from pdx.security.curve_keys import KeyPair, secure_client
-from pdx.security.door import Arrival, Door, limit
+from pdx.security.peer_socket import Arrival, PeerSocket, limit
 from pdx.security.roster import Roster
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults
@@ -57,7 +57,7 @@ from pdx.wire.messages import (
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024  # peers that have dialled and are connected
-FAREWELL_MS = 200  # a socket that is closed may take so long to send what was said last
+LINGER_MS = 200  # a socket that is closed may take so long to send what was said last
 _RECONNECT_MS = 1000  # at most, between ZMQ's attempts to reach a peer that is dialled
 _LAST_SEQ = (1 << 63) - 1  # of what is said to somebody without a session: nothing follows it
 _HEARD = RIGHTS["peer"] | PEER_ANSWERS
@@ -92,7 +92,7 @@ class Connections:
         faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`context`: of this node alone, because the gate is for all CURVE servers in it. `watch` and `unwatch` add
+        """`context`: of this node alone, because ZMQ has one ZAP socket per context. `watch` and `unwatch` add
         and remove a socket, or a descriptor, of the poller that decides when to call `serve`. `numbers`: of sessions.
 
         :raises ConfigError: an address, the keys or the roster are wrong, or the address cannot be had.
@@ -114,8 +114,8 @@ class Connections:
         self._by_socket: dict[zmq.Socket[bytes], PeerConnection] = {}  # of peers that were dialled
         self._rivals: dict[str, _Rival] = {}
         self._said: dict[str, str] = {}  # by name: why it did not come about the last time
-        self._lives = Epochs()
-        self._door = Door(
+        self._epochs = Epochs()
+        self._peer_socket = PeerSocket(
             context,
             listen,
             own=self._own,
@@ -124,13 +124,13 @@ class Connections:
             taken=lambda _: NodeRunning(f"another node already listens at {listen}; give this one another --listen"),
             counters=counters,
         )
-        for source in self._door_sources():
+        for source in self._peer_socket_sources():
             watch(source)
 
     @property
     def address(self) -> str:
         """Where peers reach this node, as bound."""
-        return self._door.address
+        return self._peer_socket.address
 
     @property
     def public_key(self) -> str:
@@ -165,6 +165,11 @@ class Connections:
         """The connection to a peer, or the last there was."""
         return self._last.get(name)
 
+    def _standing(self, name: str) -> PeerConnection | None:
+        """The connection to a peer that is not closed."""
+        peer = self._last.get(name)
+        return peer if peer is not None and peer.state is not ConnectionState.CLOSED else None
+
     def address_of(self, name: str) -> str:
         """Where the roster says that a peer is, empty if it does not name it."""
         try:
@@ -181,8 +186,7 @@ class Connections:
         :raises PeerUnknown: the roster does not name it, or it is this node itself.
         :raises ConfigError: it has a key and this node has none, or the other way round.
         """
-        peer = self._last.get(name)
-        if peer is not None and peer.state is not ConnectionState.CLOSED:
+        if (peer := self._standing(name)) is not None:
             if peer.state is ConnectionState.DIALING and is_wanted and not peer.is_wanted:
                 peer.is_wanted = True
                 peer.heard_at = self._now
@@ -205,13 +209,13 @@ class Connections:
     def leave(self, peer: PeerConnection) -> None:
         """End it: this node will write nothing more to that peer, so close the channels to it before. Idempotent."""
         if peer.state is not ConnectionState.CLOSED:
-            self._close(peer, Step.LEAVE, "left")
+            self._close(peer, ConnectionStep.LEAVE, "left")
             self._accept_rival(peer.name)
 
     def turn_down(self, peer: PeerConnection, why: str) -> None:
         """A peer that dialled cannot write here, so it is not welcome. Nothing happens if it has gone meanwhile."""
         if peer.state is not ConnectionState.CLOSED:
-            self._close(peer, Step.TURN_DOWN, why)
+            self._close(peer, ConnectionStep.TURN_DOWN, why)
             self._accept_rival(peer.name)
 
     def told(self, entries: list[PeerEntry]) -> None:
@@ -235,14 +239,14 @@ class Connections:
 
     def serve(self, socket: object) -> bool:
         """Take what is waiting on a socket or a descriptor that can be read; False: it is none of ours."""
-        if socket == self._door.fd:
-            self._heed_door()
+        if socket == self._peer_socket.fd:
+            self._heed()
             return True
         if not isinstance(socket, zmq.Socket):
             return False
-        if socket.closed or self._door.answer_gate(socket):
+        if socket.closed or self._peer_socket.answer_zap(socket):
             return True  # closed: by what was handled in this very turn
-        if socket not in self._by_socket and socket not in self._door.sockets:
+        if socket not in self._by_socket and socket not in self._peer_socket.sockets:
             return False
         self._serve(socket)
         return True
@@ -255,8 +259,8 @@ class Connections:
                 self._forget_strangers()
                 for peer in self.peers:
                     if not self._is_named(peer):
-                        self._lose(peer, Step.LOST, "the roster has changed")
-        self._heed_door()
+                        self._lose(peer, ConnectionStep.LOST, "the roster has changed")
+        self._heed()
         for peer in self.peers:
             with self._faults.contain("the tick of a connection") as part:
                 self._tick(peer)
@@ -270,19 +274,19 @@ class Connections:
         """
         self._rivals.clear()
         for peer in self.peers:
-            self._close(peer, Step.LEAVE, "left")
-        for source in self._door_sources():
+            self._close(peer, ConnectionStep.LEAVE, "left")
+        for source in self._peer_socket_sources():
             self._unwatch(source)
-        self._door.close(linger_ms=FAREWELL_MS)
+        self._peer_socket.close(linger_ms=LINGER_MS)
 
-    def _door_sources(self) -> list[zmq.Socket[bytes] | int]:
-        """Nothing once the door is closed."""
-        sockets = self._door.sockets
-        return [*sockets, self._door.fd] if sockets and self._door.fd >= 0 else [*sockets]
+    def _peer_socket_sources(self) -> list[zmq.Socket[bytes] | int]:
+        """Nothing once the socket is closed."""
+        sockets = self._peer_socket.sockets
+        return [*sockets, self._peer_socket.fd] if sockets and self._peer_socket.fd >= 0 else [*sockets]
 
-    def _heed_door(self) -> None:
+    def _heed(self) -> None:
         with self._faults.contain("letting peers in"):
-            self._door.heed()
+            self._peer_socket.heed()
 
     # ---- what is heard ----------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ class Connections:
         for _ in burst():
             peer = self._by_socket.get(socket)
             try:
-                arrival = self._from_peer(socket) if peer is not None else self._door.receive()
+                arrival = self._from_peer(socket) if peer is not None else self._peer_socket.receive()
                 if arrival is None:
                     return
                 peer = peer or self._by_route.get(arrival.route)
@@ -331,9 +335,9 @@ class Connections:
             case Ping():
                 pass
             case Bye():
-                self._lose(peer, Step.BYE, "it said bye")
+                self._lose(peer, ConnectionStep.BYE, "it said bye")
             case Refused(text=text) if not frame.about:
-                step = Step.TURN_DOWN if peer.state is ConnectionState.DIALING else Step.LOST
+                step = ConnectionStep.LOST if peer.is_invited else ConnectionStep.TURN_DOWN
                 self._lose(peer, step, f"it says: {text}")
             case Welcome() if peer.state is not ConnectionState.NEW and not peer.is_invited:
                 self._hear_welcome(peer, frame.body)
@@ -347,11 +351,12 @@ class Connections:
     def _hear_welcome(self, peer: PeerConnection, welcome: Welcome) -> None:
         try:
             schemes = check_welcome(self._handler.identity(), peer.name, welcome)
-            if self._lives.is_over(peer.name, welcome.epoch) or welcome.epoch != (peer.epoch or welcome.epoch):
-                raise PeerRefused(f"this life of {peer.name!r} (epoch {welcome.epoch}) has ended")
+            if self._epochs.is_over(peer.name, welcome.epoch) or welcome.epoch != (peer.epoch or welcome.epoch):
+                raise PeerRefused(f"epoch {welcome.epoch} of {peer.name!r} has ended")
         except PeerRefused as error:
             self._counters["peers_refused"] += 1
-            self._lose(peer, Step.TURN_DOWN, str(error))
+            peer.post(refusal(str(error)))
+            self._lose(peer, ConnectionStep.TURN_DOWN, str(error))
             return
         peer.is_invited = True
         if peer.state is ConnectionState.READY:  # it dialled, and says now where it may be written
@@ -359,11 +364,12 @@ class Connections:
             return
         peer.is_of(welcome)
         self._begin_life(peer.name, welcome.epoch, welcome.host)
-        peer.step(Step.WELCOME)
+        peer.step(ConnectionStep.WELCOME)
         self._handler.invited(peer, welcome, schemes)
         self._handler.greeted(peer, schemes)
 
-    def _hear_stranger(self, arrival: Arrival, frame: PeerFrame) -> None:
+    def _hear_stranger(self, arrival: Arrival, frame: PeerFrame, said: int = 0) -> None:
+        """`said`: how many messages it was sent already."""
         hello = frame.body
         if isinstance(hello, Bye):
             return
@@ -371,7 +377,7 @@ class Connections:
             self._turn_away(arrival.route, "say hello first")
             return
         # A connection that is gone may leave a hello behind; it says nothing about who is alive now.
-        if self._door.post(arrival.route, encode(PeerFrame(1, 0, Ping()))):
+        if self._peer_socket.post(arrival.route, encode(PeerFrame(said + 1, 0, Ping()))):
             before = self._last.get(hello.name)
             if before is not None and before.is_dialled and before.epoch in (0, hello.epoch):
                 return  # it dialled while this node did, and has given that up
@@ -384,19 +390,18 @@ class Connections:
             self._turn_away(arrival.route, str(error))
             return
         self._begin_life(hello.name, hello.epoch, hello.host)
-        before = self._last.get(hello.name)
-        if before is not None and before.state is not ConnectionState.CLOSED:
+        if (before := self._standing(hello.name)) is not None:
             if before.is_dialled and self._handler.identity().name < hello.name:
                 self._rivals[hello.name] = _Rival(arrival, frame.seq, hello, self._now)
                 return
             if before.state is ConnectionState.DIALING:
                 self._replace(before)
             else:  # the same life, which lost its connection before this side noticed
-                self._lose(before, Step.LOST, "it dialled anew")
-        self._open(arrival, frame.seq, hello, schemes)
+                self._lose(before, ConnectionStep.LOST, "it dialled anew")
+        self._open(arrival, frame.seq, hello, schemes, said + 1)
 
-    def _open(self, arrival: Arrival, seq: int, hello: Hello, schemes: list[str]) -> None:
-        peer = self._new(hello.name, partial(self._door.post, arrival.route), said=1)
+    def _open(self, arrival: Arrival, seq: int, hello: Hello, schemes: list[str], said: int) -> None:
+        peer = self._new(hello.name, partial(self._peer_socket.post, arrival.route), said=said)
         peer.key, peer.route = arrival.key, arrival.route
         peer.is_of(hello)
         peer.take(PeerFrame(seq, 0, hello))
@@ -404,9 +409,7 @@ class Connections:
         self._handler.greeted(peer, schemes)
 
     def _new(self, name: str, post: Callable[[bytes], str], said: int = 0) -> PeerConnection:
-        peer = self._last[name] = PeerConnection(
-            next(self._numbers), name, identity=self._handler.identity, post=post, said=said, now=self._now
-        )
+        peer = self._last[name] = PeerConnection(next(self._numbers), name, post=post, said=said, now=self._now)
         return peer
 
     def _admit(self, key: str, hello: Hello) -> list[str]:
@@ -415,25 +418,26 @@ class Connections:
         :raises PeerRefused: it is not let in.
         """
         authenticated = (self._roster.name_of(key) or "nobody in the roster") if self._own is not None else None
-        buried = self._lives.is_over(hello.name, hello.epoch)
-        schemes = check_hello(self._handler.identity(), hello, authenticated=authenticated, buried=buried)
+        is_over = self._epochs.is_over(hello.name, hello.epoch)
+        schemes = check_hello(self._handler.identity(), hello, authenticated=authenticated, is_over=is_over)
         if not self._roster.admits_name(hello.name):
             raise PeerRefused(f"no node is named {hello.name[:80]!r} in the roster")
-        known = self._last.get(hello.name)
-        is_new = known is None or known.state is ConnectionState.CLOSED
-        if len(self._by_route) >= MAX_SESSIONS and is_new:
+        if len(self._by_route) >= MAX_SESSIONS and self._standing(hello.name) is None:
             raise PeerRefused(f"{MAX_SESSIONS} peers are here already")
         return schemes
 
     def _turn_away(self, route: bytes, text: str) -> None:
-        self._counters["strangers"] += 1
-        self._door.post(route, encode(PeerFrame(_LAST_SEQ, 0, refusal(text))))
+        self._counters["hellos_missing"] += 1
+        self._refuse(route, text)
+
+    def _refuse(self, route: bytes, text: str) -> None:
+        self._peer_socket.post(route, encode(PeerFrame(_LAST_SEQ, 0, refusal(text))))
 
     # ---- two that dial each other -----------------------------------------------------------
 
     def _replace(self, dialled: PeerConnection) -> None:
         """The peer's own dialling counts, and what waits for this node's waits for that."""
-        dialled.step(Step.LEAVE, "the peer dialled, too")
+        dialled.step(ConnectionStep.LEAVE, "the peer dialled, too")
         self._forget(dialled)
 
     def _refuse_rival(self, name: str) -> None:
@@ -441,7 +445,7 @@ class Connections:
         rival = self._rivals.get(name)
         if rival is not None and self._now - rival.came_at > self._timeout_s / 2:
             del self._rivals[name]
-            self._door.post(rival.arrival.route, encode(PeerFrame(_LAST_SEQ, 0, refusal("connected already"))))
+            self._refuse(rival.arrival.route, "connected already")
 
     def _accept_rival(self, name: str) -> bool:
         """What this node dialled is over, or too slow: the peer's hello, if one waits, is heard now."""
@@ -449,7 +453,7 @@ class Connections:
         if rival is None:
             return False
         try:
-            self._hear_stranger(rival.arrival, PeerFrame(rival.seq, 0, rival.hello))
+            self._hear_stranger(rival.arrival, PeerFrame(rival.seq, 0, rival.hello), said=1)
         except ProtocolError as error:
             self._faults.dropped(repr(name), error)
         return rival.arrival.route in self._by_route
@@ -459,16 +463,16 @@ class Connections:
     def _begin_life(self, name: str, epoch: int, host: str) -> None:
         """`name` was heard in this life on this kernel: its connection in another one is over, and its process dead,
         unless names are not proved by keys and it may run all the same (`PeerConnection.is_dead_if`)."""
-        self._lives.begin(name, epoch)
+        self._epochs.begin(name, epoch)
         peer = self._last.get(name)
         if peer is None or peer.epoch == epoch or peer.state in (ConnectionState.CLOSED, ConnectionState.DIALING):
             return
         if peer.is_dead_if(epoch, host):
-            self._lose(peer, Step.RESTARTED, f"it was started anew (epoch {epoch})")
+            self._lose(peer, ConnectionStep.RESTARTED, f"it was started anew (epoch {epoch})")
         else:
             first = f"process {peer.pid} of this name runs" if host == peer.host else "another host has this name"
             why = f"{first}, and another node was started with it (epoch {epoch}): use another --name, or keys"
-            self._lose(peer, Step.LOST, why)
+            self._lose(peer, ConnectionStep.LOST, why)
 
     def _tick(self, peer: PeerConnection) -> None:
         if self._now - peer.pinged_at >= self._ping_s:
@@ -477,34 +481,34 @@ class Connections:
         if is_dialing and peer.name in self._rivals and self._now - peer.dialled_at > self._timeout_s / 2:
             self._replace(peer)  # the peer reaches this node, and this node seems not to reach the peer
             if not self._accept_rival(peer.name):
-                self._handler.over(peer, Step.LOST, "nothing was heard, and its own dialling has ended")
+                self._handler.over(peer, ConnectionStep.LOST, "nothing was heard, and its own dialling has ended")
         elif peer.fault:
-            self._lose(peer, Step.LOST, peer.fault)
+            self._lose(peer, ConnectionStep.LOST, peer.fault)
         elif self._now - peer.heard_at > self._timeout_s:
             hint = ""
             if is_dialing:
                 keys = ", and does its roster have this node's key" if self._own is not None else ""
                 hint = f"; does {peer.name!r} run there{keys}?"
             where = f" from {peer.address}" if peer.is_dialled else ""
-            self._lose(peer, Step.LOST, f"nothing heard{where} for {self._timeout_s:g} s{hint}")
+            self._lose(peer, ConnectionStep.LOST, f"nothing heard{where} for {self._timeout_s:g} s{hint}")
 
-    def _lose(self, peer: PeerConnection, step: Step, why: str) -> None:
+    def _lose(self, peer: PeerConnection, step: ConnectionStep, why: str) -> None:
         was_ready = peer.state is ConnectionState.READY
         self._close(peer, step, why)
         # A peer that is not there is dialled again and again: said once.
         is_news = was_ready or why != self._said.get(peer.name)
         if peer.is_dialled:
             self._said[peer.name] = why
-        level = logging.INFO if step is Step.BYE else logging.WARNING if is_news else logging.DEBUG
+        level = logging.INFO if step is ConnectionStep.BYE else logging.WARNING if is_news else logging.DEBUG
         text = "is lost" if was_ready else "did not come about"
         log.log(level, "the connection to peer %r %s: %s", peer.name, text, why)
-        self._counters["peers_lost"] += step in (Step.LOST, Step.RESTARTED)
+        self._counters["peers_lost"] += step in (ConnectionStep.LOST, ConnectionStep.RESTARTED)
         if not was_ready and peer.is_dialled and self._accept_rival(peer.name):
             return  # the peer has dialled meanwhile
         self._handler.over(peer, step, why)
         self._accept_rival(peer.name)
 
-    def _close(self, peer: PeerConnection, step: Step, why: str) -> None:
+    def _close(self, peer: PeerConnection, step: ConnectionStep, why: str) -> None:
         peer.end(step, why)
         self._forget(peer)
 
@@ -512,17 +516,17 @@ class Connections:
         if peer.socket is not None:
             del self._by_socket[peer.socket]
             self._unwatch(peer.socket)
-            peer.socket.close(linger=FAREWELL_MS)
+            peer.socket.close(linger=LINGER_MS)
         else:
             del self._by_route[peer.route]
-            if self._last[peer.name] is peer:
+            if self._last[peer.name] is peer and not self.address_of(peer.name):
                 del self._last[peer.name]  # names that nobody has asked for are not kept
 
     def _end_failed(self, peer: PeerConnection | None) -> None:
         """What was done for this peer ended in an internal error: its connection ends, too."""
         if peer is not None and peer.state is not ConnectionState.CLOSED:
             with self._faults.contain("the end of a connection"):
-                self._lose(peer, Step.LOST, "an internal error")
+                self._lose(peer, ConnectionStep.LOST, "an internal error")
 
     def _forget_strangers(self) -> None:
         """Names that the roster has no longer, and that are not connected, are not kept: hosts may come and go."""

@@ -16,12 +16,14 @@ from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.node.peers.connections import Connections
+from pdx.node.peers.fetches import Fetches
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.regions import Regions
-from pdx.node.peers.send_thread import Route, SendThread
+from pdx.node.peers.send_thread import SendThread, Target
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
-from pdx.store.tier import Held, Job, Tier
+from pdx.store.deadlines import Deadlines
+from pdx.store.tier import Job, Tier
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import tracer_for
@@ -64,10 +66,6 @@ class PeerTier(Tier):
         if peer is not None:
             peer.send(body, about)
 
-    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
-        """Nothing: what a peer has is not known here."""
-        return []
-
     def admit(self, copy: Copy) -> None:
         """Ask for room; the peer answers `Admitted` or `Refused`."""
         self.send(admit(copy, self._tiers.config.grant_s), copy.number)
@@ -76,10 +74,6 @@ class PeerTier(Tier):
         """Write; only while it is ready."""
         assert self.sender is not None
         self.sender.submit(job)
-
-    def load(self, job: Job) -> None:
-        """A peer is not read from."""
-        raise NotImplementedError(f"{self.name} is asked to write what this node wants")
 
     def cancel(self, copy: Copy) -> None:
         """End the writes of a copy soon."""
@@ -93,10 +87,6 @@ class PeerTier(Tier):
         if self.sender is not None:
             self.sender.forget(copy.number)
         self._tiers.copy_over(copy)
-
-    def evict(self, keys: Sequence[bytes]) -> int:
-        """A peer's chunks are its own."""
-        return 0
 
     def close(self) -> None:
         """End the writing, without waiting for it."""
@@ -144,11 +134,11 @@ class PeerTiers:
         mailbox: Mailbox,
         counters: Counter[str],
         mark: Callable[[str, Event, int, int], None],
-        on_gone: Callable[[str], None],
+        fetches: Fetches,
         on_ended: Callable[[PeerConnection], None],
         clock: Callable[[], float],
     ) -> None:
-        """`on_gone`: nothing more can be written to a peer; `on_ended`: nor is anything still written."""
+        """`on_ended`: nothing can be written to a peer any more, and nothing still is."""
         self.config = config
         self._arena = arena
         self._probe = probe
@@ -157,12 +147,13 @@ class PeerTiers:
         self._mailbox = mailbox
         self._counters = counters
         self._mark = mark
-        self._on_gone = on_gone
+        self._fetches = fetches
         self._on_ended = on_ended
         self._clock = clock
         self._tiers: dict[str, PeerTier] = {}
-        self._chosen: dict[str, str] = {}  # by peer, also of earlier links: what was measured once
+        self._chosen: dict[str, str] = {}  # by peer, also of earlier connections: what was measured once
         self._flows: dict[str, Flow] = {}
+        self._flow_ends: Deadlines[str] = Deadlines()
         self._left: list[SendThread] = []  # senders that were told to end
         self._tracer = tracer_for(config.trace, node_name(config))
         self.copies = copies
@@ -198,9 +189,13 @@ class PeerTiers:
         self.start(name)
         now = self._clock()
         if transfer is not None:
-            self._flows.setdefault(transfer, Flow(0, 0, 0.0)).deadline = now + FLOW_S + self.config.push_s
+            flow = self._flows.setdefault(transfer, Flow(0, 0, 0.0))
+            self._flow_ends.discard(transfer, flow.deadline)
+            flow.deadline = now + FLOW_S + self.config.push_s
+            self._flow_ends.add([transfer], flow.deadline)
             if len(self._flows) > MAX_FLOWS:
-                del self._flows[next(iter(self._flows))]
+                oldest = next(iter(self._flows))
+                self._flow_ends.discard(oldest, self._flows.pop(oldest).deadline)
         return self.copies.store(
             self.tier(name),
             keys,
@@ -213,7 +208,7 @@ class PeerTiers:
         )
 
     def is_pushing(self, transfer: str, name: str) -> bool:
-        """Whether a push of this transfer to that peer is under tier."""
+        """Whether a push of this transfer to that peer is under way."""
         return self.copies.of_transfer(transfer, name) is not None
 
     def prefill_ended(self, transfer: str, at_ns: int) -> None:
@@ -258,7 +253,7 @@ class PeerTiers:
         cached = self._chosen.get(tier.name)
         if cached in order:
             order = [cached, *(scheme for scheme in order if scheme != cached)]
-        route = Route(
+        target = Target(
             remotes={region.scheme: region for region in welcome.regions},
             order=order,
             measure=not self.config.channels and cached not in order,
@@ -267,14 +262,14 @@ class PeerTiers:
             preferred=FOR_GPUS if self._arena.gpu else "",
         )
         tier.expected = FOR_GPUS if self._arena.gpu and FOR_GPUS in order and welcome.host == host_id() else ""
-        tier.sender = self._sender(tier, peer, route)
+        tier.sender = self._sender(tier, peer, target)
 
-    def _sender(self, tier: PeerTier, peer: PeerConnection, route: Route) -> SendThread:
+    def _sender(self, tier: PeerTier, peer: PeerConnection, target: Target) -> SendThread:
         sender = SendThread(
             tier.name,
             memory=self._arena,
             regions=self._regions.regions,
-            route=route,
+            target=target,
             digests=self.config.digests,
             mailbox=self._mailbox,
             on_chosen=lambda scheme, rates: self._channel_chosen(tier, sender, scheme, rates),
@@ -336,10 +331,10 @@ class PeerTiers:
         if tier is not None:
             tier.start = None
             self._lose(tier, why)
-            if name not in self.connections.names:  # nobody can ask for it by name, until it comes again
+            if not self.connections.address_of(name):  # nobody can ask for it by name, until it comes again
                 del self._tiers[name]
                 self._chosen.pop(name, None)
-        self._on_gone(name)
+        self._fetches.lost(name, self._clock())
 
     def drop_sender(self, tier: PeerTier) -> None:
         """End a peer's writing, without waiting for it. Idempotent."""
@@ -373,7 +368,7 @@ class PeerTiers:
         """A few times a second."""
         if self._tracer is not None:
             self._tracer.flush()
-        for transfer in [name for name, flow in self._flows.items() if flow.deadline <= now]:
+        for transfer in self._flow_ends.take(now):
             del self._flows[transfer]
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from pdx.config import NodeConfig
 from pdx.errors import ConfigError, PeerError, ProtocolError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
-from pdx.node.peers.connection import ConnectionState, Identity, PeerConnection, Step, refusal
+from pdx.node.peers.connection import ConnectionState, ConnectionStep, Identity, PeerConnection, refusal
 from pdx.node.peers.connections import Connections
 from pdx.node.peers.fetches import Fetches
 from pdx.node.peers.mailbox import Mailbox
@@ -33,7 +33,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Grant
 from pdx.store.transfers import Transfers
-from pdx.telemetry.faults import Faults, printable
+from pdx.telemetry.faults import Faults, counted, printable
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.wire.messages import (
@@ -76,12 +76,10 @@ class Peers:
         numbers: Iterator[int],
         layouts: Callable[[], Sequence[bytes]],
         mark: Callable[[str, Event, int, int], None],
-        on_changed: Callable[[Sequence[Chunk]], None],
         clock: Callable[[], float],
     ) -> None:
         """`numbers`: of sessions; `layouts` gives the KV layouts of the engines attached now; `mark` notes (transfer,
-        event, bytes, time); `on_changed`: something of these chunks has landed, or never will.
-        """
+        event, bytes, time)."""
         self._config = config
         self._name = name
         self._epoch = epoch
@@ -95,13 +93,11 @@ class Peers:
         self._numbers = numbers
         self._layouts = layouts
         self._mark = mark
-        self._on_changed = on_changed
         self._clock = clock
         self._is_open = False
         self._warm_up_at = 0.0
         self._threads: dict[str, ReceiveThread] = {}
         self._schemes: dict[int, str] = {}  # by which peers write here, by the number of their session
-        self._landed_bytes: Counter[str] = Counter()  # by peer
         self.mailbox = Mailbox(faults)
 
     def open(
@@ -151,22 +147,17 @@ class Peers:
             mailbox=self.mailbox,
             counters=self._counters,
             mark=self._mark,
-            on_gone=lambda name: self.fetches.lost(name, self._clock()),
+            fetches=self.fetches,
             on_ended=self._leave,
             clock=self._clock,
         )
         self.receiver = Receiver(
             self._store,
             self._transfers,
-            listeners=self.regions.listeners,
-            checks_writes=lambda scheme: self.regions.regions[scheme].checks_writes,
-            arena_bytes=self._store.total_bytes,
+            regions=self.regions,
             peer_share=config.peer_share,
             push_s=config.push_s,
             counters=self._counters,
-            on_changed=self._on_changed,
-            on_sealed=self._landing_sealed,
-            on_over=self._landing_over,
         )
         self._is_open = True
         if config.channels or config.roster or config.listen:  # peers are meant to come: be ready before they do
@@ -197,10 +188,6 @@ class Peers:
     def cancel(self, transfer: str) -> None:
         """The transfer was given up here."""
         self.receiver.cancel(transfer, self._clock())
-
-    def prefill_ended(self, transfer: str, at_ns: int) -> None:
-        """A worker's prefill is over."""
-        self.tiers.prefill_ended(transfer, at_ns)
 
     def told(self, entries: Sequence[PeerEntry]) -> None:
         """The proxy's list of nodes."""
@@ -242,35 +229,35 @@ class Peers:
             reasons = "; ".join(f"{scheme}: {self.regions.why.get(scheme, 'closed')}" for scheme in schemes)
             why = f"no channel works at {self._name}: {reasons}; see `pdx doctor` there"
             self.connections.turn_down(peer, why)
-            self.over(peer, Step.TURN_DOWN, why)
+            self.over(peer, ConnectionStep.TURN_DOWN, why)
             return
-        peer.welcome(regions, self._probe)
+        peer.welcome(self.identity().welcome(regions, self._probe))
 
     def invited(self, peer: PeerConnection, welcome: Welcome, schemes: list[str]) -> None:
         """The peer may be written to."""
         self.fetches.ready(peer)
-        at_once = peer.is_dialled or (peer.name in self.connections.names and self._is_warm())
+        at_once = peer.is_dialled or (bool(self.connections.address_of(peer.name)) and self._is_warm())
         self.regions.when_open(lambda: self.tiers.ready(peer, welcome, schemes, at_once=at_once))
 
-    def over(self, peer: PeerConnection, step: Step, why: str) -> None:
+    def over(self, peer: PeerConnection, step: ConnectionStep, why: str) -> None:
         """The connection is over, or never came about."""
         self.tiers.gone(peer.name, why)
         self._session_over(peer, step)
 
-    def _session_over(self, peer: PeerConnection, step: Step) -> None:
+    def _session_over(self, peer: PeerConnection, step: ConnectionStep) -> None:
         """The peer writes nothing more, or may not; one that was only silent may still write until its channel is
         closed to it."""
         for listener in self.regions.listeners.values():
             listener.expel(peer.token)
         self._schemes.pop(peer.number, None)
         # A bye is not believed where writes are not checked: its channel says, too, when the last of them has ended.
-        self.receiver.session_over(peer, self._clock(), is_dead=step is Step.RESTARTED)
+        self.receiver.session_over(peer, self._clock(), is_dead=step is ConnectionStep.RESTARTED)
 
     def _leave(self, peer: PeerConnection) -> None:
         """The channel to this peer broke, and nothing is written by it any more: only a new connection has another."""
         self.fetches.lost(peer.name, self._clock())  # asked since the channel broke
         self.connections.leave(peer)
-        self._session_over(peer, Step.LEAVE)
+        self._session_over(peer, ConnectionStep.LEAVE)
 
     def message(self, peer: PeerConnection, body: PeerBody, about: int) -> None:
         """What a peer asks, as a session of this node, and what it answers."""
@@ -278,8 +265,7 @@ class Peers:
             case Admit():
                 self._admit(peer, body, about)
             case Admitted():
-                slots = body.granted_slots
-                self._copies.granted(peer.name, about, Grant(body.granted, slots))
+                self._copies.granted(peer.name, about, Grant(body.granted, body.granted_slots))
             case Refused():
                 self._copies.stopped(peer.name, about, body.text)
             case Release():
@@ -317,13 +303,8 @@ class Peers:
             raise ProtocolError(f"{peer.name} asks for room before it has chosen a channel")
         layouts = {layout for layout in self._layouts() if layout}
         if ask.layout and layouts and ask.layout not in layouts:
-            self._counters["layout_mismatches"] += 1
-            if self._counters["layout_mismatches"] == 1:
-                log.warning(
-                    "%s has chunks of another KV layout than any engine here has "
-                    "(further ones are counted as layout_mismatches)",
-                    peer.name,
-                )
+            text = "%s has chunks of another KV layout than any engine here has"
+            counted(log, self._counters, "peer_layouts_differ", text, peer.name)
             peer.send(refusal(f"no engine at {self._name} has the KV layout of these chunks"), number)
             return
         self.receiver.admit(peer, scheme, number, ask, self._clock())
@@ -348,17 +329,15 @@ class Peers:
     def _leading(self, name: str, want: Push) -> int:
         """How many of the keys are pushed to a peer: those that are here, as far as it may have them held."""
         count, held = self._copies.wants(name)
-        share = self._store.total_bytes * self._config.peer_share
+        share = self._store.pools[0].total_bytes * self._config.peer_share
         for index, key in enumerate(want.keys):
             chunks = self._store.known(key, want.shards)
             if chunks is None or (want.transfer is None and any(chunk.state is not State.SEALED for chunk in chunks)):
                 return index
             nbytes = sum(chunk.slot.nbytes for chunk in chunks)
             if count >= MAX_WANTS or (held and held + nbytes > share):
-                self._counters["wants_limited"] += 1
-                if self._counters["wants_limited"] == 1:
-                    text = "further ones are counted as wants_limited"
-                    log.warning("%s wants more than %d pushes with %d bytes (%s)", name, count, held, text)
+                text = "%s wants more than %d pushes with %d bytes"
+                counted(log, self._counters, "wants_limited", text, name, count, held)
                 return index
             held += nbytes
         return len(want.keys)
@@ -386,17 +365,9 @@ class Peers:
     def _landed(self, scheme: str, verdict: Verdict) -> None:
         self.receiver.landed(scheme, verdict, self._clock())
 
-    def _malformed(self, scheme: str, token: bytes, text: str) -> None:
-        self._counters["dropped_notifications"] += 1
-        if self._counters["dropped_notifications"] == 1:
-            log.warning(
-                "dropped a notification by %s: %s (further ones are counted as dropped_notifications)",
-                scheme,
-                printable(text),
-            )
-
-    def _landing_sealed(self, landing: Landing, chunks: list[Chunk]) -> None:
-        self._landed_bytes[landing.session.name] += sum(chunk.slot.nbytes for chunk in chunks)
+    def _malformed(self, scheme: str, text: str) -> None:
+        about = "dropped a notification by %s: %s"
+        counted(log, self._counters, "notifications_dropped", about, scheme, printable(text))
 
     def _landing_over(self, landing: Landing) -> None:
         offer = landing.offer
@@ -406,13 +377,19 @@ class Peers:
 
     # ---- time and the end -------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """After each turn of the control loop."""
-        with self._faults.contain("the turn of incoming pushes"):
+    def turn(self) -> list[Chunk]:
+        """After each turn of the control loop: of which chunks slices have landed, or never will."""
+        changed: list[Chunk] = []
+        with self._faults.contain("the turn of the receiver"):
             self.receiver.pump(self._clock())
             writable = self.receiver.writable
             for scheme, thread in self._threads.items():
                 thread.expect(scheme in writable)
+            changed, self.receiver.changed = self.receiver.changed, changed
+            over, self.receiver.over = self.receiver.over, []
+            for landing in over:
+                self._landing_over(landing)
+        return changed
 
     def tick(self) -> None:
         """A few times a second."""
@@ -421,7 +398,7 @@ class Peers:
             self.connections.tick()
         with self._faults.contain("the tick of peers that are written to"):
             self.tiers.tick(now)
-        with self._faults.contain("the tick of incoming pushes"):
+        with self._faults.contain("the tick of the receiver"):
             self.receiver.tick(now)
         with self._faults.contain("the tick of fetches"):
             late = self.fetches.tick(now)
@@ -438,9 +415,9 @@ class Peers:
     def _warm_up(self) -> None:
         """Dial the peers there are before the first request needs them, unless they are many."""
         self.tiers.forget_strangers()
-        for name in self._landed_bytes.keys() - set(self.connections.names):
+        for name in self.receiver.landed_bytes.keys() - set(self.connections.names):
             if self.connections.of(name) is None:
-                del self._landed_bytes[name]
+                del self.receiver.landed_bytes[name]
         if not self._is_warm():
             return
         for name in self.connections.names:
@@ -457,18 +434,18 @@ class Peers:
         return [self._status(name) for name in sorted(self.tiers.names.union(self.connections.known))]
 
     def _status(self, name: str) -> PeerStatus:
-        way, peer = self.tiers.look(name), self.connections.of(name)
+        tier, peer = self.tiers.look(name), self.connections.of(name)
         return PeerStatus(
             name=name,
             address=self.connections.address_of(name),
             state=peer.state if peer is not None else ConnectionState.CLOSED,
-            channel=way.scheme,
-            rates=way.rates,
+            channel=tier.scheme,
+            rates=tier.rates,
             pushes=len(self._copies.of(name)),
             landing=self.receiver.of_peer(name),
-            sent_bytes=way.sent_bytes,
-            landed_bytes=self._landed_bytes[name],
-            why=way.why or (peer.why if peer is not None else ""),
+            sent_bytes=tier.sent_bytes,
+            landed_bytes=self.receiver.landed_bytes[name],
+            why=tier.why or (peer.why if peer is not None else ""),
         )
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class ReceiveThread:
         needs_digests: bool,
         mailbox: Mailbox,
         on_landed: Callable[[str, Verdict], None],
-        on_malformed: Callable[[str, bytes, str], None],
+        on_malformed: Callable[[str, str], None],
     ) -> None:
         """`wake` is set when there may be notifications."""
         self.scheme = scheme
@@ -97,19 +97,19 @@ class ReceiveThread:
                     notifications = self._listener.take()
             except Exception as error:  # the thread's root; a third party's listener, too
                 log.exception("taking notifications of %s failed", self.scheme)
-                self._failed(b"", error)
+                self._failed(error)
             for notification in notifications:
                 try:
                     self._take(notification)
                 except Exception as error:  # one that cannot be handled shall not take the others with it
                     log.exception("a notification of %s cannot be handled", self.scheme)
-                    self._failed(notification.token, error)
+                    self._failed(error)
             poll_s = POLL_S if self.is_expecting else IDLE_S
             self._event.wait(poll_s if self._is_polled else 1.0)
 
-    def _failed(self, token: bytes, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        self._tell(lambda: self._on_malformed(self.scheme, token, text))
+        self._tell(lambda: self._on_malformed(self.scheme, text))
 
     def _tell(self, call: Callable[[], None]) -> None:
         """Have the control loop call this. The thread only."""
@@ -129,7 +129,7 @@ class ReceiveThread:
             landed = decode_landed(notification.payload)
         except ProtocolError as error:
             text = str(error)
-            self._tell(lambda: self._on_malformed(self.scheme, token, text))
+            self._tell(lambda: self._on_malformed(self.scheme, text))
             return
         if landed.admit:
             verdict = self._check(token, landed)
@@ -140,27 +140,27 @@ class ReceiveThread:
         bad: list[Slices] = []
         nbytes = 0
         for slices in landed.slices:
-            room = self._grants.get(slices.offset)
-            if room is None or room.token != token or room.generation != slices.generation:
+            grant = self._grants.get(slices.offset)
+            if grant is None or grant.token != token or grant.generation != slices.generation:
                 continue  # given up meanwhile, or never this peer's: nobody waits for it
-            if slices.first_layer + slices.layers > room.layers:
+            if slices.first_layer + slices.layers > grant.layers:
                 bad.append(slices)
                 continue
-            if self._is_whole(slices, room):
-                nbytes += slice_span(room.nbytes, room.layers, slices.first_layer, slices.layers)[1]
+            if self._is_whole(slices, grant):
+                nbytes += slice_span(grant.nbytes, grant.layers, slices.first_layer, slices.layers)[1]
                 good.append(slices)
             else:
                 bad.append(slices)
         return Verdict(token, landed.admit, good, bad, nbytes)
 
-    def _is_whole(self, slices: Slices, room: WriteGrant) -> bool:
+    def _is_whole(self, slices: Slices, grant: WriteGrant) -> bool:
         if not slices.digests and not self._needs_digests:
             return True
         if len(slices.digests) != slices.layers * DIGEST_BYTES:
             return False
         spans = []
         for layer in range(slices.first_layer, slices.first_layer + slices.layers):
-            start, size = slice_span(room.nbytes, room.layers, layer, 1)
+            start, size = slice_span(grant.nbytes, grant.layers, layer, 1)
             spans.append((slices.offset + start, size))
         try:
             return digests(self._memory, spans) == slices.digests

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 
 from pdx.errors import ArenaTooSmall, ProtocolError
@@ -30,12 +30,13 @@ from pdx.memory.arena import round_up
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.receive_thread import Verdict, WriteGrant
+from pdx.node.peers.regions import Regions
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.transfers import Transfers
-from pdx.transports.channel import Listener
+from pdx.telemetry.faults import counted
 from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Release, Slices
 
 log = logging.getLogger("pdx.node")
@@ -113,28 +114,21 @@ class Receiver:
         store: Store,
         transfers: Transfers,
         *,
-        listeners: Mapping[str, Listener],
-        checks_writes: Callable[[str], bool],
-        arena_bytes: int,
+        regions: Regions,
         peer_share: float,
         push_s: float,
         counters: Counter[str],
-        on_changed: Callable[[list[Chunk]], None],
-        on_sealed: Callable[[Landing, list[Chunk]], None],
-        on_over: Callable[[Landing], None],
     ) -> None:
-        """`on_changed`: slices of these chunks have landed, or never will; whoever forwards them wants to know."""
         self.grants: dict[int, WriteGrant] = {}  # by offset; receive threads read it
+        self.changed: list[Chunk] = []  # slices of these landed, or never will; whoever tells of them empties it
+        self.over: list[Landing] = []  # ended; whoever tells of them empties it
+        self.landed_bytes: Counter[str] = Counter()  # in chunks that are whole, by peer
         self._store = store
         self._transfers = transfers
-        self._listeners = listeners
-        self._checks_writes = checks_writes
-        self._peer_bytes = int(arena_bytes * peer_share)
+        self._regions = regions
+        self._peer_bytes = int(store.pools[0].total_bytes * peer_share)
         self._push_s = push_s
         self._counters = counters
-        self._on_changed = on_changed
-        self._on_sealed = on_sealed
-        self._on_over = on_over
         self._landings: dict[tuple[int, int], Landing] = {}
         self._of_session: defaultdict[int, dict[int, Landing]] = defaultdict(dict)
         self._of_transfer: defaultdict[str, list[Landing]] = defaultdict(list)
@@ -153,10 +147,6 @@ class Receiver:
 
     def __len__(self) -> int:
         return len(self._landings)
-
-    def all(self) -> list[Landing]:
-        """All pushes to this node, those that are being closed included."""
-        return list(self._landings.values())
 
     def of(self, session: PeerConnection) -> list[Landing]:
         """The pushes of a session."""
@@ -238,10 +228,10 @@ class Receiver:
         return bool(self._queue) and (is_next or self._is_news or self._next_late <= now)
 
     def _may_have_room(self, landing: Landing, now: float) -> bool:
-        return self._store.available_bytes >= landing.lacking or landing.look_at <= now
+        return self._store.pools[0].available_bytes >= landing.lacking or landing.look_at <= now
 
     def _look(self, landing: Landing, now: float) -> bool:
-        """WriteGrant for an offer, unless its peer is at its share; False: there is too little room."""
+        """Grant room for what was asked, unless its peer is at its share; False: there is too little room."""
         name, wanted = landing.session.name, landing.wanted_bytes
         if not self._has_share(name, wanted):
             self._at_share[name] = min(wanted, self._at_share.get(name, wanted))
@@ -268,7 +258,7 @@ class Receiver:
         return list(offer.keys), needed
 
     def _grant(self, landing: Landing, now: float, *, partial: bool) -> bool:
-        """WriteGrant for an offer; False: it waits on. With `partial` whatever fits is enough, even nothing."""
+        """Grant room for what was asked; False: it waits on. With `partial` whatever fits is enough, even nothing."""
         offer, session = landing.offer, landing.session
         keys, needed = self._within_share(landing)
         is_cut = len(keys) < len(offer.keys)
@@ -290,20 +280,18 @@ class Receiver:
             granted, slots, full = [], [], True
         if full and not partial:
             # Bytes enough that lie too scattered: nothing tells when they do not any more.
-            landing.lacking = needed if needed > self._store.available_bytes else float("inf")
+            landing.lacking = needed if needed > self._store.pools[0].available_bytes else float("inf")
             landing.look_at = now + LOOK_S
             return False
         if full or is_cut:
-            self._counters["granted_in_part"] += 1
-            if self._counters["granted_in_part"] == 1:
-                missing, text = len(offer.keys) - len(granted), "(further ones are counted as granted_in_part)"
-                log.warning("no room for %d of %d chunks from %s %s", missing, len(offer.keys), session.name, text)
+            missing, text = len(offer.keys) - len(granted), "no room for %d of %d chunks from %s"
+            counted(log, self._counters, "granted_in_part", text, missing, len(offer.keys), session.name)
         self._open(landing, granted, slots, now)
         return True
 
     def _open(self, landing: Landing, granted: list[int], slots: list[Slot], now: float) -> None:
         offer, session = landing.offer, landing.session
-        listener = self._listeners[landing.scheme]
+        listener = self._regions.listeners[landing.scheme]
         for slot in slots:
             landing.chunks[slot.offset] = self._store.at(slot)
             self.grants[slot.offset] = WriteGrant(session.token, slot.generation, slot.nbytes, offer.layers)
@@ -333,7 +321,7 @@ class Receiver:
         self._counters["landed_bytes"] += verdict.nbytes
         filled = self._fill(landing, verdict.good)
         sealed = [chunk for chunk in filled if chunk.is_complete]
-        if not self._is_quiet(landing, sealed) and self._checks_writes(landing.scheme):
+        if not self._is_quiet(landing, sealed) and self._regions.regions[landing.scheme].checks_writes:
             self._counters["written_twice"] += 1
             log.warning("%s writes to chunks that it has written already: dropped", landing.session.name)
             self._stop(landing, "slices were written twice", now)
@@ -342,8 +330,8 @@ class Receiver:
             self._store.seal(sealed)
             self._release(landing, sealed)
             self._transfers.sealed(sealed, now)
-            self._on_sealed(landing, sealed)
-        self._on_changed(list(filled))
+            self.landed_bytes[landing.session.name] += sum(chunk.slot.nbytes for chunk in sealed)
+        self.changed += filled
         if landing.is_let_go and not landing.chunks:
             self._end(landing, ReceiverStep.LET_GO, now)
 
@@ -409,7 +397,7 @@ class Receiver:
         for place in self._deadlines.take(now):
             landing = self._landings[place]
             self._counters["landings_late"] += 1
-            log.warning("%r is given up: it was not over in time", landing)
+            log.warning("%s is given up: it was not over in time", repr(landing))
             self._stop(landing, "not over in time", now)
         self.pump(now)
 
@@ -433,19 +421,19 @@ class Receiver:
         """Its chunks will not be whole; their room stays in quarantine."""
         unsealed = [chunk for chunk in landing.chunks.values() if chunk.state is State.FILLING]
         self._store.abort(unsealed)
-        self._on_changed(unsealed)
+        self.changed += unsealed
         if landing.offer.transfer is not None:
             self._transfers.give_up(landing.offer.transfer, now, landing.session.source)
 
     def _fence(self, landing: Landing, now: float) -> None:
         """End it, if nothing lands any more: the channel says so, or its writer does where the channel cannot."""
         is_quiet = self._is_quiet(landing, landing.chunks.values())
-        if is_quiet or (landing.is_let_go and not self._checks_writes(landing.scheme)):
+        if is_quiet or (landing.is_let_go and not self._regions.regions[landing.scheme].checks_writes):
             self._end(landing, ReceiverStep.FENCED, now)
 
     def _is_quiet(self, landing: Landing, chunks: Iterable[Chunk]) -> bool:
         """Nothing more is to land in these; whether the channel knows that nothing does."""
-        listener, token = self._listeners[landing.scheme], landing.session.token
+        listener, token = self._regions.listeners[landing.scheme], landing.session.token
         return all([listener.revoke(token, chunk.slot.offset, chunk.slot.nbytes) for chunk in chunks])
 
     def _end(self, landing: Landing, step: ReceiverStep, now: float) -> None:
@@ -472,7 +460,7 @@ class Receiver:
             of_transfer.remove(landing)
             if not of_transfer:
                 del self._of_transfer[landing.offer.transfer]
-        self._on_over(landing)
+        self.over.append(landing)
 
     def _release(self, landing: Landing, chunks: Iterable[Chunk]) -> None:
         """These are sealed, or nobody writes them any more; their spans are revoked already."""

@@ -30,7 +30,7 @@ PROBE_WRITES = 4  # at a time
 POLL_S = 0.0002  # between looks at channels that cannot wake us
 
 
-class Route(msgspec.Struct, frozen=True):
+class Target(msgspec.Struct, frozen=True):
     """Where a sender may write: the peer's regions by scheme, in the order to try or to measure them."""
 
     remotes: Mapping[str, RemoteRegion]
@@ -58,7 +58,7 @@ class SendThread:
         *,
         memory: Readable,
         regions: Mapping[str, Region],
-        route: Route,
+        target: Target,
         digests: str,
         mailbox: Mailbox,
         on_chosen: Callable[[str, dict[str, float]], None],
@@ -71,7 +71,7 @@ class SendThread:
         self.name = name
         self._memory = memory
         self._regions = regions
-        self._route = route
+        self._target = target
         self._digests = digests
         self._mailbox = mailbox
         self._on_chosen = on_chosen
@@ -214,12 +214,12 @@ class SendThread:
     def _best(self, connected: dict[str, Channel]) -> tuple[str, dict[str, float]]:
         """The scheme to use, and GB/s by scheme where they were measured. All that connect are in `connected`."""
         why: list[str] = []
-        for scheme in self._route.order:
-            is_enough = not self._route.measure or self._route.preferred in connected
+        for scheme in self._target.order:
+            is_enough = not self._target.measure or self._target.preferred in connected
             if self._closing or (connected and is_enough):
                 break
             try:
-                remote = self._route.remotes[scheme]
+                remote = self._target.remotes[scheme]
                 region = self._regions[scheme]
                 connected[scheme] = region.connect(remote, timeout_s=CONNECT_S, wake=self._event.set)
             except ChannelError as error:
@@ -231,7 +231,7 @@ class SendThread:
 
     def _without(self, scheme: str, error: ChannelError) -> str:
         # Asked for by name, it should work; among all there are, some never lead to some peers.
-        log.log(logging.INFO if self._route.measure else logging.WARNING, "no %s to %s: %s", scheme, self.name, error)
+        log.log(logging.INFO if self._target.measure else logging.WARNING, "no %s to %s: %s", scheme, self.name, error)
         self.missing[scheme] = str(error)
         return f"{scheme}: {error}"
 
@@ -239,7 +239,7 @@ class SendThread:
         """GB/s of each channel at its best; round by round, so that what disturbs one disturbs all. Drops those that
         fail."""
         rates: dict[str, float] = {}
-        probe = self._route.probe
+        probe = self._target.probe
         for _ in range(PROBE_ROUNDS if probe is not None else 0):
             for scheme, channel in list(connected.items()):
                 assert probe is not None
@@ -254,8 +254,8 @@ class SendThread:
     def _rate(self, channel: Channel, probe: Slot) -> float:
         """GB/s of a few writes to the peer's probe slot at a time, as in a push."""
         notify = encode(Landed(0, []))
-        nbytes = min(probe.nbytes, self._memory.nbytes - self._route.probe_from)
-        piece = Piece(self._route.probe_from, probe.offset, nbytes)
+        nbytes = min(probe.nbytes, self._memory.nbytes - self._target.probe_from)
+        piece = Piece(self._target.probe_from, probe.offset, nbytes)
         start = time.perf_counter()
         transfers = [channel.write([piece], notify) for _ in range(PROBE_WRITES)]
         while not all([transfer.poll() for transfer in transfers]):

@@ -8,6 +8,7 @@ from pdx.bench.demo import __main__ as demo
 from pdx.bench.demo import server
 from pdx.bench.demo.outcome import Row, Wire, complaints, summary, table
 from pdx.bench.demo.workload import completion
+from pdx.cli.doctor import Finding
 from pdx.cli.loopback import Rate, Trial
 from pdx.telemetry.timeline import Breakdown as Parts
 from pdx.telemetry.timeline import Event, Moment, breakdown
@@ -78,18 +79,19 @@ def test_a_prompt_of_which_nothing_was_pushed_is_told():
 def test_a_channel_that_was_named_has_the_rate_of_its_trial(monkeypatch):
     tried = []
 
-    def try_channel(scheme, nbytes, timeout_s):
+    def examine_channel(scheme, nbytes, timeout_s):
         tried.append(scheme)
-        return Trial("ok", provider="x", rate=Rate(best_gb_s=2.0, median_gb_s=1.5))
+        return Finding(scheme, Trial("ok", provider="x", rate=Rate(best_gb_s=2.0, median_gb_s=1.5)))
 
-    monkeypatch.setattr(demo, "try_channel", try_channel)
+    monkeypatch.setattr(demo, "examine_channel", examine_channel)
     assert demo.check_pair("tcp") == {"tcp": 1.5}
     assert demo.check_pair("auto") == {}  # the nodes measure all of them, and say so
     assert tried == ["tcp"]
 
 
 def test_a_channel_that_does_not_work_is_told(monkeypatch):
-    monkeypatch.setattr(demo, "try_channel", lambda *_: Trial("unavailable", "no link", "plug it in"))
+    trial = Trial("unavailable", "no link", "plug it in")
+    monkeypatch.setattr(demo, "examine_channel", lambda *_: Finding("tcp", trial))
     with pytest.raises(server.Failed, match="tcp does not work here: no link\nplug it in"):
         demo.check_pair("tcp")
 

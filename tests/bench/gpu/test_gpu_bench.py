@@ -109,7 +109,7 @@ def test_all_gpu_tests_are_collected_and_skipped_with_one_reason() -> None:
 
 def test_the_tests_of_memory_pass_on_the_fake_driver_and_without_plugins() -> None:
     """Which says that the tests themselves work, and need no pytest-timeout."""
-    files = [f"tests/gpu/test_real_{name}.py" for name in ("memory", "page_lock")]
+    files = [f"tests/gpu/test_real_{name}.py" for name in ("memory", "page_lock", "arenas")]
     done = run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-p", "no:timeout", PDX_FAKE_GPU="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^1\d passed, 1 skipped in", done.stdout, re.MULTILINE), done.stdout

@@ -1,4 +1,4 @@
-"""Links between nodes over real sockets: how one stands, how it ends, and which life of a peer it belongs to."""
+"""Links between nodes over real sockets: how one stands, how it ends, and which epoch of a peer it belongs to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import socket
 import subprocess
 
+import msgspec
 import pytest
 import zmq
 from connection_stage import PING_S, TIMEOUT_S, Raw, welcomed
 from zmq.utils.monitor import recv_monitor_message
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.node.peers.connection import ConnectionState, Epochs, Step
+from pdx.node.peers.connection import ConnectionState, ConnectionStep, Epochs
 from pdx.telemetry.host import host_id
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Done, PeerEntry, Push, Refused, Welcome
@@ -92,6 +93,23 @@ def test_a_peer_that_cannot_be_reached_is_heard_all_the_same(stage):
     stage.until(lambda: alpha.core.saw("ready") and beta.core.saw("ready"))
     assert not alpha.core.saw("over")
     assert not beta.core.saw("over")
+    stage.pass_time(PING_S)
+    assert not beta.counters, "no message is dropped"
+
+
+def test_a_peer_that_was_let_in_and_will_not_come_says_why(stage):
+    """The node that has dialled finds out from the welcome that there is no channel for both."""
+    alpha, beta = stage.node("alpha", 11), stage.node("beta", 22)
+    stage.introduce(alpha, beta)
+    beta.connections.dial("alpha")
+    beta.core.me = msgspec.structs.replace(beta.core.me, schemes=())
+    stage.until(lambda: alpha.core.saw("over"))
+    [(peer, step, why)] = alpha.core.saw("over")
+    assert step is ConnectionStep.TURN_DOWN
+    assert "no channel in common" in why
+    assert alpha.counters["peers_lost"] == 0
+    stage.turn()
+    assert alpha.connections.of("beta").why == why, "the status of a node in the roster says so until it comes again"
 
 
 def test_a_peer_that_lost_the_connection_unnoticed_is_let_in_as_soon_as_that_is_known(stage, raw):
@@ -212,7 +230,7 @@ def test_a_session_may_be_turned_down(stage):
     link = alpha.connections.dial("beta")
     stage.until(lambda: alpha.core.saw("over"))
     ((_, step, why),) = alpha.core.saw("over")
-    assert (step, link.state) == (Step.TURN_DOWN, ConnectionState.CLOSED)
+    assert (step, link.state) == (ConnectionStep.TURN_DOWN, ConnectionState.CLOSED)
     assert why == link.why == "it says: no region yet"
     assert beta.connections.peers == []
     assert not beta.core.saw("over")
@@ -242,7 +260,7 @@ def test_a_peer_that_falls_silent_is_lost(stage):
     assert not alpha.core.saw("over")
     stage.pass_time(3.0)
     ((link, step, why),) = alpha.core.saw("over")
-    assert (link.state, step) == (ConnectionState.CLOSED, Step.LOST)
+    assert (link.state, step) == (ConnectionState.CLOSED, ConnectionStep.LOST)
     assert "nothing heard from" in why
 
 
@@ -251,7 +269,7 @@ def test_a_peer_that_dialled_and_fell_silent_is_over(stage):
     alpha.is_frozen = True
     stage.pass_time(TIMEOUT_S + 2.0)
     ((session, step, _),) = beta.core.saw("over")
-    assert (session.state, step) == (ConnectionState.CLOSED, Step.LOST)
+    assert (session.state, step) == (ConnectionState.CLOSED, ConnectionStep.LOST)
     assert beta.connections.peers == []
     session.send(PUSH, 7)  # nothing happens
     alpha.is_frozen = False
@@ -275,7 +293,7 @@ def test_a_peer_that_never_answers_is_lost_and_may_be_dialled_again(stage):
     link = alpha.connections.dial("beta")
     stage.pass_time(TIMEOUT_S + 1.0)
     ((_, step, why),) = alpha.core.saw("over")
-    assert step is Step.LOST
+    assert step is ConnectionStep.LOST
     assert "does 'beta' run there?" in why
     assert alpha.connections.dial("beta") is not link
     stage.node("beta", 3)
@@ -309,7 +327,7 @@ def test_leaving_says_bye(stage):
     alpha.connections.leave(link)
     alpha.connections.leave(link)
     stage.until(lambda: beta.core.saw("over"))
-    assert [step for _, step, _ in beta.core.saw("over")] == [Step.BYE]
+    assert [step for _, step, _ in beta.core.saw("over")] == [ConnectionStep.BYE]
     assert link.state is ConnectionState.CLOSED
     assert not alpha.core.saw("over")
     alpha.connections.dial("beta")
@@ -327,8 +345,8 @@ def test_closing_says_bye_both_ways(stage):
     stage.until(lambda: gamma.core.saw("ready"))
     alpha.close()
     stage.until(lambda: beta.core.saw("over") and gamma.core.saw("over"))
-    assert beta.core.saw("over")[0][1:] == (Step.BYE, "it said bye")
-    assert gamma.core.saw("over")[0][1:] == (Step.BYE, "it said bye")
+    assert beta.core.saw("over")[0][1:] == (ConnectionStep.BYE, "it said bye")
+    assert gamma.core.saw("over")[0][1:] == (ConnectionStep.BYE, "it said bye")
     alpha.connections.close()
 
 
@@ -341,13 +359,13 @@ def test_leaving_a_peer_that_has_not_answered_yet(stage):
     alpha.connections.leave(link)
     stage.until(lambda: beta.core.saw("over"))
     session, step, _ = beta.core.saw("over")[0]
-    assert step is Step.BYE
+    assert step is ConnectionStep.BYE
     beta.core.welcome(session)  # too late: nothing happens
     beta.connections.turn_down(session, "too late")
     assert session.state is ConnectionState.CLOSED
 
 
-# ---- lives --------------------------------------------------------------------------------------
+# ---- epochs -------------------------------------------------------------------------------------
 
 
 def test_a_peer_that_comes_in_another_life_ends_the_one_before(stage, raw):
@@ -356,7 +374,7 @@ def test_a_peer_that_comes_in_another_life_ends_the_one_before(stage, raw):
     welcomed(stage, first, name="alpha", epoch=1)
     welcomed(stage, second, name="alpha", epoch=2)
     kinds = [(event[0], event[1].epoch, event[2]) for event in beta.core.events]
-    assert kinds == [("hello", 1, ["tcp"]), ("over", 1, Step.RESTARTED), ("hello", 2, ["tcp"])]
+    assert kinds == [("hello", 1, ["tcp"]), ("over", 1, ConnectionStep.RESTARTED), ("hello", 2, ["tcp"])]
     ghost.hello(name="alpha", epoch=1)
     answer = stage.until(ghost.hear)
     assert isinstance(answer, Refused)
@@ -371,9 +389,9 @@ def test_the_same_name_on_another_kernel_proves_no_death(stage, raw):
     second = raw(beta)
     welcomed(stage, second, name="alpha", epoch=2, host="second")
     ((session, step, _),) = beta.core.saw("over")
-    assert (session.epoch, step) == (1, Step.LOST)
+    assert (session.epoch, step) == (1, ConnectionStep.LOST)
     welcomed(stage, raw(beta), name="alpha", epoch=3, host="second")
-    assert [step for _, step, _ in beta.core.saw("over")] == [Step.LOST, Step.RESTARTED]
+    assert [step for _, step, _ in beta.core.saw("over")] == [ConnectionStep.LOST, ConnectionStep.RESTARTED]
 
 
 def test_the_same_name_proves_no_death_of_a_process_that_runs_here(stage, raw, caplog):
@@ -385,7 +403,7 @@ def test_the_same_name_proves_no_death_of_a_process_that_runs_here(stage, raw, c
     welcomed(stage, raw(beta), name="alpha", epoch=2, host=host_id(), pid=ended.pid)
     assert f"process {os.getpid()} of this name runs" in caplog.text
     welcomed(stage, raw(beta), name="alpha", epoch=3, host=host_id(), pid=os.getpid())
-    assert [step for _, step, _ in beta.core.saw("over")] == [Step.LOST, Step.RESTARTED]
+    assert [step for _, step, _ in beta.core.saw("over")] == [ConnectionStep.LOST, ConnectionStep.RESTARTED]
 
 
 def test_a_peer_that_welcomes_in_another_life_ended_the_one_before(stage, raw):
@@ -398,7 +416,7 @@ def test_a_peer_that_welcomes_in_another_life_ended_the_one_before(stage, raw):
     new = stage.node("beta", 2, listen=f"ipc://{stage.place}/other.sock")
     alpha.connections.told([new.entry])
     stage.pass_time(TIMEOUT_S + 1.0)
-    assert [(peer.epoch, step) for peer, step, _ in alpha.core.saw("over")] == [(1, Step.LOST)]
+    assert [(peer.epoch, step) for peer, step, _ in alpha.core.saw("over")] == [(1, ConnectionStep.LOST)]
     alpha.connections.dial("beta")
     stage.until(lambda: len(alpha.core.saw("ready")) == 2)
     ghost = raw(alpha)
@@ -413,7 +431,7 @@ def test_a_hello_of_another_life_loses_the_link_to_the_one_before(stage, raw):
     again.hello(name="beta", epoch=23)
     stage.until(lambda: len(alpha.core.saw("hello")) == 2)
     ((link, step, why),) = alpha.core.saw("over")
-    assert step is Step.LOST
+    assert step is ConnectionStep.LOST
     assert "another node was started with it" in why
     assert [event[0] for event in alpha.core.events] == ["ready", "hello", "over", "hello"]
 
@@ -429,7 +447,7 @@ def test_a_peer_that_was_restarted_is_noticed_by_who_dialled_it(stage):
     # ZMQ connects anew by itself, and delivers what is sent then to a node that does not know this session. What is
     # sent before it has noticed is lost, so this goes on as pings would.
     stage.until(lambda: alpha.core.saw("over") or link.send(PUSH, 7))
-    assert alpha.core.saw("over")[0][1:] == (Step.LOST, "it says: say hello first")
+    assert alpha.core.saw("over")[0][1:] == (ConnectionStep.LOST, "it says: say hello first")
     assert not fresh.core.events
     alpha.connections.dial("beta")
     stage.until(lambda: len(alpha.core.saw("ready")) == 2)
@@ -443,7 +461,7 @@ def test_the_same_life_that_dials_anew_gets_a_new_session(stage, raw):
     welcomed(stage, second, name="alpha", epoch=1)
     ((old, step, _),) = beta.core.saw("over")
     (new,) = beta.connections.peers
-    assert step is Step.LOST
+    assert step is ConnectionStep.LOST
     assert old.token != new.token
     first.send(PUSH, 7)
     second.send(PUSH, 7)
@@ -453,43 +471,47 @@ def test_the_same_life_that_dials_anew_gets_a_new_session(stage, raw):
 
 
 def test_a_hello_that_outlived_its_connection_is_no_sign_of_life(stage, raw):
-    """Else a process that died just after it dialled would bury the one that took its place."""
+    """Else a process that died just after it dialled would end the one that took its place."""
     beta = stage.node("beta", 22)
-    monitor = beta.connections._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    monitor = beta.connections._peer_socket._router.get_monitor_socket(
+        zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    )
     with Raw(stage, beta) as dead:
         dead.hello(name="alpha", epoch=1)
         dead.socket.setsockopt(zmq.LINGER, 5000)
-        _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._door)
-    _wait_for(monitor, zmq.EVENT_DISCONNECTED, beta.connections._door)
+        _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._peer_socket)
+    _wait_for(monitor, zmq.EVENT_DISCONNECTED, beta.connections._peer_socket)
     living = raw(beta)
-    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._door)  # one thread: it is done with the old one
-    beta.connections._door._router.disable_monitor()
+    # ZMQ has one thread, so it is done with the old one.
+    _wait_for(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED, beta.connections._peer_socket)
+    beta.connections._peer_socket._router.disable_monitor()
     monitor.close()
     welcomed(stage, living, name="alpha", epoch=2)
-    assert beta.counters["dropped_messages"] == 1
+    assert beta.counters["messages_dropped"] == 1
     assert [(session.epoch) for session, _ in beta.core.saw("hello")] == [2]
     assert not beta.core.saw("over")
 
 
-def _wait_for(monitor, event, door):
+def _wait_for(monitor, event, peer_socket):
     while True:
-        wait_until(lambda: door.heed() or monitor.poll(0), what=f"{event!r}")
+        wait_until(lambda: peer_socket.heed() or monitor.poll(0), what=f"{event!r}")
         if recv_monitor_message(monitor)["event"] == event:
             return
 
 
-def test_lives_are_remembered_up_to_a_bound():
-    lives = Epochs()
-    assert lives.begin("a", 0) is None
+def test_epochs_are_remembered_up_to_a_bound():
+    epochs = Epochs()
+    epochs.begin("a", 0)
     for epoch in range(1, 200):
-        assert lives.begin("a", epoch) == epoch - 1
-        assert lives.begin("a", epoch) is None
-    assert lives.now("a") == 199
-    assert [lives.is_over("a", epoch) for epoch in (198, 199, 150, 0)] == [True, False, True, False]
+        epochs.begin("a", epoch)
+        epochs.begin("a", epoch)
+        assert epochs.is_over("a", epoch - 1)
+        assert not epochs.is_over("a", epoch)
+    assert [epochs.is_over("a", epoch) for epoch in (198, 199, 150, 0)] == [True, False, True, False]
     for number in range(5000):
-        lives.begin(str(number), 1)
-    assert lives.now("a") is None
-    assert len(lives._now) == len(lives._ended) == 4096
+        epochs.begin(str(number), 1)
+    assert not epochs.is_over("a", 198), "it is forgotten"
+    assert len(epochs._now) == len(epochs._ended) == 4096
 
 
 def test_names_that_the_roster_has_no_longer_are_not_kept(stage):
@@ -525,7 +547,7 @@ def test_an_exception_in_what_a_peer_says_ends_its_session_only(stage):
     alpha.connections.of("beta").send(PUSH, 7)
     stage.until(lambda: beta.core.saw("over"))
     ((session, step, _),) = beta.core.saw("over")
-    assert (session.name, step) == ("alpha", Step.LOST)
+    assert (session.name, step) == ("alpha", ConnectionStep.LOST)
     assert beta.counters["internal_errors"] == 1
     assert [session.name for session in beta.connections.peers] == ["gamma"]
     stage.until(lambda: alpha.core.saw("over"))

@@ -9,7 +9,7 @@ import zmq
 from connection_stage import PING_S, TIMEOUT_S, Raw, key_files, write_roster
 
 from pdx.errors import ConfigError, PeerUnknown
-from pdx.node.peers.connection import ConnectionState, Step
+from pdx.node.peers.connection import ConnectionState, ConnectionStep
 from pdx.security.curve_keys import KeyPair
 from pdx.wire.messages import Bye, PeerEntry, Push, Refused
 
@@ -109,7 +109,7 @@ def test_a_wrong_key_of_the_server_is_no_link(loopback):
     alpha.connections.dial("beta")
     stage.pass_time(TIMEOUT_S + 1.0)
     ((_, step, why),) = alpha.core.saw("over")
-    assert step is Step.LOST
+    assert step is ConnectionStep.LOST
     assert "does its roster have this node's key?" in why
     assert not beta.core.events
 
@@ -121,7 +121,7 @@ def test_a_key_taken_from_the_roster_is_worth_nothing_from_then_on(cluster):
     stage.until(peer.hear)
     cluster.write({"beta": cluster.keys["beta"].public})
     beta.connections.tick()
-    assert beta.core.saw("over")[0][1] is Step.LOST
+    assert beta.core.saw("over")[0][1] is ConnectionStep.LOST
     assert stage.until(peer.hear) == Refused("PeerRefused", "the roster has changed")
     peer.hello(name="alpha")  # over the connection that still stands
     assert "nobody in the roster" in stage.until(peer.hear).text
@@ -138,7 +138,7 @@ def test_a_key_that_changes_hands_ends_the_session(cluster):
     stage.until(peer.hear)
     cluster.write({"alpha": cluster.keys["stranger"].public, "beta": cluster.keys["beta"].public})
     beta.connections.tick()
-    assert beta.core.saw("over")[0][1] is Step.LOST
+    assert beta.core.saw("over")[0][1] is ConnectionStep.LOST
     fresh = cluster.raw(cluster.keys["stranger"])
     fresh.hello(name="alpha", epoch=6)
     stage.until(fresh.hear)
@@ -150,7 +150,7 @@ def test_a_changed_key_ends_the_link_to_it(loopback):
     loopback.stage.until(lambda: loopback.alpha.core.saw("ready"))
     loopback.write({"alpha": loopback.keys["alpha"].public, "beta": loopback.keys["stranger"].public})
     loopback.alpha.connections.tick()
-    assert loopback.alpha.core.saw("over")[0][1:] == (Step.LOST, "the roster has changed")
+    assert loopback.alpha.core.saw("over")[0][1:] == (ConnectionStep.LOST, "the roster has changed")
 
 
 def test_a_route_of_another_is_not_taken_over(loopback):
@@ -164,16 +164,16 @@ def test_a_route_of_another_is_not_taken_over(loopback):
     first = loopback.raw(loopback.keys["alpha"], routing_id=b"same")
     first.hello(name="alpha")
     stage.until(first.hear)
-    monitor = beta.connections._door._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor = beta.connections._peer_socket._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     first.close()
     assert monitor.poll(5000)
-    beta.connections._door._router.disable_monitor()
+    beta.connections._peer_socket._router.disable_monitor()
     monitor.close()
 
     thief = loopback.raw(third, routing_id=b"same")
     thief.send(Push([]), 1, seq=100)
     thief.send(Bye(), seq=101)
-    stage.until(lambda: beta.counters["dropped_messages"] == 2)
+    stage.until(lambda: beta.counters["messages_dropped"] == 2)
     assert not beta.core.saw("heard")
     assert not beta.core.saw("over")
     assert beta.connections.peers[0].name == "alpha"

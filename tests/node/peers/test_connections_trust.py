@@ -10,10 +10,10 @@ import pytest
 from connection_stage import PING_S, RawHost, welcomed, write_roster
 
 import pdx.node.peers.connections
-import pdx.security.door
+import pdx.security.peer_socket
 from pdx.errors import ConfigError, NodeRunning, PeerUnknown, ProtocolError
 from pdx.memory.slot import Slot
-from pdx.node.peers.connection import ConnectionState, Step
+from pdx.node.peers.connection import ConnectionState, ConnectionStep
 from pdx.transports.channel import RemoteRegion
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
@@ -62,7 +62,7 @@ def test_replayed_messages_are_dropped(stage, raw, seq):
     peer.send(Push([]), 11, seq=101)
     stage.until(lambda: len(beta.core.saw("heard")) >= 3)
     assert [about for _, _, about in beta.core.saw("heard")] == [7, 9, 11]
-    assert beta.counters["dropped_messages"] == 2
+    assert beta.counters["messages_dropped"] == 2
 
 
 def test_replayed_answers_are_dropped(stage):
@@ -77,7 +77,7 @@ def test_replayed_answers_are_dropped(stage):
         beta.send(Done(1), 3, seq=6)
         stage.until(lambda: alpha.core.saw("heard"))
         assert [about for _, _, about in alpha.core.saw("heard")] == [3]
-        assert alpha.counters["dropped_messages"] == 2
+        assert alpha.counters["messages_dropped"] == 2
 
 
 @pytest.mark.parametrize("body", [PUSH, Release(1, True), Admit([]), Done(1), Chosen("tcp"), Ping(), WELCOME], ids=repr)
@@ -88,7 +88,7 @@ def test_who_has_no_session_may_only_say_hello(stage, raw, body):
     peer.send(body)
     assert stage.until(peer.hear) == Refused("PeerRefused", "say hello first")
     assert not beta.core.events
-    assert beta.counters["strangers"] == 1
+    assert beta.counters["hellos_missing"] == 1
 
 
 def test_a_bye_without_a_session_gets_no_answer(stage, raw):
@@ -98,7 +98,7 @@ def test_a_bye_without_a_session_gets_no_answer(stage, raw):
     peer.send(PUSH)
     stage.until(peer.hear)
     assert peer.hear() is None
-    assert beta.counters["strangers"] == 1
+    assert beta.counters["hellos_missing"] == 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_peer_is_heard_only_within_its_rights(stage, raw, body):
     peer.send(PUSH)
     stage.until(lambda: beta.core.saw("heard"))
     assert [event[0] for event in beta.core.events] == ["hello", "heard"]
-    assert beta.counters["dropped_messages"] == 1
+    assert beta.counters["messages_dropped"] == 1
 
 
 def test_a_session_that_was_not_welcomed_yet_hears_nothing(stage, raw):
@@ -133,7 +133,7 @@ def test_a_session_that_was_not_welcomed_yet_hears_nothing(stage, raw):
     peer = raw(beta)
     peer.hello()
     peer.send(Admit([b"k" * 16], 100), 1)
-    stage.until(lambda: beta.counters["dropped_messages"])
+    stage.until(lambda: beta.counters["messages_dropped"])
     assert not beta.core.saw("heard")
 
 
@@ -150,7 +150,7 @@ def test_a_peer_that_was_dialled_is_heard_only_within_its_rights(stage, body):
         beta.send(Done(1), 2, seq=4)
         stage.until(lambda: alpha.core.saw("heard"))
         assert [event[0] for event in alpha.core.events] == ["ready", "hello", "heard"]
-        assert alpha.counters["dropped_messages"] == 2
+        assert alpha.counters["messages_dropped"] == 2
 
 
 def test_what_the_core_cannot_make_sense_of_is_dropped(stage):
@@ -161,7 +161,7 @@ def test_what_the_core_cannot_make_sense_of_is_dropped(stage):
 
     beta.core.on_message = refuse
     alpha.connections.of("beta").send(PUSH)
-    stage.until(lambda: beta.counters["dropped_messages"])
+    stage.until(lambda: beta.counters["messages_dropped"])
     assert beta.connections.peers
 
 
@@ -174,7 +174,7 @@ def test_frames_that_are_no_messages(stage, raw, frames):
     welcomed(stage, peer)
     peer.socket.send_multipart(frames)
     stranger.socket.send_multipart(frames)
-    stage.until(lambda: beta.counters["dropped_messages"] == 2)
+    stage.until(lambda: beta.counters["messages_dropped"] == 2)
     peer.send(PUSH)
     stage.until(lambda: beta.core.saw("heard"))
 
@@ -187,7 +187,7 @@ def test_a_frame_beyond_the_limit_ends_that_connection_only(stage, raw):
     welcomed(stage, other, name="small")
     peer.socket.send(bytes(MAX_FRAME_BYTES + 1))
     stage.until(lambda: (stage.pass_time(PING_S), len(beta.connections.peers) == 1)[1])
-    assert [(session.name, step) for session, step, _ in beta.core.saw("over")] == [("big", Step.LOST)]
+    assert [(session.name, step) for session, step, _ in beta.core.saw("over")] == [("big", ConnectionStep.LOST)]
     other.send(PUSH)
     stage.until(lambda: beta.core.saw("heard"))
 
@@ -221,16 +221,17 @@ def test_a_hello_that_is_refused_says_why(stage, raw, fields, why):
         (Welcome(22, 7, version=9, name="beta", host="h", regions=WELCOME.regions), "speaks version"),
     ],
 )
-def test_a_welcome_that_is_refused_says_bye(stage, welcome, why):
+def test_a_welcome_that_is_refused_says_why_and_bye(stage, welcome, why):
     alpha = stage.node("alpha", 1)
     with RawHost(stage, "beta") as beta:
         alpha.connections.told([beta.entry])
         link = alpha.connections.dial("beta")
         stage.until(beta.hear)
         beta.send(welcome, seq=1)
+        assert why in stage.until(beta.hear).text
         assert stage.until(beta.hear) == Bye()
         ((_, step, said),) = alpha.core.saw("over")
-        assert step is Step.TURN_DOWN
+        assert step is ConnectionStep.TURN_DOWN
         assert why in said
         assert link.state is ConnectionState.CLOSED
 
@@ -240,7 +241,7 @@ def test_a_welcome_that_is_refused_says_bye(stage, welcome, why):
 
 def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeypatch):
     """CVE-2025-30202: a slow reader makes nobody wait, and its backlog is bounded."""
-    monkeypatch.setattr(pdx.security.door, "HIGH_WATER", 8)
+    monkeypatch.setattr(pdx.security.peer_socket, "HIGH_WATER", 8)
     beta = stage.node("beta")
     slow = raw(beta)
     welcomed(stage, slow)
@@ -252,11 +253,11 @@ def test_a_peer_that_does_not_read_is_lost_and_blocks_nobody(stage, raw, monkeyp
         sent += 1
     assert session.fault == "it does not read what it is sent"
     beta.connections.tick()
-    assert beta.core.saw("over")[0][1] is Step.LOST
+    assert beta.core.saw("over")[0][1] is ConnectionStep.LOST
 
 
 def test_a_dialled_peer_that_does_not_read_is_lost(stage, monkeypatch):
-    monkeypatch.setattr(pdx.security.door, "HIGH_WATER", 8)
+    monkeypatch.setattr(pdx.security.peer_socket, "HIGH_WATER", 8)
     alpha = stage.node("alpha")
     with RawHost(stage, "beta") as beta:
         alpha.connections.told([beta.entry])
@@ -271,7 +272,7 @@ def test_a_dialled_peer_that_does_not_read_is_lost(stage, monkeypatch):
         assert link.fault
         assert link.state is ConnectionState.READY  # the core is told by the tick, not in the middle of its own work
         alpha.connections.tick()
-        assert alpha.core.saw("over")[0][1:] == (Step.LOST, "it does not read what it is sent")
+        assert alpha.core.saw("over")[0][1:] == (ConnectionStep.LOST, "it does not read what it is sent")
 
 
 def test_there_is_a_most_of_sessions(stage, raw, monkeypatch):
@@ -351,7 +352,7 @@ def test_a_roster_that_changes_is_obeyed(stage, caplog):
 
     write_roster(file, {"alpha": where["alpha"]})
     alpha.connections.tick()
-    assert alpha.core.saw("over")[0][1:] == (Step.LOST, "the roster has changed")
+    assert alpha.core.saw("over")[0][1:] == (ConnectionStep.LOST, "the roster has changed")
     stage.until(lambda: beta.core.saw("over"))
     with pytest.raises(PeerUnknown):
         alpha.connections.dial("beta")

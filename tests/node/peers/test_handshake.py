@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdx.errors import PeerRefused
-from pdx.node.peers.connection import CONNECTION, ConnectionState, Identity, Step, check_hello, check_welcome
+from pdx.node.peers.connection import CONNECTION, ConnectionState, ConnectionStep, Identity, check_hello, check_welcome
 from pdx.transports.channel import RemoteRegion
 from pdx.wire.messages import VERSION, Hello, Welcome
 
@@ -27,8 +27,8 @@ def welcome(schemes=("tcp", "nixl"), **fields):
     return Welcome(**{**values, **fields})
 
 
-def check(message, authenticated=None, buried=False):
-    return check_hello(OWN, message, authenticated=authenticated, buried=buried)
+def check(message, authenticated=None, is_over=False):
+    return check_hello(OWN, message, authenticated=authenticated, is_over=is_over)
 
 
 # ---- the tables ---------------------------------------------------------------------------------
@@ -43,16 +43,19 @@ def test_every_state_is_reached_and_every_step_is_used(first):
         todo += after - reached
         reached |= after
     assert reached == {first, ConnectionState.READY, ConnectionState.CLOSED}
-    assert {step for _, step in CONNECTION} == set(Step)
+    assert {step for _, step in CONNECTION} == set(ConnectionStep)
 
 
 def test_a_connection_can_always_be_ended_and_never_opens_again():
     for state in ConnectionState:
-        ends = {step for step in Step if CONNECTION.get((state, step)) is ConnectionState.CLOSED}
-        assert ends == (set() if state is ConnectionState.CLOSED else set(Step) - {Step.WELCOME})
+        ends = {step for step in ConnectionStep if CONNECTION.get((state, step)) is ConnectionState.CLOSED}
+        assert ends == (set() if state is ConnectionState.CLOSED else set(ConnectionStep) - {ConnectionStep.WELCOME})
 
 
-@given(st.sampled_from([ConnectionState.DIALING, ConnectionState.NEW]), st.lists(st.sampled_from(Step), max_size=30))
+@given(
+    st.sampled_from([ConnectionState.DIALING, ConnectionState.NEW]),
+    st.lists(st.sampled_from(ConnectionStep), max_size=30),
+)
 def test_a_walk_of_a_connection_goes_forward_only_and_is_ready_only_after_a_welcome(first, steps):
     state, taken = first, []
     for step in steps:
@@ -62,7 +65,7 @@ def test_a_walk_of_a_connection_goes_forward_only_and_is_ready_only_after_a_welc
         taken.append(step)
         assert after is not state
         assert after not in (ConnectionState.DIALING, ConnectionState.NEW)
-        assert (after is ConnectionState.READY) == (taken == [Step.WELCOME])
+        assert (after is ConnectionState.READY) == (taken == [ConnectionStep.WELCOME])
         state = after
 
 
@@ -76,7 +79,7 @@ def test_schemes_are_those_of_both_in_our_order():
 
 
 @pytest.mark.parametrize(
-    ("message", "given_name", "buried", "why"),
+    ("message", "given_name", "is_over", "why"),
     [
         (hello(version=VERSION + 1), None, False, "upgrade the older"),
         (hello(version=0), "peer", False, "upgrade the older"),
@@ -92,15 +95,15 @@ def test_schemes_are_those_of_both_in_our_order():
         (hello(schemes=["smoke"]), None, False, "no channel in common"),
     ],
 )
-def test_a_hello_is_refused_with_the_reason(message, given_name, buried, why):
+def test_a_hello_is_refused_with_the_reason(message, given_name, is_over, why):
     with pytest.raises(PeerRefused, match=why):
-        check(message, authenticated=given_name, buried=buried)
+        check(message, authenticated=given_name, is_over=is_over)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [((), [b"c"]), ((b"a",), []), ((), []), ((b"a", b"c"), [b"c"])])
 def test_layouts_matter_only_where_both_sides_have_engines(ours, theirs):
     own = Identity(name="own", epoch=1, host="h", pid=2, schemes=("tcp",), layouts=ours)
-    assert check_hello(own, hello(layouts=theirs), authenticated=None, buried=False) == ["tcp"]
+    assert check_hello(own, hello(layouts=theirs), authenticated=None, is_over=False) == ["tcp"]
 
 
 def test_what_a_node_says_of_itself():
@@ -143,15 +146,15 @@ def test_a_welcome_is_refused_with_the_reason(message, why):
     st.booleans(),
     st.lists(st.sampled_from(["tcp", "nixl", "smoke"])),
 )
-def test_nobody_gets_in_under_another_name_or_in_an_ended_life(version, name, authenticated, buried, schemes):
+def test_nobody_gets_in_under_another_name_or_in_an_ended_epoch(version, name, authenticated, is_over, schemes):
     message = hello(version=version, name=name, schemes=schemes)
     try:
-        common = check(message, authenticated=authenticated, buried=buried)
+        common = check(message, authenticated=authenticated, is_over=is_over)
     except PeerRefused:
         return
     assert authenticated in (None, name)
     assert name not in ("", "own")
     assert version == VERSION
-    assert not buried
+    assert not is_over
     assert common
     assert set(common) <= set(schemes)

@@ -23,8 +23,8 @@ TRANSFER = "transfer-0123456789"
 class Stage(SendingStage):
     """A store of 16 granules whose chunks `b` asks for."""
 
-    def __init__(self, folder, *, peer_share=0.5):
-        super().__init__(folder, granules=16)
+    def __init__(self, folder, *, peer_share=0.5, other_granules=0):
+        super().__init__(folder, granules=16, other_granules=other_granules)
         self.peers = Peers(
             NodeConfig(address=f"ipc://{folder}/node.sock", peer_share=peer_share),
             name="a",
@@ -39,7 +39,6 @@ class Stage(SendingStage):
             numbers=itertools.count(1),
             layouts=list,
             mark=None,
-            on_changed=self.copies.changed,
             clock=lambda: self.now,
         )
         self.peers.tiers = SimpleNamespace(
@@ -108,6 +107,13 @@ def test_what_a_peer_has_held_is_at_most_its_share_of_the_arena(stage):
     stage.copies.lost("b")
     assert stage.copies.wants("b") == (0, 0)
     assert stage.holds() == 0
+
+
+def test_a_share_of_what_is_held_is_of_the_arena_that_peers_write(tmp_path):
+    stage = Stage(tmp_path, other_granules=16)
+    seal(stage, list(range(16)))
+    assert stage.want(list(range(16))) == 8
+    stage.close()
 
 
 def test_a_key_that_is_asked_for_twice_and_granted_once_leaves_nothing_held(stage):

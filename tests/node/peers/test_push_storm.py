@@ -149,13 +149,13 @@ class Storm:
         for place in [place for listener in stage.listeners.values() for place in listener.landing]:
             assert stage.arena.is_current(self.writing[place]), "given away while somebody writes to it"
         for offset, room in stage.receiver.grants.items():
-            chunk = stage.store._slots[offset]
+            chunk = stage.store._index.slots[0][offset]
             assert (chunk.slot.generation, chunk.slot.nbytes) == (room.generation, room.nbytes)
             assert chunk.state in ("filling", "quarantined")
-        held = sum(len(landing.chunks) for landing in stage.receiver.all())
+        held = sum(len(landing.chunks) for landing in stage.receiver._landings.values())
         assert held == len(stage.receiver.grants)
         assert all(count > 0 for count in stage.receiver._bytes_of.values())
-        queued = [landing for landing in stage.receiver.all() if landing.state == "queued"]
+        queued = [landing for landing in stage.receiver._landings.values() if landing.state == "queued"]
         assert sorted(map(id, queued)) == sorted(map(id, stage.receiver._queue.values()))
         assert len({id(landing) for landing in stage.over}) == len(stage.over), "a push ended twice"
 

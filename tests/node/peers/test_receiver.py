@@ -225,6 +225,32 @@ def test_a_peer_at_its_share_waits_and_keeps_nobody_waiting(stage_with, a, b):
     stage.assert_idle()
 
 
+def test_a_share_is_of_the_arena_that_peers_write(stage_with, a):
+    stage = stage_with(peer_share=0.5, other_granules=16)
+    first = stage.offer(a, list(range(8)))
+    second = stage.offer(a, [8])
+    assert len(a.granted(first).slots) == 8
+    assert a.answers(second) == [], "a has half of the arena"
+    finish(stage, a, first)
+    stage.receiver.pump(stage.now)
+    finish(stage, a, second)
+    stage.assert_idle()
+
+
+def test_room_freed_in_the_arena_that_peers_write_is_seen_at_once(stage_with, a):
+    """Another arena that is free has no room for peers."""
+    stage = stage_with(other_granules=16)
+    kept = stage.reserve(list(range(16)), GRANULE_BYTES)
+    push = stage.offer(a, [20])
+    assert a.answers(push) == []
+    stage.store.abort([stage.store.at(slot) for slot in kept])
+    stage.store.let_go([stage.store.at(slot) for slot in kept])
+    stage.receiver.pump(stage.now)
+    assert len(a.granted(push).slots) == 1
+    finish(stage, a, push)
+    stage.assert_idle()
+
+
 def test_what_lands_of_a_peer_at_its_share_looks_at_no_offer_before_one_has_room(stage_with, a, monkeypatch):
     stage = stage_with(peer_share=0.5)
     first = stage.offer(a, list(range(8)))

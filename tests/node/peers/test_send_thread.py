@@ -15,7 +15,7 @@ from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.peer_tiers import PeerTiers
-from pdx.node.peers.send_thread import Route, SendThread
+from pdx.node.peers.send_thread import SendThread, Target
 from pdx.store.tier import Job, Part
 from pdx.testing.waiting import wait_until
 from pdx.transports.channel import TOKEN_BYTES, Memory, RemoteRegion
@@ -106,7 +106,7 @@ class Stage:
             "peer",
             memory=PlainMemory(self.view),
             regions=regions,
-            route=Route(
+            target=Target(
                 remotes={name: RemoteRegion(name, MIB, TOKEN, b"") for name in regions},
                 order=list(regions),
                 measure=measure,
@@ -321,11 +321,13 @@ class TiersStage(SendingStage):
             probe=Slot(0, 4096, 0),
             copies=self.copies,
             regions=SimpleNamespace(regions={"s0": region}),
-            connections=SimpleNamespace(names=["b"], of=lambda name: self.peer, dial=lambda name: self.peer),
+            connections=SimpleNamespace(
+                address_of=lambda name: "", of=lambda name: self.peer, dial=lambda name: self.peer
+            ),
             mailbox=self.mailbox,
             counters=self.counters,
             mark=None,
-            on_gone=self.gone.append,
+            fetches=SimpleNamespace(lost=lambda name, now: self.gone.append(name)),
             on_ended=self.left.append,
             clock=lambda: self.now,
         )

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from pdx.errors import ConfigError
-from pdx.proxy import ledger as ledger_module
-from pdx.proxy.health import FIRST_S, LONGEST_S, PROBE_S, Health, Reason, State
-from pdx.proxy.ledger import Ledger, Timeline
+from pdx.proxy import timelines as module
+from pdx.proxy.engines import FORGET_S, MAX_ENGINES, MAX_ENGINES_OF_NODE, MAX_NODES, Engines
+from pdx.proxy.health import FIRST_S, LONGEST_S, PROBE_S, EngineState, Health, Reason
 from pdx.proxy.plan import Mode, Route
-from pdx.proxy.roster import FORGET_S, MAX_ENGINES, MAX_ENGINES_OF_NODE, MAX_NODES, Roster
+from pdx.proxy.timelines import Timeline, Timelines
 from pdx.security.address import base_url
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import VERSION, EngineFacts, EngineReport, MarkReport, NodeReport, PeerEntry
@@ -27,9 +27,9 @@ def health_of(clock, chance=1.0):
     return Health(clock=clock, chance=lambda: chance, silence_s=60.0, faults=Faults(Counter()))
 
 
-def roster(clock, prefill=(), decode=(), health=None):
+def engines(clock, prefill=(), decode=(), health=None):
     health = health or health_of(clock)
-    return Roster(prefill=prefill, decode=decode, heartbeat_timeout_s=3.0, health=health, clock=clock)
+    return Engines(prefill=prefill, decode=decode, heartbeat_timeout_s=3.0, health=health, clock=clock)
 
 
 def report(*engines, node="n", epoch=1):
@@ -41,26 +41,26 @@ A, B = ("a", "prefill", "http://a:1"), ("b", "both", "http://b:1/")
 
 
 def urls(found):
-    return sorted(engine.url for engine in found.engines())
+    return sorted(engine.url for engine in found.all())
 
 
 def nodes_of(found):
-    return {engine.url: engine.node for engine in found.engines()}
+    return {engine.url: engine.node for engine in found.all()}
 
 
 def test_an_engine_that_is_not_reported_any_more_serves_alone():
     clock = Clock()
-    found = roster(clock)
+    found = engines(clock)
     assert found.report(report(A, B)) == frozenset()
     assert nodes_of(found) == {"http://a:1": "n", "http://b:1": "n"}
-    assert [(each.prefills, each.decodes, each.detached) for each in found.engines()] == [
+    assert [(each.prefills, each.decodes, each.detached) for each in found.all()] == [
         (True, False, False),
         (True, True, False),
     ]
     assert found.report(report(B)) == {"http://a:1"}
     assert nodes_of(found) == {"http://a:1": "", "http://b:1": "n"}
-    assert [each.detached for each in found.engines()] == [True, False]
-    assert [each.name for each in found.engines()] == ["a", "b"]
+    assert [each.detached for each in found.all()] == [True, False]
+    assert [each.name for each in found.all()] == ["a", "b"]
     clock.now += 2.9
     assert found.expire() == frozenset()
     assert found.nodes() == 1
@@ -68,9 +68,9 @@ def test_an_engine_that_is_not_reported_any_more_serves_alone():
     assert nodes_of(found) == {"http://a:1": "", "http://b:1": ""}  # also before anybody called expire
     assert found.nodes() == 0
     assert found.expire() == {"http://b:1"}
-    assert [each.detached for each in found.engines()] == [True, True]
+    assert [each.detached for each in found.all()] == [True, True]
     found.report(report(A, B))
-    assert [each.detached for each in found.engines()] == [False, False]
+    assert [each.detached for each in found.all()] == [False, False]
 
 
 class Walked(dict):
@@ -99,21 +99,21 @@ class Walked(dict):
 def test_neither_a_request_nor_a_report_costs_more_where_there_are_more_nodes():
     def cost(num_nodes):
         clock = Clock()
-        found = roster(clock)
+        found = engines(clock)
         for number in range(num_nodes):
             found.report(report(("x", "both", f"http://x{number}:1"), node=f"n{number}"))
         for name, value in vars(found).items():
             if type(value) is dict:
                 setattr(found, name, Walked(value))
-        found.engines()
+        found.all()
         Walked.steps = 0
         for number in range(20):
             clock.now += 0.01
             again = report(("x", "both", f"http://x{number}:1"), node=f"n{number}")
-            believed, refusals = found.screen(again)
-            assert (believed, refusals) == (again, [])
+            believed, dropped = found.screen(again)
+            assert (believed, dropped) == (again, [])
             assert found.report(believed) == frozenset()
-            assert len(found.engines()) == num_nodes
+            assert len(found.all()) == num_nodes
         return Walked.steps
 
     assert cost(20) == cost(400)
@@ -122,9 +122,9 @@ def test_neither_a_request_nor_a_report_costs_more_where_there_are_more_nodes():
 @pytest.mark.parametrize("change", ["name", "role", "facts", "url", "node"])
 def test_news_of_an_engine_is_known_at_once(change):
     clock = Clock()
-    found = roster(clock)
+    found = engines(clock)
     found.report(report(A))
-    assert [each.name for each in found.engines()] == ["a"]
+    assert [each.name for each in found.all()] == ["a"]
     facts = EngineFacts(512, 0, False)
     told = {
         "name": report(("c", *A[1:])),
@@ -134,7 +134,7 @@ def test_news_of_an_engine_is_known_at_once(change):
         "node": report(A, node="other"),
     }[change]
     found.report(told)
-    seen = {each.url: (each.name, each.decodes, each.facts, each.node) for each in found.engines()}
+    seen = {each.url: (each.name, each.decodes, each.facts, each.node) for each in found.all()}
     assert (
         seen
         == {
@@ -146,15 +146,15 @@ def test_news_of_an_engine_is_known_at_once(change):
         }[change]
     )
     clock.now += 3.1
-    assert {each.node for each in found.engines()} == {""}
+    assert {each.node for each in found.all()} == {""}
     found.report(told)
-    assert {each.node for each in found.engines()} >= {"other" if change == "node" else "n"}
+    assert {each.node for each in found.all()} >= {"other" if change == "node" else "n"}
 
 
 def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten():
     clock = Clock()
     health = health_of(clock)
-    found = roster(clock, decode=["http://c:1"], health=health)
+    found = engines(clock, decode=["http://c:1"], health=health)
     found.report(report(A, B))
     clock.now += FORGET_S
     found.expire()
@@ -169,33 +169,33 @@ def test_an_engine_that_nobody_reports_and_that_does_not_answer_is_forgotten():
 
 
 def test_engines_are_bounded():
-    found = roster(Clock())
+    found = engines(Clock())
     several = [("x", "decode", f"http://x{number}:1") for number in range(MAX_ENGINES + 10)]
     for first in range(0, len(several), 50):
-        believed, refusals = found.screen(report(*several[first : first + 50], node=f"n{first}"))
+        believed, dropped = found.screen(report(*several[first : first + 50], node=f"n{first}"))
         found.report(believed)
-    assert len(found.engines()) == MAX_ENGINES
-    assert [refusal.reason for refusal in refusals] == ["engines"] * 10
+    assert len(found.all()) == MAX_ENGINES
+    assert [drop.reason for drop in dropped] == ["engines"] * 10
     assert found.screen(report(several[0], node="n0"))[1] == []
 
 
 def test_one_node_does_not_take_all_places():
     """Nor does it by naming others each time: those it named before are still asked whether they are well."""
-    found = roster(Clock())
+    found = engines(Clock())
     refused = []
     for turn in range(3):
         own = [("x", "decode", f"http://x:{port}") for port in range(1000 * turn + 1, 1000 * turn + 41)]
-        believed, refusals = found.screen(report(*own))
+        believed, dropped = found.screen(report(*own))
         found.report(believed)
-        refused += [refusal.reason for refusal in refusals]
-    assert len(found.engines()) == MAX_ENGINES_OF_NODE == 64
+        refused += [drop.reason for drop in dropped]
+    assert len(found.all()) == MAX_ENGINES_OF_NODE == 64
     assert refused == ["engines"] * (3 * 40 - 64)
     assert found.screen(report(A, node="other"))[1] == []
 
 
 def test_who_leaves_the_roster_file_gets_nothing_more():
     """Not even as engines that serve alone: the key may have been taken away because somebody else has it."""
-    found = roster(Clock(), decode=["http://c:1"])
+    found = engines(Clock(), decode=["http://c:1"])
     found.report(report(A, ("c", "decode", "http://c:1")))
     found.report(report(B, node="stays"))
     found.report(report(node="gone"))
@@ -208,7 +208,7 @@ def test_who_leaves_the_roster_file_gets_nothing_more():
 
 def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again():
     clock = Clock()
-    found = roster(clock)
+    found = engines(clock)
     found.report(report(A, epoch=1))
     assert found.report(report(epoch=2)) == frozenset()
     clock.now += 2
@@ -220,15 +220,15 @@ def test_a_restarted_node_does_not_lose_its_engines_while_they_attach_again():
 
 def test_named_engines_stay_but_a_node_may_say_they_are_detached():
     clock = Clock()
-    found = roster(clock, prefill=["http://a:1/"], decode=["http://a:1", "http://c:1"])
+    found = engines(clock, prefill=["http://a:1/"], decode=["http://a:1", "http://c:1"])
     assert urls(found) == ["http://a:1", "http://c:1"]
-    assert not any(each.detached for each in found.engines())  # no node has ever reported them: that is no news
+    assert not any(each.detached for each in found.all())  # no node has ever reported them: that is no news
     found.report(report(A))
-    first = found.engines()[0]
+    first = found.all()[0]
     assert (first.name, first.prefills, first.decodes, first.named) == ("a", True, True, True)
     assert found.report(report()) == {"http://a:1"}
     assert urls(found) == ["http://a:1", "http://c:1"]
-    assert [each.detached for each in found.engines()] == [True, False]
+    assert [each.detached for each in found.all()] == [True, False]
     found.report(report(A))
     clock.now += FORGET_S + 1
     found.expire()
@@ -308,7 +308,7 @@ def test_an_engine_that_may_not_generate_gets_one_request_at_a_time():
     record = health.of(URL)
     before = health.begin(URL)  # as the last resort
     health.probed(record, "")
-    assert (record.state, record.is_ready) == (State.TRIAL, True)
+    assert (record.state, record.is_ready) == (EngineState.TRIAL, True)
     before.end()
     assert not record.avoided
     with health.plan(URL) as plan:
@@ -317,7 +317,7 @@ def test_an_engine_that_may_not_generate_gets_one_request_at_a_time():
         with health.begin(URL) as use:
             assert record.avoided
             health.failed(use, Reason.STATUS_5XX)
-    assert (record.state, record.failures) == (State.SUSPECT, 2)
+    assert (record.state, record.failures) == (EngineState.SUSPECT, 2)
     health.probed(record, "")
     with health.begin(URL) as use:
         health.succeeded(use)
@@ -330,7 +330,7 @@ def test_an_engine_that_generated_for_a_probe_is_well():
     with health.begin(URL) as use:
         health.failed(use, Reason.TIMEOUT)
     health.probed(health.of(URL), "", generates=True)
-    assert health.of(URL).state is State.WELL
+    assert health.of(URL).state is EngineState.WELL
 
 
 def test_what_began_before_the_engine_failed_does_not_make_it_well():
@@ -380,7 +380,7 @@ def test_a_client_whose_requests_fail_does_not_fill_the_log(caplog):
             for url in names:
                 health.failed(health.begin(url), Reason.STATUS_5XX)
             health.pardon(names)
-    assert all(health.of(url).state is State.WELL for url in names)
+    assert all(health.of(url).state is EngineState.WELL for url in names)
     assert health.failures == {"status_5xx": 600}
     clock.now += PROBE_S
     assert all(map(health.due, names)), "nor does it keep the proxy from asking them for their health"
@@ -410,17 +410,17 @@ def test_odd_urls():
         with pytest.raises(ConfigError) as caught:
             base_url(odd)
         assert "secret" not in str(caught.value)
-    found = roster(Clock())
+    found = engines(Clock())
     odd = report(("x", "decode", "http://user:secret@a:1"), ("y", "decode", ""), ("z", "decode", "http://0.0.0.0:1"))
-    believed, refusals = found.screen(odd)
+    believed, dropped = found.screen(odd)
     found.report(believed)
     assert urls(found) == []
-    assert [refusal.reason for refusal in refusals] == ["unroutable"] * 3
-    assert "secret" not in str(refusals)
+    assert [drop.reason for drop in dropped] == ["unroutable"] * 3
+    assert "secret" not in str(dropped)
 
 
 def test_nodes_are_bounded():
-    found = roster(Clock())
+    found = engines(Clock())
     for number in range(MAX_NODES + 10):
         believed, _ = found.screen(report(node=str(number)))
         if believed is not None:
@@ -429,15 +429,15 @@ def test_nodes_are_bounded():
 
 
 def test_a_name_has_two_lives_at_most():
-    """A node that was started again has a new one; more at a time would be somebody who fills the roster."""
+    """A node that was started again has a new one; more at a time would be somebody who fills the memory."""
     clock = Clock()
-    found = roster(clock)
+    found = engines(clock)
     for epoch in (1, 2):
         assert found.screen(report(A, epoch=epoch))[1] == []
         found.report(report(A, epoch=epoch))
-    believed, refusals = found.screen(report(A, epoch=3))
+    believed, dropped = found.screen(report(A, epoch=3))
     assert believed is None
-    assert [refusal.reason for refusal in refusals] == ["lives"]
+    assert [drop.reason for drop in dropped] == ["epochs"]
     assert found.screen(report(A, epoch=1))[0] is not None
     clock.now += 3.1
     assert found.screen(report(A, epoch=3)) == (report(A, epoch=3), [])
@@ -446,39 +446,39 @@ def test_a_name_has_two_lives_at_most():
 
 
 def test_the_next_life_of_a_node_has_its_engines():
-    found = roster(Clock())
+    found = engines(Clock())
     found.report(report(A, epoch=1))
     assert found.screen(report(A, epoch=2)) == (report(A, epoch=2), [])
-    assert [refusal.reason for refusal in found.screen(report(A, B, node="other"))[1]] == ["owned"]
+    assert [drop.reason for drop in found.screen(report(A, B, node="other"))[1]] == ["owned"]
     assert found.screen(report(A, B, node="other"))[0] == report(B, node="other")
 
 
 def test_an_owner_that_is_silent_owns_nothing():
     clock = Clock()
-    found = roster(clock)
+    found = engines(clock)
     found.report(report(A))
     clock.now += 3.1
     assert found.screen(report(A, node="other")) == (report(A, node="other"), [])
 
 
 def test_spelling_makes_no_other_engine():
-    found = roster(Clock())
+    found = engines(Clock())
     found.report(report(("a", "prefill", "http://a:80/")))
     assert [each.reason for each in found.screen(report(("a", "prefill", "HTTP://A"), node="other"))[1]] == ["owned"]
 
 
 def test_nodes_that_are_one_too_many_are_said_to_be_so():
-    found = roster(Clock())
+    found = engines(Clock())
     for number in range(MAX_NODES):
         found.report(report(node=str(number)))
-    believed, refusals = found.screen(report(node="one more"))
-    assert (believed, [refusal.reason for refusal in refusals]) == (None, ["nodes"])
+    believed, dropped = found.screen(report(node="one more"))
+    assert (believed, [drop.reason for drop in dropped]) == (None, ["nodes"])
     assert found.screen(report(node="7", epoch=2))[0] is not None
 
 
 def test_peers_are_the_nodes_that_listen_each_with_its_latest_life():
     clock = Clock()
-    found = roster(clock)
+    found = engines(clock)
     found.report(report(A))
     assert found.peers() == {}
     listening = msgspec.structs.replace(report(A, node="a", epoch=1), listen="tcp://10.0.0.1:1", public_key="k" * 40)
@@ -502,8 +502,8 @@ def mark(transfer, at_ns, event="sealed"):
 
 
 def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
-    monkeypatch.setattr(ledger_module, "MAX_MOMENTS", 3)
-    kept = Ledger(keep=2)
+    monkeypatch.setattr(module, "MAX_MOMENTS", 3)
+    kept = Timelines(keep=2)
     for name in ("one", "two", "three"):
         kept.open(timeline(name))
     assert [each["transfer_id"] for each in kept.view()] == ["two", "three"]
@@ -517,7 +517,7 @@ def test_ledger_keeps_the_youngest_and_merges_marks(monkeypatch):
 
 
 def test_ledger_keeps_moments_of_other_hosts_by_this_hosts_clock():
-    kept = Ledger(keep=2)
+    kept = Timelines(keep=2)
     kept.open(timeline("one"))
     kept.merge([mark("one", 100)], -150)
     kept.merge([mark("one", 100)])

@@ -25,13 +25,13 @@ import msgspec
 
 from pdx.cuda.memory import DeviceSpan
 from pdx.errors import ChannelBroken, ProtocolError
-from pdx.transports import ucx_engine
 from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion, merged
 from pdx.transports.sealed import seal, unseal
-from pdx.transports.sessions import Session, SessionListener
-from pdx.transports.ucx_channel import GRACE_S, UcxChannel
-from pdx.transports.ucx_engine import Buffer, Endpoint, UcxEngine
-from pdx.transports.ucx_messages import (
+from pdx.transports.sessions import SessionListener, WriteSession
+from pdx.transports.ucx import engine as ucx_engine
+from pdx.transports.ucx.channel import GRACE_S, UcxChannel
+from pdx.transports.ucx.engine import Buffer, Endpoint, UcxEngine
+from pdx.transports.ucx.messages import (
     CONTROL_TAG,
     FAILED,
     LANE_MASK,
@@ -65,7 +65,7 @@ class _Inbound:
     """One writer's connection. Only the engine's thread uses it."""
 
     id: bytes
-    session: Session
+    session: WriteSession
     lane: int
     endpoint: Endpoint | None = None
     landing: dict[int, list[int]] = field(default_factory=dict)  # write -> what it has entered

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
-from pdx.transports.frames import (
+from pdx.transports.streams.frames import (
     ACK_BYTES,
     OK,
     REFUSED,
@@ -27,7 +27,7 @@ from pdx.transports.frames import (
     unpack_ack,
     unpack_reason,
 )
-from pdx.transports.streams import Buffer, fill, send_some, shut
+from pdx.transports.streams.sockets import Buffer, fill, send_some, shut
 
 _AT_ONCE_BYTES = 128 << 10  # what a call of `write` may copy itself, some ten microseconds
 _BUSY_BYTES = 1 << 20  # a stream with less under way takes another write before the next stream is used
@@ -54,9 +54,9 @@ class StreamTransfer(Transfer):
 class _Stream:
     """One socket: writes go out and are acknowledged in one order. The channel's lock guards all of it."""
 
-    def __init__(self, sock: socket.socket, bell: int) -> None:
+    def __init__(self, sock: socket.socket, wake_fd: int) -> None:
         self.sock = sock
-        self.bell = bell  # of its thread: there is something to send
+        self.wake_fd = wake_fd  # of its thread: there is something to send
         self.acks = bytearray()  # received in part; the thread's own
         self.queue: deque[StreamTransfer] = deque()  # not wholly sent
         self.begun: deque[StreamTransfer] = deque()  # begun and not acknowledged
@@ -95,15 +95,15 @@ class StreamChannel(Channel):
         name = f"pdx-{self._remote.scheme}-send"
         try:
             for group in [[sock] for sock in socks] if self._sends_bytes else [socks]:
-                bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                streams = [_Stream(sock, bell) for sock in group]
-                thread = threading.Thread(target=self._run, args=(streams, bell), name=name, daemon=True)
+                wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                streams = [_Stream(sock, wake_fd) for sock in group]
+                thread = threading.Thread(target=self._run, args=(streams, wake_fd), name=name, daemon=True)
                 with self._lock:  # before it runs: its thread takes streams away
                     self._streams += streams
                 try:
                     thread.start()
                 except RuntimeError:
-                    os.close(bell)
+                    os.close(wake_fd)
                     with self._lock:
                         self._streams = [each for each in self._streams if each not in streams]
                     raise
@@ -141,7 +141,7 @@ class StreamChannel(Channel):
             self._break(ChannelBroken(f"the connection broke: {error}"))
             return
         if stream.queue:
-            os.eventfd_write(stream.bell, 1)
+            os.eventfd_write(stream.wake_fd, 1)
 
     def abort(self, transfer: StreamTransfer) -> None:
         """End it if nothing of it has begun."""
@@ -187,16 +187,16 @@ class StreamChannel(Channel):
 
     # ---- on a thread of the channel ---------------------------------------------------------
 
-    def _run(self, streams: list[_Stream], bell: int) -> None:
+    def _run(self, streams: list[_Stream], wake_fd: int) -> None:
         reason: ChannelError = ChannelBroken("the peer closed the connection")
         try:
-            self._serve(streams, bell)
+            self._serve(streams, wake_fd)
         except (OSError, ProtocolError) as error:
             reason = ChannelBroken(f"the connection broke: {error}")
         finally:
             with self._lock:
                 self._break(reason)
-                os.close(bell)
+                os.close(wake_fd)
                 for stream in streams:
                     self._streams.remove(stream)
                     stream.sock.close()
@@ -205,16 +205,16 @@ class StreamChannel(Channel):
                 self.is_closed = not self._streams
             self._wake()
 
-    def _serve(self, streams: list[_Stream], bell: int) -> None:
+    def _serve(self, streams: list[_Stream], wake_fd: int) -> None:
         """Send and receive acknowledgements until a stream ends."""
         poller = select.poll()
-        poller.register(bell, select.POLLIN)
+        poller.register(wake_fd, select.POLLIN)
         while True:
             for stream in streams:
                 poller.register(stream.sock, select.POLLIN | (select.POLLOUT if stream.queue else 0))
             ready = dict(poller.poll())
-            if bell in ready:
-                os.eventfd_read(bell)
+            if wake_fd in ready:
+                os.eventfd_read(wake_fd)
             for stream in streams:
                 found = ready.get(stream.sock.fileno(), 0)
                 if found & ~select.POLLOUT and not self._hear(stream):

@@ -188,17 +188,17 @@ class UcxEngine:
         self._is_open = True
         self._closing: dict[Endpoint, float] = {}  # until when each may live
         self._closing_until = 0.0
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._bell_lock = threading.Lock()  # guards _bell against being closed
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()  # guards _wake_fd against being closed
         self._thread = threading.Thread(target=self._main, name="pdx-ucx", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], None]) -> None:
         """Have the thread do this soon."""
         self._work.append(work)
-        with self._bell_lock:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def call(self, work: Callable[[], _T]) -> _T:
         """Have the thread do this now; its result or error.
@@ -270,9 +270,9 @@ class UcxEngine:
             return
         self.run(self._stop)
         self._thread.join()
-        with self._bell_lock:
-            os.close(self._bell)
-            self._bell = -1
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
         self._batches.clear()
         self._worker = None
         self._context = None
@@ -307,7 +307,7 @@ class UcxEngine:
             self._gpu.use()
         poll = select.poll()
         poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
-        poll.register(self._bell, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
         while self._is_open:
             while self._turn():
                 pass
@@ -315,7 +315,7 @@ class UcxEngine:
                 is_closing = self._closing or time.monotonic() < self._closing_until
                 poll.poll(_CLOSING_POLL_MS if is_closing else _POLL_MS)
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+                    os.eventfd_read(self._wake_fd)
 
     def _turn(self) -> bool:
         is_busy = False

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdx.transports.sessions import Session
+from pdx.transports.sessions import WriteSession
 
 LAYERS = 8
 
@@ -31,7 +31,7 @@ class CountedStart(int):
 
 def compared(count):
     """Comparisons that it costs to enter the last slice of 100 of so many spans."""
-    spans = Session()
+    spans = WriteSession()
     order = list(range(count))
     random.Random(1).shuffle(order)
     for number in order:
@@ -63,7 +63,7 @@ def test_a_slice_is_found_in_few_steps_however_many_spans_there_are():
     ],
 )
 def test_what_is_wholly_inside_one_span_may_be_written(offset, nbytes, start):
-    spans = Session()
+    spans = WriteSession()
     for granted in ((300, 10), (100, 50)):
         spans.grant(*granted)
     assert spans.enter([(offset, nbytes)]) == (None if start is None else [start])
@@ -71,7 +71,7 @@ def test_what_is_wholly_inside_one_span_may_be_written(offset, nbytes, start):
 
 def test_spans_that_come_and_go_are_found_as_by_looking_at_all():
     draw = random.Random(3)
-    spans, model, entered = Session(), {}, []
+    spans, model, entered = WriteSession(), {}, []
     for _ in range(5000):
         start = draw.randrange(64) * 16
         match draw.randrange(4):

@@ -19,18 +19,18 @@ from zmq.utils import z85
 
 from pdx.config import private_folder, socket_path
 from pdx.errors import ConfigError, PdxError, ProtocolError
+from pdx.security.accept_queue import AcceptQueue
 from pdx.security.address import tcp_endpoint
 from pdx.security.curve_keys import KeyPair
-from pdx.security.entry import Entry
-from pdx.security.front import Front
 from pdx.security.socket_lock import owned, remove_socket
+from pdx.security.tcp_filter import TcpFilter
 from pdx.wire.messages import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
 GONE = "its connection is gone"
 HIGH_WATER = 1024  # messages a peer may leave unread
-_BACKLOG = 4  # what the front has passed on and ZMQ not taken yet is not counted among the descriptors in use
+_BACKLOG = 4  # what the filter has passed on and ZMQ not taken yet is not counted among the descriptors in use
 _ZAP = "inproc://zeromq.zap.01"  # ZMQ asks there
 _DOMAIN = b"pdx"  # of ZAP
 _BURST = 64  # questions answered at a time
@@ -45,7 +45,7 @@ class Arrival(msgspec.Struct, frozen=True):
     key: str
 
 
-class Door:
+class PeerSocket:
     """A bound ROUTER, with keys one to a context. Open from construction to `close`. All calls on one thread."""
 
     def __init__(
@@ -74,9 +74,9 @@ class Door:
                 private_folder(path.parent)
                 undo.enter_context(owned(path, taken))
                 remove_socket(path)
-            self._front = self._new_front(listen, timeout_s, counters) if listen.startswith("tcp://") else None
-            if self._front is not None:
-                undo.callback(self._front.close)
+            self._filter = self._new_filter(listen, timeout_s, counters) if listen.startswith("tcp://") else None
+            if self._filter is not None:
+                undo.callback(self._filter.close)
             self._zap: zmq.Socket[bytes] | None = None
             if own is not None:
                 self._zap = undo.enter_context(context.socket(zmq.REP))
@@ -90,18 +90,20 @@ class Door:
                 self._router.setsockopt(zmq.CURVE_SERVER, 1)
                 self._router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
                 self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            self._entry: Entry | None = None
+            self._queue: AcceptQueue | None = None
             if listen.startswith("ipc://"):
                 for user in (os.getuid(), 0):  # by the kernel's word, whatever the folder's mode has become
                     self._router.setsockopt(zmq.IPC_FILTER_UID, user)
-                self._entry = undo.enter_context(contextlib.closing(Entry(socket_path(listen), self._router, counters)))
+                self._queue = undo.enter_context(
+                    contextlib.closing(AcceptQueue(socket_path(listen), self._router, counters))
+                )
             else:
                 self._bind(listen)
-            self.address = self._front.address if self._front is not None else listen
+            self.address = self._filter.address if self._filter is not None else listen
             self._undo = undo.pop_all()
 
     def __repr__(self) -> str:
-        return f"<Door at {self.address}{', behind keys' if self._zap else ''}>"
+        return f"<PeerSocket at {self.address}{', behind keys' if self._zap else ''}>"
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -116,13 +118,13 @@ class Door:
     @property
     def fd(self) -> int:
         """To be polled, too: who connects waits for `heed`. -1: nobody ever does."""
-        return self._entry.fd if self._entry is not None else -1
+        return self._queue.fd if self._queue is not None else -1
 
     def heed(self) -> bool:
-        """See `Entry.heed`."""
-        return self._entry is not None and self._entry.heed()
+        """See `AcceptQueue.heed`."""
+        return self._queue is not None and self._queue.heed()
 
-    def answer_gate(self, socket: object) -> bool:
+    def answer_zap(self, socket: object) -> bool:
         """Let in, or not, who waits before the keys; False: this is not the socket at which ZMQ asks."""
         if self._zap is None or socket is not self._zap:
             return False
@@ -143,7 +145,7 @@ class Door:
         self._counters["peers_denied"] += 1
         if who not in self._warned and len(self._warned) < _MAX_WARNED:
             self._warned.add(who)
-            known = self._front.newcomers()[:4] if self._front is not None else []
+            known = self._filter.newcomers()[:4] if self._filter is not None else []
             where = " or ".join(known) or address.decode("ascii", "replace")
             log.warning("%s at %s is not in the roster and was not let in", who, where)
         # 300: for now. After 400 ZMQ would never try again, though tomorrow the roster may have that key.
@@ -180,24 +182,24 @@ class Door:
             self._router.setsockopt(zmq.LINGER, linger_ms)
         self._undo.close()
 
-    def _new_front(self, listen: str, timeout_s: float, counters: Counter[str]) -> Front:
+    def _new_filter(self, listen: str, timeout_s: float, counters: Counter[str]) -> TcpFilter:
         host, port = tcp_endpoint(listen)
         try:
-            return Front(host, port, young_s=timeout_s, counters=counters)
+            return TcpFilter(host, port, young_s=timeout_s, counters=counters)
         except OSError as error:
             raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
 
     def _bind(self, listen: str) -> None:
-        assert self._front is not None
+        assert self._filter is not None
         mask = os.umask(0o177)
         try:
             self._router.setsockopt(zmq.BACKLOG, _BACKLOG)
-            self._router.bind(self._front.inner)
+            self._router.bind(self._filter.inner)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen for peers at {listen!r}: {error}") from error
         finally:
             os.umask(mask)
-        self._front.start()
+        self._filter.start()
 
 
 def limit(socket: zmq.Socket[bytes], timeout_s: float) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from pdx.node.desk import Desk
+from pdx.node.process_socket import ProcessSocket
 from pdx.security import descriptors
 from pdx.testing.waiting import wait_until
 
@@ -28,8 +28,8 @@ def counters():
 
 
 @pytest.fixture
-def desk(context, place, counters):
-    made = Desk(context, place / "node.sock", counters)
+def process_socket(context, place, counters):
+    made = ProcessSocket(context, place / "node.sock", counters)
     yield made
     made.close()
     assert not (place / "node.sock").exists()
@@ -48,50 +48,52 @@ def dial(place):
         yield connect
 
 
-def receive(desk):
-    return wait_until(lambda: desk.entry.heed() or desk.receive()).frames[0].bytes
+def receive(process_socket):
+    return wait_until(lambda: process_socket.queue.heed() or process_socket.receive()).frames[0].bytes
 
 
-def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(desk, dial, counters, monkeypatch):
+def test_while_descriptors_are_short_who_comes_waits_and_who_is_here_is_served(
+    process_socket, dial, counters, monkeypatch
+):
     first = dial()
     first.send(b"first")
-    assert receive(desk) == b"first"
+    assert receive(process_socket) == b"first"
     with monkeypatch.context() as short:
         short.setattr(descriptors, "left", lambda: 10)
-        desk.entry.heed()
-        desk.entry.heed()
+        process_socket.queue.heed()
+        process_socket.queue.heed()
         second = dial()
         second.send(b"second")
         for number in range(20):
             first.send(b"again")
-            assert receive(desk) == b"again", number
+            assert receive(process_socket) == b"again", number
         short.setattr(descriptors, "left", descriptors.reserve)
-        desk.entry.heed()
-        assert not desk.entry._is_open, "it opens when there are some more than it closes at"
-    desk.entry.heed()
-    assert receive(desk) == b"second"
+        process_socket.queue.heed()
+        assert not process_socket.queue._is_open, "it opens when there are some more than it closes at"
+    process_socket.queue.heed()
+    assert receive(process_socket) == b"second"
     assert counters["descriptors_short"] == 1
 
 
-def test_a_connection_wakes_whoever_polls(desk, dial, monkeypatch):
+def test_a_connection_wakes_whoever_polls(process_socket, dial, monkeypatch):
     dealer = dial()
     dealer.send(b"x")
-    assert receive(desk) == b"x"
-    assert not select.select([desk.entry.fd], [], [], 0)[0], "ZMQ took it"
+    assert receive(process_socket) == b"x"
+    assert not select.select([process_socket.queue.fd], [], [], 0)[0], "ZMQ took it"
     with monkeypatch.context() as short:
         short.setattr(descriptors, "left", lambda: 0)
-        desk.entry.heed()
+        process_socket.queue.heed()
         second = dial()
-        wait_until(lambda: select.select([desk.entry.fd], [], [], 0)[0])
-        desk.entry.heed()
-        assert not select.select([desk.entry.fd], [], [], 0)[0], "it was turned away"
+        wait_until(lambda: select.select([process_socket.queue.fd], [], [], 0)[0])
+        process_socket.queue.heed()
+        assert not select.select([process_socket.queue.fd], [], [], 0)[0], "it was turned away"
         second.close()
 
 
-def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(desk, dial, place):
+def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(process_socket, dial, place):
     known = dial()
     known.send(b"known")
-    assert receive(desk) == b"known"
+    assert receive(process_socket) == b"known"
     with contextlib.ExitStack() as undo:
         for _ in range(20):
             stranger = undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -99,14 +101,14 @@ def test_zmq_takes_nobody_whom_the_control_loop_has_not_let_in(desk, dial, place
         before = descriptors.left()
         for number in range(20):  # all the time the thread of ZMQ works
             known.send(b"again")
-            assert wait_until(desk.receive).frames[0].bytes == b"again", number
+            assert wait_until(process_socket.receive).frames[0].bytes == b"again", number
         assert descriptors.left() == before
-        assert select.select([desk.entry.fd], [], [], 0)[0]
-        desk.entry.heed()
-        wait_until(lambda: desk.entry.heed() or descriptors.left() == before - 20)
+        assert select.select([process_socket.queue.fd], [], [], 0)[0]
+        process_socket.queue.heed()
+        wait_until(lambda: process_socket.queue.heed() or descriptors.left() == before - 20)
 
 
-def test_who_waits_beyond_the_queue_tries_again(desk, place):
+def test_who_waits_beyond_the_queue_tries_again(process_socket, place):
     with contextlib.ExitStack() as undo:
         waiting = 0
         while True:
@@ -120,15 +122,15 @@ def test_who_waits_beyond_the_queue_tries_again(desk, place):
         assert waiting <= descriptors.reserve() // 4 + 1
 
 
-def test_a_path_that_cannot_be_renewed_turns_away_who_waits(desk, dial, monkeypatch):
+def test_a_path_that_cannot_be_renewed_turns_away_who_waits(process_socket, dial, monkeypatch):
     dealer = dial()
     dealer.send(b"x")
-    wait_until(lambda: select.select([desk.entry.fd], [], [], 0)[0])
+    wait_until(lambda: select.select([process_socket.queue.fd], [], [], 0)[0])
     with monkeypatch.context() as full:
         full.setattr(Path, "rename", no_space)
         with pytest.raises(OSError, match="no space"):
-            desk.entry.heed()
-    assert receive(desk) == b"x"
+            process_socket.queue.heed()
+    assert receive(process_socket) == b"x"
 
 
 def no_space(*_):

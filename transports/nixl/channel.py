@@ -14,11 +14,11 @@ from msgspec import Meta
 
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted
 from pdx.transports.channel import MAX_DETAIL_BYTES, Channel, Offset, Piece, RemoteRegion, Transfer, check_write
-from pdx.transports.nixl_agent import Place
-from pdx.transports.onesided import BYE, HELLO, WRITE, compose, this_process
+from pdx.transports.nixl.agent import Place
+from pdx.transports.nixl.onesided import BYE, HELLO, WRITE, compose, this_process
 
 if TYPE_CHECKING:
-    from pdx.transports.nixl import NixlRegion
+    from pdx.transports.nixl.region import NixlRegion
 
 
 LOOK_S = 0.0002  # between two looks after transfers while there are some

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from pdx.proxy.engines import MAX_NODES
 from pdx.proxy.plan import Mode, Route
-from pdx.proxy.roster import MAX_NODES
 from pdx.telemetry.timeline import Moment, breakdown
 from pdx.wire.messages import MarkReport, NodeReport
 
@@ -17,7 +17,7 @@ MAX_MOMENTS = 4096  # per transfer; what nodes say is bounded here too
 
 
 class Timeline(msgspec.Struct):
-    """One transfer. Only the request that owns it and `Ledger.merge` change it."""
+    """One transfer. Only the request that owns it and `Timelines.merge` change it."""
 
     transfer: str
     route: Route
@@ -47,7 +47,7 @@ class Timeline(msgspec.Struct):
         }
 
 
-class Ledger:
+class Timelines:
     """The `keep` youngest timelines, by transfer id."""
 
     def __init__(self, *, keep: int) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports.channel import Piece, Region, RemoteRegion, merged
-from pdx.transports.frames import (
+from pdx.transports.sessions import SessionListener, WriteSession
+from pdx.transports.streams.frames import (
     GREETING_BYTES,
     HEAD_BYTES,
     OK,
@@ -35,8 +36,7 @@ from pdx.transports.frames import (
     unpack_greeting,
     unpack_head,
 )
-from pdx.transports.sessions import Session, SessionListener
-from pdx.transports.streams import fill, shut
+from pdx.transports.streams.sockets import fill, shut
 
 MAX_STRANGERS = 64  # at once
 MAX_STRANGERS_OF_AN_ORIGIN = 16  # so that those of one host do not drive out those of others
@@ -61,18 +61,13 @@ class StreamListener(SessionListener):
         self._lock = threading.Lock()
         self._streams: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, object] = {}  # with their origins, in the order they came
-        self._joined: dict[Session, set[socket.socket]] = {}
+        self._joined: dict[WriteSession, set[socket.socket]] = {}
         self.faults: Counter[str] = Counter()  # what was wrong with streams, by kind
         self._acceptor = threading.Thread(target=self._accept, name=f"pdx-{self.scheme}-accept", daemon=True)
         self._acceptor.start()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._streams)} streams, {len(self._joined)} sessions>"
-
-    @property
-    def strangers(self) -> int:
-        """Connections that have not greeted yet."""
-        return len(self._strangers)
 
     @abstractmethod
     def _meet(self, stream: socket.socket, address: Any) -> object:
@@ -91,7 +86,7 @@ class StreamListener(SessionListener):
         """
 
     @abstractmethod
-    def _land(self, stream: socket.socket, luggage: Any, pieces: list[Piece]) -> None:
+    def _land(self, stream: socket.socket, source: Any, pieces: list[Piece]) -> None:
         """Bring the payload of these pieces, all of which may land, into memory. Nothing lands when this has returned
         or raised.
 
@@ -177,16 +172,16 @@ class StreamListener(SessionListener):
     def _serve(self, stream: socket.socket) -> None:
         """The root of the thread of one stream."""
         is_greeted = False
-        luggage: Any = None
-        session: Session | None = None
+        source: Any = None
+        session: WriteSession | None = None
         try:
             session = self._greeted(stream)
             if session is not None:
-                luggage = self._admit(stream)
+                source = self._admit(stream)
                 stream.sendall(pack_answer(OK))
                 is_greeted = True
                 stream.settimeout(None)
-                self._receive(stream, session, luggage)
+                self._receive(stream, session, source)
         except ProtocolError as error:
             self._fault("frame" if is_greeted else "greeting", error)
         except OSError as error:
@@ -198,8 +193,8 @@ class StreamListener(SessionListener):
         except ChannelBroken as error:
             self._fault("broken", error)
         finally:
-            if luggage is not None:
-                luggage.close()
+            if source is not None:
+                source.close()
             with self._lock:
                 stream.close()
                 self._streams.pop(stream, None)
@@ -209,7 +204,7 @@ class StreamListener(SessionListener):
                     if not self._joined[session]:
                         del self._joined[session]
 
-    def _greeted(self, stream: socket.socket) -> Session | None:
+    def _greeted(self, stream: socket.socket) -> WriteSession | None:
         """The session that this stream belongs to from now on; None if it may not."""
         packed = bytearray(GREETING_BYTES)
         if not fill(stream, packed, deadline=time.monotonic() + GREETING_S):
@@ -227,7 +222,7 @@ class StreamListener(SessionListener):
         stream.sendall(pack_answer(UNKNOWN))
         return None
 
-    def _receive(self, stream: socket.socket, session: Session, luggage: Any) -> None:
+    def _receive(self, stream: socket.socket, session: WriteSession, source: Any) -> None:
         head_bytes = bytearray(HEAD_BYTES)
         number = 0
         # A writer whose notifications are not taken is not read from: it fills the kernel's buffers.
@@ -236,11 +231,11 @@ class StreamListener(SessionListener):
             if head.number != number:
                 raise ProtocolError(f"write {head.number} came where write {number} was to come")
             body = unpack_body(inline_body(head, head_bytes) or _body(stream, head))
-            is_landed = self._take_write(stream, session, luggage, body)
+            is_landed = self._take_write(stream, session, source, body)
             stream.sendall(pack_ack(Ack(number, OK if is_landed else REFUSED)))
             number += 1
 
-    def _take_write(self, stream: socket.socket, session: Session, luggage: Any, body: Body) -> bool:
+    def _take_write(self, stream: socket.socket, session: WriteSession, source: Any, body: Body) -> bool:
         """The whole write is checked before a byte of it lands. False: refused."""
         entered = self._sessions.enter(session, body.pieces)
         if entered is None:
@@ -248,7 +243,7 @@ class StreamListener(SessionListener):
             self._fault("refused", "a write that is not inside granted spans")
             return False
         try:
-            self._land(stream, luggage, merged(body.pieces))
+            self._land(stream, source, merged(body.pieces))
         except BaseException:
             self._sessions.leave(session, entered)
             raise

@@ -6,8 +6,9 @@ completed, and a completed request has been flushed: its bytes are in the remote
 
 Memory of a GPU is registered as such, where NIXL's UCX is one with CUDA; either side of a write may be a GPU's.
 
-Writes are one-sided: the receiver's processor sees none of them and cannot refuse any. Expelling a session closes its
-mouth, not its hands. Memory comes free when its writers have said goodbye or were processes of this host that are gone.
+Writes are one-sided: the receiver's processor sees none of them and cannot refuse any. An expelled session is not heard
+any more; its writes may still land. Memory comes free when its writers have said goodbye or were processes of this host
+that are gone.
 
 UCX has no authentication: whoever reaches its port may write to this process (docs/adr/0018-nixl-and-ucx.md).
 """
@@ -23,11 +24,11 @@ from typing import ClassVar
 import msgspec
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable
-from pdx.transports import nixl_agent
 from pdx.transports.channel import Availability, Memory, Notification, Region, RemoteRegion
-from pdx.transports.nixl_agent import NixlAgent
-from pdx.transports.nixl_channel import LOOK_S, NixlChannel, NixlDetail, NixlPeer
-from pdx.transports.onesided import Ledger
+from pdx.transports.nixl import agent as nixl_agent
+from pdx.transports.nixl.agent import NixlAgent
+from pdx.transports.nixl.channel import LOOK_S, NixlChannel, NixlDetail, NixlPeer
+from pdx.transports.nixl.onesided import Ledger
 from pdx.transports.sealed import seal, unseal
 from pdx.transports.sessions import SessionListener
 
@@ -108,8 +109,8 @@ class NixlRegion(Region):
         self._has_ended = False
         # NIXL tells nobody when a transfer is over, and sends notifications only when it is asked.
         self._has_transfers = threading.Event()
-        self._lookout = threading.Thread(target=self._look, name="pdx-nixl", daemon=True)
-        self._lookout.start()
+        self._thread = threading.Thread(target=self._look, name="pdx-nixl", daemon=True)
+        self._thread.start()
 
     @classmethod
     def availability(cls) -> Availability:
@@ -184,7 +185,7 @@ class NixlRegion(Region):
             self._closing.clear()
             self._peers.clear()
         self._has_transfers.set()
-        self._lookout.join()
+        self._thread.join()
         self.agent.close()
 
     def _look(self) -> None:

@@ -27,7 +27,7 @@ MAX_YOUNG = 512  # connections that may still turn out to be nobody's
 MAX_YOUNG_OF_ADDRESS = 64
 MAX_CONNECTIONS = 2048
 SILENT_S = 2.0  # one that has not begun to speak ZMQ by then is closed
-FAREWELL_S = 0.5  # what ZMQ sends while it ends has so long to leave
+LINGER_S = 0.5  # what ZMQ sends while it ends has so long to leave
 _GREETING_BYTES = 10
 _PIECE_BYTES = 1 << 16
 _BACKLOG = 1024  # a flood waits here, and honest peers among it: who finds no place waits for seconds
@@ -87,7 +87,7 @@ class _Connection:
         return (select.EPOLLIN if reads else 0) | (select.EPOLLOUT if write.pending else 0)
 
 
-class Front:
+class TcpFilter:
     """A listening TCP socket and the thread that serves it, from `start` to `close`."""
 
     def __init__(
@@ -119,8 +119,8 @@ class Front:
         self._rests_until: float | None = None  # no connection is taken before
         self._target = -1
         self._is_closing = False
-        self._deaf = threading.Event()  # nobody listens any more
-        self._folder = tempfile.TemporaryDirectory(prefix="pdx-front-")
+        self._has_unbound = threading.Event()  # nobody listens any more
+        self._folder = tempfile.TemporaryDirectory(prefix="pdx-tcp-filter-")
         self.inner = f"ipc://{self._folder.name}/zmq"  # to be bound before `start`
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -135,7 +135,7 @@ class Front:
         self._listener.setblocking(False)
         bound = self._listener.getsockname()
         self.address = f"tcp://[{bound[0]}]:{bound[1]}" if ":" in host else f"tcp://{bound[0]}:{bound[1]}"
-        self._thread = threading.Thread(target=self._run, name="pdx-front")
+        self._thread = threading.Thread(target=self._run, name="pdx-tcp-filter")
 
     def start(self) -> None:
         """Take connections. What is bound at `inner` has no name any more from now on: nobody else finds it."""
@@ -150,14 +150,14 @@ class Front:
         return sorted(self._young)
 
     def close(self) -> None:
-        """Listen no longer; what ZMQ still has to say has FAREWELL_S to leave, in the background. Idempotent."""
+        """Listen no longer; what ZMQ still has to say has LINGER_S to leave, in the background. Idempotent."""
         self._is_closing = True
         if self._thread.ident is None:
             self._release()
-        elif not self._deaf.is_set():
+        elif not self._has_unbound.is_set():
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._wake, 1)
-            self._deaf.wait()
+            self._has_unbound.wait()
 
     # ---- the thread -------------------------------------------------------------------------
 
@@ -166,15 +166,15 @@ class Front:
             while not self._is_closing:
                 self._round()
             self._listener.close()
-            self._deaf.set()
-            deadline = time.monotonic() + FAREWELL_S
+            self._has_unbound.set()
+            deadline = time.monotonic() + LINGER_S
             while self._connections and time.monotonic() < deadline:
                 self._round()
         except Exception:
             log.exception("the TCP port for peers is closed by an internal error")
             self._counters["internal_errors"] += 1
         finally:
-            self._deaf.set()
+            self._has_unbound.set()
             for connection in set(self._connections.values()):
                 self._end(connection)
             self._release()

@@ -18,7 +18,7 @@ from pdx.security.address import base_url, is_wildcard, url_host
 from pdx.wire.messages import EngineFacts, EngineReport, NodeReport, PeerEntry
 
 MAX_NODES = 1024
-MAX_LIVES = 2  # of one name at a time: that of a node which was started again, and the one before
+MAX_EPOCHS = 2  # of one name at a time: that of a node which was started again, and the one before
 MAX_ENGINES = 1024  # that nodes have reported
 MAX_ENGINES_OF_NODE = 64
 FORGET_S = 300.0  # an engine that no node reports is forgotten when it has not answered for so long
@@ -37,7 +37,7 @@ class Engine(msgspec.Struct, frozen=True):
     facts: EngineFacts | None = None  # None: nobody tells
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class DroppedReport(msgspec.Struct, frozen=True):
     """Something that a node said and that is not believed; `reason` is for counting."""
 
     reason: str
@@ -66,7 +66,7 @@ class _View(msgspec.Struct, frozen=True):
     places: Counter[str]  # that each node's engines take
 
 
-class Roster:
+class Engines:
     """The engines; every method is cheap and must be called from one thread."""
 
     def __init__(
@@ -85,51 +85,51 @@ class Roster:
         self._health = health
         self._clock = clock
         # A restarted node has a new epoch. Its engines take a moment to attach again and are not detached
-        # meanwhile: the old epoch vouches for them until its heartbeat runs out.
+        # meanwhile: the old epoch's report holds for them until its heartbeat runs out.
         self._nodes: dict[tuple[str, int], _Node] = {}
-        self._lives: dict[str, list[tuple[str, int]]] = {}  # the keys of `_nodes` by name
+        self._epochs: dict[str, list[tuple[str, int]]] = {}  # the keys of `_nodes` by name
         self._last_reports: dict[str, _Last] = {}  # by URL
         self._view: _View | None = None
 
     def __repr__(self) -> str:
-        return f"Roster({len(self._named)} named engines, {len(self._nodes)} nodes)"
+        return f"Engines({len(self._named)} named engines, {len(self._nodes)} nodes)"
 
-    def screen(self, report: NodeReport) -> tuple[NodeReport | None, list[Refusal]]:
+    def screen(self, report: NodeReport) -> tuple[NodeReport | None, list[DroppedReport]]:
         """What of a report to believe, None: nothing, and what not. `report` takes in what is believed.
 
         A URL has one owner, the node that reported it first, as long as that one is heard of and says so.
         """
-        lives = self._lives.get(report.node, [])
-        if not lives and len(self._lives) >= MAX_NODES:
+        epochs = self._epochs.get(report.node, [])
+        if not epochs and len(self._epochs) >= MAX_NODES:
             text = f"a report of node {report.node!r} is dropped: there are {MAX_NODES} others"
-            return None, [Refusal("nodes", text)]
-        if (report.node, report.epoch) not in lives and not self._may_begin(lives):
-            text = f"a report of node {report.node!r} is dropped: {MAX_LIVES} other nodes report under that name"
-            return None, [Refusal("lives", text)]
+            return None, [DroppedReport("nodes", text)]
+        if (report.node, report.epoch) not in epochs and not self._may_begin(epochs):
+            text = f"a report of node {report.node!r} is dropped: {MAX_EPOCHS} other nodes report under that name"
+            return None, [DroppedReport("epochs", text)]
         view = self._viewed()
         places = MAX_ENGINES - len(self._last_reports)
         own = MAX_ENGINES_OF_NODE - view.places[report.node]
         engines: dict[str, EngineReport] = {}
-        refusals: list[Refusal] = []
+        dropped: list[DroppedReport] = []
         for engine in report.engines:
-            refusal = _unroutable(report.node, engine)
-            url = base_url(engine.url) if refusal is None else ""
-            refusal = refusal or _owned(report.node, url, view.reported)
+            drop = _unroutable(report.node, engine)
+            url = base_url(engine.url) if drop is None else ""
+            drop = drop or _owned(report.node, url, view.reported)
             is_new = url not in self._last_reports and url not in engines
-            if refusal is None and is_new and min(places, own) <= 0:
+            if drop is None and is_new and min(places, own) <= 0:
                 text = f"engine {engine.engine!r} of node {report.node!r} gets no requests: there are too many"
-                refusal = Refusal("engines", text)
-            if refusal is None:
+                drop = DroppedReport("engines", text)
+            if drop is None:
                 engines[url] = engine
                 places, own = places - is_new, own - is_new
             else:
-                refusals.append(refusal)
-        return msgspec.structs.replace(report, engines=list(engines.values())), refusals
+                dropped.append(drop)
+        return msgspec.structs.replace(report, engines=list(engines.values())), dropped
 
-    def _may_begin(self, lives: Sequence[tuple[str, int]]) -> bool:
-        """Whether a name with these lives may have another one: of those that are silent, none counts."""
+    def _may_begin(self, epochs: Sequence[tuple[str, int]]) -> bool:
+        """Whether a name with these epochs may have another one: of those that are silent, none counts."""
         oldest = self._oldest()
-        return sum(self._nodes[key].seen_at >= oldest for key in lives) < MAX_LIVES
+        return sum(self._nodes[key].seen_at >= oldest for key in epochs) < MAX_EPOCHS
 
     def report(self, report: NodeReport) -> frozenset[str]:
         """Take in a node's word, of which `screen` left what is believed; the URLs of engines it no longer has and
@@ -139,7 +139,7 @@ class Roster:
         before = known.engines if known is not None else {}
         engines = {base_url(engine.url): engine for engine in report.engines}
         if known is None:
-            self._lives.setdefault(report.node, []).append(key)
+            self._epochs.setdefault(report.node, []).append(key)
         is_news = known is None or known.seen_at < self._oldest() or before.keys() != engines.keys()
         if is_news or not all(self._is_said(report.node, url, engine) for url, engine in engines.items()):
             self._view = None
@@ -175,16 +175,16 @@ class Roster:
         self._health.keep({*self._named, *self._last_reports})
         return self._detached(gone)
 
-    def engines(self) -> list[Engine]:
+    def all(self) -> list[Engine]:
         """All engines that may serve."""
         return self._viewed().engines.copy()
 
     def _pop(self, key: tuple[str, int]) -> _Node:
         self._view = None
-        lives = self._lives[key[0]]
-        lives.remove(key)
-        if not lives:
-            del self._lives[key[0]]
+        epochs = self._epochs[key[0]]
+        epochs.remove(key)
+        if not epochs:
+            del self._epochs[key[0]]
         return self._nodes.pop(key)
 
     def _detached(self, urls: Iterable[str]) -> frozenset[str]:
@@ -251,7 +251,7 @@ def _lasting(engine: EngineReport) -> tuple[object, ...]:
     return (engine.engine, engine.role, engine.facts)
 
 
-def _unroutable(node: str, engine: EngineReport) -> Refusal | None:
+def _unroutable(node: str, engine: EngineReport) -> DroppedReport | None:
     """An engine whose URL is missing or odd is attached to its node but cannot be asked anything."""
     try:
         if not is_wildcard(url_host(base_url(engine.url))):
@@ -260,12 +260,12 @@ def _unroutable(node: str, engine: EngineReport) -> Refusal | None:
     except ConfigError as error:
         why = str(error) if engine.url else "it told no URL"
     text = f"engine {engine.engine!r} of node {node!r} gets no requests: {why}; see `pdx serve --url`"
-    return Refusal("unroutable", text)
+    return DroppedReport("unroutable", text)
 
 
-def _owned(node: str, url: str, reported: Mapping[str, str]) -> Refusal | None:
+def _owned(node: str, url: str, reported: Mapping[str, str]) -> DroppedReport | None:
     owner = reported.get(url, node)
     if owner == node:
         return None
     text = f"node {node!r} names the engine at {url}, which is not believed: it is one of node {owner!r}"
-    return Refusal("owned", text)
+    return DroppedReport("owned", text)

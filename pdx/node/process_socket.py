@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from pdx.security.entry import Entry
+from pdx.security.accept_queue import AcceptQueue
 from pdx.wire.messages import MAX_FRAME_BYTES
 
 
@@ -28,7 +28,7 @@ class Delivery(msgspec.Struct, frozen=True):
             return 0
 
 
-class Desk:
+class ProcessSocket:
     """A bound ROUTER. Open from construction to `close`, which removes the path. One thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path, counters: Counter[str]) -> None:
@@ -41,7 +41,7 @@ class Desk:
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that does not fit is told, not dropped
-            self.entry = undo.enter_context(contextlib.closing(Entry(path, self.socket, counters)))
+            self.queue = undo.enter_context(contextlib.closing(AcceptQueue(path, self.socket, counters)))
             self._undo = undo.pop_all()
 
     def receive(self) -> Delivery | None:

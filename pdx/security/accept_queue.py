@@ -25,10 +25,10 @@ from pdx.security import descriptors
 log = logging.getLogger(__name__)
 
 _MOST_WAITING = 128
-_PATIENCE_S = 0.02  # that one call gives ZMQ's thread; what it has not taken by then it takes at the next call
+_TIMEOUT_S = 0.02  # that one call gives ZMQ's thread; what it has not taken by then it takes at the next call
 
 
-class Entry:
+class AcceptQueue:
     """The path, from construction to `close`, which removes it. One thread; no call waits much longer than 20 ms."""
 
     def __init__(self, path: Path, router: zmq.Socket[bytes], counters: Counter[str]) -> None:
@@ -43,20 +43,20 @@ class Entry:
         with contextlib.ExitStack() as undo:
             undo.callback(path.unlink, missing_ok=True)
             try:
-                # ZMQ watches the bell, and takes connections from whatever `_handed` means when it rings.
-                self._bell = undo.enter_context(self._listen())
-                self._bell_at = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
-                undo.callback(os.close, self._bell_at)
+                # ZMQ watches this one, and takes connections from whatever `_handed` means when one comes here.
+                self._watched = undo.enter_context(self._listen())
+                self._watched_at = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+                undo.callback(os.close, self._watched_at)
                 self._listening = undo.enter_context(self._listen())
             except OSError as error:
                 raise ConfigError(f"cannot listen at {path}: {error}") from error
             self.fd = self._listening.fileno()
-            self._handed = os.dup(self._bell.fileno())
+            self._handed = os.dup(self._watched.fileno())
             router.setsockopt(zmq.USE_FD, self._handed)
             router.bind(f"ipc://{path}")
-            undo.callback(os.dup2, self._bell.fileno(), self._handed, inheritable=False)  # what ZMQ lets go of
-            with self._ringing():  # ZMQ's thread may begin to watch after `bind` has returned
-                while _is_waited_for(self._bell):
+            undo.callback(os.dup2, self._watched.fileno(), self._handed, inheritable=False)  # what ZMQ lets go of
+            with self._waking():  # ZMQ's thread may begin to watch after `bind` has returned
+                while _is_waited_for(self._watched):
                     time.sleep(0.0001)
             self._undo = undo.pop_all()
 
@@ -116,8 +116,8 @@ class Entry:
     def _is_taken(self, queue: socket.socket) -> bool:
         """Have ZMQ take these; whether it has taken all of them."""
         os.dup2(queue.fileno(), self._handed, inheritable=False)
-        deadline = time.monotonic() + _PATIENCE_S
-        with self._ringing():
+        deadline = time.monotonic() + _TIMEOUT_S
+        with self._waking():
             while _is_waited_for(queue):
                 if time.monotonic() >= deadline:
                     return False
@@ -125,15 +125,15 @@ class Entry:
         return True
 
     @contextlib.contextmanager
-    def _ringing(self) -> Iterator[None]:
+    def _waking(self) -> Iterator[None]:
         """Meanwhile ZMQ takes connections from `_handed`."""
-        with socket.socket(socket.AF_UNIX) as ring:
-            ring.connect(f"/proc/self/fd/{self._bell_at}")
+        with socket.socket(socket.AF_UNIX) as waker:
+            waker.connect(f"/proc/self/fd/{self._watched_at}")
             try:
                 yield
             finally:
-                with contextlib.suppress(BlockingIOError):  # ZMQ has taken it, where it was handed the bell itself
-                    self._bell.accept()[0].close()
+                with contextlib.suppress(BlockingIOError):  # ZMQ has taken it, where `_handed` means the watched one
+                    self._watched.accept()[0].close()
 
     def _look_at_descriptors(self) -> None:
         left, reserve = descriptors.left(), descriptors.reserve()

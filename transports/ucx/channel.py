@@ -12,8 +12,8 @@ import msgspec
 
 from pdx.errors import ChannelBroken, ChannelError, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Piece, RemoteRegion, Transfer, check_write, merged
-from pdx.transports.ucx_engine import Endpoint
-from pdx.transports.ucx_messages import (
+from pdx.transports.ucx.engine import Endpoint
+from pdx.transports.ucx.messages import (
     CONTROL_TAG,
     OK,
     REFUSED,
@@ -26,7 +26,7 @@ from pdx.transports.ucx_messages import (
 )
 
 if TYPE_CHECKING:
-    from pdx.transports.ucx import UcxRegion
+    from pdx.transports.ucx.region import UcxRegion
 
 GRACE_S = 1.5  # for what is under way to end by itself before an endpoint is closed by force
 _CLOSE_S = 4.0  # longer than force needs

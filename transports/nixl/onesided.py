@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from pdx.telemetry.host import host_id, process_stat
 from pdx.transports.channel import TOKEN_BYTES
-from pdx.transports.sessions import Session, Sessions
+from pdx.transports.sessions import WriteSession, WriteSessions
 
 HELLO, WRITE, BYE = range(3)
 NAME_BYTES = 8
@@ -63,7 +63,7 @@ def compose(token: bytes, kind: int, name: bytes, payload: bytes) -> bytes:
     return _HEAD.pack(token, kind, name) + payload
 
 
-class _Session(Session):
+class _Session(WriteSession):
     def __init__(self, token: bytes) -> None:
         super().__init__(token)
         self.connections: dict[bytes, Process | None] = {}
@@ -83,7 +83,7 @@ class _Session(Session):
         return all(process is not None and process.is_gone for process in self.connections.values())
 
 
-class Ledger(Sessions):
+class Ledger(WriteSessions):
     """Sessions whose writes nobody sees, over a region of `nbytes`. Any thread may use it.
 
     One that was expelled stays, with its spans, as long as its writers may still write to them. It goes when it is
@@ -121,7 +121,7 @@ class Ledger(Sessions):
                 self._expelled[each] = None  # the others first
         return _Session(token)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: WriteSession) -> None:
         session.is_open = False
         if not session.granted:
             del self._sessions[session.token]
@@ -159,7 +159,7 @@ class Ledger(Sessions):
         session.was_heard = True
         return True
 
-    def _has_room(self, session: Session) -> bool:
+    def _has_room(self, session: WriteSession) -> bool:
         """What its writer says comes whether there is room or not."""
         if session.has_room:
             return True

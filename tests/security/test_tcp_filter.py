@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 
 from pdx.security import descriptors
-from pdx.security import front as module
-from pdx.security.front import MAX_YOUNG_OF_ADDRESS, SILENT_S, Front
+from pdx.security import tcp_filter as module
+from pdx.security.tcp_filter import MAX_YOUNG_OF_ADDRESS, SILENT_S, TcpFilter
 from pdx.testing.waiting import wait_until
 
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"
@@ -19,26 +19,26 @@ YOUNG_S = 5.0
 
 
 class Bed:
-    """A front, and in the place of ZMQ a socket that takes what is passed on."""
+    """A filter, and in the place of ZMQ a socket that takes what is passed on."""
 
     def __init__(self):
         self.now = 1000.0
         self.counters = Counter()
         self.undo = contextlib.ExitStack()
-        self.front = Front("127.0.0.1", 0, young_s=YOUNG_S, counters=self.counters, clock=lambda: self.now)
+        self.filter = TcpFilter("127.0.0.1", 0, young_s=YOUNG_S, counters=self.counters, clock=lambda: self.now)
         self.zmq = self.undo.enter_context(socket.socket(socket.AF_UNIX))
-        self.zmq.bind(self.front.inner.removeprefix("ipc://"))
+        self.zmq.bind(self.filter.inner.removeprefix("ipc://"))
         self.zmq.listen(128)
         self.zmq.settimeout(20)
         self.undo.callback(self._close)
-        self.front.start()
+        self.filter.start()
 
     def _close(self):
-        self.front.close()
-        self.front._thread.join()
+        self.filter.close()
+        self.filter._thread.join()
 
     def dial(self, source="127.0.0.1"):
-        host, _, port = self.front.address.removeprefix("tcp://").rpartition(":")
+        host, _, port = self.filter.address.removeprefix("tcp://").rpartition(":")
         return self.undo.enter_context(socket.create_connection((host, int(port)), 20, (source, 0)))
 
     def accept(self):
@@ -63,7 +63,7 @@ class Bed:
 
 @pytest.fixture
 def bed(monkeypatch):
-    """Its clock stands still, so its front does not pause between connections."""
+    """Its clock stands still, so its filter does not pause between connections."""
     monkeypatch.setattr(module, "_PACE_S", 0.0)
     made = Bed()
     yield made
@@ -107,13 +107,13 @@ def test_a_side_that_does_not_read_is_waited_for_and_nothing_is_lost(bed):
     data = os.urandom(1 << 20) * 8
     outer.setblocking(False)
     sent, stuck = 0, 0
-    while stuck < 20:  # both sockets and the front are full
+    while stuck < 20:  # both sockets and the filter are full
         try:
             sent += outer.send(data[sent : sent + 65_536])
             stuck = 0
         except BlockingIOError:
             stuck += 1
-            inner_is_waiting = bed.front._connections
+            inner_is_waiting = bed.filter._connections
             assert inner_is_waiting
             outer.setblocking(True)
             outer.settimeout(0.01)
@@ -134,7 +134,7 @@ def test_an_end_is_passed_on_after_what_was_said_before(bed):
     inner.close()
     assert read(outer, 8000) == b"refused" * 1000
     wait_until(lambda: is_closed(outer))
-    wait_until(lambda: not bed.front._connections)
+    wait_until(lambda: not bed.filter._connections)
 
 
 def test_what_does_not_speak_zmq_is_closed_and_never_seen_by_it(bed):
@@ -151,7 +151,7 @@ def test_who_says_nothing_is_closed_and_who_was_passed_on_is_not(bed):
     wait_until(lambda: is_closed(stranger))
     assert bed.counters["strangers_dropped"] == 1
     bed.now += 100 * YOUNG_S
-    wait_until(lambda: not bed.front.newcomers())
+    wait_until(lambda: not bed.filter.newcomers())
     outer.sendall(b"still here")
     assert read(inner, 10) == b"still here"
 
@@ -170,7 +170,7 @@ def test_of_one_address_the_oldest_that_said_nothing_goes(bed):
 
 
 def test_a_flood_from_many_addresses_keeps_nobody_out(bed):
-    bed.front._max_young = 32
+    bed.filter._max_young = 32
     flood = [bed.dial(f"127.0.1.{number}") for number in range(1, 33)]
     crowd = [bed.dial("127.0.2.1") for _ in range(8)]
     outer, inner = bed.passed("127.0.3.1")
@@ -178,7 +178,7 @@ def test_a_flood_from_many_addresses_keeps_nobody_out(bed):
     assert read(inner, 6) == b"served"
     wait_until(lambda: bed.counters["strangers_dropped"] == 9)
     wait_until(lambda: sum(is_closed(one) for one in flood + crowd) == 9)
-    assert bed.front._num_young == 32
+    assert bed.filter._num_young == 32
 
 
 def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(bed, monkeypatch):
@@ -188,21 +188,21 @@ def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(bed, monk
     real, all_here = socket.socket.accept, threading.Event()
 
     def accept(listener):
-        assert listener is not bed.front._listener or all_here.wait(20)
+        assert listener is not bed.filter._listener or all_here.wait(20)
         return real(listener)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
     flood = [bed.dial() for _ in range(40)]
     all_here.set()
-    wait_until(lambda: bed.front._count == 1 + 16)
+    wait_until(lambda: bed.filter._count == 1 + 16)
     for _ in range(3):  # rounds in which nobody is taken
         outer.sendall(b"a")
         assert read(inner, 1) == b"a"
-    assert bed.front._count == 1 + 16
+    assert bed.filter._count == 1 + 16
 
     def are_taken():
         bed.now += 0.01
-        return bed.front._count == 1 + len(flood)
+        return bed.filter._count == 1 + len(flood)
 
     wait_until(are_taken)
     flood[-1].sendall(GREETING)
@@ -211,7 +211,7 @@ def test_under_a_flood_it_pauses_so_that_its_process_can_do_other_work(bed, monk
 
 def test_beyond_the_most_connections_new_ones_are_refused(bed):
     outer, inner = bed.passed()
-    bed.front._max_connections = 1
+    bed.filter._max_connections = 1
     refused = bed.dial()
     wait_until(lambda: is_closed(refused))
     outer.sendall(b"served")
@@ -230,7 +230,7 @@ def test_with_no_descriptor_at_all_it_rests_and_goes_on(bed, monkeypatch):
     real, failed = socket.socket.accept, []
 
     def accept(listener):
-        if listener is bed.front._listener and not failed:
+        if listener is bed.filter._listener and not failed:
             failed.append(1)
             raise OSError(24, "Too many open files")
         return real(listener)
@@ -256,14 +256,14 @@ def test_where_one_connection_cannot_be_served_the_others_are(bed, monkeypatch, 
         if call == "socket":
             patch.setattr(module, "socket", types.SimpleNamespace(**{**vars(socket), "socket": fail}))
         else:
-            epoll = bed.front._epoll
-            patch.setattr(bed.front, "_epoll", types.SimpleNamespace(poll=epoll.poll, register=fail))
+            epoll = bed.filter._epoll
+            patch.setattr(bed.filter, "_epoll", types.SimpleNamespace(poll=epoll.poll, register=fail))
         outer = bed.dial()
         outer.sendall(GREETING)
         wait_until(lambda: failed and is_closed(outer))
     assert bed.counters["strangers_dropped"] == 1
-    assert bed.front._count == 0
-    assert not bed.front._connections
+    assert bed.filter._count == 0
+    assert not bed.filter._connections
     again = bed.dial()
     again.sendall(GREETING)
     assert read(bed.accept(), 10) == GREETING
@@ -280,7 +280,7 @@ def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, mo
     with monkeypatch.context() as patch:
         if part == "_drop_oldest":
             patch.setattr(module, "MAX_YOUNG_OF_ADDRESS", 0)
-        patch.setattr(bed.front, part, fail)
+        patch.setattr(bed.filter, part, fail)
         outer = bed.dial()
         outer.sendall(GREETING)
         bed.now += 1
@@ -289,22 +289,22 @@ def test_an_internal_error_ends_one_connection_and_the_others_are_served(bed, mo
     if part == "_watch":  # it had been passed on
         bed.accept()
     if part != "_grow_up":
-        assert bed.front._count == 0
-        assert not bed.front._connections
+        assert bed.filter._count == 0
+        assert not bed.filter._connections
     again = bed.dial()
     again.sendall(GREETING)
     assert read(bed.accept(), 10) == GREETING
 
 
 def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(bed):
-    port = int(bed.front.address.rpartition(":")[2])
+    port = int(bed.filter.address.rpartition(":")[2])
     with pytest.raises(OSError, match="in use"):
-        Front("127.0.0.1", port, young_s=YOUNG_S, counters=Counter())
+        TcpFilter("127.0.0.1", port, young_s=YOUNG_S, counters=Counter())
 
 
 def test_few_places_where_few_files_may_be_open(monkeypatch):
     monkeypatch.setattr(descriptors, "limit", lambda: 256)
-    made = Front("127.0.0.1", 0, young_s=YOUNG_S, counters=Counter())
+    made = TcpFilter("127.0.0.1", 0, young_s=YOUNG_S, counters=Counter())
     assert 3 * made._max_connections <= 256 - descriptors.reserve()
     assert made._max_young <= made._max_connections
     made.close()
