@@ -12,6 +12,7 @@ import ctypes
 import logging
 import queue
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -149,8 +150,10 @@ class ArenaTier(Tier):
         if job.number in self._cancelled or self._is_closing:
             return TransferAborted("the copy was given up")
         views = [arena.data[:0] for arena in self._arenas if not arena.gpu]  # they keep the memory mapped, see `close`
+        job.start_ns = time.monotonic_ns()
         try:
             self._copy(job.parts)
+            job.end_ns = time.monotonic_ns()
         except PdxError as error:
             return error
         except Exception as error:  # the thread goes on with other jobs

@@ -125,6 +125,7 @@ class Daemon:
                     self._handovers.append(self._open_handover(number, arena))
                     undo.callback(self._handovers[-1].close)
             self._peers = self.service.peers
+            undo.callback(self.service.copies.close)
             undo.callback(self._peers.close)
             undo.callback(self.service.tiers.close)
             self.service.open_disk()

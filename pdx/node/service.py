@@ -31,6 +31,7 @@ from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults, counted
 from pdx.telemetry.timeline import Event
+from pdx.telemetry.trace import tracer_for
 from pdx.wire.messages import (
     MAX_SLOTS,
     RIGHTS,
@@ -86,7 +87,12 @@ class Service:
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock)
         self.transfers = Transfers(self.counters)
-        self.copies = Copies(self.store, group_bytes=config.group_bytes, counters=self.counters)
+        self.copies = Copies(
+            self.store,
+            group_bytes=config.group_bytes,
+            counters=self.counters,
+            tracer=tracer_for(config.trace, self.name),
+        )
         self.tiers = Tiers(
             self.store,
             self.copies,

@@ -32,8 +32,16 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Job, Tier
+from pdx.telemetry.trace import Lane, Tracer
 
 log = logging.getLogger("pdx.node")
+
+LANES = {
+    "peer_stored": Lane.WIRE,
+    "disk_stored": Lane.DISK_STORE,
+    "disk_loaded": Lane.DISK_LOAD,
+    "arenas_stored": Lane.ARENAS,
+}
 
 
 class Queue(msgspec.Struct):
@@ -50,10 +58,11 @@ class Queue(msgspec.Struct):
 class Copies:
     """All copies of a node. Owned by the control loop; the clock is a parameter."""
 
-    def __init__(self, store: Store, *, group_bytes: int, counters: Counter[str]) -> None:
+    def __init__(self, store: Store, *, group_bytes: int, counters: Counter[str], tracer: Tracer | None = None) -> None:
         self._store = store
         self._group_bytes = group_bytes
         self._counters = counters
+        self._tracer = tracer
         self._numbers = itertools.count(1)
         self._copies: dict[int, Copy] = {}
         self._deadlines: Deadlines[int] = Deadlines()
@@ -62,7 +71,7 @@ class Copies:
         self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
         self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
         self._may_give: set[str] = set()  # … and the tiers that may be given jobs
-        self.late_at: dict[str, float] = {}  # by tier: when a copy was last given up because it took too long
+        self.late_at: dict[str, float] = {}  # by tier: when a load was last given up because it took too long
         self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
 
     def __len__(self) -> int:
@@ -290,13 +299,16 @@ class Copies:
                 self._give_up(copy, CopyStep.CANCEL)
 
     def tick(self, now: float) -> None:
-        """Give up what is too late."""
+        """Give up what is too late; write what spans there are."""
+        if self._tracer is not None:
+            self._tracer.flush()
         for number in self._deadlines.take(now):
             copy = self._copies[number]
             if copy.state is CopyState.DRAINING and not copy.is_load:
                 continue
             self._counters["copies_late"] += 1
-            self.late_at[copy.tier.name] = now
+            if copy.is_load:
+                self.late_at[copy.tier.name] = now
             log.warning("%s is dropped: it was not over in time", repr(copy))
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
@@ -364,7 +376,7 @@ class Copies:
             copy.under_way -= 1
             if error is None:
                 copy.copied(job)
-                self._counters[f"{copy.tier.kind}_{'loaded' if copy.is_load else 'stored'}_bytes"] += job.nbytes
+                self._record(copy, job)
                 for part in job.parts if copy.is_load else ():
                     self.land(part.slot, part.first_layer, part.count)
             elif not copy.is_given_up:  # else it was aborted
@@ -373,11 +385,32 @@ class Copies:
                 self._counters["jobs_failed"] += 1
                 if copy.is_load:  # the others may be good
                     self.give_back([part.slot for part in job.parts])
-                elif copy.state is CopyState.RUNNING:
+                elif copy.state is CopyState.RUNNING and copy.priority < Priority.STORE:  # somebody waits for all of it
                     self._give_up(copy, CopyStep.CANCEL)
             if copy.state is CopyState.DRAINING:
                 self._drain(copy)
         self._forget_if_idle(tier)
+
+    def _record(self, copy: Copy, job: Job) -> None:
+        """Bytes, time and spans of what was moved, for tiers of every kind alike."""
+        what = f"{copy.tier.kind}_{'loaded' if copy.is_load else 'stored'}"
+        self._counters[f"{what}_bytes"] += job.nbytes
+        self._counters[f"{what}_ns"] += job.end_ns - job.start_ns
+        lane = LANES.get(what)
+        if self._tracer is None or lane is None or not job.end_ns or not self._tracer.is_on:
+            return
+        if lane is Lane.WIRE and job.transfer is None:
+            return  # nobody could tell what was pushed
+        nbytes: Counter[tuple[int, int]] = Counter()
+        for part in job.parts:
+            nbytes[part.first_layer, part.count] += part.span[1]
+        for (first, layers), moved in nbytes.items():  # one span for all chunks of which the job carried these layers
+            self._tracer.span(lane, job.transfer or "", first, layers, job.start_ns, job.end_ns, moved)
+
+    def close(self) -> None:
+        """Write the spans that are left. Idempotent."""
+        if self._tracer is not None:
+            self._tracer.close()
 
     def land(self, slot: Slot, first_layer: int, count: int) -> None:
         """A copy has filled these slices of a slot that is the node's own to fill; a chunk that is whole is sealed."""

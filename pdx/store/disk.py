@@ -473,7 +473,9 @@ class DiskTier(Tier):
         part = task.part
         path, arena = chunk_file.path_of(self._root, part.key, part.shard), self._arenas[part.slot.arena]
         copy = chunk_file.read if task.is_load else chunk_file.write
+        task.job.start_ns = time.monotonic_ns()
         copy(path, part, arena, lambda: task.is_cancelled or self._is_closing)
+        task.job.end_ns = time.monotonic_ns()
 
     def _scan(self) -> None:
         """Tell the control loop of all files from before."""

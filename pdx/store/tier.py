@@ -37,13 +37,19 @@ class Part(msgspec.Struct, frozen=True):
         return slice_span(self.slot.nbytes, self.layers, self.first_layer, self.count)
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One movement of bytes for the copy `number`: the smallest unit that is submitted, ends and fails."""
+class Job(msgspec.Struct, eq=False):
+    """One movement of bytes for the copy `number`: the smallest unit that is submitted, ends and fails.
+
+    The tier sets `start_ns` and `end_ns` (CLOCK_MONOTONIC) before it says that the job is over: from when to when bytes
+    were moved, without the wait for a thread; 0 where none were.
+    """
 
     number: int
     parts: Sequence[Part]
     nbytes: int
     transfer: str | None = None  # that the copy is part of
+    start_ns: int = 0
+    end_ns: int = 0
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from pdx.store.chunk import Chunk
@@ -55,7 +55,7 @@ class Tiers:
         self._counters = counters
         self._clock = clock
         # (shards, arenas) -> keys that are to be stored; it holds none of them
-        self._sealed: defaultdict[tuple[int, tuple[int, ...]], OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+        self._sealed: OrderedDict[tuple[int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
 
     # ---- storing ----------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Tiers:
         """Slices of these chunks were filled, or they are whole, or never will be."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.tail and self._next(chunk.arenas) is not None:
-                self._sealed[chunk.shards, tuple(chunk.arenas)][chunk.key] = None
+                self._sealed.setdefault((chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
 
     def _next(self, arenas: Sequence[int]) -> Tier | None:
         """Where chunks that are sealed in these arenas are stored."""
@@ -73,33 +73,38 @@ class Tiers:
 
     def turn(self) -> None:
         """Store what was sealed, as far as the tiers keep up. To be called after each turn of the control loop."""
-        for (shards, arenas), keys in self._sealed.items():
-            tier = self._next(arenas)
-            if keys and tier is not None and tier.takes_stores:
-                self._spill(tier, keys, shards, arenas)
+        full: set[Tier] = set()  # what waits for room there is not overtaken by others
+        for shards, arenas in list(self._sealed):
+            keys, tier = self._sealed[shards, arenas], self._next(arenas)
+            if keys and tier is not None and tier.takes_stores and tier not in full:
+                self._spill(tier, shards, arenas)
+                if keys:
+                    full.add(tier)
             while len(keys) > MAX_WAITING:
                 keys.popitem(last=False)
                 self._counters["stores_dropped"] += 1
 
-    def _spill(self, tier: Tier, keys: OrderedDict[bytes, None], shards: int, arenas: tuple[int, ...]) -> None:
+    def _spill(self, tier: Tier, shards: int, arenas: tuple[int, ...]) -> None:
+        keys = self._sealed[shards, arenas]
         most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * BACKLOG_SHARE)
-        left = most - self._copies.stored_bytes(tier.name)
+        held = self._copies.stored_bytes(tier.name)
         wanted: list[bytes] = []
-        while keys and left > 0:
+        while keys and held < most:
             key = next(iter(keys))
             chunks = self._store.known(key, shards, arenas)
             nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
-            if chunks is None or nbytes > most:  # it was evicted meanwhile, or would take too much of the memory
+            if chunks is None:  # it was evicted meanwhile
                 self._counters["stores_dropped"] += 1
-            elif nbytes > left:
+            elif held and held + nbytes > most:  # a chunk that is larger than that goes alone
                 break
             elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again
                 wanted.append(key)
-                left -= nbytes
+                held += nbytes
             del keys[key]
         if wanted:
             deadline = self._clock() + self._store_s
             self._copies.store(tier, wanted, shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
+            self._sealed.move_to_end((shards, arenas))  # the others come first next time
 
     def bring(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None) -> None:
         """Copy these chunks to the first arena, where peers are written from, slice by slice while they are filled."""

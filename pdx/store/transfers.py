@@ -137,7 +137,7 @@ class Transfers:
             return True
         if transfer.progress is Progress.GIVEN_UP:
             return False
-        transfer.pending.clear()
+        transfer.pending = set()
         transfer.offers = 0
         self._turn(transfer, Progress.GIVEN_UP)
         self._end_at(name, transfer, now + KEPT_S)
@@ -192,6 +192,7 @@ class Transfers:
     def _settle(self, name: str, transfer: Transfer, now: float) -> None:
         """It is complete as soon as nothing more is expected."""
         if not transfer.pending and not transfer.offers and transfer.progress is Progress.UNDER_WAY:
+            transfer.pending = set()  # an emptied set keeps its table, and the record is kept for a while
             self._turn(transfer, Progress.SEALED)
             self._end_at(name, transfer, now + KEPT_S)
             self.ended.append(name)

@@ -43,6 +43,9 @@ class Lane(StrEnum):
     PREFILL = "prefill"  # a worker of the prefill engine: from hook to hook, without the gather between them on a CPU
     GATHER = "gather"  # the same: pages to slots. CPU: the copy; GPU: from queueing it to having seen its end
     WIRE = "wire"  # the prefill's node: from handing a write to its channel to its acknowledgement
+    DISK_STORE = "disk_store"  # a node: one chunk, arena to file; the transfer of these and of the next is mostly ""
+    DISK_LOAD = "disk_load"  # the same, file to arena
+    ARENAS = "arenas"  # a node: slices from one arena to another, as one call of the driver where that is possible
     SCATTER = "scatter"  # a worker of either engine: one load, slots to pages
 
 

@@ -22,6 +22,7 @@ from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
+from pdx.telemetry import trace
 from pdx.testing.fake_cuda import fake_cuda
 from pdx.testing.waiting import wait_until
 
@@ -385,6 +386,21 @@ def test_a_job_is_one_call_of_the_driver(fake, on_gpus):
         "cuMemcpyAsync": 0,
         "cuEventSynchronize": 1,
     }
+
+
+def test_what_goes_between_arenas_is_counted_and_has_spans(tmp_path):
+    stage = Stage(tmp_path)
+    spans = tmp_path / "spans"
+    spans.mkdir(mode=0o700)
+    trace.switch(spans, True)
+    with trace.Tracer(spans, "a") as stage.copies._tracer:
+        stage.save([0, 1, 2])
+    stage.assert_idle()
+    found = trace.read(spans)
+    assert {(span.lane, span.first_layer, span.num_layers) for span in found} == {(trace.Lane.ARENAS, 0, LAYERS)}
+    assert sum(span.nbytes for span in found) == stage.counters["arenas_stored_bytes"] == 3 * GRANULE_BYTES
+    assert sum(span.end_ns - span.start_ns for span in found) == stage.counters["arenas_stored_ns"] > 0
+    stage.close()
 
 
 @pytest.mark.parametrize(("chunks", "jobs"), [(2, 2), (4, 1)])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import stat
+import time
 
 import pytest
 from node_harness import MIB, refused_node
 
 from pdx.client.api import connect
 from pdx.errors import ChunkExists, ChunkMissing
+from pdx.telemetry import trace
 from pdx.testing.waiting import wait_until
 
 NAMES = [f"chunk {number}" for number in range(12)]
@@ -75,6 +77,30 @@ def test_what_the_arena_evicts_is_found_on_the_disk(start_node, disk):
         assert read(node.address, name) == content(name)
     assert node.status().counters["disk_loaded"] > 0
     assert node.status().counters["disk_stored"] == len(NAMES)  # what was loaded is not stored again
+
+
+def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk, place):
+    spans = place / "spans"
+    spans.mkdir(mode=0o700)
+    trace.switch(spans, True)
+    node = start_node(disk=disk, trace=str(spans))
+    begin_ns = time.monotonic_ns()
+    fill(node.address, NAMES[:3])
+    node.kill()
+    node = start_node(disk=disk, trace=str(spans))
+    wait_until(lambda: node.status().disk.chunks == 3, what="the index is read")
+    for name in NAMES[:2]:
+        assert read(node.address, name) == content(name)
+    end_ns = time.monotonic_ns()
+    counters = node.status().counters
+    node.stop()
+    found = [span for span in trace.read(spans) if span.lane is trace.Lane.DISK_LOAD]
+    assert [(span.num_layers, span.nbytes, span.transfer) for span in found] == [(1, 500_000, "")] * 2
+    assert all(begin_ns < span.start_ns < span.end_ns < end_ns for span in found)
+    assert sum(span.end_ns - span.start_ns for span in found) == counters["disk_loaded_ns"]
+    stored = [span for span in trace.read(spans) if span.lane is trace.Lane.DISK_STORE]
+    assert len(stored) <= 3, "the node was killed: what it had not written is lost"
+    assert all(begin_ns < span.start_ns < span.end_ns < end_ns for span in stored)
 
 
 def test_the_cap_of_a_node_holds(start_node, disk):

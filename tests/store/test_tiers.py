@@ -363,14 +363,50 @@ def test_what_waits_to_be_stored_is_bounded(stage, monkeypatch):
     assert len(stage.tier.chunks) == GRANULES // 4 + 6
 
 
-def test_a_chunk_that_alone_is_more_than_that_part_is_left_out(tmp_path):
+def test_a_chunk_that_alone_is_more_than_that_part_goes_alone(tmp_path):
     stage = Stage(tmp_path, granules=2)
     stage.save([0])
     stage.save([1])
-    assert not stage.tier.jobs
-    assert stage.counters["stores_dropped"] == 2
+    assert len(stage.tier.jobs) == held(stage) == 1
+    stage.end()
+    assert len(stage.tier.jobs) == held(stage) == 1
+    stage.end()
+    assert len(stage.tier.chunks) == 2
+    assert not stage.counters["stores_dropped"]
     stage.assert_idle()
     stage.close()
+
+
+def test_chunks_of_another_number_of_shards_take_turns(stage):
+    """What one engine seals without end keeps nothing of another engine from the tier."""
+    stage.save(list(range(12)))
+    stage.save([12, 13], shards=2)
+    stored = []
+    while stage.tier.jobs:
+        stored.append(stage.tier.jobs[0][1].parts[0].key)
+        stage.end()
+    assert stored.index(key(12)) < stored.index(key(13)) < stored.index(key(11))
+
+
+def test_a_store_that_fails_costs_none_of_the_others(stage):
+    stage.save(list(range(4)))
+    stage.end(1, fails=True)
+    stage.end_all()
+    assert {name for name, _ in stage.tier.chunks} == {key(0), key(2), key(3)}
+    assert stage.counters["jobs_failed"] == 1
+
+
+def test_a_store_that_is_late_keeps_no_load_from_the_tier(stage):
+    stage.save([0])
+    stage.end_all()
+    stage.forget([0])
+    stage.tier.max_inflight_bytes = 0
+    stage.save([1, 2])
+    stage.now += 21
+    stage.copies.tick(stage.now)
+    assert stage.counters["copies_late"] == 1
+    stage.tier.max_inflight_bytes = GRANULE_BYTES
+    assert stage.may_come([0])
 
 
 def test_what_is_sealed_before_a_tier_takes_stores_is_stored_when_it_does(stage, monkeypatch):

@@ -1,10 +1,12 @@
 """What a node remembers of transfers: how much of it, for how long, and for whom."""
 
+import sys
 from collections import Counter
 
 import pytest
 
 from pdx.memory.slot import Slot
+from pdx.store.chunk import Chunk
 from pdx.store.transfers import KEPT_S, MAX_TRANSFERS, Transfers
 
 MANY = MAX_TRANSFERS + 25
@@ -81,3 +83,16 @@ def test_the_count_of_those_under_way_follows_each_of_them(transfers):
     assert set(transfers.expire(99.0)) == {"a", "c"}
     assert transfers.expire(100.0) == ["b"]
     assert len(transfers) == 0
+
+
+@pytest.mark.parametrize("end", ["sealed", "given up"])
+def test_a_transfer_that_is_over_keeps_no_room_for_what_it_waited_for(transfers, end):
+    """It is remembered for a minute, and a set that was emptied keeps its table."""
+    chunks = [Chunk(bytes(16), 0, Slot(number << 20, 1 << 20, 1), 1, transfer="t") for number in range(1000)]
+    transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
+    if end == "sealed":
+        transfers.sealed(chunks, 1.0)
+    else:
+        transfers.give_up("t", 1.0, "process 7")
+    assert not transfers.is_under_way("t")
+    assert sys.getsizeof(transfers._transfers["t"].pending) == sys.getsizeof(set())

@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from pdx.config import NodeConfig, node_name
+from pdx.config import NodeConfig
 from pdx.errors import ChannelBroken, ChannelError, ConfigError, PeerError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
@@ -26,7 +26,6 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.tier import Job, Tier
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
-from pdx.telemetry.trace import tracer_for
 from pdx.transports.registry import FOR_GPUS
 from pdx.wire.messages import Admit, Chosen, PeerBody, Release, Welcome
 
@@ -155,7 +154,6 @@ class PeerTiers:
         self._flows: dict[str, Flow] = {}
         self._flow_ends: Deadlines[str] = Deadlines()
         self._left: list[SendThread] = []  # senders that were told to end
-        self._tracer = tracer_for(config.trace, node_name(config))
         self.copies = copies
 
     def tier(self, name: str) -> PeerTier:
@@ -276,7 +274,6 @@ class PeerTiers:
             on_done=lambda job, error: self._written(tier, sender, job, error),
             on_broken=lambda why: self._channel_broken(tier, sender, why),
             on_ended=lambda: self._sender_ended(tier, peer, sender),
-            tracer=self._tracer,
         )
         return sender
 
@@ -366,8 +363,6 @@ class PeerTiers:
 
     def tick(self, now: float) -> None:
         """A few times a second."""
-        if self._tracer is not None:
-            self._tracer.flush()
         for transfer in self._flow_ends.take(now):
             del self._flows[transfer]
 
@@ -377,5 +372,3 @@ class PeerTiers:
             self.drop_sender(tier)
         for sender in self._left:
             sender.join(JOIN_S)
-        if self._tracer is not None:
-            self._tracer.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ from pdx.memory.slot import Slot
 from pdx.node.peers.mailbox import Mailbox
 from pdx.node.peers.notifications import Notifications, are_digests_due, piece
 from pdx.store.tier import Job
-from pdx.telemetry.trace import Lane, Tracer
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer
 from pdx.wire.messages import Landed, encode
 
@@ -42,11 +41,10 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class _Write(NamedTuple):
-    """A job that its channel was given at `start_ns`."""
+    """A job that its channel was given."""
 
     job: Job
     transfer: Transfer
-    start_ns: int
 
 
 class SendThread:
@@ -65,7 +63,6 @@ class SendThread:
         on_done: Callable[[Job, ChannelError | None], None],
         on_broken: Callable[[str], None],
         on_ended: Callable[[], None],
-        tracer: Tracer | None = None,
     ) -> None:
         """`digests`: the setting, see `NodeConfig`."""
         self.name = name
@@ -78,7 +75,6 @@ class SendThread:
         self._on_done = on_done
         self._on_broken = on_broken
         self._on_ended = on_ended
-        self._tracer = tracer
         self._jobs: deque[Job] = deque()
         self._event = threading.Event()
         self._closing = False
@@ -165,8 +161,8 @@ class SendThread:
             notify = announcer.take(job)
             if len(self._jobs) > 1:
                 announcer.begin(self._jobs[1])  # a channel may copy within `write`
-            start_ns = time.monotonic_ns()
-            under_way.append(_Write(job, channel.write([piece(part) for part in job.parts], notify), start_ns))
+            job.start_ns = time.monotonic_ns()
+            under_way.append(_Write(job, channel.write([piece(part) for part in job.parts], notify)))
             self._jobs.popleft()
             self._collect(under_way)
 
@@ -182,8 +178,7 @@ class SendThread:
         under_way[:] = left
 
     def _over(self, write: _Write, error: ChannelError | None) -> None:
-        if error is None and self._tracer is not None and write.job.transfer is not None and self._tracer.is_on:
-            _trace(self._tracer, write.job.transfer, write)
+        write.job.end_ns = time.monotonic_ns()
         self._done(write.job, error)
 
     def _done(self, job: Job, error: ChannelError | None) -> None:
@@ -269,13 +264,3 @@ class SendThread:
             if transfer.error is not None:
                 raise transfer.error
         return PROBE_WRITES * nbytes / (time.perf_counter() - start) / 1e9
-
-
-def _trace(tracer: Tracer, transfer: str, write: _Write) -> None:
-    """A span for all chunks of which this write carried the same layers."""
-    end_ns = time.monotonic_ns()
-    nbytes: Counter[tuple[int, int]] = Counter()
-    for part in write.job.parts:
-        nbytes[part.first_layer, part.count] += part.span[1]
-    for (first_layer, layers), count in nbytes.items():
-        tracer.span(Lane.WIRE, transfer, first_layer, layers, write.start_ns, end_ns, count)

@@ -84,6 +84,7 @@ def test_every_layer_is_written_once_and_when_it_is_filled(cluster, folder):
         spans = spans_of(folder, sent)
     assert sum(span.nbytes for span in spans) == sent == cluster.counter("a", "peer_stored_bytes")
     assert by_layer(spans) == dict.fromkeys(range(LAYERS), PER_LAYER)
+    assert cluster.counter("a", "peer_stored_ns") == sum(span.end_ns - span.start_ns for span in spans)
     for span in spans:
         assert (span.lane, span.transfer, span.who, span.num_layers) == ("wire", TRANSFER, "a", 1)
         assert bounds[span.first_layer] <= span.start_ns <= span.end_ns <= bounds[span.first_layer + 1]
