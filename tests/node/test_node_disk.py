@@ -93,8 +93,12 @@ def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk
         assert read(node.address, name) == content(name)
     end_ns = time.monotonic_ns()
     counters = node.status().counters
-    node.stop()
-    found = [span for span in trace.read(spans) if span.lane is trace.Lane.DISK_LOAD]
+
+    def loads():
+        return [span for span in trace.read(spans) if span.lane is trace.Lane.DISK_LOAD]
+
+    wait_until(lambda: len(loads()) == 2, what="the node has written its spans")
+    found = loads()
     assert [(span.num_layers, span.nbytes, span.transfer) for span in found] == [(1, 500_000, "")] * 2
     assert all(begin_ns < span.start_ns < span.end_ns < end_ns for span in found)
     assert sum(span.end_ns - span.start_ns for span in found) == counters["disk_loaded_ns"]
