@@ -26,6 +26,8 @@ $(READY): pyproject.toml .ci/setup
 demo: $(READY)  ## prefill and decode on this machine, compared token by token with plain vLLM (PAIR=tcp: two nodes)
 	@$(BIN)/python -P -m pdx.bench.demo $(if $(PAIR),--pair "$(PAIR)")
 
+# Tests start hundreds of interpreters. Each would compile all it imports if the environment forbade to keep bytecode.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: check  ## lint, types and all tests (ARGS="-m 'not engine'" leaves out those that start vLLM)
 	$(BIN)/pytest $(ARGS) --ignore-glob='tests/transports/test_ucx*.py'
 	$(BIN)/pytest tests/transports/test_ucx*.py  # in a process without NIXL's UCX, see docs/adr/0018
