@@ -93,6 +93,7 @@ class Host:
             return self.sealed() > before
 
         wait_until(saves, timeout_s=30, what=f"{server.log.name} saves")
+        wait_until(lambda: self.status().chunks.keys() <= {"sealed"}, timeout_s=30, what="all shards are sealed")
 
     def close(self) -> None:
         for server in self.servers:
@@ -171,11 +172,11 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
     assert host.workers() == 2, "both ranks are attached to the node that the engine has started"
     before = host.sealed()
     assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
-    wait_until(lambda: host.sealed() == before + 2 * 3, timeout_s=5, what="three chunks of two shards each")
+    wait_until(lambda: host.sealed() == before + 2 * 3, timeout_s=30, what="three chunks of two shards each")
     assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
     assert hit_tokens(sharded) == 768
     sharded.stop()
-    wait_until(lambda: host.workers() == 0, timeout_s=10, what="its processes are given back")
+    wait_until(lambda: host.workers() == 0, timeout_s=30, what="its processes are given back")
 
     other = host.serve("other-model", make_tiny(workplace / "other", seed=1), cores="0")
     smaller = host.serve("smaller-blocks", model, "--block-size", "64", cores="1")
@@ -185,7 +186,7 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
     stranger = post(other.url, *body)
     assert essence(post(smaller.url, *body)) == essence(expected["length-1000"])
     assert hit_tokens(other) == hit_tokens(smaller) == 0
-    wait_until(lambda: host.sealed() == before + 2 * 3, timeout_s=5, what="each has chunks of its own")
+    wait_until(lambda: host.sealed() == before + 2 * 3, timeout_s=30, what="each has chunks of its own")
     assert essence(stranger) != essence(expected["length-1000"])
     assert essence(post(other.url, *body)) == essence(stranger)
     assert hit_tokens(other) == 768
@@ -202,7 +203,7 @@ def test_salt_keeps_tenants_apart(host: Host, engine: Server) -> None:
     first = essence(post(engine.url, *completion(prompt, cache_salt="one")))
     for salt, hits, sealed in (("two", 0, 2), ("one", 512, 4), ("two", 1024, 4)):
         wait_until(
-            lambda sealed=sealed: host.sealed() == before + sealed, timeout_s=5, what="what was computed is saved"
+            lambda sealed=sealed: host.sealed() == before + sealed, timeout_s=30, what="what was computed is saved"
         )
         assert essence(post(engine.url, *completion(prompt, cache_salt=salt))) == first
         assert hit_tokens(engine) - hit == hits
@@ -218,9 +219,9 @@ def test_after_a_reset_nothing_that_was_saved_before_is_found(host: Host, engine
     first = essence(post(engine.url, *body))
     assert first[1]["completion_tokens"] == 7, "what the engine has told is what it does"
     for reset, hits, sealed in ((False, 512, 2), (True, 512, 4), (False, 1024, 4)):
-        wait_until(lambda: host.status().chunks.get("filling", 0) == 0, timeout_s=5, what="what was computed is saved")
+        wait_until(lambda: host.status().chunks.get("filling", 0) == 0, timeout_s=30, what="what was computed is saved")
         if reset:
             assert post(engine.url, "/reset_prefix_cache?reset_external=true", {})["success"]
         assert essence(post(engine.url, *body)) == first
         assert hit_tokens(engine) - hit == hits
-        wait_until(lambda sealed=sealed: host.sealed() == before + sealed, timeout_s=5, what="what is there")
+        wait_until(lambda sealed=sealed: host.sealed() == before + sealed, timeout_s=30, what="what is there")

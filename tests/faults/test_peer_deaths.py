@@ -10,12 +10,12 @@ from peers_harness import ARENA, Cluster, pattern, put, read
 from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
 
-SILENCE_S = 1.0
+SILENCE_S = 3.0  # a machine that takes a core away for a second does not make a peer silent
 
 
 @pytest.fixture(params=["shm", "tcp"])
 def cluster(request, place):
-    """Two nodes that take each other for lost after a second."""
+    """Two nodes that take each other for lost after some seconds."""
     with Cluster(place, "ab", channels=[request.param], peer_timeout_s=SILENCE_S) as made:
         made.start("a", "b")
         yield made
@@ -49,7 +49,7 @@ def works_again(cluster, seed):
         name = f"again-{source}-{seed}"
         data = pattern(seed, MIB)
         put(cluster[source], name, data)
-        assert read(cluster[target], name, source=source, wait_s=15.0) == data
+        assert read(cluster[target], name, source=source, wait_s=30.0) == data
 
 
 def test_the_receiver_is_killed_and_started_again(cluster):
@@ -62,7 +62,7 @@ def test_the_receiver_is_killed_and_started_again(cluster):
     cluster.start("b")
     wait_until(lambda: cluster.peer("a", "b").state == ConnectionState.READY)
     cluster["a"].push("x", to="b")
-    assert read(cluster["b"], "x", wait_s=15.0) == data
+    assert read(cluster["b"], "x", wait_s=30.0) == data
     works_again(cluster, 1)
     cluster.settle()
     assert cluster["a"].delete("x", "again-a-1", "again-b-1") == 3
@@ -72,7 +72,7 @@ def test_the_receiver_is_killed_and_started_again(cluster):
 def test_the_sender_is_killed_and_started_again(cluster):
     half(cluster)
     cluster.nodes["a"].kill()
-    cluster.settle("b", timeout_s=10.0)
+    cluster.settle("b", timeout_s=30.0)
     assert cluster["b"].status().chunks == {}, "what was not whole is not there"
     assert cluster["b"].status().free_bytes == ARENA
     cluster.start("a")
@@ -88,7 +88,7 @@ def test_the_receiver_stops_for_longer_than_it_may_be_silent(cluster):
     wait_until(lambda: cluster.counter("a", "copies_lost"))
     wait_until(lambda: cluster.peer("a", "b").pushes == 0, what="nobody waits for it")
     node.signal(signal.SIGCONT)
-    cluster.settle("b", timeout_s=10.0)
+    cluster.settle("b", timeout_s=30.0)
     if cluster["b"].lookup(["x"]):
         assert read(cluster["b"], "x") == data
     works_again(cluster, 3)
@@ -100,10 +100,10 @@ def test_the_sender_stops_and_its_late_writes_harm_nobody(cluster):
     chunk, data = half(cluster)
     node = cluster.nodes["a"]
     writer = threading.Thread(target=complete, args=(chunk, data))
-    before = cluster.counter("a", "peers_lost")
+    before, before_b = (cluster.counter(name, "peers_lost") for name in "ab")
     freeze(node)
-    wait_until(lambda: cluster.counter("b", "peers_lost"))
-    cluster.settle("b", timeout_s=10.0)
+    wait_until(lambda: cluster.counter("b", "peers_lost") > before_b)
+    cluster.settle("b", timeout_s=30.0)
     others = {f"other-{number}": pattern(50 + number, 4 * MIB - 4096) for number in range(4)}
     for name, other in others.items():
         put(cluster["b"], name, other)
@@ -111,12 +111,12 @@ def test_the_sender_stops_and_its_late_writes_harm_nobody(cluster):
     node.signal(signal.SIGCONT)
     writer.join()
     wait_until(lambda: cluster.counter("a", "peers_lost") > before, what="it hears that its session is over")
-    cluster.settle("a", timeout_s=10.0)
+    cluster.settle("a", timeout_s=30.0)
     for name, other in others.items():
         assert read(cluster["b"], name) == other
     cluster["b"].delete(*others)
     cluster["a"].push("x", to="b")
-    assert read(cluster["b"], "x", wait_s=15.0) == data
+    assert read(cluster["b"], "x", wait_s=30.0) == data
     works_again(cluster, 4)
     cluster.settle()
 
@@ -135,16 +135,16 @@ def test_a_stopped_sender_in_the_middle_of_a_write(place):
         put(cluster["a"], "x", data, parts=32)
         cluster["a"].push("x", to="b")
         wait_until(lambda: cluster.counter("b", "landed_bytes"))
-        before = cluster.counter("a", "peers_lost")
+        before, before_b = (cluster.counter(name, "peers_lost") for name in "ab")
         freeze(cluster.nodes["a"])
-        wait_until(lambda: cluster.counter("b", "peers_lost"))
-        cluster.settle("b", timeout_s=10.0)
+        wait_until(lambda: cluster.counter("b", "peers_lost") > before_b)
+        cluster.settle("b", timeout_s=30.0)
         other = pattern(2, 38 * MIB)
         if not cluster["b"].lookup(["x"]):
             put(cluster["b"], "other", other)
         cluster.nodes["a"].signal(signal.SIGCONT)
         wait_until(lambda: cluster.counter("a", "peers_lost") > before)
-        cluster.settle("a", timeout_s=10.0)
+        cluster.settle("a", timeout_s=30.0)
         if cluster["b"].lookup(["other"]):
             assert read(cluster["b"], "other") == other
         else:

@@ -615,7 +615,7 @@ def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
         return any(f"engine {engine.url} is attached to no node" in record.message for record in caplog.records)
 
     async def main():
-        async with cluster(named=False, heartbeat_timeout_s=0.6) as made:
+        async with cluster(named=False, heartbeat_timeout_s=2.0) as made:
             want = await expected(made)
             prefill = ("p", "prefill", made.prefill.url)
             decode = ("d", "decode", made.decode.url)
@@ -633,6 +633,7 @@ def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
             else:
                 beat = asyncio.create_task(keep_reporting(made.other_node(), stays))
             await until(lambda: is_detached(held))
+            await made.metric_reaches(1, "pdx_proxy_engines", role=stays[1])
             held.released.set()
             status, headers, raw = await within(task)
             assert (status, headers["x-pdx-mode"]) == (200, "forward")
