@@ -126,7 +126,9 @@ def test_names_that_no_roster_has(cluster_of):
 
 def test_a_peer_that_was_there_and_left_is_forgotten(place):
     """Also by who asked for the status meanwhile."""
-    node = NodeProcess(NodeConfig(address=f"ipc://{place}/node.sock", channels=["tcp"])).wait_ready()
+    node = NodeProcess(
+        NodeConfig(address=f"ipc://{place}/node.sock", arena_bytes=8 * MIB, channels=["tcp"])
+    ).wait_ready()
     with Raw(None, SimpleNamespace(connections=SimpleNamespace(address=f"{node.address}.peers"))) as peer:
         peer.hello(name="guest")
         wait_until(peer.hear)
