@@ -213,8 +213,8 @@ class NodeProcess:
 
 
 def refused_node(address: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """What came of starting a node that cannot be as it is told to."""
-    command = [sys.executable, "-m", "pdx.node", json.dumps({"address": address, **settings})]
+    """What came of starting a node that cannot be as it is told to; its arena is small where nothing else is said."""
+    command = [sys.executable, "-m", "pdx.node", json.dumps({"address": address, "arena_bytes": 8 * MIB, **settings})]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
