@@ -234,6 +234,7 @@ def test_what_a_node_starts_with_is_not_walked_through_by_the_collector_of_pytho
     monkeypatch.setattr(module.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(module.descriptors, "raise_limit", lambda: None)
     monkeypatch.setattr(module, "run_on", lambda near: None)
+    gc.unfreeze()  # what the tests have frozen
     try:
         module.run(NodeConfig(address=address, arena_bytes=MIB))
     finally:
