@@ -43,7 +43,7 @@ class Host:
             "kv_connector_module_path": "pdx.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"node": self.address, "arena": "256MiB", **settings},
+            "kv_connector_extra_config": {"node": self.address, "arena": "256MiB", "lookup_s": 30.0, **settings},
         }
         command = [
             *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
@@ -138,7 +138,7 @@ def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
     host_with_disk: Host, model: Path, expected: dict[str, Any]
 ) -> None:
     host = host_with_disk
-    server = host.serve("disk", model, disk=str(host.folder / "disk"), disk_limit="1GiB", lookup_s=30.0)
+    server = host.serve("disk", model, disk=str(host.folder / "disk"), disk_limit="1GiB")
     host.wait_saving(server)
     before = host.sealed()
     assert essence(post(server.url, *CASES["length-1000"])) == essence(expected["length-1000"])
