@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdx.bench.channels.trial import Told
     from pdx.bench.harness.interrupts import Steps
     from pdx.bench.harness.timing import Spread
-    from pdx.bench.proxy.run import ProxyRun, Row
+    from pdx.bench.proxy.run import ProxyRun, Row, Way
     from pdx.bench.store.run import StoreRun
 
 INTERRUPTED = 130  # as a shell shows SIGINT
@@ -77,15 +77,29 @@ def store(out: Path, as_json: bool, **settings: Any) -> None:
     help="Generated for each request; from two lengths the cost of a token follows.",
 )
 @option("--modes", default=",".join(MODES), type=NAMES, help="Of the proxy.")
-@option("--first-ms", default=20.0, type=click.FloatRange(0), help="An engine's time to a first token.")
+@option("--first-ms", default=60.0, type=click.FloatRange(0), help="An engine's time to a first token.")
 @option("--pace-ms", default=10.0, type=click.FloatRange(0), help="An engine's time between tokens.")
+@option(
+    "--intake-ms",
+    default=30.0,
+    type=click.FloatRange(0),
+    help="A decode engine's time to read a chat, before it can go on with its KV.",
+)
+@option(
+    "--before",
+    default=None,
+    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
+    metavar="CHECKOUT",
+    help="Measure that checkout's proxy, too, in turns with this one.",
+)
 @option("--out", default="pdx-bench", type=FOLDER, help="Folder for proxy.json.")
 @_json
-def proxy(first_ms: float, pace_ms: float, out: Path, as_json: bool, **settings: Any) -> None:
+def proxy(first_ms: float, pace_ms: float, intake_ms: float, out: Path, as_json: bool, **settings: Any) -> None:
     """Ask stand-in engines directly and through `pdx proxy`, in turns.
 
     The engines compute nothing and answer at a fixed pace, so that what is added is the proxy and the HTTP of a second
-    leg: to the first token, between tokens, and in CPU time. All requests are streamed. No node is needed.
+    leg: to the first token, between tokens, and in CPU time. What is exposed is the time between prefill's end and the
+    first token. All requests are streamed: completions in mode forward, chats in mode sampled. No node is needed.
 
     Ctrl-C ends it and keeps what was measured (exit status 130).
     """
@@ -99,11 +113,11 @@ def proxy(first_ms: float, pace_ms: float, out: Path, as_json: bool, **settings:
     for name, values in settings.items():
         if values == ():
             raise click.BadParameter("at least one is needed", param_hint=f"'--{name.replace('_', '-')}'")
-    run = ProxyRun(Settings(**settings, pace=Pace(first_ms, pace_ms)))
+    run = ProxyRun(Settings(**settings, pace=Pace(first_ms, pace_ms, intake_ms)))
 
     def measure(steps: Steps) -> None:
         try:
-            with stage(run.settings.pace) as actors:
+            with stage(run.settings.pace, run.settings.before) as actors:
                 run.measure(actors, steps)
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
@@ -189,14 +203,18 @@ def _of_proxy(run: ProxyRun) -> Iterator[RenderableType]:
     """Tables of what was measured, and of what failed."""
     if run.rows:
         pace = run.settings.pace
-        words = f"first token after {pace.first_ms:g} ms, one more each {pace.pace_ms:g} ms"
+        words = (
+            f"first token after {pace.first_ms:g} ms, one more each {pace.pace_ms:g} ms, intake {pace.intake_ms:g} ms"
+        )
         title = f"what the proxy adds, ms, p50 / p99 (stand-in engines: {words})"
-        columns = (">TTFT", ">between tokens", ">TTFT directly", ">through it", ">CPU ms/request")
-        yield table(title, ("mode", "at once", "tokens", *columns), map(_latencies, run.rows))
+        columns = (">TTFT", ">between tokens", ">TTFT directly", ">through it", ">exposed", ">CPU ms/request")
+        lines = [line for row in run.rows for line in _by_front(row, _latencies)]
+        yield table(title, ("mode", "at once", "tokens", *columns), lines)
     if run.saturated:
         rates = (">requests/s", ">directly", ">CPU ms/request", ">proxy", ">client", ">engines", ">all")
         title = "engines that answer at once; cores that were busy"
-        yield table(title, ("mode", "at once", "tokens", *rates), map(_rates, run.saturated))
+        lines = [line for row in run.saturated for line in _by_front(row, _rates)]
+        yield table(title, ("mode", "at once", "tokens", *rates), lines)
     if costs := list(run.costs()):
         yield table(
             "CPU time of the proxy, of the rows above (tokens that come together cost less)",
@@ -212,24 +230,34 @@ def _of_proxy(run: ProxyRun) -> Iterator[RenderableType]:
         yield "* all cores of this machine were busy: latencies are the machine's, not the proxy's"
 
 
-def _latencies(row: Row) -> tuple[str, ...]:
+def _by_front(row: Row, line: Callable[[Row, Way, str], tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """The row's line, and below it the one of the other checkout's proxy."""
+    yield line(row, row.proxy, row.mode)
+    if row.before is not None:
+        yield line(row, row.before, f"{row.mode}, before")
+
+
+def _latencies(row: Row, way: Way, name: str) -> tuple[str, ...]:
+    added = (
+        f"{through.p50_ms - direct.p50_ms:+.2f} / {through.p99_ms - direct.p99_ms:+.2f}"
+        for through, direct in ((way.ttft, row.direct.ttft), (way.itl, row.direct.itl))
+    )
     return (
-        row.mode,
+        name,
         f"{row.concurrency}{' *' if row.is_machine_full else ''}",
         f"{row.prompt_tokens:,} + {row.tokens}",
-        f"{row.added_ttft_p50_ms:+.2f} / {row.added_ttft_p99_ms:+.2f}",
-        f"{row.added_itl_p50_ms:+.2f} / {row.added_itl_p99_ms:+.2f}",
+        *added,
         _spread(row.direct.ttft),
-        _spread(row.proxy.ttft),
-        f"{row.cpu_ms:.2f}",
+        _spread(way.ttft),
+        "" if way.exposed is None else _spread(way.exposed),
+        f"{way.cpu_ms:.2f}",
     )
 
 
-def _rates(row: Row) -> tuple[str, ...]:
-    way, name = row.proxy, (row.mode, str(row.concurrency), f"{row.prompt_tokens:,} + {row.tokens}")
-    rates = (f"{way.requests_per_s:,.1f}", f"{row.direct.requests_per_s:,.1f}", f"{row.cpu_ms:.2f}")
+def _rates(row: Row, way: Way, name: str) -> tuple[str, ...]:
+    rates = (f"{way.requests_per_s:,.1f}", f"{row.direct.requests_per_s:,.1f}", f"{way.cpu_ms:.2f}")
     cores = (way.proxy_cores, way.client_cores, way.engine_cores, way.machine_cores)
-    return *name, *rates, *(f"{each:.2f}" for each in cores)
+    return name, str(row.concurrency), f"{row.prompt_tokens:,} + {row.tokens}", *rates, *(f"{n:.2f}" for n in cores)
 
 
 def _depth(word: str) -> int:

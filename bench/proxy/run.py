@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,16 +19,16 @@ from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
 from pdx.bench.harness.interrupts import Steps
 from pdx.bench.harness.report import Figure, plain, significant
 from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds, spread_ms
-from pdx.bench.proxy.stage import Stage
+from pdx.bench.proxy.stage import Front, Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace
 
 FORWARD, SAMPLED = "forward", "sampled"
 MODES = (FORWARD, SAMPLED)
-DIRECT, PROXY = "direct", "proxy"
-BLOCKS = (DIRECT, PROXY, PROXY, DIRECT)  # the order of turns; each has a fourth of the requests
+DIRECT, PROXY, BEFORE = "direct", "proxy", "before"
+BLOCKS = (DIRECT, PROXY, BEFORE, BEFORE, PROXY, DIRECT)  # the order of turns; each has half the requests of its way
 BUSY = 0.9  # of the machine's cores: from here on it is full
 AT_ONCE = Pace(0.0, 0.0)
-NEVER = "\x00"  # a stop text that does not come: such a request is served in mode `sampled`
+PATHS = {FORWARD: "/v1/completions", SAMPLED: "/v1/chat/completions"}  # what the modes are for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Case:
     @property
     def in_block(self) -> int:
         """Requests of one turn: enough that they reach the concurrency."""
-        return max(-(-self.requests * 2 // len(BLOCKS)), self.concurrency)
+        return max(-(-self.requests // 2), self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Way:
     proxy_cores: float
     engine_cores: float
     machine_cores: float  # of all processes on it
+    cpu_ms: float  # of the proxy, per request
+    exposed: Spread | None  # from the prefill leg's end to the first token; None: there is no such leg
 
     @property
     def is_full(self) -> bool:
@@ -76,11 +79,11 @@ class Row:
     requests: int  # each way
     direct: Way
     proxy: Way
+    before: Way | None  # the other checkout's proxy
     added_ttft_p50_ms: float  # differences of the two ways' figures
     added_ttft_p99_ms: float
     added_itl_p50_ms: float
     added_itl_p99_ms: float
-    cpu_ms: float  # of the proxy, per request
     is_machine_full: bool
 
 
@@ -88,7 +91,7 @@ class Row:
 class Cost:
     """CPU time of the proxy, from two saturated rows that differ in their tokens.
 
-    There tokens often come several at a time, which costs less than one by one: see `Row.cpu_ms` for those.
+    There tokens often come several at a time, which costs less than one by one: see `Way.cpu_ms` for those.
     """
 
     mode: str
@@ -107,8 +110,8 @@ def measure(stage: Stage, case: Case, *, is_saturated: bool = False) -> Row:
 
 def cost(fewer: Row, more: Row) -> Cost:
     """From two rows of one mode and prompt length."""
-    per_token = (more.cpu_ms - fewer.cpu_ms) / (more.tokens - fewer.tokens)
-    per_request = fewer.cpu_ms - per_token * fewer.tokens
+    per_token = (more.proxy.cpu_ms - fewer.proxy.cpu_ms) / (more.tokens - fewer.tokens)
+    per_request = fewer.proxy.cpu_ms - per_token * fewer.tokens
     return Cost(fewer.mode, fewer.prompt_tokens, round(per_request, 4), round(per_token * 1e3, 3))
 
 
@@ -120,27 +123,34 @@ class _Load:
         self._case = case
         self._numbers = itertools.count()
         self._text = "".join(random.Random(0).choices("abcdefgh ", k=2 * case.prompt_tokens))
-        self._answers: dict[str, list[Answer]] = {DIRECT: [], PROXY: []}
-        self._spent: dict[str, _Spent] = {DIRECT: _Spent(), PROXY: _Spent()}
+        self._fronts = {DIRECT: None, PROXY: stage.proxy} | ({BEFORE: stage.before} if stage.before else {})
+        self._answers: dict[str, list[Answer]] = {way: [] for way in self._fronts}
+        self._spent = {way: _Spent() for way in self._fronts}
+        self._ended: dict[str, float] = {}  # by request id, when its prefill leg ended
 
     async def run(self, pace: Pace) -> Row:
         stage, case = self._stage, self._case
-        urls = {DIRECT: stage.decode_url, PROXY: stage.proxy_url}
         async with session() as http:
             for url in (stage.prefill_url, stage.decode_url):
                 async with http.post(f"{url}/pace", json=asdict(pace)) as response:
                     assert response.status == 200
-            for way in (DIRECT, PROXY):  # code is warm; each request comes on a connection of its own
-                await self._block(http, urls[way], min(case.concurrency, case.in_block))
+            for front in self._fronts.values():  # code is warm; each request comes on a connection of its own
+                await self._block(http, front, min(case.concurrency, case.in_block))
             for way in BLOCKS:
-                before = _Spent.now(stage)
-                self._answers[way] += await self._block(http, urls[way], case.in_block)
-                self._spent[way].add(before, _Spent.now(stage))
+                if way not in self._fronts:
+                    continue
+                front = self._fronts[way]
+                before = _Spent.now(stage, front)
+                self._answers[way] += await self._block(http, front, case.in_block)
+                self._spent[way].add(before, _Spent.now(stage, front))
+            async with http.get(f"{stage.prefill_url}/ended", raise_for_status=True) as response:
+                self._ended = await response.json()
             await self._check(http)
         return self._row()
 
-    async def _block(self, http: aiohttp.ClientSession, url: str, count: int) -> list[Answer]:
-        """So many requests, as many at once as the case says."""
+    async def _block(self, http: aiohttp.ClientSession, front: Front | None, count: int) -> list[Answer]:
+        """So many requests, as many at once as the case says. `front`: None asks the decode engine directly."""
+        url = self._stage.decode_url if front is None else front.url
         left = iter(range(count))
         clients = min(self._case.concurrency, count)
         tasks = [asyncio.create_task(self._client(http, url, left)) for _ in range(clients)]
@@ -153,39 +163,63 @@ class _Load:
 
     async def _client(self, http: aiohttp.ClientSession, url: str, left: Iterator[int]) -> list[Answer]:
         """One request after the other, as long as there are any `left`."""
-        return [await ask(http, url, self._body(), f"bench-{next(self._numbers)}") for _ in left]
+        path = PATHS[self._case.mode]
+        return [await ask(http, url, self._body(), f"bench-{next(self._numbers)}", path=path) for _ in left]
 
     def _body(self) -> dict[str, Any]:
         number = f"{next(self._numbers):08d}"  # no two prompts are the same
-        body = completion(MODEL, (number + self._text)[: 2 * self._case.prompt_tokens], self._case.tokens)
-        return body | {"stop": [NEVER]} if self._case.mode == SAMPLED else body
+        prompt = (number + self._text)[: 2 * self._case.prompt_tokens]
+        body = completion(MODEL, prompt, self._case.tokens)
+        if self._case.mode == SAMPLED:
+            del body["prompt"]
+            body["messages"] = [{"role": "user", "content": prompt}]
+        return body
 
     async def _check(self, http: aiohttp.ClientSession) -> None:
         texts = {way: {answer.text for answer in answers} for way, answers in self._answers.items()}
-        if texts[PROXY] != texts[DIRECT] or len(texts[DIRECT]) != 1:
-            raise RuntimeError("an answer through the proxy is not the engine's")
-        transfer = self._answers[PROXY][-1].transfer
+        for way, front in self._fronts.items():
+            if texts[way] != texts[DIRECT] or len(texts[DIRECT]) != 1:
+                raise RuntimeError(f"an answer through the proxy ({way}) is not the engine's")
+            if front is not None:
+                await self._check_mode(http, front, self._answers[way][-1].transfer)
+
+    async def _check_mode(self, http: aiohttp.ClientSession, front: Front, transfer: str) -> None:
         try:
-            async with http.get(f"{self._stage.admin_url}/pdx/requests/{transfer}", raise_for_status=True) as response:
+            async with http.get(f"{front.admin_url}/pdx/requests/{transfer}", raise_for_status=True) as response:
                 found = (await response.json())["mode"]
         except aiohttp.ClientError as error:
             raise AskFailed(f"the proxy does not tell what it did with transfer {transfer!r}: {error}") from error
         if found != self._case.mode:
             raise RuntimeError(f"the proxy served a request in mode {found} that was made for {self._case.mode}")
 
+    def _exposed_ms(self, answer: Answer) -> float:
+        """From the end of its prefill leg until the client had the first token; all clocks are this machine's.
+
+        :raises RuntimeError: it had no such leg, or has it still.
+        """
+        if answer.request_id not in self._ended:
+            raise RuntimeError(f"request {answer.request_id} was answered, and no prefill leg of it has ended")
+        return answer.sent_ns / 1e6 + answer.ttft_ms - self._ended[answer.request_id] * 1e3
+
+    def _way(self, way: str) -> Way:
+        answers = self._answers[way]
+        exposed = None if way == DIRECT else spread_ms([self._exposed_ms(answer) for answer in answers])
+        return self._spent[way].way(answers, exposed)
+
     def _row(self) -> Row:
         case = self._case
-        direct, proxy = (self._spent[way].way(self._answers[way]) for way in (DIRECT, PROXY))
+        ways = {way: self._way(way) for way in self._fronts}
+        direct, proxy = ways[DIRECT], ways[PROXY]
         return Row(
             **asdict(case) | {"requests": len(self._answers[PROXY])},
             direct=direct,
             proxy=proxy,
+            before=ways.get(BEFORE),
             added_ttft_p50_ms=round(proxy.ttft.p50_ms - direct.ttft.p50_ms, 3),
             added_ttft_p99_ms=round(proxy.ttft.p99_ms - direct.ttft.p99_ms, 3),
             added_itl_p50_ms=round(proxy.itl.p50_ms - direct.itl.p50_ms, 3),
             added_itl_p99_ms=round(proxy.itl.p99_ms - direct.itl.p99_ms, 3),
-            cpu_ms=round(self._spent[PROXY].proxy_s * 1e3 / len(self._answers[PROXY]), 4),
-            is_machine_full=direct.is_full or proxy.is_full,
+            is_machine_full=any(way.is_full for way in ways.values()),
         )
 
 
@@ -200,10 +234,11 @@ class _Spent:
     machine_s: float = 0.0
 
     @classmethod
-    def now(cls, stage: Stage) -> _Spent:
-        """Of all up to now."""
-        proxy, *engines = (CpuClock(pid).seconds() for pid in (stage.proxy_pid, *stage.engine_pids))
-        return cls(time.monotonic(), time.process_time(), proxy, sum(engines), machine_seconds())
+    def now(cls, stage: Stage, front: Front | None) -> _Spent:
+        """Of all up to now. `front`: the proxy, if there is one on the way."""
+        proxy = 0.0 if front is None else CpuClock(front.pid).seconds()
+        engines = sum(CpuClock(pid).seconds() for pid in stage.engine_pids)
+        return cls(time.monotonic(), time.process_time(), proxy, engines, machine_seconds())
 
     def add(self, before: _Spent, after: _Spent) -> None:
         """What was spent between the two."""
@@ -213,7 +248,7 @@ class _Spent:
         self.engine_s += after.engine_s - before.engine_s
         self.machine_s += after.machine_s - before.machine_s
 
-    def way(self, answers: Sequence[Answer]) -> Way:
+    def way(self, answers: Sequence[Answer], exposed: Spread | None = None) -> Way:
         """Of the requests that were answered meanwhile."""
         gaps = [gap for answer in answers for gap in answer.itl_ms]
         spent = (self.client_s, self.proxy_s, self.engine_s, self.machine_s)
@@ -226,6 +261,8 @@ class _Spent:
             proxy_cores=cores[1],
             engine_cores=cores[2],
             machine_cores=cores[3],
+            cpu_ms=round(self.proxy_s * 1e3 / len(answers), 4),
+            exposed=exposed,
         )
 
 
@@ -239,6 +276,7 @@ class Settings:
     tokens: tuple[int, ...]
     requests: int
     pace: Pace
+    before: Path | None = None  # a checkout, whose proxy is measured in turns with this one
 
     def cases(self) -> list[Case]:
         """At the engines' pace: with the most tokens."""
@@ -309,21 +347,37 @@ class ProxyRun:
         found: list[Figure] = []
         for row in self.rows:
             name, note = words(row), "the machine was full" if row.is_machine_full else ""
+            assert row.proxy.exposed is not None
             found += [
                 plain(f"{name}: added TTFT, p50", row.added_ttft_p50_ms, "ms", note),
                 plain(f"{name}: added TTFT, p99", row.added_ttft_p99_ms, "ms", note),
+                plain(f"{name}: exposed, prefill's end → first token, p50", row.proxy.exposed.p50_ms, "ms", note),
+                plain(f"{name}: exposed, prefill's end → first token, p99", row.proxy.exposed.p99_ms, "ms", note),
                 plain(f"{name}: added inter-token latency, p50", row.added_itl_p50_ms, "ms", note),
                 plain(f"{name}: added inter-token latency, p99", row.added_itl_p99_ms, "ms", note),
-                plain(f"{name}: CPU of the proxy per request", row.cpu_ms, "ms"),
+                plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
             ]
+            if row.before is not None and row.before.exposed is not None:
+                found += [
+                    _gain(f"{name}: TTFT, p50", row.before.ttft.p50_ms, row.proxy.ttft.p50_ms),
+                    _gain(f"{name}: exposed, p50", row.before.exposed.p50_ms, row.proxy.exposed.p50_ms),
+                    _gain(f"{name}: exposed, p99", row.before.exposed.p99_ms, row.proxy.exposed.p99_ms),
+                    _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
+                ]
         for row in self.saturated:
+            name = f"{words(row)}, saturated"
             note = (
                 f"directly {row.direct.requests_per_s:,.1f}; the proxy was busy with {row.proxy.proxy_cores:.2f} cores"
             )
             found += [
-                plain(f"{words(row)}, saturated: requests", row.proxy.requests_per_s, "1/s", note),
-                plain(f"{words(row)}, saturated: CPU of the proxy per request", row.cpu_ms, "ms"),
+                plain(f"{name}: requests", row.proxy.requests_per_s, "1/s", note),
+                plain(f"{name}: CPU of the proxy per request", row.proxy.cpu_ms, "ms"),
             ]
+            if row.before is not None:
+                found += [
+                    _gain(f"{name}: time per request", 1e3 / row.before.requests_per_s, 1e3 / row.proxy.requests_per_s),
+                    _gain(f"{name}: CPU of the proxy per request", row.before.cpu_ms, row.proxy.cpu_ms),
+                ]
         for each in self.costs():
             name = f"{each.mode}, prompts of {each.prompt_tokens:,}"
             found += [
@@ -336,7 +390,7 @@ class ProxyRun:
         """Everything, as plain values."""
         return {
             "engines": "stand-ins: they compute nothing and answer at a fixed pace",
-            "settings": asdict(self.settings),
+            "settings": asdict(self.settings) | {"before": str(self.settings.before or "")},
             "rows": [asdict(row) for row in self.rows],
             "saturated": [asdict(row) for row in self.saturated],
             "costs": [asdict(each) for each in self.costs()],
@@ -348,6 +402,11 @@ class ProxyRun:
     def has_nothing(self) -> bool:
         """Whether nothing at all was measured."""
         return not self.rows and not self.saturated
+
+
+def _gain(name: str, before_ms: float, here_ms: float) -> Figure:
+    """How many times as fast this proxy is as the other checkout's."""
+    return plain(f"{name}: before / here", before_ms / here_ms, "", f"{before_ms:.2f} / {here_ms:.2f} ms")
 
 
 def words(case: Case | Row) -> str:

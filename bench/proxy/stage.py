@@ -1,14 +1,18 @@
-"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own, and a node that reports them."""
+"""Two stand-in engines and a `pdx proxy` in front of them, in processes of their own, and a node that reports them.
+
+Beside that proxy the one of another checkout, if there is one to compare with.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -27,74 +31,113 @@ REPORT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Front:
+    """A proxy: where it listens, and who it is."""
+
+    url: str
+    admin_url: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """Where they listen, and who they are."""
 
     pace: Pace  # of the engines at first
     prefill_url: str
     decode_url: str
-    proxy_url: str
-    admin_url: str  # the proxy's
     engine_pids: tuple[int, int]
-    proxy_pid: int
+    proxy: Front
+    before: Front | None = None  # of another checkout
 
 
 @contextlib.contextmanager
-def stage(pace: Pace) -> Iterator[Stage]:
-    """All of them; they end with this context, and also if this process is killed.
+def stage(pace: Pace, before: Path | None = None) -> Iterator[Stage]:
+    """All of them; they end with this context, and also if this process is killed. `before`: another checkout.
 
     :raises RuntimeError: one of them did not start; the message has the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="pdx-bench-") as folder, Processes(Path(folder)) as processes:
-        ports = free_ports(4)
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        ports = free_ports(6)
+        urls = [f"http://127.0.0.1:{port}" for port in ports[:2]]
         times = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(pace).items()]
         engines = [
-            _started(processes, name, ["-m", "pdx.bench.proxy.stand_in_engine", f"--port={port}", *times], url)
-            for name, port, url in zip(("prefill", "decode"), ports, urls, strict=False)
+            _started(
+                processes,
+                name,
+                ["-m", "pdx.bench.proxy.stand_in_engine", f"--port={port}", f"--{link}={folder}/kv.sock", *times],
+                url,
+            )
+            for name, port, url, link in zip(("prefill", "decode"), ports, urls, ("kv-to", "kv-from"), strict=False)
         ]
-        control = f"ipc://{folder}/proxy.sock"
         for engine in engines:
             wait_ready(engine)
-        command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[2]), "--log-level", "warning"]
-        command += ["--prefill", urls[0], "--decode", urls[1], "--control", control]
-        command += ["--admin", f"127.0.0.1:{ports[3]}", "--debug-headers"]
-        proxy = _started(processes, "proxy", command, urls[2])
-        wait_ready(proxy)
+        checkouts = {"proxy": None} if before is None else {"proxy": None, "before": before}
+        fronts, controls = [], {}
+        for (name, checkout), at in zip(checkouts.items(), (2, 4), strict=False):
+            control = f"ipc://{folder}/{name}.sock"
+            controls[control] = VERSION if checkout is None else _version(checkout)
+            fronts.append(_front(processes, name, urls, ports[at : at + 2], control, checkout))
         first, second = engines
-        with _reported(control, urls[0], urls[1]):
-            _wait_for_nodes(urls[2])
-            yield Stage(pace, urls[0], urls[1], urls[2], urls[3], (first.pid, second.pid), proxy.pid)
+        with _reported(controls, urls[0], urls[1]):
+            for front in fronts:
+                _wait_for_nodes(front.url)
+            yield Stage(pace, urls[0], urls[1], (first.pid, second.pid), *fronts)
+
+
+def _front(
+    processes: Processes, name: str, engines: list[str], ports: list[int], control: str, checkout: Path | None
+) -> Front:
+    url, admin = (f"http://127.0.0.1:{port}" for port in ports)
+    command = ["-m", "pdx.cli.main", "proxy", "--port", str(ports[0]), "--log-level", "warning"]
+    command += ["--prefill", engines[0], "--decode", engines[1], "--control", control]
+    command += ["--admin", f"127.0.0.1:{ports[1]}", "--debug-headers"]
+    env = {} if checkout is None else {"PYTHONPATH": str(checkout)}
+    process = _started(processes, name, command, url, env)
+    wait_ready(process)
+    return Front(url, admin, process.pid)
+
+
+def _version(checkout: Path) -> int:
+    """What the control socket of its proxy speaks.
+
+    :raises RuntimeError: it does not say.
+    """
+    for path in (checkout / "pdx" / "wire" / "messages.py", checkout / "pdx" / "messages.py"):
+        if path.exists() and (found := re.search(r"^VERSION = (\d+)$", path.read_text(), re.MULTILINE)):
+            return int(found[1])
+    raise RuntimeError(f"{checkout} is no checkout of PDX")
 
 
 @contextlib.contextmanager
-def _reported(control: str, prefill_url: str, decode_url: str) -> Iterator[None]:
-    """The proxy hears of the engines what a node would tell: without it, nothing is forwarded."""
+def _reported(controls: Mapping[str, int], prefill_url: str, decode_url: str) -> Iterator[None]:
+    """Proxies hear of the engines what a node would tell: without it, nothing is forwarded, and no chat has both of its
+    legs under way at once. `controls`: their sockets, and the versions that these speak."""
     facts = EngineFacts(MODEL_LEN, looks_back=False)
-    report = encode(
-        NodeReport(
-            VERSION,
-            "stage",
-            epoch=1,
-            arena_bytes=0,
-            free_bytes=0,
-            engines=[
-                EngineReport("prefill", "prefill", prefill_url, 0, facts),
-                EngineReport("decode", "decode", decode_url, 0, facts),
-            ],
-            marks=[],
-        )
-    )
+    engines = [
+        EngineReport("prefill", "prefill", prefill_url, 0, facts),
+        EngineReport("decode", "decode", decode_url, 0, facts),
+    ]
     ended = threading.Event()
 
     def tell() -> None:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as line:
-            line.setsockopt(zmq.LINGER, 0)
-            line.connect(control)
+        with zmq.Context() as context, contextlib.ExitStack() as lines:
+            told = []
+            for address, version in controls.items():
+                line = lines.enter_context(context.socket(zmq.DEALER))
+                line.setsockopt(zmq.LINGER, 0)
+                line.connect(address)
+                report = NodeReport(version, "stage", epoch=1, arena_bytes=0, free_bytes=0, engines=engines, marks=[])
+                told.append((line, encode(report)))
             while True:
-                line.send(report)
+                for line, frame in told:
+                    line.send(frame)
                 if ended.wait(REPORT_S):
                     return
+                for line, _ in told:
+                    with contextlib.suppress(zmq.Again):
+                        while True:  # else the proxy would find this node's queue full
+                            line.recv(zmq.NOBLOCK)
 
     thread = threading.Thread(target=tell, name="pdx-bench-stage", daemon=True)
     thread.start()
@@ -116,8 +159,10 @@ def _wait_for_nodes(proxy_url: str) -> None:
         time.sleep(LOOK_S)
 
 
-def _started(processes: Processes, name: str, arguments: list[str], url: str) -> Process:
-    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=answers_health(url))
+def _started(
+    processes: Processes, name: str, arguments: list[str], url: str, env: Mapping[str, str] | None = None
+) -> Process:
+    return processes.start(name, [sys.executable, "-P", *arguments], is_ready=answers_health(url), env=env)
 
 
 def wait_ready(process: Process) -> None:

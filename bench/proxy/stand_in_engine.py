@@ -1,10 +1,12 @@
 """A stand-in for an engine: it answers in vLLM's protocol at a fixed pace, and computes nothing.
 
-    python -m pdx.bench.proxy.stand_in_engine --port PORT [--first-ms MS] [--pace-ms MS]
+    python -m pdx.bench.proxy.stand_in_engine --port PORT [--first-ms MS] [--pace-ms MS] [--intake-ms MS]
 
 Every request gets its first token after `first_ms` and each further one `pace_ms` later, however many requests there
-are. A decode leg has its prompt's KV already: it starts as an engine does that goes on with a request. `POST /pace`
-changes both times.
+are. A decode leg waits for its prompt's KV, which is there when the prefill leg ends, and it needs `intake_ms` to read
+a prompt that is text; then it starts as an engine does that goes on with a request. `POST /pace` changes these times.
+KV is a transfer's id in a datagram: from the prefill stand-in's `--kv-to` to the decode stand-in's `--kv-from`.
+`GET /ended` tells when prefill legs ended, by request id, and forgets them.
 
 Two bytes of a prompt are one token. A token's text follows from the number of tokens before it alone, so that what
 comes through a proxy can be compared with what comes straight from here. Each event of a stream says when it was sent,
@@ -15,10 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
+import socket
 import time
 from array import array
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +39,7 @@ FIRST_TOKEN = 1000  # ids of generated tokens, of as many digits as an engine's
 MAX_BODY = 64 << 20
 DEFAULT_TOKENS = 16
 SHUTDOWN_S = 2.0  # for requests under way
+KV_WAIT_S = 5.0  # a decode leg whose KV does not come by then computes its prompt itself, as engines do
 
 
 @dataclass(slots=True)
@@ -41,13 +48,35 @@ class Pace:
 
     first_ms: float
     pace_ms: float
+    intake_ms: float = 0.0  # of a decode leg whose prompt is text: template, tokens, scheduling
+
+
+class _Arrivals(asyncio.DatagramProtocol):
+    """The transfers whose KV has come."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        self.note(data.decode())
+
+    def note(self, transfer: str) -> None:
+        self._events[transfer].set()
+
+    async def wait(self, transfer: str) -> None:
+        await self._events[transfer].wait()
 
 
 class StandInEngine:
     """The server's routes. All of it runs on one event loop."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, *, kv_from: str = "", kv_to: str = "") -> None:
+        """`kv_from`, `kv_to`: paths of Unix sockets; empty: prefill legs' KV stays in this engine."""
         self._pace = pace
+        self._kv_from = kv_from
+        self._kv_to = kv_to
+        self._arrivals = _Arrivals()
+        self._ended: dict[str, float] = {}  # by request id, when a prefill leg had its token
 
     def app(self) -> web.Application:
         """The web application."""
@@ -57,7 +86,23 @@ class StandInEngine:
         app.router.add_post("/pace", self._set_pace)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ended", self._tell_ended)
+        app.cleanup_ctx.append(self._linked)
         return app
+
+    async def _linked(self, _app: web.Application) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as self._link:  # blocks where the reader is behind
+            transport = None
+            if self._kv_from:
+                transport, _ = await loop.create_datagram_endpoint(
+                    lambda: self._arrivals, local_addr=self._kv_from, family=socket.AF_UNIX
+                )
+            yield
+            if transport is not None:
+                transport.close()
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._kv_from)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response()
@@ -70,11 +115,16 @@ class StandInEngine:
         self._pace = Pace(**await request.json())
         return web.Response()
 
+    async def _tell_ended(self, _request: web.Request) -> web.Response:
+        ended, self._ended = self._ended, {}
+        return web.json_response(ended)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         came_at = time.monotonic()
         body = json.loads(await request.read())
         is_chat = request.path.endswith("chat/completions")
-        prompt = _tokens("".join(each["content"] for each in body["messages"]) if is_chat else body.get("prompt"))
+        given = "".join(each["content"] for each in body["messages"]) if is_chat else body.get("prompt")
+        prompt = _tokens(given)
         if not prompt:
             fault = {"message": "a stand-in takes one prompt, as text or token ids", "type": "BadRequestError"}
             return web.json_response({"error": fault}, status=400)
@@ -85,20 +135,48 @@ class StandInEngine:
             "model": MODEL,
         }
         limit = body.get("max_tokens") or DEFAULT_TOKENS
-        moments = self._moments(came_at, body.get("kv_transfer_params") or {}, len(prompt))
+        params = body.get("kv_transfer_params") or {}
+        tokens = self._each_token(came_at, params, len(prompt), is_text=isinstance(given, str))
         if body.get("stream"):
-            return await _stream(request, head, body, prompt, limit, moments)
+            return await _stream(request, head, body, prompt, limit, tokens)
         for _ in range(limit):
-            await _sleep_until(next(moments))
+            await anext(tokens)
+        if params.get("do_remote_decode"):
+            self._end_prefill(params["transfer_id"], request.headers.get("X-Request-Id", ""))
         return web.json_response(_whole(head, body, prompt, limit))
 
-    def _moments(self, came_at: float, params: dict[str, Any], prompt_tokens: int) -> Iterator[float]:
-        """When each token is due, on the monotonic clock."""
+    def _end_prefill(self, transfer: str, request_id: str) -> None:
+        self._ended[request_id] = time.monotonic()
+        if self._kv_to:
+            self._link.sendto(transfer.encode(), self._kv_to)
+        else:
+            self._arrivals.note(transfer)
+
+    async def _each_token(
+        self, came_at: float, params: dict[str, Any], prompt_tokens: int, *, is_text: bool
+    ) -> AsyncIterator[None]:
+        """Goes on when the next token is there."""
+        if params.get("do_remote_prefill"):
+            try:
+                async with asyncio.timeout(KV_WAIT_S):
+                    await self._arrivals.wait(params["transfer_id"])
+            except TimeoutError:
+                params, came_at = {}, time.monotonic()
+        for due in self._moments(came_at, params, prompt_tokens, is_text=is_text, arrived_at=time.monotonic()):
+            await _sleep_until(due)
+            yield
+
+    def _moments(
+        self, came_at: float, params: dict[str, Any], prompt_tokens: int, *, is_text: bool, arrived_at: float
+    ) -> Iterator[float]:
+        """When each token is due, on the monotonic clock. `arrived_at`: the prompt's KV, of a decode leg."""
         pace = self._pace
-        first_ms = pace.first_ms
-        if params.get("do_remote_prefill"):  # what is behind the prefilled tokens was sampled before: it is decoding
-            first_ms = pace.pace_ms if prompt_tokens > params.get("prefill_tokens", 0) else 0.0
-        due = came_at + first_ms / 1e3
+        due = came_at + pace.first_ms / 1e3
+        if params.get("do_remote_prefill"):
+            due = max(arrived_at, came_at + (pace.intake_ms / 1e3 if is_text else 0.0))
+            # What is behind the prefilled tokens was sampled before: it is decoding. An early leg is the prompt alone.
+            if prompt_tokens > params.get("prefill_tokens", prompt_tokens):
+                due += pace.pace_ms / 1e3
         while True:
             yield due
             due += pace.pace_ms / 1e3
@@ -129,9 +207,10 @@ def _usage(prompt: list[int], generated: int) -> dict[str, int]:
 def _whole(head: dict[str, Any], body: dict[str, Any], prompt: list[int], limit: int) -> dict[str, Any]:
     wants_ids = body.get("return_token_ids")
     positions = range(len(prompt), len(prompt) + limit)
+    text = "".join(map(_word, positions))
     choice = {
         "index": 0,
-        "text": "".join(map(_word, positions)),
+        **({"message": {"role": "assistant", "content": text}} if "messages" in body else {"text": text}),
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
@@ -147,15 +226,16 @@ async def _stream(
     body: dict[str, Any],
     prompt: list[int],
     limit: int,
-    moments: Iterator[float],
+    tokens: AsyncIterator[None],
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     for number in range(limit):
-        await _sleep_until(next(moments))
+        await anext(tokens)
+        text = _word(len(prompt) + number)
         choice = {
             "index": 0,
-            "text": _word(len(prompt) + number),
+            **({"delta": {"content": text}} if "messages" in body else {"text": text}),
             "logprobs": None,
             "finish_reason": "length" if number == limit - 1 else None,
             "stop_reason": None,
@@ -184,8 +264,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
     parser.add_argument("--first-ms", type=float, default=20.0, help="from a request to its first token")
     parser.add_argument("--pace-ms", type=float, default=5.0, help="from each token to the next")
+    parser.add_argument("--intake-ms", type=float, default=0.0, help="a decode leg's time to read a prompt of text")
+    parser.add_argument("--kv-from", default="", metavar="PATH", help="a Unix socket, for the KV of decode legs")
+    parser.add_argument("--kv-to", default="", metavar="PATH", help="the same socket, for the KV of prefill legs")
     arguments = parser.parse_args()
-    engine = StandInEngine(Pace(arguments.first_ms, arguments.pace_ms))
+    pace = Pace(arguments.first_ms, arguments.pace_ms, arguments.intake_ms)
+    engine = StandInEngine(pace, kv_from=arguments.kv_from, kv_to=arguments.kv_to)
     asyncio.run(serve_until_stopped(engine.app(), "127.0.0.1", arguments.port, shutdown_s=SHUTDOWN_S))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from cli_process import CliProcess
 from click.testing import CliRunner
 
 from pdx.bench.harness.ask import Answer, AskFailed, ask, completion, session
+from pdx.bench.harness.report import ROOT
 from pdx.bench.harness.timing import CpuClock, Spread, machine_seconds
-from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, _Spent, cost, measure
-from pdx.bench.proxy.stage import Stage
+from pdx.bench.proxy import stand_in_engine
+from pdx.bench.proxy.run import FORWARD, SAMPLED, Case, Row, Way, _Load, _Spent, cost, measure
+from pdx.bench.proxy.stage import Front, Stage
 from pdx.bench.proxy.stand_in_engine import MODEL, Pace, StandInEngine
 from pdx.cli.main import main
 
@@ -53,7 +56,10 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
     assert kinds == [("forward", 3, 2), ("forward", 3, 6), ("sampled", 3, 2), ("sampled", 3, 6)]
     for row in details["rows"] + details["saturated"]:
         assert row["requests"] >= 4
-        assert row["cpu_ms"] > 0
+        assert row["proxy"]["cpu_ms"] > 0
+        assert row["before"] is None
+        assert row["direct"]["exposed"] is None
+        check_spread(row["proxy"]["exposed"])
         for way in (row["direct"], row["proxy"]):
             check_spread(way["ttft"])
             check_spread(way["itl"])
@@ -66,9 +72,32 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
             assert row[f"added_{name}_p50_ms"] == pytest.approx(added, abs=0.002)
     for row in details["rows"]:
         assert row["direct"]["ttft"]["p50_ms"] >= PACE.first_ms
-        assert row["proxy"]["ttft"]["p50_ms"] >= PACE.first_ms
+        # Each request's first token comes after its prefill leg's end, and that end after `first_ms`.
+        assert row["proxy"]["exposed"]["p50_ms"] <= row["proxy"]["ttft"]["p50_ms"] - PACE.first_ms
     assert [each["mode"] for each in details["costs"]] == ["forward", "sampled"]
-    assert len(found["figures"]) == 5 * 4 + 2 * 4 + 2 * 2
+    assert len(found["figures"]) == 7 * 4 + 2 * 4 + 2 * 2
+
+
+@pytest.mark.timeout(180)
+def test_the_proxy_of_another_checkout_is_measured_beside_this_one(place: Path) -> None:
+    few = ["--concurrency", "2", "--tokens", "4", "--modes", "sampled", "--before", str(ROOT)]
+    result = bench(*OPTIONS, *few, "--out", str(place))
+    assert result.exit_code == 0, result.output
+    assert "sampled, before" in result.stdout
+    found = json.loads((place / "proxy.json").read_text())
+    for row in found["details"]["rows"] + found["details"]["saturated"]:
+        check_spread(row["before"]["ttft"])
+        check_spread(row["before"]["exposed"])
+        assert row["before"]["cpu_ms"] > 0
+    gains = [figure["name"] for figure in found["figures"] if "before / here" in figure["name"]]
+    assert len(gains) == 4 + 2
+
+
+def test_what_is_no_checkout_is_refused(place: Path) -> None:
+    (place / "other").mkdir()
+    result = bench(*OPTIONS, "--before", str(place / "other"), "--out", str(place))
+    assert result.exit_code == 1
+    assert "is no checkout of PDX" in result.output
 
 
 @pytest.mark.timeout(180)
@@ -97,6 +126,7 @@ def test_an_interrupted_run_keeps_what_was_measured(place: Path) -> None:
         (["--prompt-tokens", ""], "at least one is needed"),
         (["--pace-ms", "-1"], "-1.0 is not in the range"),
         (["--requests", "0"], "0 is not in the range"),
+        (["--before", "nowhere"], "'nowhere' does not exist"),
     ],
 )
 def test_bad_options_are_refused(place: Path, options: Sequence[str], words: str) -> None:
@@ -106,18 +136,24 @@ def test_bad_options_are_refused(place: Path, options: Sequence[str], words: str
     assert not list(place.iterdir())
 
 
+@contextlib.asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    """The URL of an application that is served in this process."""
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 def with_engine(work: Callable[[aiohttp.ClientSession, str], Awaitable[None]], pace: Pace = PACE) -> None:
     """Run `work` with a client and the URL of a stand-in engine in this process."""
 
     async def run() -> None:
-        runner = web.AppRunner(StandInEngine(pace).app(), access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            async with session() as http:
-                await work(http, f"http://127.0.0.1:{runner.addresses[0][1]}")
-        finally:
-            await runner.cleanup()
+        async with serving(StandInEngine(pace).app()) as url, session() as http:
+            await work(http, url)
 
     asyncio.run(run())
 
@@ -148,16 +184,23 @@ def test_a_stand_in_says_the_same_streamed_whole_and_in_two_legs() -> None:
 
 def test_a_stand_in_keeps_its_pace_and_a_decode_leg_has_its_prompt_already() -> None:
     """Not before the time; how long after it, only a machine without other work could tell."""
-    engine = StandInEngine(Pace(200.0, 30.0))
+    engine = StandInEngine(Pace(200.0, 30.0, intake_ms=50.0))
 
-    def due(params: dict[str, Any], prompt_tokens: int) -> list[float]:
-        moments = engine._moments(1000.0, params, prompt_tokens)
+    def due(
+        params: dict[str, Any], prompt_tokens: int, *, is_text: bool = False, arrived_ms: float = 0.0
+    ) -> list[float]:
+        arrived_at = 1000.0 + arrived_ms / 1e3
+        moments = engine._moments(1000.0, params, prompt_tokens, is_text=is_text, arrived_at=arrived_at)
         return [round((next(moments) - 1000.0) * 1e3) for _ in range(3)]
 
     decode = {"do_remote_prefill": True, "prefill_tokens": 10}
-    assert due({}, 10) == due({"do_remote_decode": True}, 10) == [200, 230, 260]
+    early = {"do_remote_prefill": True, "is_early": True}
+    assert due({}, 10) == due({"do_remote_decode": True}, 10, is_text=True) == [200, 230, 260]
     assert due(decode, 11) == [30, 60, 90]  # goes on behind the first token
     assert due(decode, 10) == [0, 30, 60]  # samples it, with the prompt's KV at hand
+    assert due(decode, 10, is_text=True) == [50, 80, 110]  # has to be read first
+    assert due(early, 10, is_text=True, arrived_ms=20) == [50, 80, 110]  # and so if it comes while prefill computes
+    assert due(early, 10, is_text=True, arrived_ms=120) == [120, 150, 180]
 
     async def work(http: aiohttp.ClientSession, url: str) -> None:
         started_at = time.monotonic()
@@ -169,6 +212,102 @@ def test_a_stand_in_keeps_its_pace_and_a_decode_leg_has_its_prompt_already() -> 
         assert len((await ask(http, url, completion(MODEL, "x", 40), "r")).itl_ms) == 39
 
     with_engine(work, Pace(5.0, 2.0))
+
+
+def test_a_decode_leg_that_comes_early_waits_for_the_end_of_its_prefill_leg(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_in_engine, "KV_WAIT_S", 60.0)
+
+    async def run() -> None:
+        link = str(place / "kv.sock")
+        prefill, decode = StandInEngine(Pace(50.0, 0.0), kv_to=link), StandInEngine(PACE, kv_from=link)
+        chat = {"messages": [{"role": "user", "content": "a chat"}], "stream": True, "max_tokens": 2}
+        chat["stream_options"] = {"include_usage": True}
+        early = {"do_remote_prefill": True, "transfer_id": "t", "is_early": True}
+        leg = {"do_remote_decode": True, "transfer_id": "t"}
+        async with serving(decode.app()) as decode_url, serving(prefill.app()) as prefill_url, session() as http:
+            asked = ask(http, decode_url, chat | {"kv_transfer_params": early}, "r", path="/v1/chat/completions")
+            answer = asyncio.create_task(asked)
+            url, headers = f"{prefill_url}/v1/chat/completions", {"X-Request-Id": "r"}
+            body = chat | {"stream": False, "max_tokens": 1, "kv_transfer_params": leg}
+            async with http.post(url, json=body, headers=headers) as response:
+                assert (await response.json())["choices"][0]["message"]["content"] == " delta"
+            found = await asyncio.wait_for(answer, 30.0)
+            assert found.text == " delta eps"
+            async with http.get(f"{prefill_url}/ended") as response:
+                ended = await response.json()
+            assert list(ended) == ["r"]
+            assert found.sent_ns / 1e9 + found.ttft_ms / 1e3 >= ended["r"]
+            async with http.get(f"{prefill_url}/ended") as response:
+                assert await response.json() == {}
+
+    asyncio.run(run())
+
+
+def test_a_decode_leg_whose_kv_does_not_come_computes_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in_engine, "KV_WAIT_S", 0.01)
+
+    async def work(http: aiohttp.ClientSession, url: str) -> None:
+        lost = {"do_remote_prefill": True, "transfer_id": "t", "is_early": True}
+        answer = await ask(http, url, completion(MODEL, "x", 3) | {"kv_transfer_params": lost}, "r")
+        assert answer.ttft_ms >= 60.0
+
+    with_engine(work, Pace(50.0, 0.0))
+
+
+def sequential(engine_url: str, http: aiohttp.ClientSession) -> web.Application:
+    """A proxy that sends the decode leg of a chat when the prefill leg has answered."""
+
+    async def serve(request: web.Request) -> web.Response:
+        body, headers = json.loads(await request.read()), {"X-Request-Id": request.headers["X-Request-Id"]}
+        transfer = {"transfer_id": headers["X-Request-Id"]}
+        leg = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, **transfer}}
+        async with http.post(engine_url + request.path, json=leg, headers=headers) as response:
+            await response.read()
+        leg = body | {"kv_transfer_params": {"do_remote_prefill": True, **transfer}}
+        async with http.post(engine_url + request.path, json=leg, headers=headers) as response:
+            return web.Response(
+                body=await response.read(),
+                content_type="text/event-stream",
+                headers={"x-pdx-transfer-id": transfer["transfer_id"]},
+            )
+
+    async def tell(_request: web.Request) -> web.Response:
+        return web.json_response({"mode": SAMPLED})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", serve)
+    app.router.add_get("/pdx/requests/{transfer}", tell)
+    return app
+
+
+@pytest.mark.timeout(180)
+def test_the_intake_of_a_decode_leg_that_is_sent_after_prefill_is_exposed() -> None:
+    pace = Pace(2.0, 0.0, intake_ms=40.0)
+
+    async def work(http: aiohttp.ClientSession, url: str) -> None:
+        async with serving(sequential(url, http)) as proxy_url:
+            front = Front(proxy_url, proxy_url, os.getpid())
+            stage = Stage(pace, url, url, (os.getpid(), os.getpid()), front)
+            row = await asyncio.to_thread(measure, stage, Case(SAMPLED, 1, 20, 2, 4))
+        assert row.proxy.exposed is not None
+        assert row.proxy.exposed.p50_ms >= 40.0
+        assert row.proxy.exposed.p50_ms <= row.proxy.ttft.p50_ms - 2.0
+        assert row.proxy.exposed.count == row.requests
+        assert row.direct.exposed is None
+
+    with_engine(work, pace)
+
+
+def test_what_is_exposed_begins_with_the_end_of_the_requests_own_prefill_leg() -> None:
+    front = Front("", "", os.getpid())
+    load = _Load(Stage(PACE, "", "", (os.getpid(), os.getpid()), front), Case(SAMPLED, 1, 8, 3, 2))
+    load._ended = {"other": 2.0, "own": 1.2}
+    answer = Answer("a", 250.0, [1.0], 300.0, "", "own", 1, 2, 1_000_000_000)
+    assert load._exposed_ms(answer) == pytest.approx(50.0)
+    with pytest.raises(RuntimeError, match="request unknown was answered, and no prefill leg of it has ended"):
+        load._exposed_ms(replace(answer, request_id="unknown"))
 
 
 def test_a_stand_in_refuses_what_is_no_prompt() -> None:
@@ -193,26 +332,21 @@ def test_another_answer_and_another_mode_are_noticed(place: Path) -> None:
     async def work(http: aiohttp.ClientSession, url: str) -> None:
         app = web.Application()
         app.router.add_post("/v1/completions", other)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        stage = Stage(PACE, url, url, url, url, (os.getpid(), os.getpid()), os.getpid())
-        try:
-            wrong = replace(stage, proxy_url=f"http://127.0.0.1:{runner.addresses[0][1]}")
-            with pytest.raises(RuntimeError, match="through the proxy is not the engine's"):
+        stage = Stage(PACE, url, url, (os.getpid(), os.getpid()), Front(url, url, os.getpid()))
+        async with serving(app) as other_url:
+            wrong = replace(stage, proxy=Front(other_url, url, os.getpid()))
+            with pytest.raises(RuntimeError, match=r"through the proxy \(proxy\) is not the engine's"):
                 await asyncio.to_thread(measure, wrong, Case(FORWARD, 1, 8, 3, 2))
             with pytest.raises(AskFailed, match="does not tell what it did with transfer ''"):
                 await asyncio.to_thread(measure, stage, Case(SAMPLED, 1, 8, 3, 2))
-        finally:
-            await runner.cleanup()
 
     with_engine(work)
 
 
 def test_the_cost_of_a_token_is_what_more_tokens_take() -> None:
-    way = Way(Spread(1, 1, 1), Spread(1, 1, 1), 1, 1, 1, 1, 1)
-    fewer = Row("forward", 1, 10, 4, 1, way, way, 0, 0, 0, 0, cpu_ms=1.4, is_machine_full=False)
-    found = cost(fewer, replace(fewer, tokens=24, cpu_ms=3.4))
+    way = Way(Spread(1, 1, 1), Spread(1, 1, 1), 1, 1, 1, 1, 1, cpu_ms=1.4, exposed=None)
+    fewer = Row("forward", 1, 10, 4, 1, way, way, None, 0, 0, 0, 0, is_machine_full=False)
+    found = cost(fewer, replace(fewer, tokens=24, proxy=replace(way, cpu_ms=3.4)))
     assert found.cpu_us_per_token == pytest.approx(100.0)
     assert found.cpu_ms_per_request == pytest.approx(1.0)
 
