@@ -178,7 +178,7 @@ class Control:
 
     def _serve_soon(self) -> None:
         """ZMQ tells the loop of incoming messages once; using the socket in any way can use up that news."""
-        if self._peer_socket is not None and self._loop is not None:
+        if self._peer_socket is not None and self._loop is not None and self._peer_socket.is_waited_for:
             self._loop.call_soon(self._serve)
 
     def _serve(self) -> None:
@@ -187,8 +187,7 @@ class Control:
             with self._faults.contain("the control socket"):
                 if not self._serve_next():
                     break
-        if self._peer_socket is not None and self._peer_socket.is_waited_for:
-            self._serve_soon()
+        self._serve_soon()
 
     def _serve_next(self) -> bool:
         """False: nothing more came."""

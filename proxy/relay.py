@@ -33,6 +33,9 @@ _FAILOVER_S = 2.5
 # each request is not many.
 _MOST_FAILED = 3
 _RETRY_AFTER_S = 1
+# A prefill leg that lasts longer than its decode leg by more than this is late. Until then its answer may be here
+# already, and a busy loop has not read it yet: ending the leg would close its connection for nothing.
+UNREAD_S = 0.02
 USAGE_S = 5.0  # a chat's usage waits so long for the prefill leg; then the decode engine has computed the prompt itself
 
 
@@ -164,6 +167,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             with self.health.plan(pair.prefiller.url):  # until the leg has begun, which goes first
                 await asyncio.sleep(0)
             await self._decode(exchange, leg, answer.AsItIs(cached_tokens), after=prefill)
+            if not prefill.done():
+                await asyncio.wait([prefill], timeout=UNREAD_S)
             if not prefill.done() and exchange.outcome is Outcome.OK:
                 self._cancel(exchange, "prefill_late")
         finally:

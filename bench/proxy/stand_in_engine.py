@@ -141,12 +141,16 @@ class StandInEngine:
             return await _stream(request, head, body, prompt, limit, tokens)
         for _ in range(limit):
             await anext(tokens)
+        response = web.json_response(_whole(head, body, prompt, limit))
         if params.get("do_remote_decode"):
-            self._end_prefill(params["transfer_id"], request.headers.get("X-Request-Id", ""))
-        return web.json_response(_whole(head, body, prompt, limit))
+            self._ended[request.headers.get("X-Request-Id", "")] = time.monotonic()
+            # A decode engine's first step takes longer than this answer, a stand-in's no time: its KV comes last.
+            await response.prepare(request)
+            await response.write_eof()
+            self._push(params["transfer_id"])
+        return response
 
-    def _end_prefill(self, transfer: str, request_id: str) -> None:
-        self._ended[request_id] = time.monotonic()
+    def _push(self, transfer: str) -> None:
         if self._kv_to:
             self._link.sendto(transfer.encode(), self._kv_to)
         else:

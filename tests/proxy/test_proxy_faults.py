@@ -228,6 +228,29 @@ def test_the_usage_of_a_chat_does_not_wait_for_a_prefill_engine_that_hangs(strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_prefill_leg_may_end_a_little_later_than_its_decode_leg(stream, monkeypatch):
+    async def main():
+        monkeypatch.setattr(relay, "UNREAD_S", 30.0)
+        async with cluster() as made:
+            made.prefill.fault = "hold"
+            request = asyncio.create_task(made.post(CHAT, {**TALK, "stream": stream}))
+            await within(asyncio.gather(made.prefill.arrived.wait(), made.decode.arrived.wait()))
+            transfer = made.decode.bodies[0]["kv_transfer_params"]["transfer_id"]
+            made.decode.settled[transfer].set()  # all KV has arrived
+            await within(made.decode.answered.wait())
+            if stream:
+                await within(asyncio.wait([request]))
+            made.prefill.released.set()
+            status, headers, _ = await within(request)
+            assert (status, headers["x-pdx-mode"]) == (200, "sampled")
+            assert await made.node.prefilled() == transfer
+            assert not made.prefill.closed.is_set()
+            assert await made.metric("pdx_proxy_cancels_total", reason="prefill_late") == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_defect_in_the_prefill_of_a_chat_costs_it_nothing_but_that(stream, monkeypatch):
     async def main():
         async with cluster() as made:
@@ -617,23 +640,21 @@ def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
     async def main():
         async with cluster(named=False, heartbeat_timeout_s=2.0) as made:
             want = await expected(made)
-            prefill = ("p", "prefill", made.prefill.url)
-            decode = ("d", "decode", made.decode.url)
-            beat = asyncio.create_task(keep_reporting(made.node, prefill, decode))
+            engines = {each: (each[0], each, getattr(made, each).url) for each in ("prefill", "decode")}
+            goes, stays = engines.pop(leg), *engines.values()
+            beats = [(made.node, goes, stays)] if how == "vanishes" else [(made.node, goes), (made.other_node(), stays)]
+            beats = [asyncio.create_task(keep_reporting(*each)) for each in beats]
+            await made.metric_reaches(1, "pdx_proxy_engines", role="prefill")
             await made.metric_reaches(1, "pdx_proxy_engines", role="decode")
             held = getattr(made, leg)
             held.fault = "hold"
             held.arrived.clear()
             task = asyncio.create_task(made.post(COMPLETIONS, {**BODY, "stream": stream}))
             await within(held.arrived.wait())
-            beat.cancel()
-            stays = decode if leg == "prefill" else prefill
+            beats[0].cancel()
             if how == "vanishes":
-                beat = asyncio.create_task(keep_reporting(made.node, stays))
-            else:
-                beat = asyncio.create_task(keep_reporting(made.other_node(), stays))
+                beats[0] = asyncio.create_task(keep_reporting(made.node, stays))
             await until(lambda: is_detached(held))
-            await made.metric_reaches(1, "pdx_proxy_engines", role=stays[1])
             held.released.set()
             status, headers, raw = await within(task)
             assert (status, headers["x-pdx-mode"]) == (200, "forward")
@@ -643,7 +664,8 @@ def test_what_nodes_report_cuts_no_answer(leg, how, stream, caplog):
             assert (status, headers["x-pdx-mode"], text_of(raw)) == (200, "alone", want)
             assert (made.decode.bodies[-1], len(made.prefill.seen)) == (BODY, prefilled)
             assert (await made.get("/health"))[0] == 200
-            beat.cancel()
+            for beat in beats:
+                beat.cancel()
 
     run(main)
 
