@@ -276,9 +276,9 @@ def test_chunks_that_could_not_be_loaded_are_saved_again(engines: Callable[..., 
     with attached(engines.node.address) as wire:
         assert wire.ask(Delete(engine.scheduler.track(again).chunk_keys(3))).count == 3
     assert engine.finish_load(again)
+    wait_until(lambda: engines.node.status().chunks == {"filling": 3} or engine.idle(), what="there is room")
     for _ in range(len(prompt)):
         engine.step((again, 1))
-    wait_until(lambda: engines.node.status().chunks.get("filling") is None or engine.idle(), what="the answer is there")
     engine.finish(again)
     wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="saved again")
 
