@@ -220,7 +220,7 @@ async def cluster(
 
 
 def run(main):
-    """Run a test's coroutine function; afterwards no task may be left. Open files are looked at after each test, anyway."""
+    """Run a test's coroutine function; afterwards no task may be left. A fixture looks for open files."""
 
     async def checked():
         await main()
