@@ -113,11 +113,11 @@ class Daemon:
             self._context = undo.enter_context(zmq.Context())
             self.service = Service(config, arenas, epoch)
             self._faults = self.service.faults
-            undo.callback(self.service.detach_all)
+            undo.callback(self.service.sessions.close)
             self._process_socket = ProcessSocket(self._context, path, self.service.counters)
             undo.callback(self._process_socket.close)
             self._poller = zmq.Poller()
-            for source in (self._process_socket.socket, self._process_socket.queue.fd):
+            for source in (self._process_socket.socket, self._process_socket.queue.fd, self.service.sessions.fd):
                 self._poller.register(source, zmq.POLLIN)
             self._handovers = []
             for number, arena in enumerate(arenas):
@@ -175,12 +175,10 @@ class Daemon:
         for source, _ in ready:
             with self._faults.contain("serving a socket") as part:
                 self._serve_source(source)
-            if (
-                part.has_failed
-                and isinstance(source, int)
-                and source not in (self._peers.mailbox.fd, self._process_socket.queue.fd)
-            ):
-                self._forget(source)  # else it would fail again at once, for ever
+            own = (self._peers.mailbox.fd, self._process_socket.queue.fd, self.service.sessions.fd)
+            if part.has_failed and isinstance(source, int) and source not in own:
+                with contextlib.suppress(KeyError):
+                    self._poller.unregister(source)  # else it would fail again at once, for ever
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -202,10 +200,12 @@ class Daemon:
             self._peers.mailbox.deliver()
         elif source == self._process_socket.queue.fd:
             pass  # somebody connects: `heed` has seen to it
+        elif source == self.service.sessions.fd:
+            self._end_dead()
         elif self._peers.connections.serve(source):
             pass
-        elif isinstance(source, int) and not any(handover.serve(source) for handover in self._handovers):
-            self._end_dead(source)
+        elif isinstance(source, int):
+            any(handover.serve(source) for handover in self._handovers)
 
     def _tick(self, now: float) -> None:
         self.service.tick()
@@ -266,7 +266,6 @@ class Daemon:
         if isinstance(envelope.body, Hello) and session is None:
             session, welcome = self.service.attach(route, envelope.body, delivery.pid)
             session.last_seq = envelope.seq
-            self._poller.register(session.pidfd, zmq.POLLIN)
             return welcome
         if session is None:
             return Refused(NodeError.__name__, "say hello first")
@@ -276,11 +275,7 @@ class Daemon:
         session.last_seq = envelope.seq
         if session.has_failed and not isinstance(envelope.body, Bye):
             return _FAILED
-        pidfd = session.pidfd
-        answer = self.service.handle(session, envelope.body)
-        if self.service.sessions.of_route(route) is None:  # it said bye
-            self._poller.unregister(pidfd)
-        return answer
+        return self.service.handle(session, envelope.body)
 
     def _end_failed(self, route: bytes) -> Refused:
         """An internal error ended a session. What its process holds stays until that one says bye, or is dead: it
@@ -295,18 +290,12 @@ class Daemon:
         session = self.service.sessions.of_route(route)
         return repr(session) if session is not None else "a process that is not attached"
 
-    def _end_dead(self, pidfd: int) -> None:
-        session = self.service.sessions.of_pidfd(pidfd)
-        if session is None or not session.is_dead:
-            return  # it said bye in this very turn, and its file descriptor may be another session's by now
-        self._forget(pidfd)
-        log.warning("%s died; what it held is given back", repr(session))
-        self.service.counters["deaths"] += 1
-        self.service.end(session)
-
-    def _forget(self, fd: int) -> None:
-        with contextlib.suppress(KeyError):
-            self._poller.unregister(fd)
+    def _end_dead(self) -> None:
+        for session in self.service.sessions.ended():
+            log.warning("%s died; what it held is given back", repr(session))
+            self.service.counters["deaths"] += 1
+            with self._faults.contain("the end of a session"):
+                self.service.end(session)
 
     # ---- the proxy --------------------------------------------------------------------------
 

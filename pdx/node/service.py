@@ -214,11 +214,6 @@ class Service:
         self.tiers.changed(chunks)
         self.admissions.changed(chunks)
 
-    def detach_all(self) -> None:
-        """The node ends: stop watching the processes."""
-        for session in self.sessions:
-            self.sessions.detach(session)
-
     def handle(self, session: Session, ask: Ask) -> Answer | None:
         """The answer; None: it comes later, from `admissions.late_answers`.
 

@@ -58,7 +58,10 @@ class Session:
 
 
 class Sessions:
-    """All attached processes, by connection, by pidfd, and workers by engine and shard."""
+    """All attached processes, by connection, by pidfd, and workers by engine and shard.
+
+    `fd` is readable when one of them has ended; to wait for it costs the same for any number of processes.
+    """
 
     def __init__(self) -> None:
         self._by_route: dict[bytes, Session] = {}
@@ -67,6 +70,8 @@ class Sessions:
         self._by_pid: Counter[int] = Counter()
         self._by_model: dict[str, Session] = {}  # the engine of each model that was attached last
         self.numbers = itertools.count(1)  # of peers, too
+        self._deaths = select.epoll()
+        self.fd = self._deaths.fileno()
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_route.values()))
@@ -78,9 +83,9 @@ class Sessions:
         """The session of a connection."""
         return self._by_route.get(route)
 
-    def of_pidfd(self, pidfd: int) -> Session | None:
-        """The session whose process this file descriptor watches."""
-        return self._by_pidfd.get(pidfd)
+    def ended(self) -> list[Session]:
+        """Those whose process has ended, each once."""
+        return [self._by_pidfd[pidfd] for pidfd, _ in self._deaths.poll(0)]
 
     def is_attached(self, pid: int) -> bool:
         """Whether this process is attached, and lives."""
@@ -123,6 +128,7 @@ class Sessions:
         if self._by_pid[hello.pid] >= MAX_OF_ONE_PROCESS:
             raise NodeError(f"process {hello.pid} is attached {MAX_OF_ONE_PROCESS} times already")
         pidfd = _watched(hello.pid, pid)
+        self._deaths.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
         session = Session(next(self.numbers), route, hello, pidfd, now)
         self._by_route[route] = session
         self._by_pidfd[pidfd] = session
@@ -154,12 +160,19 @@ class Sessions:
         self._by_pid[session.hello.pid] -= 1
         if not self._by_pid[session.hello.pid]:
             del self._by_pid[session.hello.pid]
+        self._deaths.unregister(session.pidfd)
         os.close(session.pidfd)
         if session.hello.kind == "worker":
             del self._workers[session.hello.engine, session.hello.shard]
         model = session.hello.shape.get("model", "")
         if self._by_model.get(model) is session:
             del self._by_model[model]
+
+    def close(self) -> None:
+        """The node ends: stop watching the processes."""
+        for session in self:
+            self.detach(session)
+        self._deaths.close()
 
 
 def _watched(claimed: int, pid: int) -> int:

@@ -26,7 +26,7 @@ def service(place):
     with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
         made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, policy=Priorities)
         yield made
-        made.detach_all()
+        made.sessions.close()
         made.peers.close()
 
 

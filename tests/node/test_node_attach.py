@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from pdx.errors import ConfigError, NodeUnavailable
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.node.daemon import Daemon
 from pdx.node.service import PROBE_BYTES
-from pdx.node.sessions import MAX_OF_ONE_PROCESS
+from pdx.node.sessions import MAX_OF_ONE_PROCESS, Sessions
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import VERSION, Admit, Admitted, Bye, Done, Hello, Ping, Refused, Status, Welcome
 
@@ -106,6 +107,41 @@ def test_a_process_can_attach_so_many_times_and_no_more(node):
         assert f"attached {MAX_OF_ONE_PROCESS} times already" in refused.text
     assert isinstance(wires.enter_context(Wire(node.address)).hello(), Welcome)
     wires.close()
+
+
+@pytest.fixture
+def sessions():
+    made = Sessions()
+    yield made
+    made.close()
+
+
+def test_who_has_ended_is_told_once_whoever_else_is_attached(sessions):
+    others = [sessions.attach(b"o%d" % number, hello_of(os.getpid()), os.getpid(), 0.0) for number in range(100)]
+    children = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    try:
+        died, detached, lives = (
+            sessions.attach(b"c%d" % each.pid, hello_of(each.pid), each.pid, 0.0) for each in children
+        )
+        assert not select.select([sessions.fd], [], [], 0)[0]
+        children[0].kill()
+        assert select.select([sessions.fd], [], [], 30)[0]
+        assert sessions.ended() == [died]
+        assert sessions.ended() == []
+        children[1].kill()
+        assert select.select([sessions.fd], [], [], 30)[0]
+        sessions.detach(detached)
+        assert sessions.ended() == []
+        sessions.detach(died)
+        assert list(sessions) == [*others, lives]
+    finally:
+        for each in children:
+            each.kill()
+            each.wait()
+
+
+def hello_of(pid):
+    return Hello(VERSION, pid, "client", name="x")
 
 
 @pytest.mark.parametrize("suffix", ["", ".peers"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -370,8 +371,9 @@ def test_an_exception_at_a_death_does_not_end_the_node(daemon, child, other, mon
 def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polled(
     daemon, child, other, part, farewell, monkeypatch
 ):
+    before = polled(daemon)
     attach(daemon, child)
-    before = len(daemon._poller.sockets)
+    assert polled(daemon) == before + 1
     child.tell(Admit([b"r" * 16], 1))
     wait_until(lambda: daemon.turn(0.01) or daemon.service.store.census()[0])
     monkeypatch.setattr(getattr(daemon.service, part), "end_session", fail)
@@ -381,10 +383,15 @@ def test_an_exception_at_the_end_of_a_session_leaves_nothing_of_it_that_is_polle
         child.kill()
     wait_until(lambda: daemon.turn(0.01) or daemon.service.counters["internal_errors"])
     assert not any(session.hello.pid == child.pid for session in daemon.service.sessions)
-    assert len(daemon._poller.sockets) == before - 1
+    assert polled(daemon) == before
     assert daemon.service.store.census()[0].get("filling", 0) == (part == "store")
     monkeypatch.undo()
     assert is_served(daemon, other)
+
+
+def polled(daemon):
+    """How many processes are watched."""
+    return Path(f"/proc/self/fdinfo/{daemon.service.sessions.fd}").read_text().count("tfd:")
 
 
 def test_a_late_answer_that_fails_is_a_miss_and_keeps_no_other_back(daemon, wire, monkeypatch):

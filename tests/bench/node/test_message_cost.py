@@ -59,7 +59,7 @@ class Here:
             pass
 
     def close(self):
-        self.service.detach_all()
+        self.service.sessions.close()
         self.service.peers.close()
         self._context.term()
         self._arena.close()
