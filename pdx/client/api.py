@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _A = TypeVar("_A", bound=Answer)
 _ASK_AGAIN_S = 0.002
+_ASK_SELDOM_S = 0.05  # nobody asks less often than that
 _FETCH_S = 5.0
 
 
@@ -114,9 +115,11 @@ class Node:
             if answer.hits:
                 return ReadableChunk(self, name, answer.slots[0], answer.lease)
             limit_s = wait_s if wait_s is not None else _FETCH_S if source or answer.waiting else 0.0
-            if time.monotonic() - started_at >= limit_s:
+            waited_s = time.monotonic() - started_at
+            if waited_s >= limit_s:
                 raise ChunkMissing(f"no sealed chunk is named {name!r}{f' within {limit_s} s' if limit_s else ''}")
-            time.sleep(_ASK_AGAIN_S)
+            # A tenth of the wait: many that wait for what does not come cost the node little.
+            time.sleep(min(max(waited_s / 10, _ASK_AGAIN_S), _ASK_SELDOM_S, limit_s - waited_s))
 
     def push(self, *names: str, to: str) -> None:
         """Send these sealed chunks to another node, which keeps them under the same names; does not wait.

@@ -196,7 +196,7 @@ class PeerTiers:
                 self._flow_ends.discard(oldest, self._flows.pop(oldest).deadline)
         return self.copies.store(
             self.tier(name),
-            keys,
+            list(dict.fromkeys(keys)),  # a peer grants each key its room once
             shards,
             priority=Priority.AWAITED if want else Priority.HANDOFF,
             deadline=now + self.config.push_s,

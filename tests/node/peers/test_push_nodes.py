@@ -59,6 +59,25 @@ def test_parts_are_across_before_the_last_is_filled(cluster_of, scheme):
     assert cluster.counter("b", "digest_mismatches") == 0
 
 
+def test_a_name_that_stands_twice_in_a_push_is_pushed_once(cluster_of, channel):
+    cluster = cluster_of("ab", channels=[channel])
+    a, b = cluster["a"], cluster["b"]
+    for number, name in enumerate("xy"):
+        put(a, name, pattern(number, 5000))
+    a.push("x", "y", "x", to="b")
+    for number, name in enumerate("xy"):
+        assert read(b, name, wait_s=10.0) == pattern(number, 5000)
+    cluster.settle()
+    assert [cluster.counter(name, "messages_dropped") for name in "ab"] == [0, 0]
+
+
+def test_who_waits_for_a_chunk_asks_less_often_the_longer_it_waits(cluster_of):
+    a = cluster_of("a")["a"]
+    with pytest.raises(ChunkMissing):
+        a.get("nothing", wait_s=2.0)
+    assert a.status().counters["lookups"] < 200
+
+
 def test_sealed_chunks_are_pushed_and_fetched_in_both_directions(cluster_of, channel):
     cluster = cluster_of("ab", channels=[channel])
     a, b = cluster["a"], cluster["b"]
