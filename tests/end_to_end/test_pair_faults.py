@@ -29,7 +29,7 @@ LONG = "length-3000"  # eight steps of prefill
 def wait_prefilling(pair: Pair) -> None:
     """Until a prefill is in the middle of its work; through one connection, because it lasts for a moment only."""
     with pdx.connect(pair.node_address) as node:
-        wait_until(lambda: node.status().chunks.get("filling"), timeout_s=20, what="prefill is under way")
+        wait_until(lambda: node.status().chunks.get("filling"), timeout_s=60, what="prefill is under way")
 
 
 # ---- bad input ------------------------------------------------------------------------------
