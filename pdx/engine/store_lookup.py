@@ -121,12 +121,13 @@ class StoreLookup:
             tracked.takes_part = not self._may_wait_for_room(tracked, connection)
             return
         self._take(tracked, connection, answer, asked)
+        if tracked.reserved:
+            tracked.waits = False  # from now on what is being filled may be this request's own to fill
         # One that could not have been taken sooner is taken whatever its age: steps may be as far apart.
         if self._step - asked.step > 1 and not self._is_fresh(tracked):
             self._ask(tracked, connection)
         elif tracked.reserved:
             tracked.decided = True
-            tracked.waits = False  # from now on what is being filled may be this request's own to fill
 
     def _is_fresh(self, tracked: TrackedRequest) -> bool:
         """Whether the last answer is young enough to say what is there."""

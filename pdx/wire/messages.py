@@ -243,7 +243,10 @@ class Delete(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Give up a transfer: its unsealed slots are aborted and whoever waits for it stops waiting."""
+    """Give up a transfer: its unsealed slots are aborted and whoever waits for it stops waiting.
+
+    From a peer: it was to push the transfer, and gave it up before it asked for room.
+    """
 
     transfer: TransferId
 
@@ -434,13 +437,13 @@ RIGHTS: dict[Kind, frozenset[type[Message]]] = {
     "worker": _ENGINE,
     "scheduler": _ENGINE - {Fill} | _REQUESTS,
     "client": _ENGINE | _REQUESTS,
-    "peer": frozenset({Bye, Ping, Chosen, Admit, Release, Push}),
+    "peer": frozenset({Bye, Ping, Chosen, Admit, Release, Push, Cancel}),
 }
 
 
 # ---- between two nodes --------------------------------------------------------------------------
 
-PeerBody = Hello | Welcome | Refused | Chosen | Ping | Bye | Admit | Admitted | Release | Push | Done
+PeerBody = Hello | Welcome | Refused | Chosen | Ping | Bye | Admit | Admitted | Release | Push | Cancel | Done
 PEER_ANSWERS = frozenset({Admitted, Done, Refused})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,26 @@ def test_a_decoder_whose_prefill_was_given_up_computes(make_pair: Callable[..., 
     assert decode.num_computed in (0, CHUNK), "what was sealed may have arrived; the rest is not waited for"
     pair.second.check_cache(decode, decode.num_computed)
     pair.second.finish(decode)
+
+
+def test_a_decoder_whose_prefill_node_does_not_answer_computes(make_pair: Callable[..., Pair]) -> None:
+    """The answer comes later than the engine believes in old ones; the next one must not wait for its own room."""
+    pair = make_pair()
+    wait_until(lambda: all(peer.state == "ready" for node in pair.nodes for peer in node.status().peers))
+    pair.nodes[0].signal(signal.SIGSTOP)
+    try:
+        prompt = tokens(0, 3 * CHUNK)
+        decode = Request("d", prompt, DECODE)
+        pair.second.admit(decode)
+        assert decode.num_computed == 0
+        pair.second.step((decode, len(prompt)))
+        pair.second.finish(decode)
+    finally:
+        pair.nodes[0].signal(signal.SIGCONT)
+    again = Request("again", prompt)
+    assert pair.second.admit(again) == set()
+    assert again.num_computed == len(prompt)
+    pair.second.finish(again)
 
 
 def test_a_decoder_asks_for_what_was_not_pushed(make_pair: Callable[..., Pair]) -> None:

@@ -47,7 +47,7 @@ EXPECTED = {
     "worker": ENGINE | {Fill},
     "scheduler": ENGINE | {Admit, Push, Release, Renew, Pin, Delete, Cancel, Status},
     "client": ENGINE | {Fill, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status},
-    "peer": {Bye, Ping, Chosen, Admit, Release, Push},
+    "peer": {Bye, Ping, Chosen, Admit, Release, Push, Cancel},
 }
 
 

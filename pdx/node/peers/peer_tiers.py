@@ -27,11 +27,12 @@ from pdx.store.tier import Job, Tier
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
-from pdx.wire.messages import Admit, Chosen, PeerBody, Release, Welcome
+from pdx.wire.messages import Admit, Cancel, Chosen, PeerBody, Release, Welcome
 
 log = logging.getLogger("pdx.node")
 
 MAX_FLOWS = 16_384
+MAX_UNTOLD = 1024  # transfers that one peer will be told of when it is connected
 FLOW_S = 60.0  # how long it is known, after a push, how much of its transfer was across
 JOIN_S = 5.0
 
@@ -53,6 +54,7 @@ class PeerTier(Tier):
         self.start: Callable[[], None] | None = None  # connects a channel, as long as the peer is there
         self.sent_bytes = 0
         self.why = ""
+        self.untold: dict[str, None] = {}  # transfers given up before the peer was asked for room, or connected
 
     @property
     def is_ready(self) -> bool:
@@ -83,9 +85,27 @@ class PeerTier(Tier):
         """Tell the peer that nothing more is written for this copy."""
         if copy.is_asked and not copy.is_lost:
             self.send(Release(copy.number, copy.is_complete))
+        elif copy.transfer is not None and not copy.is_asked and not copy.is_lost:
+            self._cancel(copy.transfer)
         if self.sender is not None:
             self.sender.forget(copy.number)
         self._tiers.copy_over(copy)
+
+    def _cancel(self, transfer: str) -> None:
+        """The peer never heard of this transfer, and a decoder there may wait for it: say that nothing comes."""
+        peer = self._tiers.connections.of(self.name)
+        if peer is not None and peer.state is ConnectionState.READY:
+            peer.send(Cancel(transfer))
+            return
+        self.untold[transfer] = None
+        if len(self.untold) > MAX_UNTOLD:
+            del self.untold[next(iter(self.untold))]
+
+    def tell(self) -> None:
+        """The peer is connected: say what could not be said before."""
+        untold, self.untold = self.untold, {}
+        for transfer in untold:
+            self.send(Cancel(transfer))
 
     def close(self) -> None:
         """End the writing, without waiting for it."""
@@ -235,6 +255,7 @@ class PeerTiers:
         if peer.state is not ConnectionState.READY:
             return
         tier = self.tier(peer.name)
+        tier.tell()
         self.drop_sender(tier)
         tier.start = partial(self._choose, tier, peer, welcome, schemes)
         if at_once or self.copies.of(peer.name):

@@ -39,6 +39,7 @@ from pdx.telemetry.timeline import Event
 from pdx.wire.messages import (
     Admit,
     Admitted,
+    Cancel,
     Chosen,
     Done,
     PeerBody,
@@ -272,6 +273,10 @@ class Peers:
                 self.receiver.let_go(peer, body, self._clock())
             case Push():
                 self._push_to(peer, body, about)
+            case Cancel(transfer):
+                now = self._clock()
+                self._transfers.give_up(transfer, now, peer.source)
+                self.fetches.over(peer.name, 0, transfer, now)
             case Done():
                 self.fetches.answered(peer, about, body.count, self._clock())
             case Chosen():

@@ -27,9 +27,9 @@ def channel(request):
 def cluster_of(place):
     clusters = []
 
-    def start(names, **settings):
+    def start(names, up=None, **settings):
         clusters.append(Cluster(place, names, **settings))
-        clusters[-1].start(*names)
+        clusters[-1].start(*(names if up is None else up))
         return clusters[-1]
 
     yield start
@@ -229,6 +229,23 @@ def test_a_transfer_that_is_cancelled_ends_at_both_nodes(cluster_of, channel, wh
         prefill.ask(Fill(reserved.granted_slots, 1, seal=True))
     cluster.settle()
     assert cluster["b"].status().chunks == {}
+
+
+@pytest.mark.parametrize("is_up", [False, True], ids=["not up yet", "up"])
+def test_a_transfer_that_ended_before_it_was_offered_is_not_waited_for(cluster_of, channel, is_up):
+    """Its prefill was aborted before a channel between the two nodes was chosen."""
+    cluster = cluster_of("ab", up="ab" if is_up else "a", channels=[channel])
+    keys = [bytes([number]) * 16 for number in range(2)]
+    with attached(cluster.address("a")) as prefill:
+        prefill.ask(Admit(keys, MIB, layers=2, transfer=TRANSFER, push_to="b", part="writes"))
+        prefill.ask(Cancel(TRANSFER))
+        if not is_up:
+            cluster.start("b")
+        with attached(cluster.address("b")) as decode:
+            # Longer than `ask` waits for an answer: only what node a says ends the waiting.
+            answer = decode.ask(Admit(keys, transfer=TRANSFER, part="expects", lease_s=5.0, wait_s=60.0))
+    assert (answer.hits, answer.waiting) == (0, False)
+    cluster.settle()
 
 
 def test_a_prefill_is_pushed_once_and_found_by_the_decoder(cluster_of, channel):
