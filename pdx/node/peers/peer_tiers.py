@@ -85,7 +85,7 @@ class PeerTier(Tier):
         """Tell the peer that nothing more is written for this copy."""
         if copy.is_asked and not copy.is_lost:
             self.send(Release(copy.number, copy.is_complete))
-        elif copy.transfer is not None and not copy.is_asked and not copy.is_lost:
+        elif copy.transfer is not None and not copy.is_lost:
             self._cancel(copy.transfer)
         if self.sender is not None:
             self.sender.forget(copy.number)
@@ -93,19 +93,18 @@ class PeerTier(Tier):
 
     def _cancel(self, transfer: str) -> None:
         """The peer never heard of this transfer, and a decoder there may wait for it: say that nothing comes."""
-        peer = self._tiers.connections.of(self.name)
-        if peer is not None and peer.state is ConnectionState.READY:
-            peer.send(Cancel(transfer))
-            return
         self.untold[transfer] = None
         if len(self.untold) > MAX_UNTOLD:
             del self.untold[next(iter(self.untold))]
+        self.tell()
 
     def tell(self) -> None:
-        """The peer is connected: say what could not be said before."""
-        untold, self.untold = self.untold, {}
-        for transfer in untold:
-            self.send(Cancel(transfer))
+        """Tell the peer of transfers that were given up, as soon as it is connected."""
+        peer = self._tiers.connections.of(self.name)
+        if peer is not None and peer.state is ConnectionState.READY:
+            for transfer in self.untold:
+                peer.send(Cancel(transfer))
+            self.untold.clear()
 
     def close(self) -> None:
         """End the writing, without waiting for it."""
