@@ -82,6 +82,7 @@ def _head(status: NodeStatus, address: str) -> Text:
             for one in (status.arenas if len(status.arenas) > 1 else [])
         ),
         f"\ndisk {disk.folder}: {disk.chunks} chunks, {size(disk.used_bytes)} of {size(disk.limit_bytes)}"
+        f"{'' if disk.is_direct else ', by way of the page cache'}"
         if disk
         else "",
     )

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import re
 import stat
@@ -28,7 +30,7 @@ from msgspec import Meta
 from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.layout import slice_span
-from pdx.memory.slot import Bytes
+from pdx.memory.slot import Bytes, Slot
 from pdx.store.tier import Part
 from pdx.wire.messages import MAX_LAYERS, Key, LayerCount, Shard
 
@@ -39,7 +41,7 @@ WHOLE, PARTIAL = ".chunk", ".partial"
 _DIGEST_BYTES = 8
 _MAX_BODY_BYTES = _DIGEST_BYTES * MAX_LAYERS + 256
 _PREFIX = struct.Struct("<8sIIQ")
-_GROUP_BYTES = 8 << 20  # read or written by one system call; a job can end between two
+_CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _NAME = re.compile(r"([0-9a-f]{2})([0-9a-f]{30})-([0-9]{1,6})(\.chunk|\.partial)")
 _INLINE_BLOCKS = 4  # a file of so few blocks needs no block that says where they are …
@@ -130,17 +132,19 @@ def salvage(path: Path) -> tuple[Header | None, TierError | None, int]:
         return None, why, 0
 
 
-def write(path: Path, part: Part, arena: Arena, is_over: Over) -> None:
-    """Copy a whole chunk from an arena to its file.
+def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False) -> None:
+    """Copy a whole chunk from an arena to its file; `is_direct`: without a copy in the page cache.
 
     :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
     """
     partial, is_left = path.with_suffix(PARTIAL), False
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    is_direct = is_direct and not arena.gpu
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(partial, flags | (os.O_DIRECT if is_direct else 0), 0o600)
         try:
-            _write(fd, part, arena, is_over)
+            _write(fd, part, arena, is_over, is_direct)
             os.rename(partial, path)
         except BaseException:
             is_left = not _is_gone(partial)
@@ -164,51 +168,101 @@ def _is_gone(path: Path) -> bool:
     return True
 
 
-def _write(fd: int, part: Part, arena: Arena, is_over: Over) -> None:
+def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool) -> None:
     slot, start = part.slot, _header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     arena.check(slot)
+    data = arena.read(slot.offset, _moved_bytes(slot, is_direct))
     digests = bytearray()
-    for _, first, nbytes, spans in _groups(part):
-        _end_if(is_over)
-        data = arena.read(slot.offset + first, nbytes)
-        for offset, count in spans:
-            digests += xxhash.xxh3_64_digest(data[offset : offset + count])
-        _write_all(fd, data, start + first)
+    for first, nbytes in _spans(part, is_over):
+        digests += xxhash.xxh3_64_digest(data[first : first + nbytes])
+    head = _aligned(start)
+    _encode(Header(part.key, part.shard, slot.nbytes, part.layers, bytes(digests)), head)
+    for buffers, offset in _calls(head, data, is_over):
+        _write_all(fd, buffers, offset)
+    if len(data) > slot.nbytes:
+        os.ftruncate(fd, start + slot.nbytes)
     arena.check(slot)
-    header = Header(part.key, part.shard, slot.nbytes, part.layers, bytes(digests))
-    _write_all(fd, memoryview(_encoded(header, start)), 0)
 
 
-def _encoded(header: Header, nbytes: int) -> bytes:
+def _moved_bytes(slot: Slot, is_direct: bool) -> int:
+    """What is read or written of a slot's room: a disk itself knows whole blocks only."""
+    return round_up(slot.nbytes) if is_direct else slot.nbytes
+
+
+def _aligned(nbytes: int) -> memoryview:
+    """Empty memory that a disk can read and write itself, as it can that of an arena."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[list[memoryview], int]]:
+    """What each system call reads or writes: (memory, offset in the file)."""
+    for first in range(0, len(data), _CALL_BYTES):
+        _end_if(is_over)
+        piece = data[first : first + _CALL_BYTES]
+        yield ([piece], len(head) + first) if first else ([head, piece], 0)
+
+
+def _spans(part: Part, is_over: Over) -> Iterator[tuple[int, int]]:
+    """Start and bytes of each slice in the chunk."""
+    due = 0
+    for layer in range(part.layers):
+        first, nbytes = slice_span(part.slot.nbytes, part.layers, layer, 1)
+        if first >= due:
+            _end_if(is_over)
+            due = first + _CALL_BYTES
+        yield first, nbytes
+
+
+def _encode(header: Header, into: memoryview) -> None:
     body = msgspec.msgpack.encode(header)
-    return (_PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body)) + body).ljust(nbytes, b"\0")
+    whole = _PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    into[: len(whole)] = whole
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwritev(fd, [data], offset)
-        data, offset = data[written:], offset + written
+def _write_all(fd: int, buffers: list[memoryview], offset: int) -> None:
+    while buffers:
+        written = os.pwritev(fd, buffers, offset)
+        buffers, offset = _behind(buffers, written), offset + written
 
 
-def read(path: Path, part: Part, arena: Arena, is_over: Over) -> None:
-    """Copy a whole chunk from its file into an arena, and compare the digest of each slice.
+def _behind(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of the memory of a system call that has done so much."""
+    left = []
+    for buffer in buffers:
+        if nbytes < len(buffer):
+            left.append(buffer[nbytes:])
+        nbytes = max(0, nbytes - len(buffer))
+    return left
+
+
+def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False) -> None:
+    """Copy a whole chunk from its file into an arena, and compare the digest of each slice; `is_direct`: without a copy
+    in the page cache.
 
     :raises TierError: it could not be read, or is not what was written, or `is_over`. The slot may hold anything then.
     """
     slot = part.slot
     with _opened(path) as fd:
-        header, start = _header(fd, path)
-        if (header.key, header.shard, header.nbytes, header.layers) != (part.key, part.shard, slot.nbytes, part.layers):
-            raise TierError(f"{path} is the file of another chunk", "corrupt")
+        size, head = _size(fd, path), _aligned(_header_bytes(part.layers))
+        if is_direct:  # only now: what is no file may not be opened so
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        header: Header | None = None
         try:
             arena.check(slot)
-            memory = arena.data[slot.offset : slot.offset + slot.nbytes]
-            for layer, first, nbytes, spans in _groups(part):
-                _end_if(is_over)
-                data = memory[first : first + nbytes]
-                _read_all(fd, data, start + first, path)
-                _compare(data, spans, header.digests[_DIGEST_BYTES * layer :], path)
+            data = arena.data[slot.offset : slot.offset + _moved_bytes(slot, is_direct)]
+            for buffers, offset in _calls(head, data, is_over):
+                count = _read_all(fd, buffers, offset)
+                if header is None:
+                    header = _parsed(head[:count], size, path)
+                    _check_header(header, part, path)
+            assert header is not None
+            if offset + count < len(head) + slot.nbytes:
+                raise TierError(f"{path} ends too early", "truncated")
+            for number, (first, nbytes) in enumerate(_spans(part, is_over)):
+                expected = header.digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
+                if xxhash.xxh3_64_digest(data[first : first + nbytes]) != expected:
+                    raise TierError(f"{path} has other bytes than were written", "corrupt")
             arena.check(slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{path} is not read: {error}", "stale") from error
@@ -216,19 +270,19 @@ def read(path: Path, part: Part, arena: Arena, is_over: Over) -> None:
             os.utime(fd)
 
 
-def _compare(data: memoryview, spans: list[tuple[int, int]], digests: bytes, path: Path) -> None:
-    for number, (offset, count) in enumerate(spans):
-        expected = digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
-        if xxhash.xxh3_64_digest(data[offset : offset + count]) != expected:
-            raise TierError(f"{path} has other bytes than were written", "corrupt")
+def _check_header(header: Header, part: Part, path: Path) -> None:
+    found = (header.key, header.shard, header.nbytes, header.layers)
+    if found != (part.key, part.shard, part.slot.nbytes, part.layers):
+        raise TierError(f"{path} is the file of another chunk", "corrupt")
 
 
-def _read_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
-    while data:
-        count = os.preadv(fd, [data], offset)
-        if not count:
-            raise TierError(f"{path} ends too early", "truncated")
-        data, offset = data[count:], offset + count
+def _read_all(fd: int, buffers: list[memoryview], offset: int) -> int:
+    """Read until the memory is full, or the file ends; the bytes read."""
+    count, left = 0, buffers
+    while left and (done := os.preadv(fd, left, offset + count)):
+        count += done
+        left = _behind(left, done)
+    return count
 
 
 def inspect(path: Path) -> Header:
@@ -237,10 +291,32 @@ def inspect(path: Path) -> Header:
     :raises TierError: it is no chunk's file, or not whole.
     """
     with _opened(path) as fd:
-        header, _ = _header(fd, path)
+        size, data = _size(fd, path), os.pread(fd, HEADER_BYTES, 0)
+        if len(data) == HEADER_BYTES < (nbytes := _head_bytes(data)):
+            data += os.pread(fd, nbytes - HEADER_BYTES, HEADER_BYTES)
+        header = _parsed(memoryview(data), size, path)
     if path_of(path.parent.parent, header.key, header.shard) != path:
         raise TierError(f"{path} is the file of another chunk", "corrupt")
     return header
+
+
+def takes_direct(root: Path) -> bool:
+    """Whether the file system of a folder reads and writes without its page cache.
+
+    :raises OSError: nothing can be written there.
+    """
+    path = root / "direct"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT, 0o600)
+        try:
+            return os.pwritev(fd, [_aligned(HEADER_BYTES)], 0) == HEADER_BYTES
+        finally:
+            os.close(fd)
+            os.unlink(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
 
 
 def remove(path: Path) -> None:
@@ -270,34 +346,42 @@ def _opened(path: Path) -> Iterator[int]:
         raise TierError(f"{path} cannot be read: {error.strerror}", kind) from error
 
 
-def _header(fd: int, path: Path) -> tuple[Header, int]:
-    """The header, and how long it is."""
+def _size(fd: int, path: Path) -> int:
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         raise TierError(f"{path} is not a file", "corrupt")
-    prefix = os.pread(fd, _PREFIX.size, 0)
-    if len(prefix) < _PREFIX.size:
+    return info.st_size
+
+
+def _head_bytes(data: bytes) -> int:
+    """How long a header is whose beginning is `data`, as far as that may be."""
+    return _PREFIX.size + min(int(_PREFIX.unpack_from(data)[2]), _MAX_BODY_BYTES)
+
+
+def _parsed(data: memoryview, size: int, path: Path) -> Header:
+    """The header at the beginning of `data`, of a file of `size` bytes."""
+    if len(data) < _PREFIX.size:
         raise TierError(f"{path} ends in its header", "truncated")
-    magic, version, body_bytes, digest = _PREFIX.unpack(prefix)
+    magic, version, body_bytes, digest = _PREFIX.unpack_from(data)
     if magic != MAGIC or body_bytes > _MAX_BODY_BYTES:
         _damaged(path)
     if version != VERSION:
         raise TierError(f"{path} has format {version}; this is {VERSION}", "outdated")
-    body = os.pread(fd, body_bytes, _PREFIX.size)
-    if len(body) < body_bytes:
+    body = data[_PREFIX.size : _PREFIX.size + body_bytes]
+    if size < _PREFIX.size + body_bytes:
         raise TierError(f"{path} ends in its header", "truncated")
-    if xxhash.xxh3_64_intdigest(body) != digest:
+    if len(body) < body_bytes or xxhash.xxh3_64_intdigest(body) != digest:
         _damaged(path)
     try:
         header = _decoder.decode(body)
     except msgspec.MsgspecError:
         _damaged(path)
     start = _header_bytes(header.layers)
-    if len(header.digests) != _DIGEST_BYTES * header.layers or info.st_size > start + header.nbytes:
+    if len(header.digests) != _DIGEST_BYTES * header.layers or size > start + header.nbytes:
         _damaged(path)
-    if info.st_size < start + header.nbytes:
-        raise TierError(f"{path} has {info.st_size} bytes, not {start + header.nbytes}", "truncated")
-    return header, start
+    if size < start + header.nbytes:
+        raise TierError(f"{path} has {size} bytes, not {start + header.nbytes}", "truncated")
+    return header
 
 
 def _damaged(path: Path) -> NoReturn:
@@ -307,17 +391,3 @@ def _damaged(path: Path) -> NoReturn:
 def _end_if(is_over: Over) -> None:
     if is_over():
         raise TierError("cancelled", "cancelled")
-
-
-def _groups(part: Part) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
-    """Slices that are next to each other, until they are worth a system call: (the first one, start, bytes, their spans
-    in these bytes)."""
-    first = start = 0
-    spans: list[tuple[int, int]] = []
-    for layer in range(part.layers):
-        offset, count = slice_span(part.slot.nbytes, part.layers, layer, 1)
-        spans.append((offset - start, count))
-        end = offset + count
-        if end - start >= _GROUP_BYTES or layer == part.layers - 1:
-            yield first, start, end - start, spans
-            first, start, spans = layer + 1, end, []

@@ -113,6 +113,7 @@ class DiskTier(Tier):
         private_folder(root)
         self._root = root
         self.limit_bytes = limit_bytes
+        self.is_direct = False  # whether files are read and written without the page cache
         self._arenas = arenas
         self._post = post
         self._on_done = on_done
@@ -147,6 +148,10 @@ class DiskTier(Tier):
         self._is_closing = False
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(owned(root / "tier", self._taken))
+        with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
+            self.is_direct = chunk_file.takes_direct(root)
+        if not self.is_direct:
+            log.warning("%s is read and written through the page cache: no direct I/O there", root)
         self._threads = [
             threading.Thread(target=target, name=f"pdx-disk-{number}", daemon=True)
             for number, target in enumerate([self._scan] + [self._work] * THREADS)
@@ -160,7 +165,7 @@ class DiskTier(Tier):
 
     def status(self) -> DiskStatus:
         """For `pdx node --status`."""
-        return DiskStatus(str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes)
+        return DiskStatus(str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, self.is_direct)
 
     # ---- the tier ---------------------------------------------------------------------------
 
@@ -474,7 +479,7 @@ class DiskTier(Tier):
         path, arena = chunk_file.path_of(self._root, part.key, part.shard), self._arenas[part.slot.arena]
         copy = chunk_file.read if task.is_load else chunk_file.write
         task.job.start_ns = time.monotonic_ns()
-        copy(path, part, arena, lambda: task.is_cancelled or self._is_closing)
+        copy(path, part, arena, lambda: task.is_cancelled or self._is_closing, is_direct=self.is_direct)
         task.job.end_ns = time.monotonic_ns()
 
     def _scan(self) -> None:

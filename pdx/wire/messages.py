@@ -376,12 +376,16 @@ class ArenaStatus(msgspec.Struct, frozen=True):
 
 
 class DiskStatus(msgspec.Struct, frozen=True):
-    """What a node has on its disk; `used_bytes` count what is being written and removed, too."""
+    """What a node has on its disk; `used_bytes` count what is being written and removed, too.
+
+    `is_direct`: the disk reads and writes the arena itself; else each byte is copied by way of the page cache.
+    """
 
     folder: str
     chunks: int
     used_bytes: int
     limit_bytes: int
+    is_direct: bool = True
 
 
 class NodeStatus(Message, frozen=True):

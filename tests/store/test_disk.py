@@ -1,5 +1,6 @@
 """The disk tier against a model, and its rules one by one. The folders are real; threads are the tier's own."""
 
+import errno
 import os
 import random
 import tempfile
@@ -47,10 +48,10 @@ class Gate:
         self._opened = threading.Event()
         real = getattr(chunk_file, name)
 
-        def gated(*args):
+        def gated(*args, **settings):
             self.arrived.release()
             assert self._opened.wait(60)
-            return real(*args)
+            return real(*args, **settings)
 
         monkeypatch.setattr(chunk_file, name, gated)
 
@@ -77,14 +78,46 @@ def gate(monkeypatch):
 @pytest.mark.parametrize(
     ("nbytes", "layers"), [(1, 1), (4096, 4), (5000, 7), (20 * MIB, 3), (9 * MIB + 1, 5), (70_000, 4096), (40, 64)]
 )
-def test_what_is_loaded_is_what_was_stored(make, nbytes, layers):
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
+def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
+    if not is_direct:
+        monkeypatch.setattr(chunk_file, "takes_direct", lambda root: False)
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
+    assert bed.tier.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)
     assert bed.file(7).stat().st_blocks * 512 <= chunk_file.disk_bytes(nbytes, layers)
     bed.restart()
     [held] = bed.tier.find([key(7)], 1)
     assert (held.nbytes, held.layers) == (nbytes, layers)
     assert bed.load(7, nbytes=nbytes, layers=layers) is None
+
+
+def test_the_page_cache_has_no_copy(make):
+    bed = make(limit_bytes=64 * MIB, slot_bytes=MIB, slots=2)
+    assert bed.store(1, nbytes=MIB)
+    assert bed.load(1, nbytes=MIB) is None
+    fd = os.open(bed.file(1), os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):  # it would have to be read from the disk
+            os.preadv(fd, [bytearray(4096)], MIB // 2, os.RWF_NOWAIT)
+    finally:
+        os.close(fd)
+
+
+def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
+    real = os.open
+
+    def refusing(path, flags, *args, **settings):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **settings)
+
+    monkeypatch.setattr(os, "open", refusing)
+    bed = make()
+    assert bed.store(1)
+    assert bed.load(1) is None
+    assert not bed.tier.status().is_direct
+    assert "no direct I/O" in caplog.text
 
 
 def test_a_chunk_is_there_when_all_its_shards_are(bed):
