@@ -1,9 +1,9 @@
-"""The disk tier against plain files: `python -m pdx.bench.store.disk FOLDER`, a folder on the disk in question.
+"""The disk tier against raw direct I/O: `python -m pdx.bench.store.disk FOLDER`, a folder on the disk in question.
 
-Each round writes and reads the same bytes twice, in turns: as chunks through the tier, and raw, which is one file that
-is there already, by as many threads as the tier has, each with a chunk at a time. Both go past the page cache
-(O_DIRECT), and nothing is synced. A ratio of 1 means as fast as raw. CPU is that of this process, its control loop
-included. The last line is JSON.
+Each round writes and reads the same bytes twice, in turns: as chunks through the tier, and raw, which is one file, by
+as many threads as the tier has, each with a chunk at a time. Both go past the page cache (O_DIRECT), and nothing is
+synced. "write" makes new files; "replace" is what a tier does whose cap is reached, and raw a file that is there.
+A ratio of 1 means as fast as raw. CPU is that of this process, its control loop included. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Bed:
 
     def __init__(self, folder: Path, arena: Arena, chunk_bytes: int) -> None:
         self._arena = arena
-        self._raw = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._raw, 0, TOTAL_BYTES)
+        self._path = folder / "raw"
+        self._raw = self._open_raw()
         starts = range(0, TOTAL_BYTES, chunk_bytes)
         self._slots = [Slot(start, chunk_bytes, arena.generations[start // GRANULE_BYTES]) for start in starts]
-        self._keys = [number.to_bytes(2, "big") * 8 for number in range(len(self._slots))]
+        self._keys: list[bytes] = []
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._over = 0
-        limit_bytes = 2 * len(self._slots) * chunk_file.disk_bytes(chunk_bytes, LAYERS)
+        limit_bytes = len(self._slots) * chunk_file.disk_bytes(chunk_bytes, LAYERS)
         self.tier = DiskTier(
             folder / "tier",
             limit_bytes,
@@ -85,7 +85,12 @@ class Bed:
         while self._over < len(self._slots):
             self._calls.get()()
 
+    def _open_raw(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
+
     def write(self) -> None:
+        """New chunks, in place of the last ones where those are still there."""
+        self._keys = [os.urandom(16) for _ in self._slots]
         chunks = [SimpleNamespace(slot=slot, layers=LAYERS) for slot in self._slots]
         copy: Any = SimpleNamespace(number=1, keys=self._keys, shards=1, chunks=chunks)
         self.tier.admit(copy)
@@ -96,6 +101,11 @@ class Bed:
         self._run(self.tier.load)
 
     def raw_write(self) -> None:
+        os.close(self._raw)
+        self._raw = self._open_raw()
+        self.raw_replace()
+
+    def raw_replace(self) -> None:
         self._run_raw(lambda slot: os.pwrite(self._raw, self._arena.view(slot), slot.offset))
 
     def raw_read(self) -> None:
@@ -125,7 +135,11 @@ def seconds(call: Callable[[], None]) -> tuple[float, float]:
 
 def rows(bed: Bed, chunk_mib: float) -> list[Row]:
     """One row for writing, one for reading."""
-    calls = {"write": (bed.raw_write, bed.write), "read": (bed.raw_read, bed.read)}
+    calls = {
+        "write": (bed.raw_write, bed.write),
+        "read": (bed.raw_read, bed.read),
+        "replace": (bed.raw_replace, bed.write),
+    }
     taken: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in calls}
     for number in range(ROUNDS + 1):
         for name, (raw, own) in calls.items():

@@ -138,7 +138,7 @@ def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: boo
     :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
     """
     partial, is_left = path.with_suffix(PARTIAL), False
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # what `reuse` has put there is overwritten
     is_direct = is_direct and not arena.gpu
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -158,6 +158,22 @@ def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: boo
         raise TierError(f"{path} is not written: {error}", "stale", is_left=is_left) from error
     except TierError as error:
         raise TierError(str(error), error.kind, is_left=is_left) from error
+
+
+def reuse(old: Path, path: Path) -> None:
+    """A file that is not needed any more is where the file of a chunk will be written: its blocks need not be found
+    anew, which takes a file system as long as the writing. Nothing where there is none.
+
+    :raises TierError: it is there still.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        os.rename(old, path.with_suffix(PARTIAL))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        kind = _WRITE_KINDS.get(error.errno or 0, "write_failed")
+        raise TierError(f"{old} cannot be written anew: {error.strerror}", kind) from error
 
 
 def _is_gone(path: Path) -> bool:

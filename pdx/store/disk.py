@@ -74,6 +74,7 @@ class _Task(msgspec.Struct, eq=False):
     job: Job | None = None
     is_load: bool = False
     victims: Sequence[_File] = ()  # to be removed first
+    reused: _File | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
     charge: int = 0  # of these, what its file takes
     is_cancelled: bool = False
@@ -129,6 +130,7 @@ class DiskTier(Tier):
         self._busy: dict[bytes, dict[int, _Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[int, dict[_Task, None]] = {}  # by copy
+        self._read: Counter[tuple[bytes, int]] = Counter()  # files that are being read
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
         self._places = itertools.count(1)
@@ -234,10 +236,20 @@ class DiskTier(Tier):
         victims = self._oldest(lack)
         freed = sum(file.charge for file in victims)
         task = _Task(job, victims=victims, hold=max(charge, freed), charge=charge)
+        self._reuse(task)
         self.used_bytes += task.hold - freed
         self._take_out(victims, task)
         self._busy.setdefault(part.key, {})[part.shard] = task
         return self._give(task, self._stores)
+
+    def _reuse(self, task: _Task) -> None:
+        """Write one of the victims anew, if it is of the same size and nobody reads it."""
+        size = task.part.slot.nbytes, task.part.layers
+        for file in task.victims:
+            if (file.nbytes, file.layers) == size and (file.key, file.shard) not in self._read:
+                task.reused = file
+                task.victims = [*(each for each in task.victims if each is not file), file]
+                return
 
     def _oldest(self, nbytes: int) -> list[_File]:
         """So many bytes of files that were not used for longest."""
@@ -259,6 +271,7 @@ class DiskTier(Tier):
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
+        self._read[job.parts[0].key, job.parts[0].shard] += 1
         self._give(_Task(job, is_load=True), self._loads)
 
     def _give(self, task: _Task, queue: deque[_Task]) -> None:
@@ -348,6 +361,10 @@ class DiskTier(Tier):
             if task.error is not None:
                 self._warn(task.error)
         elif task.is_load:
+            name = task.part.key, task.part.shard
+            self._read[name] -= 1
+            if not self._read[name]:
+                del self._read[name]
             self._loaded(task.part, task.error)
         else:
             self._stored(task)
@@ -468,8 +485,12 @@ class DiskTier(Tier):
 
     def _do(self, task: _Task) -> None:
         for file in task.victims:
+            old = chunk_file.path_of(self._root, file.key, file.shard)
             try:
-                chunk_file.remove(chunk_file.path_of(self._root, file.key, file.shard))
+                if file is task.reused and task.error is None:
+                    chunk_file.reuse(old, chunk_file.path_of(self._root, task.part.key, task.part.shard))
+                else:
+                    chunk_file.remove(old)
             except TierError as error:
                 task.left.append(file)
                 task.error = TierError(str(error), error.kind)

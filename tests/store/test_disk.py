@@ -182,6 +182,29 @@ def test_what_was_not_used_for_longest_makes_room(make):
     assert bed.counters["disk_removed"] == 1
 
 
+def test_a_file_that_makes_room_is_written_anew_unless_it_is_read(make, gate):
+    bed = make()
+    bed.limit_bytes = 2 * bed.charge
+    bed.restart()
+    assert bed.store(1)
+    assert bed.store(2)
+    first = bed.file(1).stat().st_ino
+    assert bed.store(3)
+    assert bed.file(3).stat().st_ino == first
+    whole = bed.file(2).read_bytes()
+    reading = gate("read")
+    load = bed.start_load(2)
+    assert reading.arrived.acquire(timeout=60)
+    with bed.file(2).open("rb") as second:
+        assert bed.end(bed.start_store(4)) is None
+        assert second.read() == whole
+    assert not bed.has(2)
+    reading.open()
+    assert bed.end(load).kind == "missing"  # or all of it, had it been opened before
+    bed.settle()
+    assert [number for number in (1, 2, 3, 4) if bed.has(number)] == [3, 4]
+
+
 def test_the_end_of_a_prompt_goes_before_its_beginning(make):
     bed = make(limit_bytes=4 * CHARGE)
     for number in range(4):

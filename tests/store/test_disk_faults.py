@@ -221,15 +221,18 @@ def test_what_was_forgotten_is_not_found_again_when_its_file_cannot_be_removed(b
 
 
 def _refuse_to_remove(monkeypatch, *numbers):
-    """`chunk_file.remove` fails for these chunks."""
-    real = chunk_file.remove
+    """Files of these chunks can be neither removed nor written anew."""
 
-    def remove(path):
-        if any(path.name.startswith(key(number).hex()) for number in numbers):
-            raise TierError(f"{path} cannot be removed", "denied")
-        real(path)
+    def refusing(real):
+        def call(path, *args):
+            if any(path.name.startswith(key(number).hex()) for number in numbers):
+                raise TierError(f"{path} cannot be removed", "denied")
+            real(path, *args)
 
-    monkeypatch.setattr(chunk_file, "remove", remove)
+        return call
+
+    for name in ("remove", "reuse"):
+        monkeypatch.setattr(chunk_file, name, refusing(getattr(chunk_file, name)))
 
 
 def test_what_makes_room_and_is_forgotten_meanwhile_is_not_found_again_when_it_cannot_be_removed(bed, monkeypatch):
