@@ -6,6 +6,10 @@ power leaves is found by the digests when it is read.
 
     magic (8 bytes) | version (4) | bytes of the body (4) | digest of the body (8) | body, msgpack | zeros to 4 KiB
 
+Its name says what an index needs, so that a node which starts has to open none of them:
+
+    <two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
+
 Everything here waits for the disk: it is for the threads of `pdx.store.disk`.
 """
 
@@ -20,6 +24,7 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -35,7 +40,7 @@ from pdx.store.tier import Part
 from pdx.wire.messages import MAX_LAYERS, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 4096  # of a chunk with fewer than about 500 slices; more slices need whole further blocks
 WHOLE, PARTIAL = ".chunk", ".partial"
 _DIGEST_BYTES = 8
@@ -43,7 +48,10 @@ _MAX_BODY_BYTES = _DIGEST_BYTES * MAX_LAYERS + 256
 _PREFIX = struct.Struct("<8sIIQ")
 _CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
 _FOLDER = re.compile(r"[0-9a-f]{2}")
-_NAME = re.compile(r"([0-9a-f]{2})([0-9a-f]{30})-([0-9]{1,6})(\.chunk|\.partial)")
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})\.chunk")
+_OF_NO_USE = re.compile(
+    r"[0-9a-f]{32}-[0-9]{1,6}(-[0-9]{1,6}-[0-9]{1,15}\.partial|\.chunk|\.partial)"
+)  # also of format 2
 _INLINE_BLOCKS = 4  # a file of so few blocks needs no block that says where they are …
 _LISTED_BLOCKS = 340  # … and a larger one needs at most one for so many of them
 _WRITE_KINDS = {
@@ -88,48 +96,62 @@ def _header_bytes(layers: int) -> int:
     return round_up(_PREFIX.size + 128 + _DIGEST_BYTES * layers)
 
 
-def path_of(root: Path, key: bytes, shard: int) -> Path:
+def path_of(root: Path, key: bytes, shard: int, layers: int, nbytes: int) -> Path:
     """Where the chunk's file is."""
     name = key.hex()
-    return root / name[:2] / f"{name}-{shard}{WHOLE}"
+    return root / name[:2] / f"{name}-{shard}-{layers}-{nbytes}{WHOLE}"
 
 
-def listed(root: Path) -> list[Path]:
+class Found(msgspec.Struct, frozen=True):
+    """A file from before, as its name and size say."""
+
+    key: bytes
+    shard: int
+    nbytes: int
+    layers: int
+
+
+def listed(root: Path) -> list[os.DirEntry[str]]:
     """All files in the tier's folders, those that were used last first.
 
     :raises OSError: they cannot be listed.
     """
-    times: list[tuple[int, str]] = []
+    times: list[tuple[int, str, os.DirEntry[str]]] = []
     with os.scandir(root) as folders:  # a disk's own `lost+found` is none of them
         names = [each.path for each in folders if _FOLDER.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
     for name in names:
         with os.scandir(name) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # somebody else removes it
-                    times.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
-    return [Path(path) for _, path in sorted(times, reverse=True)]
+                    times.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path, entry))
+    times.sort(key=itemgetter(0, 1), reverse=True)
+    return [entry for _, _, entry in times]
 
 
-def salvage(path: Path) -> tuple[Header | None, TierError | None, int]:
-    """What a file from before says of itself, or why it is of no use; the bytes of one of no use that stays.
+def salvage(entry: os.DirEntry[str]) -> tuple[Found | None, TierError | None, int]:
+    """What a file from before is, or why it is of no use; the bytes of one of no use that stays.
 
-    One of no use is removed, if it is not the process that cannot read it.
+    One of no use is removed. What it holds is looked at when it is read.
     """
-    match = _NAME.fullmatch(path.name)
-    if match is None or match[1] != path.parent.name:
-        return None, TierError(f"{path} is no tier's", "foreign"), 0
     try:
-        if path.suffix == PARTIAL:
-            raise TierError(f"{path} was not finished", "unfinished")
-        return inspect(path), None, 0
+        info = entry.stat(follow_symlinks=False)
+        match = _NAME.fullmatch(entry.name)
+        if match is not None and entry.path.endswith(f"{os.sep}{entry.name[:2]}{os.sep}{entry.name}"):
+            found = Found(bytes.fromhex(match[1]), int(match[2]), int(match[4]), int(match[3]))
+            if not stat.S_ISREG(info.st_mode):
+                raise TierError(f"{entry.path} is not a file", "corrupt")
+            size = _header_bytes(found.layers) + found.nbytes
+            if info.st_size != size:
+                raise TierError(f"{entry.path} has {info.st_size} bytes, not {size}", "truncated")
+            return found, None, 0
+        if _OF_NO_USE.fullmatch(entry.name) is None:
+            return None, TierError(f"{entry.path} is no tier's", "foreign"), 0
+        kind = "unfinished" if entry.name.endswith(PARTIAL) else "outdated"
+        raise TierError(f"{entry.path} is not of use: {kind}", kind)
     except TierError as error:
-        why = error
-    if why.kind != "exhausted" and _is_gone(path):
-        return None, why, 0
-    try:
-        return None, why, path.lstat().st_blocks * 512
-    except OSError:  # somebody else has removed it
-        return None, why, 0
+        if _is_gone(Path(entry.path)):
+            return None, error, 0
+        return None, error, info.st_blocks * 512
 
 
 def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False) -> None:
@@ -301,21 +323,6 @@ def _read_all(fd: int, buffers: list[memoryview], offset: int) -> int:
     return count
 
 
-def inspect(path: Path) -> Header:
-    """What a file says of itself. Its slices are compared when they are read.
-
-    :raises TierError: it is no chunk's file, or not whole.
-    """
-    with _opened(path) as fd:
-        size, data = _size(fd, path), os.pread(fd, HEADER_BYTES, 0)
-        if len(data) == HEADER_BYTES < (nbytes := _head_bytes(data)):
-            data += os.pread(fd, nbytes - HEADER_BYTES, HEADER_BYTES)
-        header = _parsed(memoryview(data), size, path)
-    if path_of(path.parent.parent, header.key, header.shard) != path:
-        raise TierError(f"{path} is the file of another chunk", "corrupt")
-    return header
-
-
 def takes_direct(root: Path) -> bool:
     """Whether the file system of a folder reads and writes without its page cache.
 
@@ -367,11 +374,6 @@ def _size(fd: int, path: Path) -> int:
     if not stat.S_ISREG(info.st_mode):
         raise TierError(f"{path} is not a file", "corrupt")
     return info.st_size
-
-
-def _head_bytes(data: bytes) -> int:
-    """How long a header is whose beginning is `data`, as far as that may be."""
-    return _PREFIX.size + min(int(_PREFIX.unpack_from(data)[2]), _MAX_BODY_BYTES)
 
 
 def _parsed(data: memoryview, size: int, path: Path) -> Header:

@@ -4,7 +4,7 @@ The control loop owns the index, which says what is on the disk and in which ord
 bytes. A few threads read, write and remove the files (`pdx.store.chunk_file`) and post what became of it. Loads go
 first; one thread is left for them whatever is to be stored or removed.
 
-    <root>/<two hex digits>/<key>-<shard>.chunk
+    <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
 
 The account counts what may be on the disk: files, files that are being written, and files until they are removed. It
 never exceeds the cap: a file is begun when there is room for all of it, if need be in place of the files that were not
@@ -34,7 +34,7 @@ from pdx.errors import ConfigError, TierError
 from pdx.memory.arena import Arena
 from pdx.security.socket_lock import owned
 from pdx.store import chunk_file
-from pdx.store.chunk_file import Header
+from pdx.store.chunk_file import Found
 from pdx.store.copy import Copy
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
@@ -66,6 +66,11 @@ class _File(msgspec.Struct, frozen=True):
     nbytes: int
     layers: int
     charge: int
+
+    @property
+    def place(self) -> tuple[bytes, int, int, int]:
+        """What its name is made of."""
+        return self.key, self.shard, self.layers, self.nbytes
 
 
 class _Task(msgspec.Struct, eq=False):
@@ -126,7 +131,9 @@ class DiskTier(Tier):
         self.used_bytes = 0  # of the cap: what may be on the disk …
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
         self._found_bytes = 0  # … and files that can be found
-        self._stuck: dict[tuple[bytes, int], int] = {}  # … and what cannot be found, nor removed: until it is replaced
+        self._stuck: dict[
+            tuple[bytes, int, int, int], int
+        ] = {}  # … and what cannot be found, nor removed: until it is replaced
         self._busy: dict[bytes, dict[int, _Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[int, dict[_Task, None]] = {}  # by copy
@@ -381,7 +388,7 @@ class DiskTier(Tier):
         """There is this file; it counts as not used for longest."""
         self.used_bytes += file.charge
         if is_forgotten:
-            self._stuck[file.key, file.shard] = file.charge
+            self._stuck[file.place] = file.charge
             return
         self._index.setdefault(file.key, {})[file.shard] = file
         self._index.move_to_end(file.key, last=False)
@@ -390,18 +397,17 @@ class DiskTier(Tier):
 
     def _stored(self, task: _Task) -> None:
         part, error = task.part, task.error
-        name = part.key, part.shard
-        file = _File(*name, part.slot.nbytes, part.layers, task.charge)
+        file = _File(part.key, part.shard, part.slot.nbytes, part.layers, task.charge)
         if error is None:
             self._errors = 0
             self._counters["disk_stored"] += 1
-            self.used_bytes -= self._stuck.pop(name, 0)
+            self.used_bytes -= self._stuck.pop(file.place, 0)
             self._insert(file)
             self._index.move_to_end(part.key)
             if part.key in task.forgotten:
                 self._remove([file], is_forgotten=True)
             return
-        if error.is_left and name not in self._stuck:
+        if error.is_left and file.place not in self._stuck:
             self._insert(file, is_forgotten=True)
         if error.kind != "cancelled":
             self._warn(error)
@@ -427,20 +433,30 @@ class DiskTier(Tier):
         self._counters[f"disk_{error.kind}"] += 1
         self._faults.warn(f"disk {error.kind}", f"the disk tier: {error}; further ones count as disk_{error.kind}")
 
-    def _found(self, batch: Sequence[tuple[Header | None, TierError | None, int]]) -> None:
+    def _found(self, batch: Sequence[tuple[Found | None, TierError | None, int]]) -> None:
         """Files from before; those that were used last come first."""
-        for header, error, stuck_bytes in batch:
+        for found, error, stuck_bytes in batch:
             self.used_bytes += stuck_bytes
-            if header is not None:
-                charge = chunk_file.disk_bytes(header.nbytes, header.layers)
-                self._insert(_File(header.key, header.shard, header.nbytes, header.layers, charge))
-                if header.key in self._evicted_meanwhile:
-                    self.evict([header.key])
+            if found is not None:
+                charge = chunk_file.disk_bytes(found.nbytes, found.layers)
+                file = _File(found.key, found.shard, found.nbytes, found.layers, charge)
+                if found.shard in self._index.get(found.key, {}):
+                    self._remove_outdone(file)
+                else:
+                    self._insert(file)
+                if found.key in self._evicted_meanwhile:
+                    self.evict([found.key])
             if error is not None and error.kind in ("unfinished", "foreign"):
                 self._counters[f"disk_{error.kind}"] += 1
             elif error is not None:
                 self._warn(error)
         self._remove(self._oldest(self.used_bytes - self._leaving - self.limit_bytes), is_forgotten=False)
+
+    def _remove_outdone(self, file: _File) -> None:
+        """There is a newer file of the same chunk with another size: this one could not be removed in its time."""
+        self.used_bytes += file.charge
+        self._leaving += file.charge
+        self._give(_Task(victims=[file], hold=file.charge, forgotten={file.key}), self._removals)
 
     def _scanned(self, error: TierError | None) -> None:
         """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
@@ -485,10 +501,10 @@ class DiskTier(Tier):
 
     def _do(self, task: _Task) -> None:
         for file in task.victims:
-            old = chunk_file.path_of(self._root, file.key, file.shard)
+            old = self._path(file)
             try:
                 if file is task.reused and task.error is None:
-                    chunk_file.reuse(old, chunk_file.path_of(self._root, task.part.key, task.part.shard))
+                    chunk_file.reuse(old, self._path(task.part))
                 else:
                     chunk_file.remove(old)
             except TierError as error:
@@ -497,11 +513,15 @@ class DiskTier(Tier):
         if task.job is None or task.error is not None:
             return
         part = task.part
-        path, arena = chunk_file.path_of(self._root, part.key, part.shard), self._arenas[part.slot.arena]
+        path, arena = self._path(part), self._arenas[part.slot.arena]
         copy = chunk_file.read if task.is_load else chunk_file.write
         task.job.start_ns = time.monotonic_ns()
         copy(path, part, arena, lambda: task.is_cancelled or self._is_closing, is_direct=self.is_direct)
         task.job.end_ns = time.monotonic_ns()
+
+    def _path(self, of: _File | Part) -> Path:
+        nbytes = of.slot.nbytes if isinstance(of, Part) else of.nbytes
+        return chunk_file.path_of(self._root, of.key, of.shard, of.layers, nbytes)
 
     def _scan(self) -> None:
         """Tell the control loop of all files from before."""

@@ -157,8 +157,8 @@ class Bed:
 
     # ---- the folder -------------------------------------------------------------------------
 
-    def file(self, number, shard=0):
-        return chunk_file.path_of(self.root, key(number), shard)
+    def file(self, number, shard=0, *, layers=4, nbytes=None):
+        return chunk_file.path_of(self.root, key(number), shard, layers, nbytes or self.slot_bytes)
 
     @property
     def files(self):

@@ -85,7 +85,7 @@ def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes,
     bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
     assert bed.tier.is_direct == is_direct
     assert bed.store(7, nbytes=nbytes, layers=layers)
-    assert bed.file(7).stat().st_blocks * 512 <= chunk_file.disk_bytes(nbytes, layers)
+    assert bed.file(7, layers=layers, nbytes=nbytes).stat().st_blocks * 512 <= chunk_file.disk_bytes(nbytes, layers)
     bed.restart()
     [held] = bed.tier.find([key(7)], 1)
     assert (held.nbytes, held.layers) == (nbytes, layers)
@@ -505,14 +505,14 @@ def test_the_index_is_read_while_the_node_serves(bed, gate):
     for number in range(3):
         assert bed.store(number)
     bed.close_tier()
-    inspect = gate("inspect")
+    salvage = gate("salvage")
     bed.open(wait=False)
-    assert inspect.arrived.acquire(timeout=60)
+    assert salvage.arrived.acquire(timeout=60)
     assert not bed.has(1)
     assert bed.start_store(9) is None  # until it is known how much is there
     assert bed.counters["disk_not_counted"] == 1
     bed.tier.evict([key(2)])
-    inspect.open()
+    salvage.open()
     while not bed.is_counted:
         bed.turn()
     bed.settle()
@@ -569,6 +569,9 @@ class DiskMachine(RuleBasedStateMachine):
     def charge(self, nbytes):
         return chunk_file.disk_bytes(nbytes, 4)
 
+    def path(self, number):
+        return self.bed.file(number, nbytes=self.model[number])
+
     @rule(number=numbers, nbytes=st.sampled_from([4, 1000, 8192, 16 << 10]))
     def store(self, number, nbytes):
         is_stored = self.bed.store(number, nbytes=nbytes)
@@ -601,7 +604,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 10))
     def restart(self, limit):
         self.bed.limit_bytes = limit * 24_576
-        order = sorted(self.model, key=lambda one: (self.bed.file(one).stat().st_mtime_ns, str(self.bed.file(one))))
+        order = sorted(self.model, key=lambda one: (self.path(one).stat().st_mtime_ns, str(self.path(one))))
         self.bed.restart()
         self.bed.settle()
         self.model = OrderedDict((number, self.model[number]) for number in order)
@@ -611,7 +614,7 @@ class DiskMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         if hasattr(self, "model"):
-            assert self.bed.files == sorted(self.bed.file(number) for number in self.model)
+            assert self.bed.files == sorted(map(self.path, self.model))
             assert list(self.bed.tier._index) == [key(number) for number in self.model]
             assert self.bed.disk_bytes <= self.bed.tier.used_bytes <= self.bed.limit_bytes
 
