@@ -18,13 +18,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import heapq
 import mmap
 import os
 import re
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from operator import itemgetter
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -70,6 +72,7 @@ _READ_KINDS = {
     errno.ENFILE: "exhausted",
     errno.ENOMEM: "exhausted",
 }
+_LISTERS = 8
 Over = Callable[[], bool]
 
 
@@ -86,6 +89,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 _decoder = msgspec.msgpack.Decoder(Header)
 
 
+@lru_cache(1024)
 def disk_bytes(nbytes: int, layers: int) -> int:
     """The most that the file of a chunk takes on a disk: whole blocks, and those that say where they are."""
     blocks = (_header_bytes(layers) + round_up(nbytes)) // HEADER_BYTES
@@ -96,62 +100,94 @@ def _header_bytes(layers: int) -> int:
     return round_up(_PREFIX.size + 128 + _DIGEST_BYTES * layers)
 
 
-def path_of(root: Path, key: bytes, shard: int, layers: int, nbytes: int) -> Path:
-    """Where the chunk's file is."""
-    name = key.hex()
-    return root / name[:2] / f"{name}-{shard}-{layers}-{nbytes}{WHOLE}"
+def path_of(root: Path, file: ChunkFile) -> Path:
+    """Where the file is."""
+    name = file.key.hex()
+    return root / name[:2] / f"{name}-{file.shard}-{file.layers}-{file.nbytes}{WHOLE}"
 
 
-class Found(msgspec.Struct, frozen=True):
-    """A file from before, as its name and size say."""
+class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
+    """One file, as its name says."""
 
     key: bytes
     shard: int
-    nbytes: int
     layers: int
+    nbytes: int
+
+    @property
+    def charge(self) -> int:
+        """Bytes of the cap."""
+        return disk_bytes(self.nbytes, self.layers)
 
 
-def listed(root: Path) -> list[os.DirEntry[str]]:
-    """All files in the tier's folders, those that were used last first.
+class Useless(msgspec.Struct, frozen=True):
+    """A file from before that is of no use: why, and the bytes that it takes because it could not be removed."""
+
+    why: TierError
+    nbytes: int = 0
+
+
+def listed(root: Path, is_over: Over) -> Iterator[ChunkFile | Useless]:
+    """All files in the tier's folders, those that were used last first. Those of no use come before them, and are
+    removed. What a file holds is looked at when it is read.
 
     :raises OSError: they cannot be listed.
     """
-    times: list[tuple[int, str, os.DirEntry[str]]] = []
     with os.scandir(root) as folders:  # a disk's own `lost+found` is none of them
         names = [each.path for each in folders if _FOLDER.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
-    for name in names:
-        with os.scandir(name) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # somebody else removes it
-                    times.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path, entry))
-    times.sort(key=itemgetter(0, 1), reverse=True)
-    return [entry for _, _, entry in times]
+    found: list[list[tuple[int, ChunkFile]]] = []
+    with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
+        for files, useless in pool.map(lambda name: _listed(name, is_over), names):
+            found.append(files)
+            yield from useless
+    # Merging lists lets other threads run in between, as sorting all at once does not.
+    yield from (file for _, file in heapq.merge(*found, reverse=True))
 
 
-def salvage(entry: os.DirEntry[str]) -> tuple[Found | None, TierError | None, int]:
-    """What a file from before is, or why it is of no use; the bytes of one of no use that stays.
+def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
+    files: list[tuple[int, ChunkFile]] = []
+    useless: list[Useless] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if is_over():
+                break
+            with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+                time_ns, file = salvage(entry, folder)
+                if isinstance(file, Useless):
+                    useless.append(file)
+                else:
+                    files.append((time_ns, file))
+    files.sort(reverse=True)
+    return files, useless
 
-    One of no use is removed. What it holds is looked at when it is read.
+
+def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Useless]:
+    """When a file from before was last used (ns since the epoch), and what it is.
+
+    :raises FileNotFoundError: it is gone.
     """
+    info = entry.stat(follow_symlinks=False)
     try:
-        info = entry.stat(follow_symlinks=False)
         match = _NAME.fullmatch(entry.name)
-        if match is not None and entry.path.endswith(f"{os.sep}{entry.name[:2]}{os.sep}{entry.name}"):
-            found = Found(bytes.fromhex(match[1]), int(match[2]), int(match[4]), int(match[3]))
+        if match is not None and folder.endswith(entry.name[:2]):
+            layers, nbytes, size = _sizes(match[3], match[4])
             if not stat.S_ISREG(info.st_mode):
                 raise TierError(f"{entry.path} is not a file", "corrupt")
-            size = _header_bytes(found.layers) + found.nbytes
             if info.st_size != size:
                 raise TierError(f"{entry.path} has {info.st_size} bytes, not {size}", "truncated")
-            return found, None, 0
+            return info.st_mtime_ns, ChunkFile(bytes.fromhex(match[1]), int(match[2]), layers, nbytes)
         if _OF_NO_USE.fullmatch(entry.name) is None:
-            return None, TierError(f"{entry.path} is no tier's", "foreign"), 0
+            return 0, Useless(TierError(f"{entry.path} is no tier's", "foreign"))
         kind = "unfinished" if entry.name.endswith(PARTIAL) else "outdated"
-        raise TierError(f"{entry.path} is not of use: {kind}", kind)
+        raise TierError(f"{entry.path} is of no use: {kind}", kind)
     except TierError as error:
-        if _is_gone(Path(entry.path)):
-            return None, error, 0
-        return None, error, info.st_blocks * 512
+        return 0, Useless(error, 0 if _is_gone(Path(entry.path)) else info.st_blocks * 512)
+
+
+@lru_cache(1024)
+def _sizes(layers: str, nbytes: str) -> tuple[int, int, int]:
+    """Slices, bytes of the chunk and of its file. Cached, so that a million files share these numbers."""
+    return int(layers), int(nbytes), _header_bytes(int(layers)) + int(nbytes)
 
 
 def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False) -> None:

@@ -34,7 +34,7 @@ from pdx.errors import ConfigError, TierError
 from pdx.memory.arena import Arena
 from pdx.security.socket_lock import owned
 from pdx.store import chunk_file
-from pdx.store.chunk_file import Found
+from pdx.store.chunk_file import ChunkFile, Useless
 from pdx.store.copy import Copy
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
@@ -58,33 +58,18 @@ _LEFT_OUT = {
 }
 
 
-class _File(msgspec.Struct, frozen=True):
-    """One file. `charge`: bytes of the cap."""
-
-    key: bytes
-    shard: int
-    nbytes: int
-    layers: int
-    charge: int
-
-    @property
-    def place(self) -> tuple[bytes, int, int, int]:
-        """What its name is made of."""
-        return self.key, self.shard, self.layers, self.nbytes
-
-
 class _Task(msgspec.Struct, eq=False):
     """Work for a thread: a job, or only files to remove. The thread sets `left` and `error`."""
 
     job: Job | None = None
     is_load: bool = False
-    victims: Sequence[_File] = ()  # to be removed first
-    reused: _File | None = None  # the last of them, if it is written anew instead
+    victims: Sequence[ChunkFile] = ()  # to be removed first
+    reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
     charge: int = 0  # of these, what its file takes
     is_cancelled: bool = False
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
-    left: list[_File] = msgspec.field(default_factory=list)  # victims that could not be removed
+    left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
     error: TierError | None = None
 
     @property
@@ -126,14 +111,14 @@ class DiskTier(Tier):
         self._counters = counters
         self._faults = Faults(counters, clock)
         self._clock = clock
-        self._index: OrderedDict[bytes, dict[int, _File]] = OrderedDict()  # by shard; what was used last is at the end
+        self._index: OrderedDict[bytes, tuple[ChunkFile, ...]] = (
+            OrderedDict()
+        )  # of all shards; the last used is at the end
         self.num_chunks = 0  # that can be found, each shard counted
         self.used_bytes = 0  # of the cap: what may be on the disk …
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
         self._found_bytes = 0  # … and files that can be found
-        self._stuck: dict[
-            tuple[bytes, int, int, int], int
-        ] = {}  # … and what cannot be found, nor removed: until it is replaced
+        self._stuck: dict[ChunkFile, int] = {}  # … and what cannot be found, nor removed: until it is replaced
         self._busy: dict[bytes, dict[int, _Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[int, dict[_Task, None]] = {}  # by copy
@@ -195,11 +180,14 @@ class DiskTier(Tier):
         return found
 
     def _held(self, key: bytes, shards: int) -> Held | None:
-        files = self._index.get(key, {})
-        sizes = {(file.nbytes, file.layers) for file in files.values()}
-        if len(sizes) != 1 or files.keys() != set(range(shards)):
+        files = self._index.get(key, ())
+        sizes = {(file.nbytes, file.layers) for file in files}
+        if len(sizes) != 1 or len(files) != shards or {file.shard for file in files} != set(range(shards)):
             return None
         return Held(*sizes.pop())
+
+    def _has(self, key: bytes, shard: int) -> bool:
+        return any(file.shard == shard for file in self._index.get(key, ()))
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):  # the end of the prompt becomes the older one
@@ -230,7 +218,7 @@ class DiskTier(Tier):
         """See `Tier.store`."""
         part = job.parts[0]
         is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
-        if is_forgotten or part.shard in self._index.get(part.key, {}):
+        if is_forgotten or self._has(part.key, part.shard):
             return self._post(partial(self._on_done, self.name, job, None))
         if part.shard in self._busy.get(part.key, {}):
             return self._later.setdefault((part.key, part.shard), []).append(job)
@@ -258,16 +246,16 @@ class DiskTier(Tier):
                 task.victims = [*(each for each in task.victims if each is not file), file]
                 return
 
-    def _oldest(self, nbytes: int) -> list[_File]:
+    def _oldest(self, nbytes: int) -> list[ChunkFile]:
         """So many bytes of files that were not used for longest."""
-        files: list[_File] = []
+        files: list[ChunkFile] = []
         of_keys = iter(self._index.values())
         while nbytes > 0 and (of_key := next(of_keys, None)) is not None:
-            files += of_key.values()
-            nbytes -= sum(file.charge for file in of_key.values())
+            files += of_key
+            nbytes -= sum(file.charge for file in of_key)
         return files
 
-    def _take_out(self, files: Iterable[_File], task: _Task) -> None:
+    def _take_out(self, files: Iterable[ChunkFile], task: _Task) -> None:
         """These cannot be found any more; `task` removes them."""
         for file in files:
             self._index.pop(file.key, None)
@@ -305,7 +293,7 @@ class DiskTier(Tier):
 
     def evict(self, keys: Sequence[bytes]) -> int:
         """See `Tier.evict`."""
-        files: list[_File] = []
+        files: list[ChunkFile] = []
         count = 0
         for key in dict.fromkeys(keys):
             if self._is_scanning:
@@ -317,12 +305,12 @@ class DiskTier(Tier):
                 task.forgotten.add(key)
                 if task.job is not None and (task.part.key, task.part.shard) == (key, shard):
                     task.is_cancelled = True
-            files += self._index.get(key, {}).values()
+            files += self._index.get(key, ())
             count += key in self._index
         self._remove(files, is_forgotten=True)
         return count
 
-    def _remove(self, files: Sequence[_File], *, is_forgotten: bool) -> None:
+    def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:
         if files:
             task = _Task(victims=files, hold=sum(file.charge for file in files))
             if is_forgotten:
@@ -384,30 +372,30 @@ class DiskTier(Tier):
         if task.job is not None:
             self._on_done(self.name, task.job, task.error)
 
-    def _insert(self, file: _File, *, is_forgotten: bool = False) -> None:
+    def _insert(self, file: ChunkFile, *, is_forgotten: bool = False) -> None:
         """There is this file; it counts as not used for longest."""
         self.used_bytes += file.charge
         if is_forgotten:
-            self._stuck[file.place] = file.charge
+            self._stuck[file] = file.charge
             return
-        self._index.setdefault(file.key, {})[file.shard] = file
+        self._index[file.key] = *self._index.get(file.key, ()), file
         self._index.move_to_end(file.key, last=False)
         self.num_chunks += 1
         self._found_bytes += file.charge
 
     def _stored(self, task: _Task) -> None:
         part, error = task.part, task.error
-        file = _File(part.key, part.shard, part.slot.nbytes, part.layers, task.charge)
+        file = _file(part)
         if error is None:
             self._errors = 0
             self._counters["disk_stored"] += 1
-            self.used_bytes -= self._stuck.pop(file.place, 0)
+            self.used_bytes -= self._stuck.pop(file, 0)
             self._insert(file)
             self._index.move_to_end(part.key)
             if part.key in task.forgotten:
                 self._remove([file], is_forgotten=True)
             return
-        if error.is_left and file.place not in self._stuck:
+        if error.is_left and file not in self._stuck:
             self._insert(file, is_forgotten=True)
         if error.kind != "cancelled":
             self._warn(error)
@@ -418,41 +406,40 @@ class DiskTier(Tier):
                 self._paused_until = self._clock() + PAUSE_S
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
-        files = self._index.get(part.key, {})
+        files = self._index.get(part.key, ())
         if error is None:
             self._counters["disk_loaded"] += 1
         elif error.kind not in ("cancelled", "stale"):
-            if part.shard in files or error.kind != "missing":
+            if self._has(part.key, part.shard) or error.kind != "missing":
                 self._warn(error)
             if error.kind in _NOT_OF_THE_FILE:
                 self._blind_until = self._clock() + PAUSE_S  # whoever waits would have it loaded at once again
             else:
-                self._remove(list(files.values()), is_forgotten=True)
+                self._remove(files, is_forgotten=True)
 
     def _warn(self, error: TierError) -> None:
         self._counters[f"disk_{error.kind}"] += 1
         self._faults.warn(f"disk {error.kind}", f"the disk tier: {error}; further ones count as disk_{error.kind}")
 
-    def _found(self, batch: Sequence[tuple[Found | None, TierError | None, int]]) -> None:
+    def _found(self, batch: Sequence[ChunkFile | Useless]) -> None:
         """Files from before; those that were used last come first."""
-        for found, error, stuck_bytes in batch:
-            self.used_bytes += stuck_bytes
-            if found is not None:
-                charge = chunk_file.disk_bytes(found.nbytes, found.layers)
-                file = _File(found.key, found.shard, found.nbytes, found.layers, charge)
-                if found.shard in self._index.get(found.key, {}):
-                    self._remove_outdone(file)
+        for file in batch:
+            if isinstance(file, Useless):
+                self.used_bytes += file.nbytes
+                if file.why.kind in ("unfinished", "foreign"):
+                    self._counters[f"disk_{file.why.kind}"] += 1
                 else:
-                    self._insert(file)
-                if found.key in self._evicted_meanwhile:
-                    self.evict([found.key])
-            if error is not None and error.kind in ("unfinished", "foreign"):
-                self._counters[f"disk_{error.kind}"] += 1
-            elif error is not None:
-                self._warn(error)
+                    self._warn(file.why)
+                continue
+            if self._has(file.key, file.shard):
+                self._remove_outdone(file)
+            else:
+                self._insert(file)
+            if file.key in self._evicted_meanwhile:
+                self.evict([file.key])
         self._remove(self._oldest(self.used_bytes - self._leaving - self.limit_bytes), is_forgotten=False)
 
-    def _remove_outdone(self, file: _File) -> None:
+    def _remove_outdone(self, file: ChunkFile) -> None:
         """There is a newer file of the same chunk with another size: this one could not be removed in its time."""
         self.used_bytes += file.charge
         self._leaving += file.charge
@@ -504,7 +491,7 @@ class DiskTier(Tier):
             old = self._path(file)
             try:
                 if file is task.reused and task.error is None:
-                    chunk_file.reuse(old, self._path(task.part))
+                    chunk_file.reuse(old, self._path(_file(task.part)))
                 else:
                     chunk_file.remove(old)
             except TierError as error:
@@ -513,23 +500,21 @@ class DiskTier(Tier):
         if task.job is None or task.error is not None:
             return
         part = task.part
-        path, arena = self._path(part), self._arenas[part.slot.arena]
+        path, arena = self._path(_file(part)), self._arenas[part.slot.arena]
         copy = chunk_file.read if task.is_load else chunk_file.write
         task.job.start_ns = time.monotonic_ns()
         copy(path, part, arena, lambda: task.is_cancelled or self._is_closing, is_direct=self.is_direct)
         task.job.end_ns = time.monotonic_ns()
 
-    def _path(self, of: _File | Part) -> Path:
-        nbytes = of.slot.nbytes if isinstance(of, Part) else of.nbytes
-        return chunk_file.path_of(self._root, of.key, of.shard, of.layers, nbytes)
+    def _path(self, file: ChunkFile) -> Path:
+        return chunk_file.path_of(self._root, file)
 
     def _scan(self) -> None:
         """Tell the control loop of all files from before."""
         why: TierError | None = None
         try:
-            paths = chunk_file.listed(self._root)
-            for first in range(0, len(paths), _BATCH):
-                batch = [chunk_file.salvage(path) for path in paths[first : first + _BATCH] if not self._is_closing]
+            files = chunk_file.listed(self._root, lambda: self._is_closing)
+            while not self._is_closing and (batch := list(itertools.islice(files, _BATCH))):
                 self._post(partial(self._found, batch))
         except OSError as error:
             text = f"{self._root} cannot be listed: {error.strerror}; nothing is stored there"
@@ -539,6 +524,11 @@ class DiskTier(Tier):
             why = TierError(f"{self._root} is not read: {type(error).__name__}; nothing is stored there", "failed")
         if not self._is_closing:
             self._post(partial(self._scanned, why))
+
+
+def _file(part: Part) -> ChunkFile:
+    """The file of a whole chunk of one shard."""
+    return ChunkFile(part.key, part.shard, part.layers, part.slot.nbytes)
 
 
 def _take(groups: dict[Any, dict[Any, Any]], name: object, member: object) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.store import chunk_file
+from pdx.store.chunk_file import ChunkFile
 from pdx.store.disk import DiskTier
 from pdx.store.tier import Job, Part
 
@@ -158,7 +159,7 @@ class Bed:
     # ---- the folder -------------------------------------------------------------------------
 
     def file(self, number, shard=0, *, layers=4, nbytes=None):
-        return chunk_file.path_of(self.root, key(number), shard, layers, nbytes or self.slot_bytes)
+        return chunk_file.path_of(self.root, ChunkFile(key(number), shard, layers, nbytes or self.slot_bytes))
 
     @property
     def files(self):

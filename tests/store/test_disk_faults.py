@@ -424,7 +424,7 @@ def test_a_bug_while_files_are_counted_costs_stores_and_nothing_else(bed, monkey
     assert bed.store(1)
     bed.close_tier()
 
-    def failing(path):
+    def failing(*args):
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
