@@ -72,7 +72,7 @@ _READ_KINDS = {
     errno.ENFILE: "exhausted",
     errno.ENOMEM: "exhausted",
 }
-_LISTERS = 8
+_LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
 Over = Callable[[], bool]
 
 
@@ -148,15 +148,15 @@ def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], li
     files: list[tuple[int, ChunkFile]] = []
     useless: list[Useless] = []
     with os.scandir(folder) as entries:
-        for entry in entries:
-            if is_over():
-                break
-            with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+        for entry in () if is_over() else entries:
+            try:
                 time_ns, file = salvage(entry, folder)
-                if isinstance(file, Useless):
-                    useless.append(file)
-                else:
-                    files.append((time_ns, file))
+            except FileNotFoundError:  # somebody else removes it
+                continue
+            if isinstance(file, Useless):
+                useless.append(file)
+            else:
+                files.append((time_ns, file))
     files.sort(reverse=True)
     return files, useless
 
@@ -170,12 +170,13 @@ def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Usel
     try:
         match = _NAME.fullmatch(entry.name)
         if match is not None and folder.endswith(entry.name[:2]):
-            layers, nbytes, size = _sizes(match[3], match[4])
+            key, shard, *sizes = match.groups()
+            layers, nbytes, size = _sizes(*sizes)
             if not stat.S_ISREG(info.st_mode):
                 raise TierError(f"{entry.path} is not a file", "corrupt")
             if info.st_size != size:
                 raise TierError(f"{entry.path} has {info.st_size} bytes, not {size}", "truncated")
-            return info.st_mtime_ns, ChunkFile(bytes.fromhex(match[1]), int(match[2]), layers, nbytes)
+            return info.st_mtime_ns, ChunkFile(bytes.fromhex(key), int(shard), layers, nbytes)
         if _OF_NO_USE.fullmatch(entry.name) is None:
             return 0, Useless(TierError(f"{entry.path} is no tier's", "foreign"))
         kind = "unfinished" if entry.name.endswith(PARTIAL) else "outdated"
