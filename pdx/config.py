@@ -114,6 +114,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpu_arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30  # of each of those
     disk: Annotated[str, Meta(max_length=4096)] = ""  # folder where chunks are kept as files; empty: nowhere
     disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of these files
+    disk_reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30  # of that disk are left to others
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
@@ -168,6 +169,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpu_arena: str | int = "4GiB"  # of each GPU
     disk: Annotated[str, Meta(max_length=4096)] = ""  # see NodeConfig, as the next ones
     disk_limit: str | int = "100GiB"
+    disk_reserve: str | int = "1GiB"
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
 
@@ -179,6 +181,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         others = {
             "disk": os.path.abspath(self.disk) if self.disk else "",
             "disk_limit_bytes": parse_bytes(self.disk_limit),
+            "disk_reserve_bytes": parse_bytes(self.disk_reserve),
             "numa": self.numa,
             "metrics": self.metrics,
         }

@@ -42,6 +42,7 @@ _OF_NODES = (
         metavar="SIZE",
         help="The most that they take of that disk.",
     ),
+    option("--disk-reserve", default="1GiB", metavar="SIZE", help="So much of that disk is left to others."),
     option(
         "--numa",
         default="auto",

@@ -165,6 +165,7 @@ class Service:
                 post=self.peers.mailbox.post,
                 on_done=self.copies.done,
                 counters=self.counters,
+                reserve_bytes=self._config.disk_reserve_bytes,
                 clock=self._clock,
             )
         )

@@ -1,14 +1,17 @@
 """The file of one chunk of one shard in a disk tier: a header, then the chunk's bytes as they lie in the arena.
 
-The header says what the file is for and has a digest of each slice. A file is written under another name and gets its
-own name when it is whole, so a process that is killed leaves no half file under a chunk's name. What a machine without
-power leaves is found by the digests when it is read.
+The header says what the file is for and has a digest of each slice. A file is written under another name, its bytes
+are on the disk (`fdatasync`) and only then it gets its own name: neither a process that is killed nor a machine without
+power leaves a half file under a chunk's name. What goes wrong all the same is found by the digests when it is read.
 
     magic (8 bytes) | version (4) | bytes of the body (4) | digest of the body (8) | body, msgpack | zeros to 4 KiB
 
 Its name says what an index needs, so that a node which starts has to open none of them:
 
     <two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
+
+The file's modification time says when the chunk was last used. Its last three digits, of nanoseconds, are how often the
+chunk was loaded, at most 999; a file system with coarser times forgets that.
 
 Everything here waits for the disk: it is for the threads of `pdx.store.disk`.
 """
@@ -24,6 +27,7 @@ import os
 import re
 import stat
 import struct
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -72,6 +76,7 @@ _READ_KINDS = {
     errno.ENFILE: "exhausted",
     errno.ENOMEM: "exhausted",
 }
+MAX_HITS = 999  # that are counted
 _LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
 Over = Callable[[], bool]
 
@@ -127,9 +132,9 @@ class Useless(msgspec.Struct, frozen=True):
     nbytes: int = 0
 
 
-def listed(root: Path, is_over: Over) -> Iterator[ChunkFile | Useless]:
-    """All files in the tier's folders, those that were used last first. Those of no use come before them, and are
-    removed. What a file holds is looked at when it is read.
+def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless]]:
+    """All files in the tier's folders, those that were used last first, each with the number of its hits. Those of no
+    use come before them, and are removed. What a file holds is looked at when it is read.
 
     :raises OSError: they cannot be listed.
     """
@@ -139,9 +144,9 @@ def listed(root: Path, is_over: Over) -> Iterator[ChunkFile | Useless]:
     with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
         for files, useless in pool.map(lambda name: _listed(name, is_over), names):
             found.append(files)
-            yield from useless
+            yield from ((0, each) for each in useless)
     # Merging lists lets other threads run in between, as sorting all at once does not.
-    yield from (file for _, file in heapq.merge(*found, reverse=True))
+    yield from ((_hits(time_ns), file) for time_ns, file in heapq.merge(*found, reverse=True))
 
 
 def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
@@ -191,8 +196,21 @@ def _sizes(layers: str, nbytes: str) -> tuple[int, int, int]:
     return int(layers), int(nbytes), _header_bytes(int(layers)) + int(nbytes)
 
 
-def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False) -> None:
-    """Copy a whole chunk from an arena to its file; `is_direct`: without a copy in the page cache.
+def _hits(time_ns: int) -> int:
+    return time_ns % (MAX_HITS + 1)
+
+
+def _set_used(fd: int, hits: int) -> None:
+    """The chunk was used just now, and loaded so often."""
+    now_ns = time.time_ns()
+    os.utime(fd, ns=(now_ns, now_ns - _hits(now_ns) + min(hits, MAX_HITS)))
+
+
+def write(
+    path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False, reserve_bytes: int = 0
+) -> None:
+    """Copy a whole chunk from an arena to its file; `is_direct`: without a copy in the page cache. A new file leaves
+    `reserve_bytes` of its file system to others.
 
     :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
     """
@@ -203,7 +221,11 @@ def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: boo
         path.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(partial, flags | (os.O_DIRECT if is_direct else 0), 0o600)
         try:
+            if not os.fstat(fd).st_blocks:
+                _leave(reserve_bytes + part.slot.nbytes, fd)
             _write(fd, part, arena, is_over, is_direct)
+            _set_used(fd, 0)
+            os.fdatasync(fd)
             os.rename(partial, path)
         except BaseException:
             is_left = not _is_gone(partial)
@@ -217,6 +239,14 @@ def write(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: boo
         raise TierError(f"{path} is not written: {error}", "stale", is_left=is_left) from error
     except TierError as error:
         raise TierError(str(error), error.kind, is_left=is_left) from error
+
+
+def _leave(nbytes: int, fd: int) -> None:
+    """:raises TierError: the disk has less than that."""
+    disk = os.fstatvfs(fd)
+    free = disk.f_bavail * disk.f_frsize
+    if free < nbytes:
+        raise TierError(f"{free >> 20} MiB are left of the disk, too little for a chunk and the reserve", "full")
 
 
 def reuse(old: Path, path: Path) -> None:
@@ -342,7 +372,7 @@ def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{path} is not read: {error}", "stale") from error
         with contextlib.suppress(OSError):  # a file system may be read-only: then the order of use is lost
-            os.utime(fd)
+            _set_used(fd, _hits(os.fstat(fd).st_mtime_ns) + 1)
 
 
 def _check_header(header: Header, part: Part, path: Path) -> None:

@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -42,6 +43,7 @@ from pdx.wire.messages import DiskStatus
 
 log = logging.getLogger("pdx.node")
 
+MIB = 1 << 20
 THREADS = 4
 MAX_ERRORS = 3  # writes that may fail one after the other before there is a pause
 PAUSE_S = 10.0
@@ -95,25 +97,29 @@ class DiskTier(Tier):
         post: Callable[[Callable[[], None]], None],
         on_done: Callable[[str, Job, TierError | None], None],
         counters: Counter[str],
+        reserve_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post` has the control loop call something; `on_done` is `Copies.done`.
+        """`post` has the control loop call something; `on_done` is `Copies.done`. `reserve_bytes` of the file system
+        are left to others, whatever the cap.
 
         :raises ConfigError: the folder cannot be this node's alone.
         """
         private_folder(root)
         self._root = root
-        self.limit_bytes = limit_bytes
+        self._counters = counters
+        self._faults = Faults(counters, clock)
+        self._reserve_bytes = reserve_bytes
+        self.limit_bytes = self._attainable(limit_bytes)
         self.is_direct = False  # whether files are read and written without the page cache
         self._arenas = arenas
         self._post = post
         self._on_done = on_done
-        self._counters = counters
-        self._faults = Faults(counters, clock)
         self._clock = clock
         self._index: OrderedDict[bytes, tuple[ChunkFile, ...]] = (
             OrderedDict()
         )  # of all shards; the last used is at the end
+        self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
         self.num_chunks = 0  # that can be found, each shard counted
         self.used_bytes = 0  # of the cap: what may be on the disk …
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
@@ -129,7 +135,7 @@ class DiskTier(Tier):
         self._errors = 0  # writes that failed since the last one that did not
         self._paused_until = 0.0
         self._blind_until = 0.0  # nothing is found until then
-        self._reached = limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
+        self._reached = self.limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
         self._reached_until = 0.0
         self.is_counted = False  # whether the index has all files
         self._is_scanning = True
@@ -156,6 +162,19 @@ class DiskTier(Tier):
     def _taken(self, owner: str) -> ConfigError:
         what = f"{self._root} is the disk tier of another node (process {owner})"
         return ConfigError(f"{what}; two nodes cannot share one: name another folder with --disk, or end that node")
+
+    def _attainable(self, limit_bytes: int) -> int:
+        """The cap, or what the file system has in all without the reserve."""
+        disk = os.statvfs(self._root)
+        total_bytes = disk.f_blocks * disk.f_frsize
+        most = max(0, total_bytes - self._reserve_bytes)
+        if limit_bytes > most:
+            self._counters["disk_cap_lowered"] += 1
+            text = (
+                "%s is on a disk of %.1f MiB: the cap of %.1f MiB is lowered to %.1f MiB, so that the reserve is left"
+            )
+            log.warning(text, self._root, total_bytes / MIB, limit_bytes / MIB, most / MIB)
+        return min(limit_bytes, most)
 
     def status(self) -> DiskStatus:
         """For `pdx node --status`."""
@@ -185,6 +204,10 @@ class DiskTier(Tier):
         if len(sizes) != 1 or len(files) != shards or {file.shard for file in files} != set(range(shards)):
             return None
         return Held(*sizes.pop())
+
+    def hits(self, key: bytes) -> int:
+        """How often this chunk was loaded, also by nodes before this one."""
+        return self._hits.get(key, 0)
 
     def _has(self, key: bytes, shard: int) -> bool:
         return any(file.shard == shard for file in self._index.get(key, ()))
@@ -259,6 +282,7 @@ class DiskTier(Tier):
         """These cannot be found any more; `task` removes them."""
         for file in files:
             self._index.pop(file.key, None)
+            self._hits.pop(file.key, None)
             self._busy.setdefault(file.key, {})[file.shard] = task
             self.num_chunks -= 1
             self._found_bytes -= file.charge
@@ -409,6 +433,8 @@ class DiskTier(Tier):
         files = self._index.get(part.key, ())
         if error is None:
             self._counters["disk_loaded"] += 1
+            if part.key in self._index and part.shard == 0:
+                self._hits[part.key] = self.hits(part.key) + 1
         elif error.kind not in ("cancelled", "stale"):
             if self._has(part.key, part.shard) or error.kind != "missing":
                 self._warn(error)
@@ -421,9 +447,9 @@ class DiskTier(Tier):
         self._counters[f"disk_{error.kind}"] += 1
         self._faults.warn(f"disk {error.kind}", f"the disk tier: {error}; further ones count as disk_{error.kind}")
 
-    def _found(self, batch: Sequence[ChunkFile | Useless]) -> None:
-        """Files from before; those that were used last come first."""
-        for file in batch:
+    def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:
+        """Files from before, with their hits; those that were used last come first."""
+        for hits, file in batch:
             if isinstance(file, Useless):
                 self.used_bytes += file.nbytes
                 if file.why.kind in ("unfinished", "foreign"):
@@ -435,6 +461,8 @@ class DiskTier(Tier):
                 self._remove_outdone(file)
             else:
                 self._insert(file)
+                if hits:
+                    self._hits[file.key] = hits
             if file.key in self._evicted_meanwhile:
                 self.evict([file.key])
         self._remove(self._oldest(self.used_bytes - self._leaving - self.limit_bytes), is_forgotten=False)
@@ -453,8 +481,8 @@ class DiskTier(Tier):
             self._warn(error)
         else:
             self.is_counted = True
-            used, limit = self.used_bytes >> 20, self.limit_bytes >> 20
-            log.info("disk tier %s: %d chunks, %d of %d MiB", self._root, self.num_chunks, used, limit)
+            used, limit = self.used_bytes / MIB, self.limit_bytes / MIB
+            log.info("disk tier %s: %d chunks, %.0f of %.0f MiB", self._root, self.num_chunks, used, limit)
 
     # ---- on the threads ---------------------------------------------------------------------
 
@@ -501,9 +529,16 @@ class DiskTier(Tier):
             return
         part = task.part
         path, arena = self._path(_file(part)), self._arenas[part.slot.arena]
-        copy = chunk_file.read if task.is_load else chunk_file.write
+
+        def is_over() -> bool:
+            return task.is_cancelled or self._is_closing
+
         task.job.start_ns = time.monotonic_ns()
-        copy(path, part, arena, lambda: task.is_cancelled or self._is_closing, is_direct=self.is_direct)
+        if task.is_load:
+            chunk_file.read(path, part, arena, is_over, is_direct=self.is_direct)
+        else:
+            reserve = self._reserve_bytes
+            chunk_file.write(path, part, arena, is_over, is_direct=self.is_direct, reserve_bytes=reserve)
         task.job.end_ns = time.monotonic_ns()
 
     def _path(self, file: ChunkFile) -> Path:

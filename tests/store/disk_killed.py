@@ -13,7 +13,7 @@ from pathlib import Path
 
 from disk_bed import Bed, key
 
-CALLS = ["open", "mkdir", "ftruncate", "pwritev", "rename", "unlink", "utime"]
+CALLS = ["open", "mkdir", "ftruncate", "pwritev", "rename", "unlink", "utime", "fdatasync"]
 LIMIT_BYTES = 8 * 40_960
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -241,6 +242,66 @@ def test_a_load_is_a_use_that_outlives_the_process(bed):
     bed.restart()
     bed.settle()
     assert [number for number in range(3) if bed.has(number)] == [0, 2]
+
+
+def test_how_often_a_chunk_was_loaded_outlives_the_process(make):
+    bed = make(slots=4)
+    assert all(bed.store(number, shard, shards=2) for number in range(2) for shard in range(2))
+    for _ in range(3):
+        assert [bed.load(1, shard) for shard in range(2)] == [None, None]
+    assert [bed.tier.hits(key(number)) for number in range(3)] == [0, 3, 0]
+    bed.restart()
+    assert [bed.tier.hits(key(number)) for number in range(3)] == [0, 3, 0]
+    bed.tier.evict([key(1)])
+    bed.settle()
+    assert bed.store(1)
+    assert bed.tier.hits(key(1)) == 0, "that was another file"
+    bed.restart()
+    assert bed.tier.hits(key(1)) == 0
+
+
+def test_hits_are_counted_to_their_limit(bed):
+    assert bed.store(1)
+    os.utime(bed.file(1), ns=(0, 5_000_000_000 + chunk_file.MAX_HITS - 1))
+    bed.restart()
+    for _ in range(3):
+        assert bed.load(1) is None
+    bed.restart()
+    assert bed.tier.hits(key(1)) == chunk_file.MAX_HITS
+
+
+@pytest.mark.parametrize("jump_s", [-(10**9), 10**9])
+def test_a_clock_that_jumps_costs_the_order_and_nothing_else(bed, monkeypatch, jump_s):
+    assert bed.store(1)
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + jump_s * 10**9)
+    assert bed.store(2)
+    bed.restart()
+    assert [bed.load(number) for number in (2, 1)] == [None, None]
+    assert [bed.tier.hits(key(number)) for number in (1, 2)] == [1, 1]
+    bed.limit_bytes = bed.charge
+    bed.restart()
+    bed.settle()
+    assert [number for number in (1, 2) if bed.has(number)] == [1]
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_no_file_has_its_name_before_its_bytes_are_on_the_disk(make, monkeypatch, is_direct):
+    """What a machine without power leaves follows from this order, which nothing but the disk may change."""
+    monkeypatch.setattr(chunk_file, "takes_direct", lambda root: is_direct)
+    bed = make(limit_bytes=2 * CHARGE)
+    calls = []
+    for name in ("pwritev", "ftruncate", "utime", "fdatasync", "rename"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, _name=name, _real=real, **kw: (calls.append(_name), _real(*args, **kw))[1]
+        )
+    for number in range(4):
+        assert bed.store(number)
+        assert [calls.pop(), calls.pop()] == ["rename", "fdatasync"], "the last is written in place of the first"
+        assert "fdatasync" not in calls
+        assert "pwritev" in calls
+        calls.clear()
 
 
 @is_root

@@ -183,8 +183,9 @@ def test_a_fake_read_error_is_a_miss(bed, monkeypatch, fake):
 
 @is_root
 def test_a_full_disk_keeps_what_it_has_and_new_chunks_replace_old_ones(tmp_path, caplog):
-    with small_disk(tmp_path / "tier", 4 * 36_864 + 8192) as folder:
-        bed = Bed(folder.parent, limit_bytes=64 * MIB)
+    with small_disk(tmp_path / "tier", MIB + 4 * 36_864 + 8192) as folder:
+        (folder / "of-others").write_bytes(bytes(MIB))
+        bed = Bed(folder.parent, limit_bytes=MIB)
         try:
             assert [bed.store(number) for number in range(6)] == [True, True, True, True, False, True]
             assert bed.counters["disk_full"] == 1
@@ -195,6 +196,37 @@ def test_a_full_disk_keeps_what_it_has_and_new_chunks_replace_old_ones(tmp_path,
             assert [bed.store(number) for number in (6, 7)] == [False, True]
             assert bed.counters["disk_full"] == 2
             assert sum("disk_full" in line for line in caplog.messages) == 2  # a minute lies between them
+        finally:
+            bed.close()
+
+
+@is_root
+def test_the_reserve_of_a_disk_is_left_to_others(tmp_path):
+    with small_disk(tmp_path / "tier", 2 * MIB) as folder:
+        (folder / "of-others").write_bytes(bytes(MIB))
+        left = MIB - 3 * 36_864
+        bed = Bed(folder.parent, limit_bytes=MIB, reserve_bytes=left - 4096)
+        try:
+            assert [bed.store(number) for number in range(5)] == [True, True, True, False, True]
+            disk = os.statvfs(folder)
+            assert disk.f_bavail * disk.f_frsize >= left - 2 * 4096  # the folder's own pages
+            assert bed.counters["disk_full"] == 1
+            assert len(bed.files) == 3
+        finally:
+            bed.close()
+
+
+@is_root
+def test_a_cap_that_the_disk_does_not_have_is_lowered_and_said(tmp_path, caplog):
+    with small_disk(tmp_path / "tier", MIB) as folder:
+        bed = Bed(folder.parent, limit_bytes=64 * MIB, reserve_bytes=MIB // 4)
+        try:
+            assert bed.tier.limit_bytes == bed.tier.status().limit_bytes == MIB - MIB // 4
+            assert bed.counters["disk_cap_lowered"] == 1
+            assert f"{folder} is on a disk of 1.0 MiB: the cap of 64.0 MiB is lowered to 0.8 MiB" in caplog.text
+            assert all(bed.store(number) for number in range(40))
+            assert bed.disk_bytes <= bed.tier.used_bytes <= MIB - MIB // 4
+            assert not bed.counters["disk_full"]
         finally:
             bed.close()
 
