@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "pdx.cli.serve:serve",
     "node": "pdx.cli.node:node",
     "proxy": "pdx.cli.proxy:proxy",
+    "cache": "pdx.cli.cache:cache",
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",
     "bench": "pdx.cli.main:bench",

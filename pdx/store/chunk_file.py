@@ -138,8 +138,8 @@ def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless
 
     :raises OSError: they cannot be listed.
     """
-    with os.scandir(root) as folders:  # a disk's own `lost+found` is none of them
-        names = [each.path for each in folders if _FOLDER.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    with os.scandir(root) as folders:
+        names = [each.path for each in folders if is_folder(each)]
     found: list[list[tuple[int, ChunkFile]]] = []
     with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
         for files, useless in pool.map(lambda name: _listed(name, is_over), names):
@@ -147,6 +147,11 @@ def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless
             yield from ((0, each) for each in useless)
     # Merging lists lets other threads run in between, as sorting all at once does not.
     yield from ((_hits(time_ns), file) for time_ns, file in heapq.merge(*found, reverse=True))
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder of chunks; a disk's own `lost+found` is none."""
+    return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
 def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
@@ -279,7 +284,7 @@ def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool) ->
     arena.check(slot)
     data = arena.read(slot.offset, _moved_bytes(slot, is_direct))
     digests = bytearray()
-    for first, nbytes in _spans(part, is_over):
+    for first, nbytes in _spans(slot.nbytes, part.layers, is_over):
         digests += xxhash.xxh3_64_digest(data[first : first + nbytes])
     head = _aligned(start)
     _encode(Header(part.key, part.shard, slot.nbytes, part.layers, bytes(digests)), head)
@@ -308,11 +313,11 @@ def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[
         yield ([piece], len(head) + first) if first else ([head, piece], 0)
 
 
-def _spans(part: Part, is_over: Over) -> Iterator[tuple[int, int]]:
+def _spans(chunk_bytes: int, layers: int, is_over: Over) -> Iterator[tuple[int, int]]:
     """Start and bytes of each slice in the chunk."""
     due = 0
-    for layer in range(part.layers):
-        first, nbytes = slice_span(part.slot.nbytes, part.layers, layer, 1)
+    for layer in range(layers):
+        first, nbytes = slice_span(chunk_bytes, layers, layer, 1)
         if first >= due:
             _end_if(is_over)
             due = first + _CALL_BYTES
@@ -364,15 +369,56 @@ def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool
             assert header is not None
             if offset + count < len(head) + slot.nbytes:
                 raise TierError(f"{path} ends too early", "truncated")
-            for number, (first, nbytes) in enumerate(_spans(part, is_over)):
-                expected = header.digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
-                if xxhash.xxh3_64_digest(data[first : first + nbytes]) != expected:
-                    raise TierError(f"{path} has other bytes than were written", "corrupt")
+            _compare(header, data, path, is_over)
             arena.check(slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{path} is not read: {error}", "stale") from error
         with contextlib.suppress(OSError):  # a file system may be read-only: then the order of use is lost
             _set_used(fd, _hits(os.fstat(fd).st_mtime_ns) + 1)
+
+
+def verify(path: Path, *, is_direct: bool) -> int:
+    """Read a file and compare all digests, for whoever looks after the folder; returns the bytes read.
+
+    :raises TierError: it is not what its name says.
+    :raises FileNotFoundError: a node has removed it, or writes another in its place, meanwhile.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None or path.parent.name != path.name[:2]:
+        raise TierError(f"{path} is no tier's", "foreign")
+    key, shard, layers, nbytes = bytes.fromhex(match[1]), *map(int, match.groups()[1:])
+    try:
+        with _opened(path) as fd:
+            size = _size(fd, path)
+            start = _header_bytes(layers)
+            if size != start + nbytes:
+                raise TierError(f"{path} has {size} bytes, not {start + nbytes}", "truncated")
+            if is_direct:
+                fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+            memory = _aligned(round_up(size))
+            whole = memory[: _read_all(fd, [memory], 0)]
+            try:
+                header = _parsed(whole[:start], size, path)
+                if (header.key, header.shard, header.layers, header.nbytes) != (key, shard, layers, nbytes):
+                    raise TierError(f"{path} is the file of another chunk", "corrupt")
+                _compare(header, whole[start:], path, lambda: False)
+            except TierError:
+                if os.fstat(fd).st_ino != os.stat(path, follow_symlinks=False).st_ino:
+                    raise FileNotFoundError(path) from None
+                raise
+            return size
+    except TierError as error:
+        if error.kind == "missing":
+            raise FileNotFoundError(path) from error
+        raise
+
+
+def _compare(header: Header, data: memoryview, path: Path, is_over: Over) -> None:
+    """:raises TierError: a slice has not the digest that was written with it."""
+    for number, (first, nbytes) in enumerate(_spans(header.nbytes, header.layers, is_over)):
+        expected = header.digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
+        if xxhash.xxh3_64_digest(data[first : first + nbytes]) != expected:
+            raise TierError(f"{path} has other bytes than were written", "corrupt")
 
 
 def _check_header(header: Header, part: Part, path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import disk_bed
 import pytest
 from disk_bed import Bed
 
@@ -17,7 +18,7 @@ def test_after_a_kill_at_any_system_call_whatever_is_found_is_whole(tmp_path, se
     random_ = random.Random(seed)
     stored = 0
     for life in range(4):
-        command = [sys.executable, str(Path(__file__).with_name("disk_killed.py")), str(tmp_path)]
+        command = [sys.executable, str(Path(disk_bed.__file__).with_name("disk_killed.py")), str(tmp_path)]
         done = subprocess.run(
             [*command, str(100 * seed + life), str(random_.randrange(1, 150))], capture_output=True, text=True
         )

@@ -1,0 +1,109 @@
+"""Whether the files of a disk tier are what they were when they were written: read by a few threads, all digests.
+
+It may run beside the node that has the folder: it reads only, and a file that the node removes or replaces meanwhile
+counts as none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from pdx.errors import ConfigError, TierError
+from pdx.store import chunk_file
+
+THREADS = 4
+_AHEAD = 4 * THREADS
+
+
+class Report(msgspec.Struct):
+    """What was found: `good` files of `nbytes` in all; `bad` ones by why, and `foreign` ones, which no tier wrote."""
+
+    good: int = 0
+    nbytes: int = 0
+    bad: Counter[str] = msgspec.field(default_factory=Counter)
+    left: int = 0  # of the bad ones: they are still there
+    foreign: int = 0
+
+
+def num_files(root: Path) -> int:
+    """How many there are to read, for a progress bar.
+
+    :raises ConfigError: it is not the folder of a disk tier.
+    """
+    return sum(1 for _ in _files(root))
+
+
+def scrub(root: Path, on_file: Callable[[TierError | None], None], *, remove: bool = False) -> Report:
+    """Read all files of a folder; `on_file` is told of each, with what is wrong. `remove`: the bad ones.
+
+    :raises ConfigError: it is not the folder of a disk tier.
+    """
+    report = Report()
+    is_direct = _reads_direct(root)
+    with ThreadPoolExecutor(THREADS, "pdx-scrub") as pool:
+        ahead: deque[Future[int | TierError | None]] = deque()
+        for path in _files(root):
+            ahead.append(pool.submit(_verify, path, is_direct, remove))
+            if len(ahead) == _AHEAD:
+                _count(report, ahead.popleft().result(), on_file)
+        while ahead:
+            _count(report, ahead.popleft().result(), on_file)
+    return report
+
+
+def _files(root: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(root) as folders:
+            names = sorted(each.path for each in folders if chunk_file.is_folder(each))
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be listed: {error.strerror}; name the folder of a disk tier") from error
+    for name in names:
+        with os.scandir(name) as entries:
+            yield from (Path(entry.path) for entry in entries if not entry.name.endswith(chunk_file.PARTIAL))
+
+
+def _reads_direct(root: Path) -> bool:
+    try:
+        return chunk_file.takes_direct(root)
+    except OSError:  # nothing may be written there
+        return False
+
+
+def _verify(path: Path, is_direct: bool, remove: bool) -> int | TierError | None:
+    """Its bytes; or what is wrong with it; None: it is gone."""
+    try:
+        return chunk_file.verify(path, is_direct=is_direct)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return TierError(f"{path} cannot be read: {error.strerror}", "read_failed", is_left=True)
+    except TierError as error:
+        if error.kind == "foreign":
+            return error
+        return _removed(path, error) if remove else TierError(str(error), error.kind, is_left=True)
+
+
+def _removed(path: Path, error: TierError) -> TierError:
+    try:
+        chunk_file.remove(path)
+    except TierError as why:
+        return TierError(f"{error}; {why}", error.kind, is_left=True)
+    return TierError(f"{error}; it is removed", error.kind)
+
+
+def _count(report: Report, found: int | TierError | None, on_file: Callable[[TierError | None], None]) -> None:
+    if isinstance(found, int):
+        report.good += 1
+        report.nbytes += found
+    elif found is not None and found.kind == "foreign":
+        report.foreign += 1
+    elif found is not None:
+        report.bad[found.kind] += 1
+        report.left += found.is_left
+    on_file(found if isinstance(found, TierError) else None)
