@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pdx.cli.options import FOLDER
 from pdx.cli.tables import size
 from pdx.errors import TierError
-from pdx.store.scrub import num_files, scrub
 
 MAX_LINES = 20
 
@@ -33,6 +32,8 @@ def verify(folder: Path, remove: bool, as_json: bool) -> None:
     Ends with status 1 where a file that is not what was written is there still. A node finds such a file, too, when it
     would load it.
     """
+    from pdx.store.scrub import num_files, scrub
+
     wrong: list[str] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json) as progress:

@@ -44,7 +44,7 @@ from pdx.wire.messages import DiskStatus
 log = logging.getLogger("pdx.node")
 
 MIB = 1 << 20
-THREADS = 4
+THREADS = 8  # while one compares digests, the others keep the disk busy
 MAX_ERRORS = 3  # writes that may fail one after the other before there is a pause
 PAUSE_S = 10.0
 FULL_S = 60.0

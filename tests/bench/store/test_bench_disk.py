@@ -2,7 +2,9 @@
 
 import json
 
-from pdx.bench.store import disk
+from click.testing import CliRunner
+
+from pdx.bench.store import disk, kills
 
 
 def test_the_bench_compares_the_tier_with_plain_files(monkeypatch, tmp_path, capsys):
@@ -11,6 +13,16 @@ def test_the_bench_compares_the_tier_with_plain_files(monkeypatch, tmp_path, cap
     monkeypatch.setattr(disk, "ROUNDS", 1)
     disk.main(str(tmp_path))
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [(row["operation"], row["chunk_mib"]) for row in rows] == [("write", 1), ("read", 1)]
+    assert [(row["operation"], row["chunk_mib"]) for row in rows] == [("write", 1), ("read", 1), ("replace", 1)]
     assert all(row["ratio"] > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_that_is_killed_while_it_writes(tmp_path):
+    done = CliRunner().invoke(kills.main, [str(tmp_path), "--kills", "2", "--chunks", "6000"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["written"] > 0
+    assert found["read"] >= 2
+    assert [found[name] for name in ("wrong", "bad_files", "most_bytes_above_the_cap")] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
