@@ -30,9 +30,9 @@ from pdx.memory.arena import Arena
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
 from pdx.node.start import start
-from pdx.store import chunk_file
-from pdx.store.chunk_file import ChunkFile
-from pdx.store.scrub import scrub
+from pdx.store.disk import chunk_file
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.scrub import scrub
 from pdx.store.tier import Part
 
 CHUNK_BYTES = 4096

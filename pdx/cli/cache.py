@@ -32,7 +32,7 @@ def verify(folder: Path, remove: bool, as_json: bool) -> None:
     Ends with status 1 where a file that is not what was written is there still. A node finds such a file, too, when it
     would load it.
     """
-    from pdx.store.scrub import num_files, scrub
+    from pdx.store.disk.scrub import num_files, scrub
 
     wrong: list[str] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

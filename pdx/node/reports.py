@@ -13,7 +13,7 @@ from pdx.cuda.memory import num_mapped
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
 from pdx.security.address import reachable_url
-from pdx.store.disk import DiskTier
+from pdx.store.disk.tier import DiskTier
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers

@@ -23,7 +23,7 @@ from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
-from pdx.store.disk import DiskTier
+from pdx.store.disk.tier import DiskTier
 from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.lifecycle import State
 from pdx.store.store import Store

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from disk_bed import Bed
 
 from pdx.cli.main import main
-from pdx.store import chunk_file
-from pdx.store.scrub import scrub
+from pdx.store.disk import chunk_file
+from pdx.store.disk.scrub import scrub
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import test_arena_tier
 from test_arena_tier import GRANULE_BYTES, SLICE, Stage, key
 
-from pdx.store.disk import DiskTier
+from pdx.store.disk.tier import DiskTier
 from pdx.store.lifecycle import State
 from pdx.testing.waiting import wait_until
 

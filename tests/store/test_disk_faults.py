@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdx.errors import TierError
-from pdx.store import chunk_file
-from pdx.store.disk import FULL_S, MAX_ERRORS, PAUSE_S
+from pdx.store.disk import chunk_file
+from pdx.store.disk.tier import FULL_S, MAX_ERRORS, PAUSE_S
 
 _GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
 

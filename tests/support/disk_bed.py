@@ -13,9 +13,9 @@ import pytest
 
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
-from pdx.store import chunk_file
-from pdx.store.chunk_file import ChunkFile
-from pdx.store.disk import DiskTier
+from pdx.store.disk import chunk_file
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.tier import DiskTier
 from pdx.store.tier import Job, Part
 
 MIB = 1 << 20

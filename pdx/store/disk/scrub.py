@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pdx.errors import ConfigError, TierError
-from pdx.store import chunk_file
+from pdx.store.disk import chunk_file
 
 THREADS = 4
 _AHEAD = 4 * THREADS

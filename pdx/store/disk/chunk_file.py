@@ -1,10 +1,8 @@
 """The file of one chunk of one shard in a disk tier: a header, then the chunk's bytes as they lie in the arena.
 
-The header says what the file is for and has a digest of each slice. A file is written under another name, its bytes
+The header is that of `pdx.store.chunk_format`. A file is written under another name, its bytes
 are on the disk (`fdatasync`) and only then it gets its own name: neither a process that is killed nor a machine without
 power leaves a half file under a chunk's name. What goes wrong all the same is found by the digests when it is read.
-
-    magic (8 bytes) | version (4) | bytes of the body (4) | digest of the body (8) | body, msgpack | zeros to 4 KiB
 
 Its name says what an index needs, so that a node which starts has to open none of them:
 
@@ -13,7 +11,7 @@ Its name says what an index needs, so that a node which starts has to open none 
 The file's modification time says when the chunk was last used. Its last three digits, of nanoseconds, are how often the
 chunk was loaded, at most 999; a file system with coarser times forgets that.
 
-Everything here waits for the disk: it is for the threads of `pdx.store.disk`.
+Everything here waits for the disk: it is for the threads of `pdx.store.disk.tier`.
 """
 
 from __future__ import annotations
@@ -26,32 +24,21 @@ import mmap
 import os
 import re
 import stat
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, NoReturn
 
 import msgspec
-import xxhash
-from msgspec import Meta
 
 from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
-from pdx.memory.layout import slice_span
-from pdx.memory.slot import Bytes, Slot
+from pdx.memory.slot import Slot
+from pdx.store.chunk_format import HEADER_BYTES, Header, Over, compare, encode, end_if, header_bytes, parsed
 from pdx.store.tier import Part
-from pdx.wire.messages import MAX_LAYERS, Key, LayerCount, Shard
 
-MAGIC = b"PDXCHUNK"
-VERSION = 3
-HEADER_BYTES = 4096  # of a chunk with fewer than about 500 slices; more slices need whole further blocks
 WHOLE, PARTIAL = ".chunk", ".partial"
-_DIGEST_BYTES = 8
-_MAX_BODY_BYTES = _DIGEST_BYTES * MAX_LAYERS + 256
-_PREFIX = struct.Struct("<8sIIQ")
 _CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})\.chunk")
@@ -78,31 +65,13 @@ _READ_KINDS = {
 }
 MAX_HITS = 999  # that are counted
 _LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
-Over = Callable[[], bool]
-
-
-class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a file says of itself."""
-
-    key: Key
-    shard: Shard
-    nbytes: Bytes
-    layers: LayerCount
-    digests: Annotated[bytes, Meta(max_length=_DIGEST_BYTES * MAX_LAYERS)]
-
-
-_decoder = msgspec.msgpack.Decoder(Header)
 
 
 @lru_cache(1024)
 def disk_bytes(nbytes: int, layers: int) -> int:
     """The most that the file of a chunk takes on a disk: whole blocks, and those that say where they are."""
-    blocks = (_header_bytes(layers) + round_up(nbytes)) // HEADER_BYTES
+    blocks = (header_bytes(layers) + round_up(nbytes)) // HEADER_BYTES
     return HEADER_BYTES * (blocks + (blocks // _LISTED_BLOCKS + 1 if blocks > _INLINE_BLOCKS else 0))
-
-
-def _header_bytes(layers: int) -> int:
-    return round_up(_PREFIX.size + 128 + _DIGEST_BYTES * layers)
 
 
 def path_of(root: Path, file: ChunkFile) -> Path:
@@ -198,7 +167,7 @@ def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Usel
 @lru_cache(1024)
 def _sizes(layers: str, nbytes: str) -> tuple[int, int, int]:
     """Slices, bytes of the chunk and of its file. Cached, so that a million files share these numbers."""
-    return int(layers), int(nbytes), _header_bytes(int(layers)) + int(nbytes)
+    return int(layers), int(nbytes), header_bytes(int(layers)) + int(nbytes)
 
 
 def _hits(time_ns: int) -> int:
@@ -279,15 +248,12 @@ def _is_gone(path: Path) -> bool:
 
 
 def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool) -> None:
-    slot, start = part.slot, _header_bytes(part.layers)
+    slot, start = part.slot, header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     arena.check(slot)
     data = arena.read(slot.offset, _moved_bytes(slot, is_direct))
-    digests = bytearray()
-    for first, nbytes in _spans(slot.nbytes, part.layers, is_over):
-        digests += xxhash.xxh3_64_digest(data[first : first + nbytes])
     head = _aligned(start)
-    _encode(Header(part.key, part.shard, slot.nbytes, part.layers, bytes(digests)), head)
+    encode(part, data, head, is_over)
     for buffers, offset in _calls(head, data, is_over):
         _write_all(fd, buffers, offset)
     if len(data) > slot.nbytes:
@@ -308,26 +274,9 @@ def _aligned(nbytes: int) -> memoryview:
 def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[list[memoryview], int]]:
     """What each system call reads or writes: (memory, offset in the file)."""
     for first in range(0, len(data), _CALL_BYTES):
-        _end_if(is_over)
+        end_if(is_over)
         piece = data[first : first + _CALL_BYTES]
         yield ([piece], len(head) + first) if first else ([head, piece], 0)
-
-
-def _spans(chunk_bytes: int, layers: int, is_over: Over) -> Iterator[tuple[int, int]]:
-    """Start and bytes of each slice in the chunk."""
-    due = 0
-    for layer in range(layers):
-        first, nbytes = slice_span(chunk_bytes, layers, layer, 1)
-        if first >= due:
-            _end_if(is_over)
-            due = first + _CALL_BYTES
-        yield first, nbytes
-
-
-def _encode(header: Header, into: memoryview) -> None:
-    body = msgspec.msgpack.encode(header)
-    whole = _PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body)) + body
-    into[: len(whole)] = whole
 
 
 def _write_all(fd: int, buffers: list[memoryview], offset: int) -> None:
@@ -354,7 +303,7 @@ def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool
     """
     slot = part.slot
     with _opened(path) as fd:
-        size, head = _size(fd, path), _aligned(_header_bytes(part.layers))
+        size, head = _size(fd, path), _aligned(header_bytes(part.layers))
         if is_direct:  # only now: what is no file may not be opened so
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         header: Header | None = None
@@ -364,12 +313,12 @@ def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool
             for buffers, offset in _calls(head, data, is_over):
                 count = _read_all(fd, buffers, offset)
                 if header is None:
-                    header = _parsed(head[:count], size, path)
+                    header = parsed(head[:count], size, path)
                     _check_header(header, part, path)
             assert header is not None
             if offset + count < len(head) + slot.nbytes:
                 raise TierError(f"{path} ends too early", "truncated")
-            _compare(header, data, path, is_over)
+            compare(header, data, path, is_over)
             arena.check(slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{path} is not read: {error}", "stale") from error
@@ -390,7 +339,7 @@ def verify(path: Path, *, is_direct: bool) -> int:
     try:
         with _opened(path) as fd:
             size = _size(fd, path)
-            start = _header_bytes(layers)
+            start = header_bytes(layers)
             if size != start + nbytes:
                 raise TierError(f"{path} has {size} bytes, not {start + nbytes}", "truncated")
             if is_direct:
@@ -398,10 +347,10 @@ def verify(path: Path, *, is_direct: bool) -> int:
             memory = _aligned(round_up(size))
             whole = memory[: _read_all(fd, [memory], 0)]
             try:
-                header = _parsed(whole[:start], size, path)
+                header = parsed(whole[:start], size, path)
                 if (header.key, header.shard, header.layers, header.nbytes) != (key, shard, layers, nbytes):
                     raise TierError(f"{path} is the file of another chunk", "corrupt")
-                _compare(header, whole[start:], path, lambda: False)
+                compare(header, whole[start:], path, lambda: False)
             except TierError:
                 if os.fstat(fd).st_ino != os.stat(path, follow_symlinks=False).st_ino:
                     raise FileNotFoundError(path) from None
@@ -411,14 +360,6 @@ def verify(path: Path, *, is_direct: bool) -> int:
         if error.kind == "missing":
             raise FileNotFoundError(path) from error
         raise
-
-
-def _compare(header: Header, data: memoryview, path: Path, is_over: Over) -> None:
-    """:raises TierError: a slice has not the digest that was written with it."""
-    for number, (first, nbytes) in enumerate(_spans(header.nbytes, header.layers, is_over)):
-        expected = header.digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
-        if xxhash.xxh3_64_digest(data[first : first + nbytes]) != expected:
-            raise TierError(f"{path} has other bytes than were written", "corrupt")
 
 
 def _check_header(header: Header, part: Part, path: Path) -> None:
@@ -487,38 +428,3 @@ def _size(fd: int, path: Path) -> int:
     if not stat.S_ISREG(info.st_mode):
         raise TierError(f"{path} is not a file", "corrupt")
     return info.st_size
-
-
-def _parsed(data: memoryview, size: int, path: Path) -> Header:
-    """The header at the beginning of `data`, of a file of `size` bytes."""
-    if len(data) < _PREFIX.size:
-        raise TierError(f"{path} ends in its header", "truncated")
-    magic, version, body_bytes, digest = _PREFIX.unpack_from(data)
-    if magic != MAGIC or body_bytes > _MAX_BODY_BYTES:
-        _damaged(path)
-    if version != VERSION:
-        raise TierError(f"{path} has format {version}; this is {VERSION}", "outdated")
-    body = data[_PREFIX.size : _PREFIX.size + body_bytes]
-    if size < _PREFIX.size + body_bytes:
-        raise TierError(f"{path} ends in its header", "truncated")
-    if len(body) < body_bytes or xxhash.xxh3_64_intdigest(body) != digest:
-        _damaged(path)
-    try:
-        header = _decoder.decode(body)
-    except msgspec.MsgspecError:
-        _damaged(path)
-    start = _header_bytes(header.layers)
-    if len(header.digests) != _DIGEST_BYTES * header.layers or size > start + header.nbytes:
-        _damaged(path)
-    if size < start + header.nbytes:
-        raise TierError(f"{path} has {size} bytes, not {start + header.nbytes}", "truncated")
-    return header
-
-
-def _damaged(path: Path) -> NoReturn:
-    raise TierError(f"{path} has a damaged header", "corrupt")
-
-
-def _end_if(is_over: Over) -> None:
-    if is_over():
-        raise TierError("cancelled", "cancelled")

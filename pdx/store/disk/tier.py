@@ -1,7 +1,7 @@
 """The disk tier: chunks in files, found again by the next node that is given the same folder.
 
 The control loop owns the index, which says what is on the disk and in which order it was used, and the account of the
-bytes. A few threads read, write and remove the files (`pdx.store.chunk_file`) and post what became of it. Loads go
+bytes. A few threads read, write and remove the files (`pdx.store.disk.chunk_file`) and post what became of it. Loads go
 first; one thread is left for them whatever is to be stored or removed.
 
     <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
@@ -34,9 +34,9 @@ from pdx.config import private_folder
 from pdx.errors import ConfigError, TierError
 from pdx.memory.arena import Arena
 from pdx.security.socket_lock import owned
-from pdx.store import chunk_file
-from pdx.store.chunk_file import ChunkFile, Useless
 from pdx.store.copy import Copy
+from pdx.store.disk import chunk_file
+from pdx.store.disk.chunk_file import ChunkFile, Useless
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import DiskStatus

@@ -1,0 +1,1 @@
+"""Chunks in a store that several nodes share."""
