@@ -161,8 +161,10 @@ class Admissions:
         transfers, fetches = self._transfers.ended, self._peers.ended_fetches
         self._waiting.changed(transfers)
         self._waiting.changed(("fetch", key) for key in fetches)
+        self._waiting.changed(self._tiers.found)
         transfers.clear()
         fetches.clear()
+        self._tiers.found.clear()
         now = self._clock()
         for waiter in self._waiting.take(now):
             answer: Answer | None = Admitted()  # where what follows fails: nothing is there
@@ -192,7 +194,7 @@ class Admissions:
         ask = waiter.ask
         arenas = self._sessions.arenas(waiter.session, ask.shards)
         hits = waiter.hits + len(self._store.find(itertools.islice(ask.keys, waiter.hits, None), ask.shards, arenas))
-        if now < waiter.deadline and hits < ask.sought and self._may_come(ask, hits, arenas):
+        if now < waiter.deadline and hits < ask.sought and self._may_come(waiter.session, ask, hits, arenas):
             self._waiting.add(msgspec.structs.replace(waiter, hits=hits))
             return None
         return self._look(waiter.session, ask)
@@ -201,7 +203,7 @@ class Admissions:
         arenas = self._sessions.arenas(session, ask.shards)
         hits = self._store.find(ask.keys, ask.shards, arenas)
         chunks = [chunk for shards in hits for chunk in shards]
-        if len(hits) < ask.sought and self._may_come(ask, len(hits), arenas):
+        if len(hits) < ask.sought and self._may_come(session, ask, len(hits), arenas):
             self._store.touch(chunks)
             return Admitted(len(hits), waiting=True)
         lease = 0
@@ -250,6 +252,7 @@ class Admissions:
                 arenas=arenas,
                 tail_nbytes=ask.tail_nbytes if end == len(ask.keys) else 0,
                 partial=ask.partial,
+                is_named=session.hello.kind == "client",
                 transfer=ask.writes,
                 deadline=now + self._config.reserve_s,
                 hints=ask.hints,
@@ -286,7 +289,7 @@ class Admissions:
             return False
         return True
 
-    def _may_come(self, ask: Admit, hits: int, arenas: Sequence[int]) -> bool:
+    def _may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> bool:
         if ask.nbytes and not ask.lease_s:
             return False  # it writes what is missing, and reads nothing
         awaited = ask.awaits
@@ -299,7 +302,7 @@ class Admissions:
                 return True
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return True
-        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas):
+        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas, is_named=session.hello.kind == "client"):
             return True
         try:
             return self._peers.may_come(ask, hits)

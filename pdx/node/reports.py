@@ -86,7 +86,9 @@ class Reports:
             ],
             mapped=num_mapped(),
             pinned_bytes=self._store.pinned_bytes,
-            disk=next((tier.status() for tier in self._tiers.below if isinstance(tier, DiskTier)), None),
+            disk=next(
+                (tier.status() for level in self._tiers.below for tier in level if isinstance(tier, DiskTier)), None
+            ),
         )
 
     def heartbeat(self) -> NodeReport:

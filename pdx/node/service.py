@@ -157,18 +157,17 @@ class Service:
                 f"--disk {self._config.disk} keeps chunks of host memory, and this node has none for them; give it "
                 f"--arena 8GiB beside --gpu"
             )
-        self.tiers.below.append(
-            DiskTier(
-                Path(self._config.disk),
-                self._config.disk_limit_bytes,
-                arenas=self._arenas,
-                post=self.peers.mailbox.post,
-                on_done=self.copies.done,
-                counters=self.counters,
-                reserve_bytes=self._config.disk_reserve_bytes,
-                clock=self._clock,
-            )
+        disk = DiskTier(
+            Path(self._config.disk),
+            self._config.disk_limit_bytes,
+            arenas=self._arenas,
+            post=self.peers.mailbox.post,
+            on_done=self.copies.done,
+            counters=self.counters,
+            reserve_bytes=self._config.disk_reserve_bytes,
+            clock=self._clock,
         )
+        self.tiers.below.append([disk])
 
     # ---- attaching --------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     filled: int = 0  # bit l: slice l is filled
     room_bytes: int = 0  # what its slot takes of the arena
     tail: bool = False
+    is_named: bool = False  # a client's name is its key, which says nothing of the bytes
     shards: int = 1  # of its key, this one included …
     arenas: Sequence[int] = ()  # … and where they lie, see `pdx.store.store.Store`
     owner: int = 0  # session that reserved it

@@ -31,7 +31,7 @@ from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
-from pdx.store.tier import Grant, Job, Tier
+from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.telemetry.trace import Lane, Tracer
 
 log = logging.getLogger("pdx.node")
@@ -40,6 +40,8 @@ LANES = {
     "peer_stored": Lane.WIRE,
     "disk_stored": Lane.DISK_STORE,
     "disk_loaded": Lane.DISK_LOAD,
+    "remote_stored": Lane.REMOTE_STORE,
+    "remote_loaded": Lane.REMOTE_LOAD,
     "arenas_stored": Lane.ARENAS,
 }
 
@@ -143,20 +145,28 @@ class Copies:
             self._add(copy)
         return len(found)
 
-    def load(self, tier: Tier, keys: Sequence[bytes], shards: int, *, priority: Priority, deadline: float) -> int:
-        """Copy the leading run of these keys that a tier has into the first arena, as far as there is room there; how
-        many keys are filled by that copy from now on."""
-        held = tier.find(keys, shards)
+    def load(
+        self,
+        found: Sequence[tuple[bytes, Tier, Held]],
+        shards: int,
+        *,
+        priority: Priority,
+        deadline: float,
+        is_named: bool = False,
+    ) -> int:
+        """Copy these keys from the tiers that have them into the first arena, as far as there is room there; how many
+        are filled by that from now on."""
         count = 0
-        for size, run in itertools.groupby(zip(keys, held, strict=False), key=lambda pair: pair[1]):
-            wanted = [key for key, _ in run]
+        for size, group in itertools.groupby(found, key=lambda each: each[2]):
+            run = list(group)
             claim = Claim(
-                keys=wanted,
+                keys=[key for key, _, _ in run],
                 nbytes=size.nbytes,
                 layers=size.layers,
                 owner=NODE,
                 writers=[NODE] * shards,
                 partial=True,
+                is_named=is_named,
                 deadline=deadline,
             )
             try:
@@ -164,10 +174,13 @@ class Copies:
             except ArenaTooSmall:
                 self._counters["loads_without_room"] += 1
                 return count
-            if granted:
-                chunks = [self._store.at(slot) for slot in slots]
-                granted_keys, number = [wanted[index] for index in granted], next(self._numbers)
-                self._add(Copy(number, tier, granted_keys, shards, chunks, priority, deadline, is_load=True))
+            of_tier: dict[Tier, tuple[list[bytes], list[Chunk]]] = {}
+            for at, index in enumerate(granted):
+                keys, chunks = of_tier.setdefault(run[index][1], ([], []))
+                keys.append(run[index][0])
+                chunks += [self._store.at(slot) for slot in slots[at * shards : (at + 1) * shards]]
+            for tier, (keys, chunks) in of_tier.items():
+                self._add(Copy(next(self._numbers), tier, keys, shards, chunks, priority, deadline, is_load=True))
             count += len(granted)
             if is_full:
                 self._counters["loads_without_room"] += 1

@@ -37,6 +37,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     arenas: Sequence[int] = ()  # where shard 0, 1, … goes; the first arena of the node by default
     tail_nbytes: int = 0  # not 0: the last key is a tail of so many bytes
     partial: bool = False
+    is_named: bool = False
     transfer: str | None = None
     deadline: float = float("inf")
     hints: Hints = NO_HINTS  # of the request, for whoever decides what is kept
@@ -57,6 +58,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             slot,
             self.layers,
             tail=self.is_tail(index),
+            is_named=self.is_named,
             shards=len(self.writers),
             arenas=self.arenas,
             owner=self.owner,

@@ -76,6 +76,7 @@ class Tier(ABC):
 
     kind: str  # what its counters begin with: "peer", "disk", …
     name: str  # unique in the node: "disk", "host", the peer's name
+    is_shared: bool = False  # whether other nodes find there what is stored: then names of clients do not go there
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
@@ -94,6 +95,11 @@ class Tier(ABC):
         """The leading keys that the tier has in every shard, by what it knows in memory. A tier that nothing is loaded
         from, as a peer, has none, and neither `load` nor `evict` of its own."""
         return []
+
+    def seeks(self, keys: Sequence[bytes], shards: int) -> bool:
+        """Whether the first of these, which `find` does not have, may be found in a moment: the tier is asking for
+        them, or begins to. `Tiers.found` is to be called then."""
+        return False
 
     @abstractmethod
     def admit(self, copy: Copy) -> Grant | None:

@@ -1,9 +1,12 @@
 """What the arenas of a node have beside and below them: where sealed chunks are stored, and missing ones come from.
 
 This is the policy of a node's own tiers. A chunk that is sealed in an arena of a GPU is copied to the node's first
-arena, and what is sealed there is stored in the tier below it, as long as that tier keeps up. A chunk that is missing
-where a session wants it comes from another arena, or from the first tier below that has it. No sockets, no threads, no
-I/O here.
+arena, and what is sealed there is stored in the tiers below it, as long as each keeps up. A chunk that is missing where
+a session wants it comes from another arena, or from the first tier below that has it. No sockets, no threads, no I/O
+here.
+
+The tiers below are levels, the fastest first. A level has one tier, or several alike, as disks, each of which has its
+part of the chunks.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ import itertools
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
-from pdx.store.tier import Tier
+from pdx.store.tier import Held, Tier
 
 BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
 MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
@@ -34,19 +37,20 @@ class Tiers:
         copies: Copies,
         *,
         arenas: Tier | None = None,
-        below: Sequence[Tier] = (),
+        below: Sequence[Sequence[Tier]] = (),
         spills: bool = True,
         store_s: float,
         load_s: float,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`arenas`: the tier that copies between the arenas, if there are several. `below`: the tiers below the first
-        arena, the fastest first. `spills`: whether the first arena is there for what is sealed in others. A store or
+        """`arenas`: the tier that copies between the arenas, if there are several. `below`: the levels below the
+        first arena. `spills`: whether the first arena is there for what is sealed in others. A store or
         load that takes longer than `store_s` or `load_s` is given up.
         """
         self.arenas = arenas
-        self.below = list(below)
+        self.below = [list(level) for level in below]
+        self.found: list[bytes] = []  # keys that a tier was asked for and has answered; whoever tells of it empties it
         self.spills = spills
         self._store = store
         self._copies = copies
@@ -54,39 +58,50 @@ class Tiers:
         self._load_s = load_s
         self._counters = counters
         self._clock = clock
-        # (shards, arenas) -> keys that are to be stored; it holds none of them
-        self._sealed: OrderedDict[tuple[int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
+        # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
+        self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
 
     # ---- storing ----------------------------------------------------------------------------
 
     def changed(self, chunks: Iterable[Chunk]) -> None:
         """Slices of these chunks were filled, or they are whole, or never will be."""
         for chunk in chunks:
-            if chunk.state is State.SEALED and not chunk.tail and self._next(chunk.arenas) is not None:
-                self._sealed.setdefault((chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
+            if chunk.state is State.SEALED and not chunk.tail:
+                for tier in self._next(chunk):
+                    self._sealed.setdefault((tier, chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
 
-    def _next(self, arenas: Sequence[int]) -> Tier | None:
-        """Where chunks that are sealed in these arenas are stored."""
-        if any(arenas):
-            return self.arenas if self.spills else None
-        return self.below[0] if self.below else None
+    def _next(self, chunk: Chunk) -> Iterator[Tier]:
+        """Where a sealed chunk is stored."""
+        if any(chunk.arenas):
+            if self.arenas is not None and self.spills:
+                yield self.arenas
+            return
+        for level in self.below:
+            tier = level[chunk.key[-1] % len(level)]
+            if not (chunk.is_named and tier.is_shared):
+                yield tier
 
     def turn(self) -> None:
         """Store what was sealed, as far as the tiers keep up. To be called after each turn of the control loop."""
         full: set[Tier] = set()  # what waits for room there is not overtaken by others
-        for shards, arenas in list(self._sealed):
-            keys, tier = self._sealed[shards, arenas], self._next(arenas)
-            if keys and tier is not None and tier.takes_stores and tier not in full:
+        for name in list(self._sealed):
+            keys, (tier, shards, arenas) = self._sealed[name], name
+            if keys and tier.takes_stores and tier not in full:
                 self._spill(tier, shards, arenas)
                 if keys:
                     full.add(tier)
             while len(keys) > MAX_WAITING:
                 keys.popitem(last=False)
-                self._counters["stores_dropped"] += 1
+                self._drop(tier)
+
+    def _drop(self, tier: Tier) -> None:
+        self._counters["stores_dropped"] += 1
+        self._counters[f"{tier.kind}_dropped"] += 1
 
     def _spill(self, tier: Tier, shards: int, arenas: tuple[int, ...]) -> None:
-        keys = self._sealed[shards, arenas]
-        most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * BACKLOG_SHARE)
+        keys = self._sealed[tier, shards, arenas]
+        share = BACKLOG_SHARE if any(arenas) else BACKLOG_SHARE / len(self.below)
+        most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * share)
         held = self._copies.stored_bytes(tier.name)
         wanted: list[bytes] = []
         while keys and held < most:
@@ -94,7 +109,7 @@ class Tiers:
             chunks = self._store.known(key, shards, arenas)
             nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
             if chunks is None:  # it was evicted meanwhile
-                self._counters["stores_dropped"] += 1
+                self._drop(tier)
             elif held and held + nbytes > most:  # a chunk that is larger than that goes alone
                 break
             elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again
@@ -104,7 +119,7 @@ class Tiers:
         if wanted:
             deadline = self._clock() + self._store_s
             self._copies.store(tier, wanted, shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
-            self._sealed.move_to_end((shards, arenas))  # the others come first next time
+            self._sealed.move_to_end((tier, shards, arenas))  # the others come first next time
 
     def bring(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None) -> None:
         """Copy these chunks to the first arena, where peers are written from, slice by slice while they are filled."""
@@ -123,9 +138,17 @@ class Tiers:
     # ---- loading ----------------------------------------------------------------------------
 
     def may_come(
-        self, keys: Sequence[bytes], hits: int, shards: int, arenas: Sequence[int] = (), *, transfer: str | None = None
+        self,
+        keys: Sequence[bytes],
+        hits: int,
+        shards: int,
+        arenas: Sequence[int] = (),
+        *,
+        transfer: str | None = None,
+        is_named: bool = False,
     ) -> bool:
-        """Whether what is missing behind the first `hits` keys in `arenas` is on its way there, or is from now on.
+        """Whether what is missing behind the first `hits` keys in `arenas` is on its way there, or is from now on; or a
+        tier is being asked for it. `is_named`: the keys are a client's names.
 
         The chunks that are hit stay where they are while room is found for the others. A tier that was too slow is left
         alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is still being filled
@@ -144,7 +167,7 @@ class Tiers:
                     return True
                 if self._copies.is_filled_here(missing, shards):
                     return True  # on its way to the first arena, and then on
-            return self._from_below(keys[hits:], shards)
+            return self._from_below(keys[hits:], shards, is_named)
         finally:
             self._store.unhold(hit)
 
@@ -173,23 +196,44 @@ class Tiers:
             ) and self._copies.is_filled_here(wanted[0], shards, arenas)
         return False
 
-    def _from_below(self, keys: Sequence[bytes], shards: int) -> bool:
+    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool) -> bool:
+        deadline = self._clock() + self._load_s
+        found: list[tuple[bytes, Tier, Held]] = []
+        seeks = False
+        while len(found) < len(keys):
+            at, left = len(found), keys[len(found) :]
+            for tier in self._who_may_have(left[0], is_named):
+                held = tier.find(left, shards)
+                found += [(key, tier, size) for key, size in zip(left, held, strict=False)]
+                if held:
+                    break
+                seeks = seeks or tier.seeks(left, shards)
+            if len(found) == at:
+                break
+        return bool(found and self._load(found, shards, deadline, is_named)) or seeks
+
+    def _load(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, deadline: float, is_named: bool) -> int:
+        return self._copies.load(found, shards, priority=Priority.AWAITED, deadline=deadline, is_named=is_named)
+
+    def _who_may_have(self, key: bytes, is_named: bool) -> Iterator[Tier]:
+        """The tiers that a key may come from now, the fastest first."""
         now = self._clock()
-        for tier in self.below:
-            if now - self._copies.late_at.get(tier.name, -math.inf) < self._load_s:
-                self._counters["loads_from_slow_tiers"] += 1
-            elif tier.find(keys[:1], shards):
-                deadline = now + self._load_s
-                if self._copies.load(tier, keys, shards, priority=Priority.AWAITED, deadline=deadline):
-                    return True
-        return False
+        for level in self.below:
+            first = key[-1] % len(level)
+            for tier in [*level[first:], *level[:first]]:  # there may have been more disks, or fewer
+                if is_named and tier.is_shared:
+                    continue
+                if now - self._copies.late_at.get(tier.name, -math.inf) < self._load_s:
+                    self._counters["loads_from_slow_tiers"] += 1
+                else:
+                    yield tier
 
     def forget(self, keys: Sequence[bytes]) -> int:
         """The tiers below forget these; returns how many one of them had."""
-        return max((tier.evict(keys) for tier in self.below), default=0)
+        return max((sum(tier.evict(keys) for tier in level) for level in self.below), default=0)
 
     def close(self) -> None:
         """End all jobs of all tiers. Idempotent."""
-        for tier in [self.arenas, *self.below]:
+        for tier in [self.arenas, *itertools.chain.from_iterable(self.below)]:
             if tier is not None:
                 tier.close()

@@ -45,6 +45,8 @@ class Lane(StrEnum):
     WIRE = "wire"  # the prefill's node: from handing a write to its channel to its acknowledgement
     DISK_STORE = "disk_store"  # a node: one chunk, arena to file; the transfer of these and of the next is mostly ""
     DISK_LOAD = "disk_load"  # the same, file to arena
+    REMOTE_STORE = "remote_store"  # the same, arena to the remote store
+    REMOTE_LOAD = "remote_load"  # the same, remote store to arena
     ARENAS = "arenas"  # a node: slices from one arena to another, as one call of the driver where that is possible
     SCATTER = "scatter"  # a worker of either engine: one load, slots to pages
 

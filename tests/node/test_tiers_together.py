@@ -26,7 +26,7 @@ class Whole(Stage):
             counters=self.counters,
             clock=lambda: self.now,
         )
-        self.tiers.below.append(self.disk)
+        self.tiers.below.append([self.disk])
         self.versions = {}
         self.filling = []  # slots of reservations
         self.leases = []

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdx.errors import TierError
+from pdx.store import chunk_format
 from pdx.store.disk import chunk_file
 from pdx.store.disk.tier import FULL_S, MAX_ERRORS, PAUSE_S
 
@@ -92,7 +93,7 @@ def test_a_truncated_file_is_removed_when_a_node_starts(bed, nbytes):
 def test_any_flipped_bit_is_found_and_costs_a_miss_or_nothing(bed, data):
     assert bed.has(1) or bed.store(1)
     size = bed.file(1).stat().st_size
-    used = 24 + chunk_file._PREFIX.unpack(bed.file(1).read_bytes()[:24])[2]  # what follows is empty up to 4 KiB
+    used = 24 + chunk_format._PREFIX.unpack(bed.file(1).read_bytes()[:24])[2]  # what follows is empty up to 4 KiB
     at = data.draw(st.one_of(st.integers(0, used - 1), st.integers(4096, size - 1)))
     restart = data.draw(st.booleans())
     with bed.file(1).open("r+b") as file:

@@ -119,7 +119,7 @@ class Stage:
         self.tiers = Tiers(
             self.store,
             self.copies,
-            below=[self.tier],
+            below=[[self.tier]],
             store_s=20.0,
             load_s=5.0,
             counters=self.counters,
