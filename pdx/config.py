@@ -115,6 +115,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disk: Annotated[str, Meta(max_length=4096)] = ""  # folder where chunks are kept as files; empty: nowhere
     disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of these files
     disk_reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30  # of that disk are left to others
+    remote: Annotated[str, Meta(max_length=1024)] = ""  # address of a store that nodes share; empty: none
+    remote_ttl_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # what is older is not found there; 0: never too old
+    remote_ca: Annotated[str, Meta(max_length=4096)] = ""  # file of certificates that sign its own; empty: the system's
+    remote_credentials: Annotated[str, Meta(max_length=4096)] = ""  # file; empty: the environment has them
+    remote_s: PositiveSeconds = 5.0  # a call to it that takes longer has failed …
+    remote_lookup_s: PositiveSeconds = 0.25  # … and a question whether chunks are there
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
@@ -170,6 +176,10 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk: Annotated[str, Meta(max_length=4096)] = ""  # see NodeConfig, as the next ones
     disk_limit: str | int = "100GiB"
     disk_reserve: str | int = "1GiB"
+    remote: Annotated[str, Meta(max_length=1024)] = ""
+    remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    remote_ca: Annotated[str, Meta(max_length=4096)] = ""
+    remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
 
@@ -182,6 +192,10 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "disk": os.path.abspath(self.disk) if self.disk else "",
             "disk_limit_bytes": parse_bytes(self.disk_limit),
             "disk_reserve_bytes": parse_bytes(self.disk_reserve),
+            "remote": self.remote,
+            "remote_ttl_s": self.remote_ttl,
+            "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
+            "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",
             "numa": self.numa,
             "metrics": self.metrics,
         }

@@ -44,6 +44,12 @@ _OF_NODES = (
     ),
     option("--disk-reserve", default="1GiB", metavar="SIZE", help="So much of that disk is left to others."),
     option(
+        "--remote", default="", metavar="URL", help="Share chunks there: valkey://, rediss:// or s3://BUCKET/PREFIX."
+    ),
+    option("--remote-ttl", default=0.0, metavar="SECONDS", help="What is older there is not used. [default: no limit]"),
+    option("--remote-ca", default="", metavar="FILE", help="Certificates that sign the remote store's own."),
+    option("--remote-credentials", default="", metavar="FILE", help="For the remote store; else the environment's."),
+    option(
         "--numa",
         default="auto",
         metavar="auto|none|N",
@@ -79,5 +85,5 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value] if value else []:
-            flags += [f"--{name.replace('_', '-')}" if name != "gpus" else "--gpu", each]
+            flags += [f"--{name.replace('_', '-')}" if name != "gpus" else "--gpu", str(each)]
     return flags

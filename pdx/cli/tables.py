@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdx.wire.messages import NodeStatus
+from pdx.wire.messages import NodeStatus, TierStatus
 
 
 def table(
@@ -67,7 +67,6 @@ def _head(status: NodeStatus, address: str) -> Text:
     used = status.arena_bytes - status.free_bytes
     share = used / status.arena_bytes if status.arena_bytes else 0.0
     place = f" on {status.gpu}" if status.gpu and len(status.arenas) < 2 else ""
-    disk = status.disk
     return Text.assemble(
         ("node ", "bold"),
         f"{status.name}{', ' if status.name else ''}{address}, pid {status.pid}, up {duration(status.uptime_s)}\n",
@@ -81,11 +80,13 @@ def _head(status: NodeStatus, address: str) -> Text:
             f"used {size(one.total_bytes - one.free_bytes)}"
             for one in (status.arenas if len(status.arenas) > 1 else [])
         ),
-        f"\ndisk {disk.folder}: {disk.chunks} chunks, {size(disk.used_bytes)} of {size(disk.limit_bytes)}"
-        f"{'' if disk.is_direct else ', by way of the page cache'}"
-        if disk
-        else "",
+        *(f"\n{_tier(tier)}" for tier in status.tiers),
     )
+
+
+def _tier(tier: TierStatus) -> str:
+    held = f": {tier.chunks} chunks, {size(tier.used_bytes)} of {size(tier.limit_bytes)}" if tier.limit_bytes else ""
+    return f"{tier.name} {tier.place}{held}{'' if tier.state == 'ok' else f'; {tier.state}'}"
 
 
 def _peers(status: NodeStatus) -> Table:

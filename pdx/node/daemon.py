@@ -128,7 +128,7 @@ class Daemon:
             undo.callback(self.service.copies.close)
             undo.callback(self._peers.close)
             undo.callback(self.service.tiers.close)
-            self.service.open_disk()
+            self.service.open_tiers()
             self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
             listen = listen_address(config)
             self._peers.open(self._context, listen, data_host(listen), self._watch, self._poller.unregister)

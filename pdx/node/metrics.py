@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
 from pdx.security.address import check_listen
-from pdx.wire.messages import NodeStatus, PeerStatus
+from pdx.wire.messages import NodeStatus, PeerStatus, TierStatus
 
 log = logging.getLogger("pdx.node")
 
@@ -53,6 +53,16 @@ class _Status(Collector):
         yield _by_peer(status.peers, "up", "1: the connection to the peer is up.")
         for name in ("pushes", "landing", "sent_bytes", "landed_bytes"):
             yield _by_peer(status.peers, name, f"{name} of the peers in pdx node --status --json")
+        for name in ("chunks", "used_bytes", "limit_bytes"):
+            yield _by_tier(status.tiers, name, f"{name} of the tiers in pdx node --status --json")
+        yield _by_tier(status.tiers, "up", "1: the tier is as it should be.")
+
+
+def _by_tier(tiers: list[TierStatus], name: str, text: str) -> Metric:
+    found = GaugeMetricFamily(f"pdx_node_tier_{name}", text, labels=["tier"])
+    for tier in tiers:
+        found.add_metric([tier.name], float(tier.state == "ok" if name == "up" else getattr(tier, name)))
+    return found
 
 
 def _by_peer(peers: list[PeerStatus], name: str, text: str) -> Metric:

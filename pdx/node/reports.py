@@ -13,7 +13,6 @@ from pdx.cuda.memory import num_mapped
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
 from pdx.security.address import reachable_url
-from pdx.store.disk.tier import DiskTier
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
@@ -86,9 +85,7 @@ class Reports:
             ],
             mapped=num_mapped(),
             pinned_bytes=self._store.pinned_bytes,
-            disk=next(
-                (tier.status() for level in self._tiers.below for tier in level if isinstance(tier, DiskTier)), None
-            ),
+            tiers=[status for level in self._tiers.below for tier in level if (status := tier.status())],
         )
 
     def heartbeat(self) -> NodeReport:

@@ -26,6 +26,8 @@ from pdx.store.copies import Copies
 from pdx.store.disk.tier import DiskTier
 from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.lifecycle import State
+from pdx.store.remote.backend import RemoteSettings, open_backend
+from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
@@ -145,29 +147,39 @@ class Service:
         )
         self._handlers = self._by_message()
 
-    def open_disk(self) -> None:
-        """Keep chunks on the disk, too, if that is configured; `tiers.close` ends it.
+    def open_tiers(self) -> None:
+        """Keep chunks below the arena, too, where that is configured; `tiers.close` ends it.
 
-        :raises ConfigError: the folder cannot be this node's alone.
+        :raises ConfigError: a folder cannot be this node's alone, or an address or file is not what it should be.
         """
-        if not self._config.disk:
-            return
-        if self._arenas[0].gpu:
-            raise ConfigError(
-                f"--disk {self._config.disk} keeps chunks of host memory, and this node has none for them; give it "
-                f"--arena 8GiB beside --gpu"
+        config = self._config
+        for option, value in (("--disk", config.disk), ("--remote", config.remote)):
+            if value and self._arenas[0].gpu:
+                raise ConfigError(
+                    f"{option} {value} keeps chunks of host memory, and this node has none for them; give it "
+                    f"--arena 8GiB beside --gpu"
+                )
+        common: dict[str, Any] = {
+            "arenas": self._arenas,
+            "post": self.peers.mailbox.post,
+            "on_done": self.copies.done,
+            "counters": self.counters,
+            "clock": self._clock,
+        }
+        if config.disk:
+            reserve_bytes = config.disk_reserve_bytes
+            disk = DiskTier(Path(config.disk), config.disk_limit_bytes, reserve_bytes=reserve_bytes, **common)
+            self.tiers.below.append([disk])
+        if config.remote:
+            settings = RemoteSettings(
+                url=config.remote,
+                timeout_s=config.remote_s,
+                lookup_s=config.remote_lookup_s,
+                ttl_s=config.remote_ttl_s,
+                ca=config.remote_ca,
+                credentials=config.remote_credentials,
             )
-        disk = DiskTier(
-            Path(self._config.disk),
-            self._config.disk_limit_bytes,
-            arenas=self._arenas,
-            post=self.peers.mailbox.post,
-            on_done=self.copies.done,
-            counters=self.counters,
-            reserve_bytes=self._config.disk_reserve_bytes,
-            clock=self._clock,
-        )
-        self.tiers.below.append([disk])
+            self.tiers.below.append([RemoteTier(open_backend(settings), on_found=self.tiers.found.extend, **common)])
 
     # ---- attaching --------------------------------------------------------------------------
 

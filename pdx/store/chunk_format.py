@@ -65,6 +65,14 @@ def encode(part: Part, data: memoryview, into: memoryview, is_over: Over) -> Non
     into[: len(whole)] = whole
 
 
+def whole_header(head: memoryview) -> int:
+    """So many bytes have to be read for the header that begins so; 0: it is none."""
+    if len(head) < _PREFIX.size:
+        return 0
+    magic, _, body_bytes, _ = _PREFIX.unpack_from(head)
+    return _PREFIX.size + body_bytes if magic == MAGIC and body_bytes <= _MAX_BODY_BYTES else 0
+
+
 def parsed(data: memoryview, size: int, path: object) -> Header:
     """The header at the beginning of `data`, of `path` with `size` bytes in all.
 

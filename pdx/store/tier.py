@@ -18,6 +18,7 @@ from pdx.memory.slot import Slot
 
 if TYPE_CHECKING:
     from pdx.store.copy import Copy
+    from pdx.wire.messages import TierStatus
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -90,6 +91,10 @@ class Tier(ABC):
     def takes_stores(self) -> bool:
         """Whether what nobody waits for may be stored now."""
         return True
+
+    def status(self) -> TierStatus | None:
+        """For `pdx node --status`; None: it shows nothing of it."""
+        return None
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """The leading keys that the tier has in every shard, by what it knows in memory. A tier that nothing is loaded

@@ -23,7 +23,7 @@ from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
 
 _T = TypeVar("_T")
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 4 << 20
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024
@@ -375,17 +375,16 @@ class ArenaStatus(msgspec.Struct, frozen=True):
     free_bytes: int
 
 
-class DiskStatus(msgspec.Struct, frozen=True):
-    """What a node has on its disk; `used_bytes` count what is being written and removed, too.
+class TierStatus(msgspec.Struct, frozen=True):
+    """One tier below the arenas. `used_bytes` count what is being written and removed, too; 0: not known, as of a store
+    that others use as well. `state`: "ok", or what is the matter."""
 
-    `is_direct`: the disk reads and writes the arena itself; else each byte is copied by way of the page cache.
-    """
-
-    folder: str
-    chunks: int
-    used_bytes: int
-    limit_bytes: int
-    is_direct: bool = True
+    name: str
+    place: str
+    chunks: int = 0
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    state: str = "ok"
 
 
 class NodeStatus(Message, frozen=True):
@@ -410,7 +409,7 @@ class NodeStatus(Message, frozen=True):
     mapped: int = 0  # blocks of device memory that the node's process has mapped, its own included
     arenas: list[ArenaStatus] = []  # the first is the one that peers write to
     pinned_bytes: int = 0  # of chunks with a pin: never evicted, whatever became of the process that pinned them
-    disk: DiskStatus | None = None
+    tiers: list[TierStatus] = []  # below the arenas, the fastest first
 
 
 Ask = (

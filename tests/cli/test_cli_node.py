@@ -21,7 +21,7 @@ from pdx.cli.tables import duration, size, view
 from pdx.client.api import connect
 from pdx.config import NodeOptions
 from pdx.errors import ConfigError, NodeError, NodeUnavailable
-from pdx.wire.messages import AttachedStatus, DiskStatus, NodeStatus, PeerStatus
+from pdx.wire.messages import AttachedStatus, NodeStatus, PeerStatus, TierStatus
 
 
 def pdx(*arguments: str):
@@ -126,7 +126,10 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
         "tcp://10.0.0.1:7700",
         [peer],
         pinned_bytes=9 << 20,
-        disk=DiskStatus("/var/cache/pdx", 12, 3 << 30, 100 << 30),
+        tiers=[
+            TierStatus("disk", "/var/cache/pdx", 12, 3 << 30, 100 << 30),
+            TierStatus("remote", "s3://b/p", state="timeout: x"),
+        ],
     )
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(view(status, "ipc:///run/node.sock"))

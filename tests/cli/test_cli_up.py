@@ -190,8 +190,8 @@ def test_the_node_gets_a_disk_and_serves_metrics(start_up, place):
         "--disk", str(place / "cache"), "--disk-limit", "2GiB", "--metrics", f"127.0.0.1:{port}"
     ).wait_ready()
     with connect(f"ipc://{running.place}/pdx/up-{running.port}/node.sock") as node:
-        disk = node.status().disk
-    assert (disk.folder, disk.limit_bytes) == (str(place / "cache"), 2 << 30)
+        disk = node.status().tiers[0]
+    assert (disk.place, disk.limit_bytes) == (str(place / "cache"), 2 << 30)
     assert b"pdx_node_arena_bytes" in _get(f"http://127.0.0.1:{port}/metrics")
 
 

@@ -66,7 +66,7 @@ class Host:
         return self.status().chunks.get("sealed", 0)
 
     def disk_chunks(self) -> int:
-        disk = self.status().disk
+        disk = self.status().tiers[0]
         assert disk is not None
         return disk.chunks
 

@@ -58,7 +58,7 @@ def test_what_a_killed_node_had_is_found_by_the_next_one(start_node, disk):
     fill(node.address)
     node.kill()
     node = start_node(disk=disk)
-    wait_until(lambda: node.status().disk.chunks == len(NAMES), what="the index is read")
+    wait_until(lambda: node.status().tiers[0].chunks == len(NAMES), what="the index is read")
     assert node.status().chunks == {}
     for name in NAMES:
         assert read(node.address, name) == content(name)
@@ -88,7 +88,7 @@ def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk
     fill(node.address, NAMES[:3])
     node.kill()
     node = start_node(disk=disk, trace=str(spans))
-    wait_until(lambda: node.status().disk.chunks == 3, what="the index is read")
+    wait_until(lambda: node.status().tiers[0].chunks == 3, what="the index is read")
     for name in NAMES[:2]:
         assert read(node.address, name) == content(name)
     end_ns = time.monotonic_ns()
@@ -110,9 +110,9 @@ def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk
 def test_the_cap_of_a_node_holds(start_node, disk):
     node = start_node(disk=disk, disk_limit_bytes=2 * MIB)
     fill(node.address)
-    status = node.status().disk
+    status = node.status().tiers[0]
     assert status.limit_bytes == 2 * MIB
-    assert status.folder == disk
+    assert status.place == disk
     assert 1 * MIB < status.used_bytes <= 2 * MIB
     files = [os.path.join(folder, name) for folder, _, names in os.walk(disk) for name in names]
     assert sum(os.stat(path).st_blocks * 512 for path in files) <= 2 * MIB + 4096  # and the lock
@@ -129,12 +129,12 @@ def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
         assert not client.delete(NAMES[0])
     node.kill()
     node = start_node(disk=disk)
-    wait_until(lambda: node.status().disk.chunks == 1, what="the index is read")
+    wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
     assert read(node.address, NAMES[0]) is None
     fill(node.address, [NAMES[1]], "new")  # its old bytes are on the disk
     node.kill()
     node = start_node(disk=disk)
-    wait_until(lambda: node.status().disk.chunks == 1, what="the index is read")
+    wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
     assert read(node.address, NAMES[1]) == content(NAMES[1], "new")
 
 
@@ -149,7 +149,7 @@ def test_a_broken_file_is_a_miss_and_the_node_goes_on(start_node, disk):
         file.seek(200_000)
         file.write(b"other bytes")
     node = start_node(disk=disk)
-    wait_until(lambda: node.status().disk.chunks == 2, what="the index is read")
+    wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
     found = [read(node.address, name) for name in NAMES[:2]]
     assert found.count(None) == 1
     assert all(data in (None, content(name)) for name, data in zip(NAMES, found, strict=False))

@@ -39,7 +39,7 @@ from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import DiskStatus
+from pdx.wire.messages import TierStatus
 
 log = logging.getLogger("pdx.node")
 
@@ -176,9 +176,14 @@ class DiskTier(Tier):
             log.warning(text, self._root, total_bytes / MIB, limit_bytes / MIB, most / MIB)
         return min(limit_bytes, most)
 
-    def status(self) -> DiskStatus:
+    def status(self) -> TierStatus:
         """For `pdx node --status`."""
-        return DiskStatus(str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, self.is_direct)
+        state = "ok" if self.is_direct else "by way of the page cache"
+        if self._clock() < self._paused_until:
+            state = "paused: writes failed"
+        elif not self.is_counted:
+            state = "counting the files" if self._is_scanning else "not readable"
+        return TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
 
     # ---- the tier ---------------------------------------------------------------------------
 

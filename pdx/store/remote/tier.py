@@ -1,0 +1,430 @@
+"""The remote tier: chunks in a store that several nodes share, by whatever `pdx.store.remote.backend` reaches.
+
+Under a name each has the form of `pdx.store.chunk_format`:
+
+    <prefix>/<version of the form>/<key>-<shard>
+
+The control loop knows for some seconds which keys are there and which are not; for others a thread asks, while the
+question of the request waits. So a look-up never waits for the network, and what another node has stored is found.
+
+Names are the chunks' keys, which cover model, precision, layout and cache salt, so that nodes that differ in one of
+these never meet. What clients name themselves does not come here.
+
+A store that does not answer is left alone: after some failures in a row nothing is asked of it for some seconds, and
+then one call tells whether it is back. Until it has answered for the first time nothing is asked of it either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+
+from pdx.errors import LayoutError, StaleSlot, TierError
+from pdx.memory.arena import Arena
+from pdx.store.chunk_format import VERSION, compare, encode, header_bytes, parsed, whole_header
+from pdx.store.copy import Copy
+from pdx.store.remote.backend import Backend, Found
+from pdx.store.tier import Grant, Held, Job, Part, Tier
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import MAX_LAYERS, TierStatus
+
+log = logging.getLogger("pdx.node")
+
+THREADS = 4  # for what somebody waits for, and as many for stores
+MAX_FAILURES = 3  # one after the other before there is a pause
+PAUSE_S = 10.0
+THERE_S = 30.0  # what was found is taken to be there so long …
+NOT_THERE_S = 1.0  # … and what was not, not to be
+MAX_KNOWN = 1 << 17  # keys
+MAX_SOUGHT = 64  # questions that threads have, or that wait for one
+HEAD_BYTES = 1024  # the header of a chunk with up to about 100 slices
+_FAULTS = ("unreachable", "timeout", "denied", "untrusted", "failed")  # of the store …
+_OF_STORES = ("full", "read_only", "denied")  # … of what is to be stored there …
+_OF_CHUNKS = ("missing", "corrupt", "truncated", "outdated")  # … and of what is there
+
+
+class _Work(msgspec.Struct, eq=False):
+    """A job that a thread has."""
+
+    job: Job
+    is_cancelled: bool = False
+
+    @property
+    def part(self) -> Part:
+        return self.job.parts[0]
+
+
+class _Known(msgspec.Struct, frozen=True, gc=False):
+    """What was found under a key when so many shards were asked for; None: not all of them."""
+
+    until: float
+    shards: int
+    held: Held | None
+
+
+class RemoteTier(Tier):
+    """See `Tier`; all methods are for the control loop. `close` alone waits, for calls that are under way."""
+
+    kind = name = "remote"
+    is_shared = True
+    is_whole = True
+    max_inflight_bytes = 256 << 20
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        arenas: Sequence[Arena],
+        post: Callable[[Callable[[], None]], None],
+        on_done: Callable[[str, Job, TierError | None], None],
+        on_found: Callable[[Sequence[bytes]], None],
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`post` has the control loop call something; `on_done` is `Copies.done`, `on_found` is told of keys that it
+        was asked for."""
+        self._backend = backend
+        self._arenas = arenas
+        self._post = post
+        self._on_done = on_done
+        self._on_found = on_found
+        self._counters = counters
+        self._faults = Faults(counters, clock)
+        self._clock = clock
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._sought: dict[bytes, int] = {}  # what a thread asks for: the number of the question
+        self._numbers = itertools.count()
+        self._seeking = 0  # questions
+        self._under_way: dict[int, dict[_Work, None]] = {}  # by copy
+        self._failures = 0  # one after the other
+        self._closed_until = 0.0  # nothing is asked before …
+        self._is_open = False  # … nor until it has answered
+        self._is_pinging = False
+        self._stores_from = 0.0  # nothing is stored before that
+        self._is_over = False
+        self._why = "not asked yet"
+        self._readers = ThreadPoolExecutor(THREADS, "pdx-remote-load")
+        self._writers = ThreadPoolExecutor(THREADS, "pdx-remote-store")
+        self._ping()
+
+    def status(self) -> TierStatus:
+        """For `pdx node --status`."""
+        return TierStatus(self.name, self._backend.place, state="ok" if self._is_open else self._why)
+
+    # ---- whether it answers -----------------------------------------------------------------
+
+    def _answers(self) -> bool:
+        """Whether something may be asked of it now. After a pause one call finds out whether it is back."""
+        if not self._is_open and not self._is_pinging and self._clock() >= self._closed_until:
+            self._ping()
+        return self._is_open
+
+    def _ping(self) -> None:
+        self._is_pinging = True
+        self._submit(self._readers, self._backend.ping, self._pinged)
+
+    def _pinged(self, future: Future[None]) -> None:
+        self._is_pinging = False
+        error = _error(future)
+        if error is None:
+            self._is_open, self._failures = True, 0
+            log.info("the remote store %s answers", self._backend.place)
+            return
+        self._pause(error)
+
+    def _pause(self, error: TierError) -> None:
+        self._is_open, self._why = False, f"{error.kind}: {error}"
+        self._closed_until = self._clock() + PAUSE_S
+        self._counters["remote_paused"] += 1
+        self._warn(error, f"nothing is asked of it for {PAUSE_S:g} s")
+
+    def _went(self, error: TierError | None) -> None:
+        """A call has ended so."""
+        if error is None:
+            self._failures = 0
+        elif error.kind in _FAULTS:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES and self._is_open:
+                self._pause(error)
+
+    def _warn(self, error: TierError, then: str) -> None:
+        self._counters[f"remote_{error.kind}"] += 1
+        text = f"the remote store: {error}; {then}; further ones count as remote_{error.kind}"
+        self._faults.warn(f"remote {error.kind}", text)
+
+    def _submit(self, pool: ThreadPoolExecutor, call: Callable[[], object], then: Callable[[Future], None]) -> None:  # type: ignore[type-arg]
+        """Call it on a thread, and then the other on the control loop."""
+        if self._is_over:
+            future: Future[None] = Future()
+            future.set_exception(TierError("the remote tier is closed", "cancelled"))
+            self._post(partial(then, future))
+            return
+        pool.submit(call).add_done_callback(lambda done: self._post(partial(then, done)))
+
+    # ---- what is there ----------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
+        """See `Tier.find`."""
+        found: list[Held] = []
+        for key in keys if self._is_open else ():
+            known = self._of(key, shards)
+            if known is None or known.held is None:
+                break
+            found.append(known.held)
+        return found
+
+    def _of(self, key: bytes, shards: int) -> _Known | None:
+        known = self._known.get(key)
+        return known if known is not None and known.shards == shards and known.until >= self._clock() else None
+
+    def seeks(self, keys: Sequence[bytes], shards: int) -> bool:
+        """See `Tier.seeks`."""
+        if keys[0] in self._sought:
+            return True
+        if self._of(keys[0], shards) is not None or not self._answers():
+            return False
+        if self._seeking >= MAX_SOUGHT:
+            self._counters["remote_not_asked"] += 1
+            return False
+        self._seeking += 1
+        number = next(self._numbers)
+        self._sought.update(dict.fromkeys(keys, number))
+        then = partial(self._seek_ended, number, keys, shards)
+        self._submit(self._readers, partial(self._seek, list(keys), shards), then)
+        return True
+
+    def _seek(self, keys: Sequence[bytes], shards: int) -> None:
+        """On a thread: ask for these until one is missing."""
+        count = max(1, self._backend.batch // shards)
+        for at in range(0, len(keys), count):
+            some = keys[at : at + count]
+            names = [_name(key, shard) for key in some for shard in range(shards)]
+            sizes = self._sizes(names)
+            found: list[Held | None] = []
+            for number in range(len(some)):
+                of_key = set(sizes[number * shards : (number + 1) * shards])
+                found.append(of_key.pop() if len(of_key) == 1 else None)
+            self._post(partial(self._learn, some, shards, found))
+            if self._is_over or None in found:
+                return
+
+    def _sizes(self, names: Sequence[str]) -> list[Held | None]:
+        """On a thread: of what chunks these are; None: of none."""
+        heads = self._backend.heads(names, HEAD_BYTES)
+        more = [at for at, found in enumerate(heads) if found is not None and whole_header(found.head) > HEAD_BYTES]
+        if more:
+            again = self._backend.heads([names[at] for at in more], header_bytes(MAX_LAYERS))
+            for at, found in zip(more, again, strict=True):
+                heads[at] = found
+        return [_held(found, name) for found, name in zip(heads, names, strict=True)]
+
+    def _learn(self, keys: Sequence[bytes], shards: int, found: Sequence[Held | None]) -> None:
+        """These are there, up to the first that is not."""
+        for key, held in zip(keys, found, strict=True):
+            self._counters["remote_misses" if held is None else "remote_hits"] += 1
+            self._know(key, shards, held)
+            if held is None:
+                break
+        self._on_found(keys)
+
+    def _know(self, key: bytes, shards: int, held: Held | None) -> None:
+        self._sought.pop(key, None)
+        until = self._clock() + (NOT_THERE_S if held is None else THERE_S)
+        self._known[key] = _Known(until, shards, held)
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _seek_ended(self, number: int, keys: Sequence[bytes], shards: int, future: Future[None]) -> None:
+        self._seeking -= 1
+        error = _error(future)
+        self._went(error)
+        if error is not None and error.kind != "cancelled":
+            self._warn(error, "what was asked for counts as missing")
+            first = next((key for key in keys if key in self._sought), None)
+            if first is not None:  # who waits for it would have it asked for at once again
+                self._know(first, shards, None)
+        for key in keys:
+            if self._sought.get(key) == number:
+                del self._sought[key]
+        self._on_found(keys)
+
+    # ---- copies -----------------------------------------------------------------------------
+
+    @property
+    def takes_stores(self) -> bool:
+        """See `Tier.takes_stores`."""
+        return self._clock() >= self._stores_from and self._answers()
+
+    def admit(self, copy: Copy) -> Grant:
+        """See `Tier.admit`."""
+        if not self.takes_stores:
+            self._counters["remote_left_out"] += len(copy.keys)
+            return Grant([])
+        return Grant([at for at, key in enumerate(copy.keys) if not self.find([key], copy.shards)])
+
+    def store(self, job: Job) -> None:
+        """See `Tier.store`."""
+        self._give(job, self._writers, self._store)
+
+    def load(self, job: Job) -> None:
+        """See `Tier.load`."""
+        self._give(job, self._readers, self._load)
+
+    def _give(self, job: Job, pool: ThreadPoolExecutor, verb: Callable[[_Work], None]) -> None:
+        work = _Work(job)
+        self._under_way.setdefault(job.number, {})[work] = None
+        self._submit(pool, partial(verb, work), partial(self._over, work, is_load=pool is self._readers))
+
+    def cancel(self, copy: Copy) -> None:
+        """See `Tier.cancel`."""
+        for work in self._under_way.get(copy.number, ()):
+            work.is_cancelled = True
+
+    def over(self, copy: Copy) -> None:
+        """See `Tier.over`."""
+
+    def evict(self, keys: Sequence[bytes]) -> int:
+        """See `Tier.evict`: those that this node knows of."""
+        known = {key: self._known.pop(key) for key in dict.fromkeys(keys) if key in self._known}
+        there = {key: each.shards for key, each in known.items() if each.held is not None}
+        if there:
+            names = [_name(key, shard) for key, shards in there.items() for shard in range(shards)]
+            self._submit(self._writers, partial(self._backend.remove, names), self._removed)
+        return len(there)
+
+    def _removed(self, future: Future[None]) -> None:
+        error = _error(future)
+        self._went(error)
+        if error is not None and error.kind != "cancelled":
+            self._warn(error, "what was deleted is there still")
+
+    def _over(self, work: _Work, future: Future[None], *, is_load: bool) -> None:
+        of_copy = self._under_way[work.job.number]
+        del of_copy[work]
+        if not of_copy:
+            del self._under_way[work.job.number]
+        error, key = _error(future), work.part.key
+        if error is None:
+            self._went(None)
+            self._counters["remote_loaded" if is_load else "remote_stored"] += 1
+        elif error.kind != "cancelled":
+            self._warn(error, "the chunk counts as missing" if is_load else "the chunk is not there")
+            if is_load or error.kind not in _OF_STORES:
+                self._went(error)
+            else:  # what is there can be loaded
+                self._stores_from = self._clock() + PAUSE_S
+        if is_load and error is not None and error.kind in _OF_CHUNKS and key in self._known:
+            self._know(key, self._known[key].shards, None)
+        elif not is_load and error is None:  # of which other shards are there nobody knows
+            self._known.pop(key, None)
+        self._on_done(self.name, work.job, error)
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self._is_over = True
+        for of_copy in self._under_way.values():
+            for work in of_copy:
+                work.is_cancelled = True
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._backend.close()
+
+    # ---- on the threads ---------------------------------------------------------------------
+
+    def _store(self, work: _Work) -> None:
+        part, arena, name = work.part, self._arenas[work.part.slot.arena], _name(work.part.key, work.part.shard)
+        head = bytearray(header_bytes(part.layers))
+        self._end_if(work)
+        if self._sizes([name]) == [_size(part)]:
+            return  # another node has stored it
+        try:
+            arena.check(part.slot)
+            data = arena.read(part.slot.offset, part.slot.nbytes)
+            work.job.start_ns = time.monotonic_ns()
+            encode(part, data, memoryview(head), lambda: work.is_cancelled)
+            whole = b"".join((head, data))
+            arena.check(part.slot)
+        except (StaleSlot, LayoutError) as error:
+            raise TierError(f"{name} is not stored: {error}", "stale") from error
+        self._end_if(work)
+        self._backend.write(name, whole)
+        work.job.end_ns = time.monotonic_ns()
+
+    def _load(self, work: _Work) -> None:
+        part, arena, name = work.part, self._arenas[work.part.slot.arena], _name(work.part.key, work.part.shard)
+        self._end_if(work)
+        work.job.start_ns = time.monotonic_ns()
+        whole = self._backend.read(name)
+        if whole is None:
+            raise TierError(f"{name} is not there any more", "missing")
+        try:
+            data = _checked(whole, part, name, lambda: work.is_cancelled)
+        except TierError as error:
+            if error.kind != "cancelled":
+                self._backend.remove([name])
+            raise
+        try:
+            arena.check(part.slot)
+            arena.data[part.slot.offset : part.slot.offset + part.slot.nbytes] = data
+            arena.check(part.slot)
+        except (StaleSlot, LayoutError) as error:
+            raise TierError(f"{name} is not loaded: {error}", "stale") from error
+        work.job.end_ns = time.monotonic_ns()
+
+    @staticmethod
+    def _end_if(work: _Work) -> None:
+        if work.is_cancelled:
+            raise TierError("cancelled", "cancelled")
+
+
+def _checked(whole: memoryview, part: Part, name: str, is_over: Callable[[], bool]) -> memoryview:
+    """The bytes of a chunk, if that is what was read.
+
+    :raises TierError: it is something else, or damaged.
+    """
+    header = parsed(whole[: header_bytes(part.layers)], len(whole), name)
+    if _name(header.key, header.shard) != name or Held(header.nbytes, header.layers) != _size(part):
+        raise TierError(f"{name} has another chunk", "corrupt")
+    data = whole[header_bytes(part.layers) :]
+    compare(header, data, name, is_over)
+    return data
+
+
+def _name(key: bytes, shard: int) -> str:
+    return f"v{VERSION}/{key.hex()}-{shard}"
+
+
+def _size(part: Part) -> Held:
+    return Held(part.slot.nbytes, part.layers)
+
+
+def _held(found: Found | None, name: str) -> Held | None:
+    """What was found under a name, by its header; None: no such chunk."""
+    if found is None:
+        return None
+    try:
+        header = parsed(found.head, found.nbytes, name)
+    except TierError:
+        return None
+    return Held(header.nbytes, header.layers) if _name(header.key, header.shard) == name else None
+
+
+def _error(future: Future[None]) -> TierError | None:
+    """How a call ended."""
+    if future.cancelled():
+        return TierError("the remote tier is closed", "cancelled")
+    error = future.exception()
+    if error is None:
+        return None
+    if isinstance(error, TierError):  # a traceback would keep the arena's memory mapped
+        return TierError(str(error), error.kind)
+    log.error("the remote tier failed", exc_info=error)
+    return TierError(f"{type(error).__name__}: {error}", "failed")

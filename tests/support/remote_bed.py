@@ -1,0 +1,377 @@
+"""Real remote stores, each a process of its own, and a remote tier over one with a control loop that the test turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.slot import Slot
+from pdx.store.remote.backend import RemoteSettings, open_backend
+from pdx.store.remote.tier import RemoteTier
+from pdx.store.tier import Job, Part
+from pdx.testing.waiting import wait_until
+
+UP_S = 60.0
+HANGS_S = 60.0
+KEY_ID, SECRET = "pdx-tests", "not-a-secret-of-anybody"
+
+
+def free_port():
+    """Below the range that the kernel gives out, and with another port 10,000 above it."""
+    while True:
+        port = random.randrange(10_000, 22_000)
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", port))
+                second.bind(("127.0.0.1", port + 10_000))
+            except OSError:
+                continue
+        return port
+
+
+def certificate(folder, name="server"):
+    """A certificate for 127.0.0.1 that signs itself: its file, and that of its key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout {key} -out {cert}"
+    subprocess.run([*command.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    return cert, key
+
+
+class Server:
+    """A process that a test starts, kills and starts again at the same port."""
+
+    def __init__(self, folder):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.port = folder, free_port()
+        self.process = None
+
+    def start(self):
+        with open(self.folder / "log", "ab") as log:
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, cwd=self.folder)
+        try:
+            wait_until(self.is_up, timeout_s=UP_S, what=f"{self.command()[0]} answers; {self.folder}/log")
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def is_up(self):
+        assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+    def kill(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def stop(self):
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self):
+        self.process.send_signal(signal.SIGCONT)
+
+
+class Redis(Server):
+    """redis-server of Debian; `flags` of its command line."""
+
+    def __init__(self, folder, *flags, tls=None):
+        super().__init__(folder)
+        self.flags, self.tls = flags, tls
+        self.url = f"{'rediss' if tls else 'valkey'}://127.0.0.1:{self.port}"
+
+    def command(self):
+        where = ["--port", str(self.port)]
+        if self.tls:
+            cert, secret = map(str, self.tls)
+            where = ["--port", "0", "--tls-port", str(self.port), "--tls-cert-file", cert, "--tls-key-file", secret]
+            where += ["--tls-auth-clients", "no"]
+        return ["redis-server", *where, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *self.flags]
+
+    def cli(self, *words):
+        done = subprocess.run(["redis-cli", "-p", str(self.port), *words], capture_output=True, check=True)
+        return done.stdout.removesuffix(b"\n")
+
+    def put(self, name, data):
+        subprocess.run(
+            ["redis-cli", "-p", str(self.port), "-x", "SET", f"pdx:{name}"], input=data, check=True, stdout=-3
+        )
+
+    def raw(self, name):
+        return self.cli("GET", f"pdx:{name}")
+
+    def names(self):
+        return sorted(line.decode().removeprefix("pdx:") for line in self.cli("--scan").splitlines())
+
+
+class Cluster:
+    """Three of them as a cluster of Redis."""
+
+    def __init__(self, folder):
+        folder.mkdir()
+        flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+        self.members = [Redis(folder / str(number), *flags) for number in range(3)]
+        self.url = self.members[0].url
+
+    def start(self):
+        for member in self.members:
+            member.start()
+        where = [f"127.0.0.1:{member.port}" for member in self.members]
+        self.members[0].cli("--cluster", "create", *where, "--cluster-yes")
+        wait_until(
+            lambda: all(b"cluster_state:ok" in member.cli("cluster", "info") for member in self.members),
+            timeout_s=UP_S,
+            what="the cluster is one",
+        )
+        return self
+
+    def kill(self):
+        for member in self.members:
+            member.kill()
+
+    def _ask(self, *words, **settings):
+        where = ["redis-cli", "-c", "-p", str(self.members[0].port)]
+        return subprocess.run([*where, *words], check=True, capture_output=True, **settings).stdout.removesuffix(b"\n")
+
+    def put(self, name, data):
+        self._ask("-x", "SET", f"pdx:{name}", input=data)
+
+    def raw(self, name):
+        return self._ask("GET", f"pdx:{name}")
+
+    def names(self):
+        return sorted(name for member in self.members for name in member.names())
+
+    def stop(self):
+        for member in self.members:
+            member.stop()
+
+    def go_on(self):
+        for member in self.members:
+            member.go_on()
+
+
+class SeaweedFs(Server):
+    """SeaweedFS, a real object store, with one bucket."""
+
+    url = "s3://chunks/team"
+
+    def command(self):
+        rights = {
+            "name": "pdx",
+            "credentials": [{"accessKey": KEY_ID, "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List"],
+        }
+        (self.folder / "s3.json").write_text(json.dumps({"identities": [rights]}))
+        ports = [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), self.others, strict=True)]
+        return [
+            "weed",
+            "server",
+            f"-dir={self.folder}",
+            "-ip=127.0.0.1",
+            *ports,
+            "-s3",
+            f"-s3.port={self.port}",
+            f"-s3.config={self.folder}/s3.json",
+            "-master.volumeSizeLimitMB=64",
+            "-volume.max=16",
+        ]
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.others = [free_port() for _ in range(3)]
+
+    def start(self):
+        super().start()
+        wait_until(self._makes_bucket, timeout_s=UP_S, what="the bucket is made")
+        return self
+
+    def is_up(self):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1)
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def env(self):
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+        }
+
+    def _store(self):
+        from obstore.store import S3Store
+
+        own = {name.removeprefix("AWS_").lower(): value for name, value in self.env().items()}
+        return S3Store("chunks", prefix="team", client_options={"allow_http": True, "timeout": "20s"}, **own)
+
+    def _makes_bucket(self):
+        from obstore.exceptions import BaseError
+
+        try:
+            self.put("made", b"")
+        except BaseError:  # it takes a while until it lets itself be written to
+            return False
+        return True
+
+    def put(self, name, data):
+        import obstore
+
+        obstore.put(self._store(), name, data, use_multipart=False)
+
+    def raw(self, name):
+        import obstore
+
+        return bytes(obstore.get(self._store(), name).bytes())
+
+    def names(self):
+        import obstore
+
+        found = [each["path"] for batch in obstore.list(self._store()) for each in batch]
+        return sorted(name.removeprefix("team/") for name in found if not name.endswith("made"))
+
+
+def why_not(kind):
+    """Why such a server cannot be started here; empty if it can."""
+    program = {"s3": "weed"}.get(kind, "redis-server")
+    return "" if shutil.which(program) else f"there is no {program} here (.ci/run installs it)"
+
+
+def made(kind, folder):
+    if why := why_not(kind):
+        pytest.skip(why)
+    return {"redis": Redis, "cluster": Cluster, "s3": SeaweedFs}[kind](folder)
+
+
+def key(number):
+    return number.to_bytes(2, "big") * 8
+
+
+def content(number, shard, nbytes):
+    return random.Random(number << 8 | shard).randbytes(nbytes)
+
+
+class Bed:
+    """A tier over the store at `url`, with an arena of `slots` slots; `now` is the tier's clock."""
+
+    def __init__(self, folder, url, *, slot_bytes=32 << 10, slots=16, **settings):
+        folder.mkdir(exist_ok=True)
+        self.slot_bytes = slot_bytes
+        self.arena = Arena.create(folder / f"arena-{os.getpid()}", slots * round_up(slot_bytes))
+        self.now = 100.0
+        self.counters = Counter()
+        self.calls = queue.SimpleQueue()
+        self.over, self.found = {}, []
+        self.numbers = iter(range(1, 1 << 30))
+        self.longest_s = 0.0  # of what the control loop has called
+        given = {"url": url, "timeout_s": 5.0, "lookup_s": 2.0} | settings
+        self.tier = RemoteTier(
+            open_backend(RemoteSettings(**given)),
+            arenas=[self.arena],
+            post=self.calls.put,
+            on_done=self._done,
+            on_found=self.found.extend,
+            counters=self.counters,
+            clock=lambda: self.now,
+        )
+
+    def opened(self):
+        """It answers."""
+        while not self.tier._is_open:
+            self.turn()
+        return self
+
+    def close(self):
+        self.tier.close()
+        while not self.calls.empty():
+            self.turn()
+        self.arena.close()
+        self.arena.path.unlink()
+
+    def _done(self, name, job, error):
+        assert name == "remote"
+        assert job.number not in self.over, "a job ended twice"
+        self.over[job.number] = error
+
+    def turn(self):
+        call = self.calls.get(timeout=HANGS_S)
+        self.timed(call)
+
+    def timed(self, call):
+        started_at = time.perf_counter()
+        result = call()
+        self.longest_s = max(self.longest_s, time.perf_counter() - started_at)
+        return result
+
+    def slot(self, number, nbytes=None):
+        offset = number * round_up(self.slot_bytes)
+        return Slot(offset, nbytes or self.slot_bytes, self.arena.generations[offset // GRANULE_BYTES])
+
+    def copy(self, keys, shards=1, nbytes=None, layers=4):
+        chunks = [SimpleNamespace(slot=self.slot(0, nbytes), layers=layers) for _ in range(len(keys) * shards)]
+        return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks)
+
+    def start(self, verb, number, shard=0, *, shards=1, at=0, nbytes=None, layers=4):
+        slot = self.slot(at, nbytes)
+        data = content(number, shard, slot.nbytes) if verb == "store" else bytes(slot.nbytes)
+        self.arena.data[slot.offset : slot.offset + slot.nbytes] = data
+        copy = self.copy([key(number)], shards, nbytes, layers)
+        if verb == "store" and not self.timed(lambda: self.tier.admit(copy)).keys:
+            return None
+        job = Job(copy.number, [Part(key(number), shard, layers, 0, layers, slot)], slot.nbytes)
+        self.timed(lambda: getattr(self.tier, verb)(job))
+        return copy
+
+    def end(self, copy):
+        while copy.number not in self.over:
+            self.turn()
+        self.tier.over(copy)
+        return self.over[copy.number]
+
+    def store(self, number, shard=0, **settings):
+        """The error; or "left out"."""
+        copy = self.start("store", number, shard, **settings)
+        return "left out" if copy is None else self.end(copy)
+
+    def load(self, number, shard=0, *, at=1, nbytes=None, **settings):
+        """The error, or None if the right bytes are in the arena."""
+        error = self.end(self.start("load", number, shard, at=at, nbytes=nbytes, **settings))
+        if error is None:
+            assert bytes(self.arena.view(self.slot(at, nbytes))) == content(number, shard, nbytes or self.slot_bytes)
+        return error
+
+    def sought(self, numbers, shards=1):
+        """How many of the leading ones are there, as a request learns it that waits for the answer."""
+        keys = [key(number) for number in numbers]
+        while True:
+            held = self.timed(lambda: self.tier.find(keys, shards))
+            left = keys[len(held) :]
+            if not left or not self.timed(partial(self.tier.seeks, left, shards)):
+                return len(held)
+            while self.tier._seeking:
+                self.turn()
+            assert left[0] in self.found
+            self.found.clear()
