@@ -17,7 +17,9 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
+import obstore
 import pytest
+from obstore.store import MemoryStore, S3Store
 
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.slot import Slot
@@ -26,6 +28,7 @@ from pdx.store.remote.tier import RemoteTier
 from pdx.store.tier import Job, Part
 from pdx.testing.waiting import wait_until
 
+obstore.put(MemoryStore(), "warm", b"")  # it has threads and descriptors of its own from the first call on
 UP_S = 60.0
 HANGS_S = 60.0
 KEY_ID, SECRET = "pdx-tests", "not-a-secret-of-anybody"
@@ -223,8 +226,6 @@ class SeaweedFs(Server):
         }
 
     def _store(self):
-        from obstore.store import S3Store
-
         own = {name.removeprefix("AWS_").lower(): value for name, value in self.env().items()}
         return S3Store("chunks", prefix="team", client_options={"allow_http": True, "timeout": "20s"}, **own)
 
@@ -232,24 +233,18 @@ class SeaweedFs(Server):
         from obstore.exceptions import BaseError
 
         try:
-            self.put("made", b"")
+            self.put("made", b"not empty: a volume is there from now on")
         except BaseError:  # it takes a while until it lets itself be written to
             return False
         return True
 
     def put(self, name, data):
-        import obstore
-
         obstore.put(self._store(), name, data, use_multipart=False)
 
     def raw(self, name):
-        import obstore
-
         return bytes(obstore.get(self._store(), name).bytes())
 
     def names(self):
-        import obstore
-
         found = [each["path"] for batch in obstore.list(self._store()) for each in batch]
         return sorted(name.removeprefix("team/") for name in found if not name.endswith("made"))
 

@@ -340,23 +340,29 @@ class RemoteTier(Tier):
     # ---- on the threads ---------------------------------------------------------------------
 
     def _store(self, work: _Work) -> None:
-        part, arena, name = work.part, self._arenas[work.part.slot.arena], _name(work.part.key, work.part.shard)
-        head = bytearray(header_bytes(part.layers))
+        part, name = work.part, _name(work.part.key, work.part.shard)
         self._end_if(work)
         if self._sizes([name]) == [_size(part)]:
             return  # another node has stored it
-        try:
-            arena.check(part.slot)
-            data = arena.read(part.slot.offset, part.slot.nbytes)
-            work.job.start_ns = time.monotonic_ns()
-            encode(part, data, memoryview(head), lambda: work.is_cancelled)
-            whole = b"".join((head, data))
-            arena.check(part.slot)
-        except (StaleSlot, LayoutError) as error:
-            raise TierError(f"{name} is not stored: {error}", "stale") from error
+        work.job.start_ns = time.monotonic_ns()
+        whole = self._whole(work, name)
         self._end_if(work)
         self._backend.write(name, whole)
         work.job.end_ns = time.monotonic_ns()
+
+    def _whole(self, work: _Work, name: str) -> bytes:
+        """The chunk in the form in which it is kept."""
+        part, arena = work.part, self._arenas[work.part.slot.arena]
+        head = bytearray(header_bytes(part.layers))
+        try:
+            arena.check(part.slot)
+            with arena.read(part.slot.offset, part.slot.nbytes) as data:  # ends here, whatever keeps an error
+                encode(part, data, memoryview(head), lambda: work.is_cancelled)
+                whole = b"".join((head, data))
+            arena.check(part.slot)
+        except (StaleSlot, LayoutError) as error:
+            raise TierError(f"{name} is not stored: {error}", "stale") from error
+        return whole
 
     def _load(self, work: _Work) -> None:
         part, arena, name = work.part, self._arenas[work.part.slot.arena], _name(work.part.key, work.part.shard)

@@ -1,0 +1,309 @@
+"""A remote store that is down, slow, full, or refuses us costs misses and counters, and never the control loop."""
+
+import logging
+import socket
+import time
+
+import pytest
+from remote_bed import Bed, Redis, certificate, free_port, key, made, why_not
+
+from pdx.errors import ConfigError
+from pdx.store.remote.backend import RemoteSettings, open_backend
+from pdx.store.remote.tier import MAX_FAILURES, NOT_THERE_S, PAUSE_S
+
+LOOP_S = 0.1  # what a call of the control loop takes at most, also where a core is taken away
+
+
+@pytest.fixture
+def beds(tmp_path):
+    beds = []
+
+    def make(url, **settings):
+        beds.append(Bed(tmp_path / f"bed{len(beds)}", url, **settings))
+        return beds[-1]
+
+    yield make
+    for bed in beds:
+        bed.close()
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = made("redis", tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+def until(bed, condition):
+    while not condition():
+        bed.turn()
+
+
+def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog):
+    server = made("redis", tmp_path / "redis")
+    bed = beds(server.url)
+    assert bed.store(1) == "left out"
+    assert bed.sought([1]) == 0
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_unreachable"] == 1
+    assert "nothing is asked of it for 10 s" in caplog.text
+    assert "unreachable" in bed.tier.status().state
+    try:
+        server.start()
+        assert bed.sought([1]) == 0
+        assert not bed.tier.takes_stores, "the pause is not over"
+        bed.now += PAUSE_S
+        assert not bed.tier.takes_stores, "it has not answered yet"
+        until(bed, lambda: bed.tier.takes_stores)
+        assert bed.store(1) is None
+        assert bed.tier.status().state == "ok"
+    finally:
+        server.kill()
+
+
+def test_a_store_that_is_down_is_not_asked_all_the_time(beds):
+    bed = beds(f"valkey://127.0.0.1:{free_port()}")
+    until(bed, lambda: bed.counters["remote_paused"])
+    for _ in range(100):
+        bed.sought([1, 2])
+        assert not bed.tier.takes_stores
+        bed.now += PAUSE_S / 1000
+    assert bed.calls.empty()
+    bed.now += PAUSE_S
+    assert not any(bed.tier.takes_stores for _ in range(100)), "one call finds out"
+    until(bed, lambda: bed.counters["remote_paused"] == 2)
+    assert bed.counters["remote_unreachable"] == 2
+
+
+def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
+    bed = beds(redis.url, timeout_s=1.0, lookup_s=0.5).opened()
+    assert [bed.store(number) for number in range(4)] == [None] * 4
+    assert bed.sought(range(4)) == 4
+    copies = [bed.start("store", number, at=number % 8) for number in range(10, 26)]
+    copies += [bed.start("load", number, at=8 + number) for number in range(4)]
+    bed.end(copies[0])
+    redis.kill()
+    kinds = {error.kind for copy in copies if (error := bed.end(copy)) is not None}
+    assert kinds <= {"unreachable", "timeout", "failed"}
+    assert not bed.tier._under_way
+    while bed.counters["remote_paused"] == 0:
+        bed.store(99)
+    assert bed.sought(range(4)) == 0
+    assert bed.store(100) == "left out"
+    assert bed.longest_s < LOOP_S
+    redis.start()
+    bed.now += PAUSE_S
+    assert not bed.tier.takes_stores
+    until(bed, lambda: bed.tier.takes_stores)
+    assert bed.store(100) is None
+
+
+@pytest.mark.parametrize("kind", ["redis", "cluster", "s3"])
+def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, monkeypatch, kind):
+    server = made(kind, tmp_path / "server").start()
+    for name, value in server.env().items() if hasattr(server, "env") else ():
+        monkeypatch.setenv(name, value)
+    try:
+        bed = beds(server.url, timeout_s=1.0, lookup_s=0.3).opened()
+        assert bed.store(1) is None
+        assert bed.sought([1]) == 1
+        server.stop()
+        bed.now += 100.0
+        started_at = time.monotonic()
+        assert bed.sought([1, 2, 3]) == 0
+        copies = [bed.start("load", 1, at=at) for at in range(3)]
+        kinds = [bed.end(copy).kind for copy in copies]
+        assert set(kinds) <= {"timeout", "unreachable", "failed"}
+        assert time.monotonic() - started_at < 15.0, "a few deadlines, where a core is taken away as well"
+        while bed.counters["remote_paused"] == 0:
+            bed.end(bed.start("load", 1))
+        assert bed.tier._failures >= MAX_FAILURES
+        assert bed.longest_s < LOOP_S
+        server.go_on()
+        bed.now += PAUSE_S
+        bed.tier.seeks([key(1)], 1)
+        until(bed, lambda: bed.tier._is_open)
+        assert bed.sought([1]) == 1
+        assert bed.load(1) is None
+    finally:
+        server.go_on()
+        server.kill()
+
+
+def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path):
+    if why := why_not("redis"):
+        pytest.skip(why)
+    server = Redis(tmp_path / "redis", "--maxmemory", "2mb", "--maxmemory-policy", "noeviction").start()
+    try:
+        bed = beds(server.url).opened()
+        stored = 0
+        while (error := bed.store(stored)) is None:
+            stored += 1
+        assert error.kind == "full"
+        assert bed.counters["remote_full"] == 1
+        assert not bed.tier.takes_stores
+        assert bed.store(stored) == "left out"
+        assert bed.sought(range(stored)) == stored
+        assert [bed.load(number) for number in range(stored)] == [None] * stored
+        server.cli("CONFIG", "SET", "maxmemory", "64mb")
+        bed.now += PAUSE_S
+        assert bed.store(stored) is None
+    finally:
+        server.kill()
+
+
+def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
+    assert beds(redis.url).opened().store(1) is None
+    redis.cli("ACL", "SETUSER", "reader", "on", ">told", "~pdx:*", "+@read", "+ping", "+client", "+hello")
+    monkeypatch.setenv("PDX_REMOTE_USER", "reader")
+    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "told")
+    bed = beds(redis.url).opened()
+    assert bed.store(2).kind == "denied"
+    assert not bed.tier.takes_stores
+    assert bed.sought([1]) == 1
+    assert bed.load(1) is None
+
+
+def test_wrong_credentials_are_said(beds, redis, monkeypatch, caplog):
+    redis.cli("CONFIG", "SET", "requirepass", "the right one")
+    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "a wrong one")
+    bed = beds(redis.url)
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_denied"] == 1
+    assert "denied" in bed.tier.status().state
+    assert "a wrong one" not in caplog.text
+
+
+def test_credentials_come_from_a_file(beds, redis, tmp_path):
+    redis.cli("CONFIG", "SET", "requirepass", "the right one")
+    file = tmp_path / "remote.toml"
+    file.touch(mode=0o600)
+    file.write_text('password = "the right one"\n')
+    assert beds(redis.url, credentials=str(file)).opened().store(1) is None
+
+
+def test_wrong_credentials_of_s3_are_said(beds, tmp_path, monkeypatch):
+    server = made("s3", tmp_path / "server").start()
+    try:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        file = tmp_path / "remote.toml"
+        file.touch(mode=0o600)
+        file.write_text('access_key_id = "somebody"\nsecret_access_key = "wrong"\n')
+        bed = beds(server.url, credentials=str(file))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_denied"] == 1
+    finally:
+        server.kill()
+
+
+def test_tls_is_checked(beds, tmp_path):
+    if why := why_not("redis"):
+        pytest.skip(why)
+    cert = certificate(tmp_path)
+    other, _ = certificate(tmp_path, "other")
+    server = Redis(tmp_path / "redis", tls=cert).start()
+    try:
+        assert beds(server.url, ca=str(cert[0])).opened().store(1) is None
+        bed = beds(server.url, ca=str(other))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
+        bed = beds(server.url)
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
+        bed = beds(server.url.replace("rediss", "redis"))
+        until(bed, lambda: bed.counters["remote_paused"])
+    finally:
+        server.kill()
+
+
+def test_who_is_no_store_at_all(beds, caplog):
+    """Somebody who accepts and says nothing sensible."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        bed = beds(f"valkey://127.0.0.1:{listener.getsockname()[1]}", lookup_s=0.3)
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_timeout"] == 1
+        assert bed.longest_s < LOOP_S
+
+
+def test_one_bug_of_a_client_costs_one_question(beds, redis, monkeypatch, caplog):
+    bed = beds(redis.url).opened()
+    assert bed.store(1) is None
+
+    def fails(names, nbytes):
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bed.tier._backend, "heads", fails)
+        assert bed.sought([1]) == 0
+        assert any(record.levelno == logging.ERROR for record in caplog.records)
+    bed.now += NOT_THERE_S + 0.1
+    assert bed.sought([1]) == 1
+
+
+# ---- what is said at the start --------------------------------------------------------------
+
+
+def opened(url, **settings):
+    return open_backend(RemoteSettings(**{"url": url, "timeout_s": 1.0, "lookup_s": 1.0} | settings))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey://",
+        "valkey://host:port",
+        "valkey://host:99999",
+        "valkey://host/one",
+        "valkey://host?db=1",
+        "s3://",
+        "s3://bucket?region=x",
+        "http://host/bucket",
+        "/var/cache",
+        "",
+    ],
+)
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError, match=r"no address of a remote store"):
+        opened(url)
+
+
+@pytest.mark.parametrize("url", ["valkey://me:secret@host", "rediss://:secret@host", "s3://key:secret@bucket/x"])
+def test_credentials_in_an_address_are_refused_and_not_repeated(url):
+    with pytest.raises(ConfigError, match="PDX_REMOTE_PASSWORD") as raised:
+        opened(url)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("password = 'x'", 0o644, "chmod 600"),
+        ("pass = 'x'", 0o600, "unknown field `pass`"),
+        ("password = 1", 0o600, "Expected `str`"),
+        ("password", 0o600, "no TOML"),
+        (None, 0, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_of_credentials_that_is_none_is_refused(tmp_path, text, mode, why):
+    file = tmp_path / "remote.toml"
+    if text is not None:
+        file.touch(mode=mode)
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        opened("valkey://host", credentials=str(file))
+
+
+def test_a_file_of_certificates_that_is_missing_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="certificates"):
+        opened("rediss://host", ca=str(tmp_path / "none.pem"))
+
+
+@pytest.mark.parametrize(("url", "module", "extra"), [("valkey://h", "redis", "redis"), ("s3://b", "obstore", "s3")])
+def test_a_package_that_is_missing_is_named(monkeypatch, url, module, extra):
+    import sys
+
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"pdx.store.remote.{extra}_backend", raising=False)
+    with pytest.raises(ConfigError, match=rf"pip install 'pdx-transport\[{extra}\]'"):
+        opened(url)
