@@ -15,6 +15,7 @@ from cases import CASES, completion, text
 from engine_process import Server
 from http_client import post
 from pair import ENGINE_ENV, ENGINE_FLAGS
+from remote_bed import made
 from test_pair_answers import computed_prompt_tokens, essence
 from tiny import make_tiny
 
@@ -155,6 +156,41 @@ def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
     assert essence(post(server.url, *CASES["second-turn"])) == essence(expected["second-turn"])
     assert hit_tokens(server) - hits == 768
     assert host.status().counters["disk_loaded"] == 3
+
+
+def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_that_both_share(
+    host_with_disk: Host,
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    expected: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """A real Redis between two nodes that know nothing of each other; tenants with another salt stay apart."""
+    store = made("redis", tmp_path / "redis").start()
+    folder = tmp_path_factory.mktemp("o")
+    folder.chmod(0o700)
+    other_host = Host(folder)
+    try:
+        first = host_with_disk.serve("first", model, remote=store.url, cores="0")
+        second = other_host.serve("second", model, remote=store.url, cores="1")
+        host_with_disk.wait_saving(first)
+        other_host.wait_saving(second)
+        assert essence(post(first.url, *CASES["length-1000"])) == essence(expected["length-1000"])
+        wait_until(
+            lambda: host_with_disk.status().counters.get("remote_stored", 0) >= 3, timeout_s=30, what="all is stored"
+        )
+        first.stop()
+        path, body = CASES["second-turn"]
+        hits = hit_tokens(second)
+        salted = post(second.url, path, {**body, "cache_salt": "another tenant"})
+        assert essence(salted) == essence(expected["second-turn"])
+        assert hit_tokens(second) == hits
+        assert essence(post(second.url, path, body)) == essence(expected["second-turn"])
+        assert hit_tokens(second) - hits == 768
+        assert other_host.status().counters["remote_loaded"] == 3
+    finally:
+        other_host.close()
+        store.kill()
 
 
 def hit_tokens(server: Server) -> float:

@@ -1,0 +1,184 @@
+"""Real nodes that share a real remote store: the other serves what one has stored, but for what must not be shared."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from node_harness import Wire, attached, refused_node
+from remote_bed import free_port, made
+
+from pdx.client.api import connect
+from pdx.errors import ChunkMissing
+from pdx.memory.arena import Arena
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Admit, Delete, Fill, Release
+
+CHUNK_BYTES = 64 << 10
+LAYERS = 4
+
+
+def key(number):
+    return number.to_bytes(4, "big") * 4
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = made("redis", tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+class Engine:
+    """Both halves of an engine of one shard, attached to a node."""
+
+    def __init__(self, address):
+        self.scheduler = Wire(address)
+        welcome = self.scheduler.hello(kind="scheduler", engine="e" * 16)
+        self.worker = attached(address, kind="worker", engine="e" * 16)
+        self.arena = Arena.open(Path(welcome.arena_path), welcome.arena_bytes)
+
+    def save(self, contents):
+        """Whole chunks by their keys."""
+        keys = list(contents)
+        granted = self.scheduler.ask(Admit(keys, CHUNK_BYTES, LAYERS, partial=True))
+        for index, slot in zip(granted.granted, granted.granted_slots, strict=True):
+            self.arena.view(slot)[:] = contents[keys[index]]
+        assert self.worker.ask(Fill(granted.granted_slots, 0, LAYERS, seal=True)).count == len(granted.granted)
+
+    def look(self, keys, wait_s=5.0):
+        """The bytes of the leading ones that are there, or come in time."""
+        found = self.scheduler.ask(Admit(keys, lease_s=20.0, wait_s=wait_s))
+        contents = [bytes(self.arena.view(slot)) for slot in found.slots]
+        if found.lease:
+            self.scheduler.ask(Release(found.lease))
+        return contents
+
+    def close(self):
+        self.worker.close()
+        self.scheduler.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def start(start_node, place):
+    """Starts nodes with an address each."""
+    numbers = itertools.count()
+    return lambda **settings: start_node(address=f"ipc://{place}/{next(numbers)}.sock", **settings)
+
+
+@pytest.fixture
+def engine():
+    engines = []
+
+    def attach(node):
+        engines.append(Engine(node.address))
+        return engines[-1]
+
+    yield attach
+    for one in engines:
+        one.close()
+
+
+def counters(node):
+    return node.status().counters
+
+
+def test_what_one_node_has_stored_another_serves(start, engine, redis):
+    contents = {key(number): os.urandom(CHUNK_BYTES) for number in range(40)}
+    first, second = start(remote=redis.url), start(remote=redis.url)
+    wait_until(lambda: [node.status().tiers[0].state for node in (first, second)] == ["ok", "ok"], what="it answers")
+    writer, reader = engine(first), engine(second)
+    writer.save(contents)
+    wait_until(lambda: counters(first).get("remote_stored") == 40, what="all are stored")
+    assert reader.look([*contents, key(999)]) == list(contents.values())
+    assert counters(second)["remote_loaded"] == 40
+    assert counters(second).get("remote_stored", 0) == 0, "what was loaded is not stored again"
+    first.close()
+    third = engine(start(remote=redis.url))
+    assert third.look(list(contents)) == list(contents.values()), "it needs no node but its own"
+
+
+def test_chunks_come_from_arena_disk_and_remote_in_one_answer(start, engine, redis, place):
+    contents = {key(number): os.urandom(CHUNK_BYTES) for number in range(30)}
+    keys = list(contents)
+    disk = str(place / "disk")
+    far, near = start(remote=redis.url), start(disk=disk)
+    wait_until(lambda: far.status().tiers[0].state == "ok", what="it answers")
+    engine(far).save({name: contents[name] for name in keys[20:]})
+    engine(near).save({name: contents[name] for name in keys[10:20]})
+    wait_until(lambda: counters(far).get("remote_stored") == 10, what="all are stored")
+    wait_until(lambda: counters(near).get("disk_stored") == 10, what="all are stored")
+    near.close()
+    node = start(disk=disk, remote=redis.url)
+    wait_until(lambda: [tier.state for tier in node.status().tiers] == ["ok", "ok"], what="both tiers are ready")
+    here = engine(node)
+    here.save({name: contents[name] for name in keys[:10]})
+    assert here.look(keys) == list(contents.values())
+    found = counters(node)
+    assert (found["disk_loaded"], found["remote_loaded"]) == (10, 10)
+    wait_until(lambda: node.status().tiers[0].chunks == 30, what="what came from afar is on the disk as well")
+
+
+def test_a_clients_name_says_nothing_to_other_nodes(start, redis):
+    """Both may use it for other bytes."""
+    nodes = [start(remote=redis.url) for _ in range(2)]
+    wait_until(lambda: all(node.status().tiers[0].state == "ok" for node in nodes), what="it answers")
+    with connect(nodes[0].address) as one, connect(nodes[1].address) as other:
+        with one.reserve("weights", 5000) as chunk:
+            chunk.view[:] = bytes(5000)
+            chunk.seal()
+        with pytest.raises(ChunkMissing):
+            other.get("weights", wait_s=0.3)
+        assert redis.names() == []
+        assert [node.status().counters.get("remote_hits", 0) for node in nodes] == [0, 0]
+
+
+def test_what_is_deleted_is_forgotten_there_too(start, engine, redis):
+    node = start(remote=redis.url)
+    wait_until(lambda: node.status().tiers[0].state == "ok", what="it answers")
+    here = engine(node)
+    here.save({key(1): bytes(CHUNK_BYTES)})
+    wait_until(lambda: counters(node).get("remote_stored") == 1, what="it is stored")
+    assert len(here.look([key(1)])) == 1
+    assert redis.names()
+
+
+def test_a_remote_store_that_is_not_there_costs_nothing_but_itself(start, engine):
+    node = start(remote=f"valkey://127.0.0.1:{free_port()}", remote_lookup_s=0.2)
+    here = engine(node)
+    here.save({key(1): b"x" * CHUNK_BYTES})
+    assert here.look([key(1), key(2)]) == [b"x" * CHUNK_BYTES]
+    wait_until(lambda: counters(node).get("remote_paused"), what="it is given up for a while")
+    assert "unreachable" in node.status().tiers[0].state
+    assert here.look([key(1), key(2)]) == [b"x" * CHUNK_BYTES]
+    here.scheduler.ask(Delete([key(1)]))
+
+
+def test_a_remote_store_that_hangs_is_waited_for_to_its_deadline(start, engine, redis):
+    node = start(remote=redis.url, remote_lookup_s=0.3)
+    wait_until(lambda: node.status().tiers[0].state == "ok", what="it answers")
+    here = engine(node)
+    redis.stop()
+    try:
+        assert here.look([key(7)], wait_s=60.0) == [], "the answer does not wait for as long as the request would"
+        assert counters(node)["remote_timeout"] >= 1
+    finally:
+        redis.go_on()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"remote": "valkey://me:secret@host"}, "has a user or password in it"),
+        ({"remote": "ftp://host"}, "no address of a remote store"),
+        ({"remote": "valkey://host", "remote_credentials": "/nowhere"}, "/nowhere cannot be read"),
+    ],
+)
+def test_a_node_with_an_address_that_is_none_does_not_start(place, settings, why):
+    done = refused_node(f"ipc://{place}/node.sock", **settings)
+    assert done.returncode == 1
+    assert why in done.stderr
+    assert "secret" not in done.stderr
