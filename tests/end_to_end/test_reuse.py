@@ -181,13 +181,13 @@ def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_t
         )
         first.stop()
         path, body = CASES["second-turn"]
-        hits = hit_tokens(second)
+        hits, loaded = hit_tokens(second), other_host.status().counters.get("remote_loaded", 0)
         salted = post(second.url, path, {**body, "cache_salt": "another tenant"})
         assert essence(salted) == essence(expected["second-turn"])
         assert hit_tokens(second) == hits
         assert essence(post(second.url, path, body)) == essence(expected["second-turn"])
         assert hit_tokens(second) - hits == 768
-        assert other_host.status().counters["remote_loaded"] == 3
+        assert other_host.status().counters["remote_loaded"] - loaded == 3
     finally:
         other_host.close()
         store.kill()
