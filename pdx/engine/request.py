@@ -13,7 +13,7 @@ from msgspec import Meta
 from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan
 from pdx.engine.step import BlockHasher, EngineRequest
 from pdx.errors import LayoutError, ProtocolError
-from pdx.memory.keys import chunk_key, tail_key
+from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
 from pdx.wire.messages import TransferId
@@ -102,6 +102,7 @@ class TrackedRequest:
         self.found: Asked | None = None  # the question that the hits are the answer to
         self.decided = False
         self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
+        self.part_blocks = 0  # of the last of these only so many blocks are the prompt's; 0: they are whole
         self.hit_tokens = 0
         self.lease = 0
         self.reserved = False
@@ -137,11 +138,13 @@ class TrackedRequest:
         return self.params.transfer_id if self.params is not None else None
 
     @property
-    def part(self) -> Literal["reads", "writes", "expects"]:
+    def part(self) -> Literal["reads", "writes", "expects", "keeps"]:
         """Its part in that, as the node is told of it."""
+        if self.params is None:
+            return "keeps"
         if self.is_prefill:
             return "writes"
-        return "expects" if self.params is not None and self.params.is_early else "reads"
+        return "expects" if self.params.is_early else "reads"
 
     @property
     def source(self) -> str:
@@ -170,6 +173,20 @@ class TrackedRequest:
             self._keys.append(chunk_key(self._fingerprint, self._hashes[-1]))
         return self._keys[:num_chunks]
 
+    def block_names(self, first: int, end: int) -> bytes:
+        """What the node calls its blocks [first, end), as far as they are full of known tokens."""
+        return b"".join([bytes(one)[:KEY_BYTES].ljust(KEY_BYTES) for one in self.request.block_hashes[first:end]])
+
+    def parent_key(self, chunk: int) -> bytes:
+        """What leads up to its chunk of this number."""
+        return self.chunk_keys(chunk)[-1] if chunk else root_key(self._fingerprint)
+
+    def end_key(self, num_tokens: int) -> tuple[bytes, int] | None:
+        """Key and number of the full blocks behind its last whole chunk, up to `num_tokens`; None: there are none."""
+        end = num_tokens // self._layout.block_tokens
+        count = end % self._layout.blocks_per_chunk
+        return (short_key(self._fingerprint, bytes(self.request.block_hashes[end - 1])), count) if count else None
+
     def _is_last_hash_valid(self, hashes: Sequence[bytes]) -> bool:
         """Hashes are chained: if the last one is what it was, so are all before it."""
         last = len(self._hashes) * self._layout.blocks_per_chunk - 1
@@ -186,8 +203,17 @@ class TrackedRequest:
         self.decoded_end = 0
         if not self.loading:  # until that has ended, the lease is needed
             self.lease = 0
-        self.hit_slots, self.hit_tokens = [], 0
+        self.forget_hits()
         self.decided = self.reserved = False
+
+    def forget_hits(self) -> None:
+        """Nothing is leased for it."""
+        self.hit_slots, self.part_blocks, self.hit_tokens = [], 0, 0
+
+    @property
+    def num_whole_hits(self) -> int:
+        """Chunks that are hit as a whole."""
+        return len(self.hit_slots) - (self.part_blocks > 0)
 
     @property
     def transfer_tokens(self) -> int:
@@ -240,7 +266,8 @@ class TrackedRequest:
             start = max(chunk_first, first_block)
             if start < chunk_end:
                 block_ids = self.block_ids[start:chunk_end]
-                pages.append(PagesPlan(slots, chunk_end - chunk_first, start - chunk_first, block_ids))
+                num_blocks = self._layout.blocks_in(slots[0].nbytes)
+                pages.append(PagesPlan(slots, num_blocks, start - chunk_first, block_ids))
         return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch)
 
     def plan_save(self, computed: int, end: int) -> SavePlan | None:
@@ -291,7 +318,8 @@ class TrackedRequest:
     def forget_node(self) -> None:
         """The node it dealt with is gone, and all that it held there."""
         self.asked = self.late = self.found = None
-        self.hit_slots, self.hit_tokens, self.lease = [], 0, 0
+        self.forget_hits()
+        self.lease = 0
         self.grants.clear()
         self.decided = self.reserved = False
         self.asks_source = self.waits = self.fits = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
@@ -18,7 +19,7 @@ from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import MAX_KEYS, MAX_SLOTS, Admit, Admitted, Cancel, Mark, Release
+from pdx.wire.messages import MAX_BLOCKS, MAX_KEYS, MAX_SLOTS, Admit, Admitted, Cancel, Mark, Release
 
 ASK_S = 0.002
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
@@ -164,7 +165,7 @@ class StoreLookup:
             return
         tracked.late_first, tracked.decoded_end = first, last
         keys = tracked.chunk_keys(last)[first:]
-        tracked.late = self._ask_now(connection, self._room_for(tracked, keys))
+        tracked.late = self._ask_now(connection, self._room_for(tracked, keys, tracked.late_first))
 
     @property
     def _saves_decoded(self) -> bool:
@@ -187,7 +188,7 @@ class StoreLookup:
         keys = tracked.chunk_keys(min(num_chunks, self._max_chunks))
         if keys:
             tracked.late_first = 0
-            tracked.late = self._ask_now(connection, self._room_for(tracked, keys))
+            tracked.late = self._ask_now(connection, self._room_for(tracked, keys, tracked.late_first))
 
     def is_due(self, tracked: TrackedRequest) -> bool:
         """Whether the next step of this request may have something to save, to ask or to tell."""
@@ -198,7 +199,7 @@ class StoreLookup:
         next_end = (self._first_decoded(tracked) + 1) * self._layout.blocks_per_chunk
         return self._saves_decoded and len(tracked.block_ids) >= next_end
 
-    def _room_for(self, tracked: TrackedRequest, keys: list[bytes]) -> Admit:
+    def _room_for(self, tracked: TrackedRequest, keys: list[bytes], first_chunk: int) -> Admit:
         """Room alone, for chunks that come late: they are not pushed."""
         return Admit(
             keys,
@@ -208,7 +209,16 @@ class StoreLookup:
             partial=tracked.takes_part,
             transfer=tracked.transfer if tracked.is_prefill else None,
             part="writes",
+            **self._names(tracked, first_chunk, first_chunk + len(keys)),
         )
+
+    def _names(self, tracked: TrackedRequest, first: int, end: int) -> dict[str, Any]:
+        """What the node is told of the blocks of chunks [first, end), for hits that end within a chunk."""
+        per_chunk = self._layout.blocks_per_chunk
+        if (end - first) * per_chunk > MAX_BLOCKS:
+            return {}
+        names = tracked.block_names(first * per_chunk, end * per_chunk)
+        return {"blocks": names, "chunk_blocks": per_chunk, "parent": tracked.parent_key(first)}
 
     # ---- the request's one question ---------------------------------------------------------
 
@@ -219,7 +229,7 @@ class StoreLookup:
         """
         wants_room = self._takes_room(tracked) and not tracked.reserved
         keys, tail_blocks = self._prompt_keys(tracked)
-        if tracked.is_prefill and tail_blocks and not wants_room:
+        if tracked.part in ("writes", "keeps") and tail_blocks and not wants_room:
             keys, tail_blocks = keys[:-1], 0
         if not keys:
             return
@@ -236,6 +246,7 @@ class StoreLookup:
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
             source=tracked.source if may_be_elsewhere else "",
+            **self._names(tracked, 0, self._end_chunk(tracked)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
         )
         tracked.asked = self._ask_now(connection, ask)
@@ -283,7 +294,16 @@ class StoreLookup:
             keys, tail = self._keys(tracked, tracked.transfer_tokens), self._tail(tracked)
             if tail is not None:
                 return [*keys, tail[0]], tail[1]
-        return self._keys(tracked, request.num_prompt_tokens), 0
+        keys = self._keys(tracked, request.num_prompt_tokens)
+        if tracked.params is None and self._takes_room(tracked) and len(keys) < self._max_chunks:
+            end = tracked.end_key(request.num_prompt_tokens)
+            if end is not None:
+                return [*keys, end[0]], end[1]
+        return keys, 0
+
+    def _end_chunk(self, tracked: TrackedRequest) -> int:
+        """Behind the last chunk of the prompt, whole or not."""
+        return min(-(-tracked.request.num_prompt_tokens // self._layout.chunk_tokens), self._max_chunks)
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> list[bytes]:
         return tracked.chunk_keys(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))
@@ -316,16 +336,24 @@ class StoreLookup:
         if answer.waiting:  # about nothing that may come: the node holds nothing for this request
             return
         keys, tail_blocks = self._prompt_keys(tracked)
-        has_tail = tail_blocks > 0 and answer.hits == len(keys) and tracked.is_decode
-        hits = answer.hits if has_tail or not tail_blocks else min(answer.hits, len(keys) - 1)
-        tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, hits * shards, shards)]
-        tracked.hit_tokens = tracked.transfer_tokens if has_tail else hits * chunk_tokens
+        hits, part_blocks = answer.hits, answer.part_blocks
+        has_tail = tail_blocks > 0 and hits == len(keys)
+        if has_tail and tracked.part == "keeps":
+            hits, part_blocks = hits - 1, tail_blocks
+        elif has_tail and not tracked.is_decode:
+            hits = hits - 1
+        count = hits + (part_blocks > 0)
+        tracked.hit_slots = [answer.slots[start : start + shards] for start in range(0, count * shards, shards)]
+        tracked.part_blocks = part_blocks
+        tracked.hit_tokens = hits * chunk_tokens + part_blocks * self._layout.block_tokens
+        if has_tail and tracked.is_decode:
+            tracked.hit_tokens = tracked.transfer_tokens
         tracked.lease = answer.lease
 
     def _is_covered(self, tracked: TrackedRequest) -> bool:
         """Whether all chunks of the prompt are hits or have room. If not, what was there may be gone."""
         granted = {grant.first_block // self._layout.blocks_per_chunk for grant in tracked.grants}
-        return granted.issuperset(range(len(tracked.hit_slots), self._num_prompt_chunks(tracked)))
+        return granted.issuperset(range(tracked.num_whole_hits, self._num_prompt_chunks(tracked)))
 
     def _may_wait_for_room(self, tracked: TrackedRequest, connection: Connection) -> bool:
         now = self._clock()
@@ -340,11 +368,10 @@ class StoreLookup:
     def _take_grants(self, tracked: TrackedRequest, answer: Admitted, first_chunk: int) -> None:
         """Keep the slots of the chunks `first_chunk` + granted index; the last one may be a tail."""
         shards, per_chunk = self._layout.num_shards, self._layout.blocks_per_chunk
-        num_blocks = max(self._layout.num_blocks(tracked.request.num_prompt_tokens), tracked.decoded_end * per_chunk)
         for number, index in enumerate(answer.granted):
             slots = answer.granted_slots[number * shards : (number + 1) * shards]
             first = (first_chunk + index) * per_chunk
-            end = min(first + per_chunk, num_blocks)
+            end = first + self._layout.blocks_in(slots[0].nbytes)
             tracked.grants.append(SlotGrant(slots, first, end, is_pushed=answer.is_pushed))
             tracked.saved_blocks = min(tracked.saved_blocks, first)
         tracked.grants.sort(key=lambda grant: (grant.first_block, grant.end_block))
@@ -373,7 +400,7 @@ class StoreLookup:
         if tracked.lease and connection is not None and connection.epoch == tracked.epoch:
             connection.tell(Release(tracked.lease))
         tracked.lease = 0
-        tracked.hit_slots, tracked.hit_tokens = [], 0
+        tracked.forget_hits()
 
     def forget_asked(self, tracked: TrackedRequest, connection: Connection) -> None:
         """Nobody waits for what the node was asked."""

@@ -31,6 +31,16 @@ def tail_key(fingerprint: bytes, block_hash: bytes, transfer: str) -> bytes:
     return _digest(b"pdx-tail-1", fingerprint, block_hash, transfer.encode())
 
 
+def short_key(fingerprint: bytes, block_hash: bytes) -> bytes:
+    """The key of the blocks at the end of a prompt that fill no chunk; the last one has this chained hash."""
+    return _digest(b"pdx-short-1", fingerprint, block_hash)
+
+
+def root_key(fingerprint: bytes) -> bytes:
+    """What leads up to the first chunk of every prompt."""
+    return _digest(b"pdx-root-1", fingerprint)
+
+
 def named_key(name: str) -> bytes:
     """The key of a chunk that a user of the Python API calls `name`."""
     return _digest(b"pdx-named-1", b"", name.encode())

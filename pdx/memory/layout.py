@@ -70,6 +70,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a chunk of `num_blocks` blocks of one shard, all layers."""
         return self.num_layers * num_blocks * self.page_bytes
 
+    def blocks_in(self, nbytes: int) -> int:
+        """Blocks of a chunk of one shard that has so many bytes."""
+        return nbytes // (self.num_layers * self.page_bytes)
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy, the last one perhaps in part."""
         return -(-num_tokens // self.block_tokens)

@@ -15,6 +15,7 @@ import msgspec
 
 from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
+from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
@@ -150,6 +151,8 @@ class Admissions:
         least = min(ask.nbytes, ask.tail_nbytes or ask.nbytes)
         if ask.nbytes and ask.layers > least:
             raise ProtocolError(f"{ask.layers} slices do not fit into {least} bytes")
+        if len(ask.blocks) % KEY_BYTES or (ask.blocks and not ask.chunk_blocks):
+            raise ProtocolError(f"{len(ask.blocks)} bytes of block names, and {ask.chunk_blocks} blocks to a chunk")
         answer = self._look(session, ask)
         if not (answer.waiting and ask.wait_s and self._waiting.has_room(session)):
             return answer
@@ -206,13 +209,15 @@ class Admissions:
         if len(hits) < ask.sought and self._may_come(session, ask, len(hits), arenas):
             self._store.touch(chunks)
             return Admitted(len(hits), waiting=True)
+        part, part_blocks = self._part(ask, len(hits), arenas)
+        chunks += part
         lease = 0
         if chunks and ask.lease_s:
             lease = self._store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))
         else:
             self._store.touch(chunks)
         try:
-            granted, room, full = self._reserve(session, ask, len(hits), arenas)
+            granted, room, full = self._reserve(session, ask, len(hits), part_blocks, arenas)
         except (NodeError, ProtocolError):
             self._end_lease(lease, session)
             raise
@@ -223,15 +228,26 @@ class Admissions:
             self._counters["lookups"] += 1
             self._counters["looked_up_chunks"] += len(ask.keys)
             self._counters["hit_chunks"] += len(hits)
+            self._counters["part_hit_blocks"] += part_blocks
         slots = [chunk.slot for chunk in chunks]
-        return Admitted(len(hits), slots, lease, False, granted, room, full, self._push(session, ask, arenas))
+        is_pushed = self._push(session, ask, arenas)
+        return Admitted(len(hits), slots, lease, False, granted, room, full, is_pushed, part_blocks)
+
+    def _part(self, ask: Admit, hits: int, arenas: Sequence[int]) -> tuple[Sequence[Chunk], int]:
+        """The chunk behind the hits that has the most of the prompt's next blocks, in every shard, and how many."""
+        width = ask.chunk_blocks * KEY_BYTES
+        names = ask.blocks[hits * width : (hits + 1) * width]
+        if not (names and ask.lease_s):
+            return (), 0
+        found = self._store.part(ask.keys[hits - 1] if hits else ask.parent, names, ask.shards, arenas)
+        return found if found is not None else ((), 0)
 
     def _end_lease(self, lease: int, session: Session) -> None:
         if lease:
             self._store.release(lease, session.number)
 
     def _reserve(
-        self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]
+        self, session: Session, ask: Admit, hits: int, part_blocks: int, arenas: Sequence[int]
     ) -> tuple[list[int], list[Slot], bool]:
         """Room for what is missing behind the hits: (granted indices, their slots, whether room ran out)."""
         if ask.writes is not None and self._transfers.is_given_up(ask.writes):
@@ -239,8 +255,11 @@ class Admissions:
         granted: list[int] = []
         slots: list[Slot] = []
         full = False
-        # A tail is for one reader, which does not write it.
-        end = len(ask.keys) - (ask.tail_nbytes > 0 and ask.part != "writes")
+        # A tail is written by one part alone; what is to be kept, if it is not there.
+        end = len(ask.keys) - (ask.tail_nbytes > 0 and not ask.writes_tail)
+        width = ask.chunk_blocks * KEY_BYTES
+        if ask.part == "keeps" and hits == end - 1 and part_blocks * KEY_BYTES == len(ask.blocks) - hits * width:
+            end = hits  # another chunk has all of the tail
         now = self._clock()
         if ask.nbytes and hits < end:
             claim = Claim(
@@ -251,6 +270,9 @@ class Admissions:
                 writers=[writer.number for writer in self._writers(session, ask.shards)],
                 arenas=arenas,
                 tail_nbytes=ask.tail_nbytes if end == len(ask.keys) else 0,
+                blocks=ask.blocks[hits * width :],
+                chunk_blocks=ask.chunk_blocks,
+                parent=ask.keys[hits - 1] if hits else ask.parent,
                 partial=ask.partial,
                 is_named=session.hello.kind == "client",
                 transfer=ask.writes,

@@ -32,7 +32,9 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     pins: int = 0
     filled: int = 0  # bit l: slice l is filled
     room_bytes: int = 0  # what its slot takes of the arena
-    tail: bool = False
+    tail: bool = False  # fewer blocks than a chunk has: the end of a prompt
+    blocks: bytes = b""  # names of its full blocks (`pdx.store.siblings`), where the engine has told them …
+    parent: bytes = b""  # … and the key of the chunk that leads up to it
     is_named: bool = False  # a client's name is its key, which says nothing of the bytes
     shards: int = 1  # of its key, this one included …
     arenas: Sequence[int] = ()  # … and where they lie, see `pdx.store.store.Store`
@@ -59,6 +61,11 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     def span(self, first_layer: int, layers: int) -> tuple[int, int]:
         """Where slices [first_layer, first_layer + layers) lie in the slot: (start, bytes)."""
         return slice_span(self.slot.nbytes, self.layers, first_layer, layers)
+
+    @property
+    def is_for_one(self) -> bool:
+        """Whether it goes with its only reader: nobody else could find it."""
+        return self.tail and not self.blocks
 
     @property
     def is_evictable(self) -> bool:

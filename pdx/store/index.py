@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from pdx.store.chunk import Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import FINDABLE, WRITABLE, State, Step, advance
+from pdx.store.siblings import Siblings
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -55,6 +56,7 @@ class Index:
         self.owners: Groups[int] = Groups()  # session -> FILLING chunks that it answers for
         self.transfers: Groups[str] = Groups()  # transfer -> its FILLING chunks, and its SEALED tails
         self.deadlines: Deadlines[Chunk] = Deadlines()  # of FILLING chunks
+        self.siblings = Siblings()  # SEALED chunks whose blocks have names
         self.chunks = dict.fromkeys(State, 0)  # how many, by state
         self.nbytes = dict.fromkeys(State, 0)  # their bytes, by state
         self.pins = 0  # of all chunks together
@@ -125,6 +127,10 @@ class Index:
                 self.deadlines.discard(chunk, chunk.deadline)
             if was in WRITABLE and state not in WRITABLE:
                 self.writers.discard(chunk.writer, chunk)
+            if chunk.blocks and state is State.SEALED:
+                self.siblings.add(chunk.parent, chunk.blocks, chunk.key)
+            elif chunk.blocks and was is State.SEALED:
+                self.siblings.discard(chunk.key)
             if state is State.SEALED:
                 of_key = self._partial[chunk.key]
                 if len(of_key) == chunk.shards and all(each.state is State.SEALED for each in of_key):

@@ -22,6 +22,7 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
+from pdx.store.siblings import NAME_BYTES
 from pdx.store.slot_pool import SlotPool
 from pdx.wire.messages import Hints
 
@@ -36,6 +37,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     writers: Sequence[int]  # session that fills shard 0, 1, …
     arenas: Sequence[int] = ()  # where shard 0, 1, … goes; the first arena of the node by default
     tail_nbytes: int = 0  # not 0: the last key is a tail of so many bytes
+    blocks: bytes = b""  # names of the full blocks of all of it, from the first key's first on; empty: not told …
+    chunk_blocks: int = 0  # … and how many a chunk has
+    parent: bytes = b""  # the key that leads up to the first one
     partial: bool = False
     is_named: bool = False
     transfer: str | None = None
@@ -50,6 +54,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the slots of `keys[index]`."""
         return self.tail_nbytes if self.is_tail(index) else self.nbytes
 
+    def names(self, index: int) -> bytes:
+        """Of the full blocks of `keys[index]`."""
+        width = self.chunk_blocks * NAME_BYTES
+        return self.blocks[index * width : (index + 1) * width]
+
     def chunk(self, index: int, shard: int, slot: Slot) -> Chunk:
         """The record of `keys[index]`, to be filled in `slot`."""
         return Chunk(
@@ -59,6 +68,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             self.layers,
             tail=self.is_tail(index),
             is_named=self.is_named,
+            blocks=self.names(index),
+            parent=self.keys[index - 1] if index else self.parent,
             shards=len(self.writers),
             arenas=self.arenas,
             owner=self.owner,
@@ -116,6 +127,15 @@ class Store:
     def find(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int] = ()) -> list[tuple[Chunk, ...]]:
         """The leading run of keys that are sealed in every shard: `shards` chunks per hit."""
         return self._index.sealed(keys, shards, arenas)
+
+    def part(
+        self, parent: bytes, blocks: bytes, shards: int, arenas: Sequence[int] = ()
+    ) -> tuple[tuple[Chunk, ...], int] | None:
+        """A sealed chunk of every shard behind `parent` that begins with the most of these blocks, and with how many."""
+        for key, count in self._index.siblings.like(parent, blocks):
+            for chunks in self.find([key], shards, arenas):
+                return chunks, count
+        return None
 
     def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
@@ -193,7 +213,7 @@ class Store:
                 continue
             if chunk.state is State.RETIRED:
                 freed[chunk.slot.arena, Step.UNLEASED].append(chunk)
-            elif chunk.tail:  # it was for this one reader
+            elif chunk.is_for_one:
                 freed[chunk.slot.arena, Step.EVICT].append(chunk)
             elif not chunk.pins:
                 self.pools[chunk.slot.arena].policy.insert(chunk)
@@ -293,6 +313,17 @@ class Store:
         self._index.step(sealed, Step.SEAL)
         self.counters["sealed"] += len(sealed)
         self._make_evictable(sealed)
+        for chunk in sealed:
+            if chunk.blocks:
+                self._drop_beginnings(chunk)
+
+    def _drop_beginnings(self, sealed: Chunk) -> None:
+        """Ends of prompts that this chunk has all of are of no use any more."""
+        for key in self._index.siblings.beginnings(sealed.parent, sealed.blocks):
+            chunks = self._index.of(key)
+            if all(chunk.is_evictable and chunk.slot.arena == sealed.slot.arena for chunk in chunks):
+                for chunk in chunks:
+                    self.pools[chunk.slot.arena].drop(chunk)
 
     def _make_evictable(self, sealed: Sequence[Chunk]) -> None:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
@@ -380,7 +411,10 @@ class Store:
         """Forget what was sealed for this transfer alone; what is being read is freed with its last lease."""
         for chunk in self._index.transfers.of(transfer):
             if chunk.state is State.SEALED:
-                self.pools[chunk.slot.arena].drop(chunk)
+                if chunk.is_for_one:
+                    self.pools[chunk.slot.arena].drop(chunk)
+                else:
+                    self._index.transfers.discard(transfer, chunk)
 
     def unsealed(self, transfer: str) -> list[Chunk]:
         """The chunks of this transfer that are still being filled."""

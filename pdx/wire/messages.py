@@ -25,12 +25,14 @@ _T = TypeVar("_T")
 
 VERSION = 4
 MAX_FRAME_BYTES = 4 << 20
+MAX_BLOCKS = 1 << 16  # of a prompt whose blocks are told
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024
 MAX_LAYERS = 4_096
 MAX_SLOTS = MAX_KEYS * 8  # in one answer
 
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+BlockNames = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_BLOCKS)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 TransferId = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-zA-Z_-]+\Z")]
 Name = Annotated[str, Meta(max_length=256)]
@@ -124,8 +126,11 @@ class Admit(Message, frozen=True):
     write them.
     `partial`: grant the leading ones that fit instead of all or nothing; where nothing is granted for lack of room,
     nothing is leased either.
-    `tail_nbytes`: the last key is the tail of a prompt, of so many bytes, never kept for reuse. Room for it is granted
-    to the part that writes.
+    `tail_nbytes`: the last key is the tail of a prompt, of so many bytes. Room for it is granted to the part that writes,
+    and to the part that keeps, which is in no transfer. It is found again by its blocks, or goes with its one reader.
+    `blocks`: a name of 16 bytes for each full block of the prompt, from the first key's first block on, `chunk_blocks` of
+    them to a chunk; `parent`: what is in the place of the key before the first one. Behind the leading run the chunk is
+    leased as well that begins with the most of the prompt's next blocks.
     `transfer`: the handoff that the request has a `part` in. One that writes opens the transfer, and what is granted
     belongs to it. For one that reads, what is missing may still come; one that expects
     also waits for a transfer that the node has not heard of yet.
@@ -146,18 +151,26 @@ class Admit(Message, frozen=True):
     tail_nbytes: Bytes = 0
     partial: bool = False
     transfer: TransferId | None = None
-    part: Literal["reads", "writes", "expects"] = "reads"
+    part: Literal["reads", "writes", "expects", "keeps"] = "reads"
     push_to: Name = ""
     source: Name = ""
     wait_s: Seconds = 0.0
     hints: Hints = Hints("")
     layout: Layout = b""
     want: Number = 0
+    blocks: BlockNames = b""
+    chunk_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
+    parent: Annotated[bytes, Meta(max_length=16)] = b""
+
+    @property
+    def writes_tail(self) -> bool:
+        """Whether the last key is a tail that this request itself writes."""
+        return self.tail_nbytes > 0 and self.part in ("writes", "keeps")
 
     @property
     def sought(self) -> int:
         """How many leading keys may come from elsewhere: not the tail that this request itself writes."""
-        return len(self.keys) - (self.tail_nbytes > 0 and self.part == "writes")
+        return len(self.keys) - self.writes_tail
 
     @property
     def writes(self) -> TransferId | None:
@@ -300,6 +313,7 @@ class Admitted(Message, frozen=True):
     the hits that is not `granted` is there or being filled, or (if `full`) found no room.
     `waiting`: what is missing may still come; `full` without `granted`: there was no room for all. Either way nothing
     is held, and the slots of the hits are left out.
+    `part_blocks`: behind the hits, `slots` has a further chunk, of which this many leading blocks are the prompt's.
     `is_pushed`: slices are sent on as they are filled, so the node wants to hear of layers before all are. Otherwise
     one `Fill` that seals is enough.
     """
@@ -312,6 +326,7 @@ class Admitted(Message, frozen=True):
     granted_slots: Slots = []
     full: bool = False
     is_pushed: bool = False
+    part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
 
 
 class Done(Message, frozen=True):
