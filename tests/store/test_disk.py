@@ -117,7 +117,7 @@ def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
     bed = make()
     assert bed.store(1)
     assert bed.load(1) is None
-    assert not bed.tier.status().is_direct
+    assert bed.tier.status().state == "by way of the page cache"
     assert "no direct I/O" in caplog.text
 
 
