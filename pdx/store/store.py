@@ -16,13 +16,13 @@ import msgspec
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import Arena, round_up
+from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NO_HINTS, NODE, Chunk
 from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
-from pdx.store.siblings import NAME_BYTES
 from pdx.store.slot_pool import SlotPool
 from pdx.wire.messages import Hints
 
@@ -56,7 +56,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     def names(self, index: int) -> bytes:
         """Of the full blocks of `keys[index]`."""
-        width = self.chunk_blocks * NAME_BYTES
+        width = self.chunk_blocks * KEY_BYTES
         return self.blocks[index * width : (index + 1) * width]
 
     def chunk(self, index: int, shard: int, slot: Slot) -> Chunk:
@@ -131,7 +131,10 @@ class Store:
     def part(
         self, parent: bytes, blocks: bytes, shards: int, arenas: Sequence[int] = ()
     ) -> tuple[tuple[Chunk, ...], int] | None:
-        """A sealed chunk of every shard behind `parent` that begins with the most of these blocks, and with how many."""
+        """A sealed chunk behind `parent` that begins with the most of these blocks, in every shard, and with how many.
+
+        :returns: None if there is none with at least one of them.
+        """
         for key, count in self._index.siblings.like(parent, blocks):
             for chunks in self.find([key], shards, arenas):
                 return chunks, count
@@ -319,7 +322,7 @@ class Store:
 
     def _drop_beginnings(self, sealed: Chunk) -> None:
         """Ends of prompts that this chunk has all of are of no use any more."""
-        for key in self._index.siblings.beginnings(sealed.parent, sealed.blocks):
+        for key in self._index.siblings.beginnings(sealed.parent, sealed.blocks, sealed.key):
             chunks = self._index.of(key)
             if all(chunk.is_evictable and chunk.slot.arena == sealed.slot.arena for chunk in chunks):
                 for chunk in chunks:

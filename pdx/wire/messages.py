@@ -126,11 +126,12 @@ class Admit(Message, frozen=True):
     write them.
     `partial`: grant the leading ones that fit instead of all or nothing; where nothing is granted for lack of room,
     nothing is leased either.
-    `tail_nbytes`: the last key is the tail of a prompt, of so many bytes. Room for it is granted to the part that writes,
-    and to the part that keeps, which is in no transfer. It is found again by its blocks, or goes with its one reader.
-    `blocks`: a name of 16 bytes for each full block of the prompt, from the first key's first block on, `chunk_blocks` of
-    them to a chunk; `parent`: what is in the place of the key before the first one. Behind the leading run the chunk is
-    leased as well that begins with the most of the prompt's next blocks.
+    `tail_nbytes`: the last key is the tail of a prompt, of so many bytes. Room for it is granted to the part that
+    writes, and to the part that keeps, which is in no transfer. It is found again by its blocks, or goes with its one
+    reader.
+    `blocks`: a name of 16 bytes for each full block of the prompt, from the first key's first block on, `chunk_blocks`
+    of them to a chunk; `parent`: the key before the first one, or what stands for it. Behind the leading run, the chunk
+    that begins with the most of the prompt's next blocks is leased, too.
     `transfer`: the handoff that the request has a `part` in. One that writes opens the transfer, and what is granted
     belongs to it. For one that reads, what is missing may still come; one that expects
     also waits for a transfer that the node has not heard of yet.
