@@ -209,16 +209,17 @@ class StoreLookup:
             partial=tracked.takes_part,
             transfer=tracked.transfer if tracked.is_prefill else None,
             part="writes",
-            **self._names(tracked, first_chunk, first_chunk + len(keys)),
+            **self._names(tracked, first_chunk, (first_chunk + len(keys)) * self._layout.blocks_per_chunk),
         )
 
-    def _names(self, tracked: TrackedRequest, first: int, end: int) -> dict[str, Any]:
-        """What the node is told of the blocks of chunks [first, end), for hits that end within a chunk."""
-        per_chunk = self._layout.blocks_per_chunk
-        if (end - first) * per_chunk > MAX_BLOCKS:
+    def _names(self, tracked: TrackedRequest, first_chunk: int, end_block: int) -> dict[str, Any]:
+        """What the node is told of the blocks from this chunk on, so that a chunk is found in part."""
+        first_block = first_chunk * self._layout.blocks_per_chunk
+        if end_block - first_block > MAX_BLOCKS:
             return {}
-        names = tracked.block_names(first * per_chunk, end * per_chunk)
-        return {"blocks": names, "chunk_blocks": per_chunk, "parent": tracked.parent_key(first)}
+        names = tracked.block_names(first_block, end_block)
+        parent = tracked.parent_key(first_chunk)
+        return {"blocks": names, "chunk_blocks": self._layout.blocks_per_chunk, "parent": parent}
 
     # ---- the request's one question ---------------------------------------------------------
 
@@ -246,7 +247,7 @@ class StoreLookup:
             part=tracked.part,
             push_to=tracked.push_to if wants_room else "",
             source=tracked.source if may_be_elsewhere else "",
-            **self._names(tracked, 0, self._end_chunk(tracked)),
+            **self._names(tracked, 0, self._end_block(tracked, tail_blocks)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
         )
         tracked.asked = self._ask_now(connection, ask)
@@ -301,9 +302,11 @@ class StoreLookup:
                 return [*keys, end[0]], end[1]
         return keys, 0
 
-    def _end_chunk(self, tracked: TrackedRequest) -> int:
-        """Behind the last chunk of the prompt, whole or not."""
-        return min(-(-tracked.request.num_prompt_tokens // self._layout.chunk_tokens), self._max_chunks)
+    def _end_block(self, tracked: TrackedRequest, tail_blocks: int) -> int:
+        """Behind the last full block that a question is about; a tail has nothing of what was generated behind it."""
+        request = tracked.request
+        tokens = request.num_prompt_tokens if tail_blocks else request.num_tokens
+        return min(tokens // self._layout.block_tokens, self._max_chunks * self._layout.blocks_per_chunk)
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> list[bytes]:
         return tracked.chunk_keys(min(num_tokens // self._layout.chunk_tokens, self._max_chunks))

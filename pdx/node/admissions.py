@@ -151,13 +151,24 @@ class Admissions:
         least = min(ask.nbytes, ask.tail_nbytes or ask.nbytes)
         if ask.nbytes and ask.layers > least:
             raise ProtocolError(f"{ask.layers} slices do not fit into {least} bytes")
-        if len(ask.blocks) % KEY_BYTES or (ask.blocks and not ask.chunk_blocks):
-            raise ProtocolError(f"{len(ask.blocks)} bytes of block names, and {ask.chunk_blocks} blocks to a chunk")
+        if ask.blocks:
+            self._check_blocks(ask)
         answer = self._look(session, ask)
         if not (answer.waiting and ask.wait_s and self._waiting.has_room(session)):
             return answer
         self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, self._clock() + ask.wait_s))
         return None
+
+    @staticmethod
+    def _check_blocks(ask: Admit) -> None:
+        count, over = divmod(len(ask.blocks), KEY_BYTES)
+        if over or not ask.chunk_blocks or ask.nbytes % ask.chunk_blocks:
+            text = f"{len(ask.blocks)} bytes of block names, {ask.chunk_blocks} blocks to a chunk of {ask.nbytes} bytes"
+            raise ProtocolError(text)
+        if ask.writes_tail and ask.nbytes:
+            most = (len(ask.keys) - 1) * ask.chunk_blocks + ask.tail_nbytes * ask.chunk_blocks // ask.nbytes
+            if count > most:
+                raise ProtocolError(f"names of {count} blocks, where the keys and the tail have {most}")
 
     def late_answers(self) -> Iterator[tuple[Session, int, Answer]]:
         """After each turn of the control loop: answers to what has waited, with the numbers of their messages."""

@@ -444,7 +444,7 @@ def test_a_step_looks_at_the_requests_that_have_something_to_save(engines: Calla
     assert Counted.looks <= 3, "one of them is about to fill a chunk"
     requests[0].all_token_ids += tokens(43, 4)
     engine.scheduler.plan_step(running(engine, requests, {}))
-    wait_until(lambda: engines.node.status().chunks == {"filling": 1}, what="it has room")
+    wait_until(lambda: engines.node.status().chunks == {"filling": 101}, what="it has room, and the prompts' ends have")
     wait_until(lambda: engine.scheduler.plan_step(running(engine, requests, {})).saves, what="it is saved")
     assert engine.scheduler.plan_step(running(engine, requests, {7: [9]})).saves == []
     assert engine.scheduler.track(requests[7]).block_ids[-1] == 9

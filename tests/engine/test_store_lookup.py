@@ -77,7 +77,7 @@ class Asking:
 
 
 def slots(count: int) -> list[Slot]:
-    return [Slot(4096 * number, 4096, 2) for number in range(count)]
+    return [Slot(4096 * number, layout().chunk_bytes, 2) for number in range(count)]
 
 
 def answers(hits: int, *, waiting: bool = False) -> Callable[[Ask], Answer]:

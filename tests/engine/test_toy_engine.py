@@ -44,11 +44,11 @@ def test_prompt_computed_once_is_loaded_by_another_engine(
     while request.num_computed < len(prompt):
         first.step((request, min(step, len(prompt) - request.num_computed)))
     first.finish(request)
-    wait_until(lambda: engines.node.status().chunks.get("sealed") == 3 * shards, what="sealed")
+    wait_until(lambda: engines.node.status().chunks.get("sealed") == 4 * shards, what="three chunks and a block")
     again = Request("again", prompt)
     assert second.admit(again) == set()
-    assert again.num_computed == 3 * CHUNK
-    second.check_cache(again, 3 * CHUNK)
+    assert again.num_computed == 3 * CHUNK + BLOCK
+    second.check_cache(again, 3 * CHUNK + BLOCK)
     second.finish(again)
     wait_until(lambda: at_rest(engines), what="at rest")
 
@@ -66,7 +66,9 @@ def test_prompt_computed_once_is_loaded_by_another_engine(
         (2 * CHUNK + 7, 2),
     ],
 )
-def test_handoff_carries_the_tail_and_forgets_it(engines: Callable[..., ToyEngine], length: int, shards: int) -> None:
+def test_handoff_carries_the_tail_and_keeps_its_full_blocks(
+    engines: Callable[..., ToyEngine], length: int, shards: int
+) -> None:
     first, second = engines(shards=shards), engines(shards=shards)
     prompt = tokens(2, length)
     transfer = {"transfer_id": "transfer-" + "x" * 20}
@@ -79,10 +81,14 @@ def test_handoff_carries_the_tail_and_forgets_it(engines: Callable[..., ToyEngin
     assert decode.num_computed == length
     second.check_cache(decode, length)
     second.finish(decode)
-    wait_until(lambda: engines.node.status().chunks.get("sealed", 0) == length // CHUNK * shards, what="tail freed")
+    kept = length // CHUNK + (length % CHUNK >= BLOCK)
+    wait_until(
+        lambda: engines.node.status().chunks.get("sealed", 0) == kept * shards, what="a part of a block is freed"
+    )
     stranger = Request("s", [*prompt, 7], {"do_remote_prefill": True, "transfer_id": "another-" + "x" * 20})
     second.admit(stranger)
-    assert stranger.num_computed == length // CHUNK * CHUNK
+    assert stranger.num_computed == length // BLOCK * BLOCK
+    second.check_cache(stranger, stranger.num_computed)
     second.finish(stranger)
     wait_until(lambda: at_rest(engines), what="at rest")
 
@@ -120,6 +126,7 @@ def test_generated_chunks_are_saved_when_full(engines: Callable[..., ToyEngine])
         request.all_token_ids.append(generator.randrange(1000))
         return bool(engine.step((request, 1)).saves)
 
+    wait_until(lambda: engines.node.status().chunks == {"sealed": 1}, what="the prompt's full blocks are kept")
     for count in (1, 2):
         while request.num_tokens < count * CHUNK:
             assert not generate(), "a chunk is saved when it is full"
