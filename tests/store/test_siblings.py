@@ -39,7 +39,8 @@ def test_the_best_one_is_found_as_by_looking_at_all(chunks, parent, prompt, data
     assert (found[0][1] if found else 0) == most
     for key, count in found:
         of, names = kept[key]
-        assert of == parent and names[:count] == prompt[:count]
+        assert of == parent
+        assert names[:count] == prompt[:count]
 
 
 @given(chunks, st.sampled_from(PARENTS), letters)
@@ -55,7 +56,8 @@ def test_what_a_chunk_makes_useless_begins_as_it_does(chunks, parent, names):
     assert len(found) <= MAX_BEGINNINGS
     for key in found:
         of, each = chunks[int.from_bytes(key, "big")]
-        assert of == parent and names.startswith(each)
+        assert of == parent
+        assert names.startswith(each)
     same = [number for number, chunk in enumerate(chunks) if chunk == (parent, names)]
     assert len({*found} & {_key(number) for number in same}) == min(len(same), MAX_BEGINNINGS)
 
@@ -67,7 +69,8 @@ def test_a_chunk_of_several_shards_is_there_until_its_last_one_is_not():
     siblings.discard(_key(1))
     assert list(siblings.like(PARENTS[0], _names("ac"))) == [(_key(1), 1)]
     siblings.discard(_key(1))
-    assert not list(siblings.like(PARENTS[0], _names("ac"))) and len(siblings) == 0
+    assert not list(siblings.like(PARENTS[0], _names("ac")))
+    assert len(siblings) == 0
 
 
 def test_names_are_compared_block_by_block():
