@@ -237,8 +237,8 @@ class Admissions:
             return Admitted(len(hits), full=True)
         if ask.lease_s or not ask.nbytes:
             self._counters["lookups"] += 1
-            self._counters["looked_up_chunks"] += len(ask.keys)
-            self._counters["hit_chunks"] += len(hits)
+            self._counters["looked_up_chunks"] += ask.sought
+            self._counters["hit_chunks"] += min(len(hits), ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
         slots = [chunk.slot for chunk in chunks]
         is_pushed = self._push(session, ask, arenas)

@@ -143,8 +143,8 @@ def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
     host.wait_saving(server)
     before = host.sealed()
     assert essence(post(server.url, *CASES["length-1000"])) == essence(expected["length-1000"])
-    wait_until(lambda: host.sealed() == before + 3, timeout_s=30, what="its three chunks are sealed")
-    stored = wait_until(lambda: host.disk_chunks() == host.sealed() and host.sealed(), what="all is on the disk")
+    wait_until(lambda: host.sealed() == before + 4, timeout_s=30, what="its three chunks and the block behind them")
+    stored = wait_until(lambda: host.disk_chunks() == before + 3 and before + 3, what="whole chunks are on the disk")
 
     killed = psutil.Process(host.status().pid)
     killed.kill()
@@ -208,9 +208,9 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
     assert host.workers() == 2, "both ranks are attached to the node that the engine has started"
     before = host.sealed()
     assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
-    wait_until(lambda: host.sealed() == before + 2 * 3, timeout_s=30, what="three chunks of two shards each")
+    wait_until(lambda: host.sealed() == before + 2 * 4, timeout_s=30, what="three chunks and a block, of two shards")
     assert essence(post(sharded.url, *body)) == essence(expected["length-1000"])
-    assert hit_tokens(sharded) == 768
+    assert hit_tokens(sharded) == 896
     sharded.stop()
     wait_until(lambda: host.workers() == 0, timeout_s=30, what="its processes are given back")
 
@@ -222,12 +222,12 @@ def test_reuse_under_tensor_parallelism_and_never_between_strangers(
     stranger = post(other.url, *body)
     assert essence(post(smaller.url, *body)) == essence(expected["length-1000"])
     assert hit_tokens(other) == hit_tokens(smaller) == 0
-    wait_until(lambda: host.sealed() == before + 2 * 3, timeout_s=30, what="each has chunks of its own")
+    wait_until(lambda: host.sealed() == before + 2 * 4, timeout_s=30, what="each has chunks of its own")
     assert essence(stranger) != essence(expected["length-1000"])
     assert essence(post(other.url, *body)) == essence(stranger)
-    assert hit_tokens(other) == 768
+    assert hit_tokens(other) == 896
     assert essence(post(smaller.url, *body)) == essence(expected["length-1000"])
-    assert hit_tokens(smaller) == 768
+    assert hit_tokens(smaller) == 960
     other.stop()
     smaller.stop()
 
@@ -261,3 +261,21 @@ def test_after_a_reset_nothing_that_was_saved_before_is_found(host: Host, engine
         assert essence(post(engine.url, *body)) == first
         assert hit_tokens(engine) - hit == hits
         wait_until(lambda sealed=sealed: host.sealed() == before + sealed, timeout_s=30, what="what is there")
+
+
+def test_two_questions_to_one_document_share_all_of_its_full_blocks(host: Host, engine: Server) -> None:
+    """They part within a chunk: its first block is loaded, and the rest of it computed."""
+    document = text(3200, 900)
+    bodies = [completion(document + text(3201 + number, 200)) for number in range(2)]
+    alone = []
+    for body in bodies:  # each computed by an engine that knows nothing
+        assert post(engine.url, "/reset_prefix_cache?reset_external=true", {})["success"]
+        alone.append(essence(post(engine.url, *body)))
+    assert post(engine.url, "/reset_prefix_cache?reset_external=true", {})["success"]
+    before = host.sealed()
+    assert essence(post(engine.url, *bodies[0])) == alone[0]
+    wait_until(lambda: host.sealed() == before + 4, timeout_s=30, what="what was computed is saved")
+    assert post(engine.url, "/reset_prefix_cache", {})["success"]  # the engine's own
+    hit = hit_tokens(engine)
+    assert essence(post(engine.url, *bodies[1])) == alone[1]
+    assert hit_tokens(engine) - hit == 3 * 256 + 128

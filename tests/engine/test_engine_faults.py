@@ -145,7 +145,7 @@ def test_a_hook_that_fails_ends_pdx_and_not_the_engine(
 ) -> None:
     shards = 1 if lags else 2
     other = bed.engine(lags=False, shards=shards)
-    there, new = tokens(510, 3 * CHUNK + 5), tokens(511, 2 * CHUNK + 5)
+    there, new = tokens(510, 3 * CHUNK + 3), tokens(511, 2 * CHUNK + 3)
     serve(other, Request("other", there))
     bed.wait_sealed(3 * shards)
     engine = bed.engine(lags=lags, shards=shards)

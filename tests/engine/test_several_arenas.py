@@ -34,7 +34,7 @@ def used(bed: Bed) -> list[int]:
 
 def test_what_is_saved_on_the_gpu_is_in_host_memory_too(bed: Bed) -> None:
     first, second = bed.engine(), bed.engine()
-    prompt = tokens(1, 3 * CHUNK + 5)
+    prompt = tokens(1, 3 * CHUNK + 3)
     first.finish(saved(first, prompt, step=7))
     bed.wait_sealed(6)
     assert used(bed) == [3 * CHUNK_BYTES, 3 * CHUNK_BYTES]
@@ -69,7 +69,7 @@ def test_a_handoff_within_the_gpu_makes_no_detour(bed: Bed) -> None:
     second.check_cache(decode, len(prompt))
     second.finish(decode)
     bed.wait_at_rest()
-    bed.wait_sealed(4)
+    bed.wait_sealed(5)  # two chunks here and below, and the full block behind them
 
 
 def test_an_engine_that_dies_leaves_nothing_in_any_arena(bed: Bed) -> None:
@@ -91,7 +91,7 @@ def on_two(beds: Callable[..., Bed]) -> Bed:
 
 def test_the_ranks_of_an_engine_have_their_chunks_on_their_gpus(on_two: Bed) -> None:
     engine = on_two.engine(gpus=("0", "1"))
-    prompt = tokens(4, 3 * CHUNK + 5)
+    prompt = tokens(4, 3 * CHUNK + 3)
     engine.finish(saved(engine, prompt, step=7))
     on_two.wait_sealed(12)
     assert used(on_two) == [6 * CHUNK_BYTES, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES], "both shards are in host memory"

@@ -32,7 +32,7 @@ def test_whatever_fits_into_a_half_the_bytes_arrive(
     bed = beds(False)
     first, second = bed.engine(), bed.engine()
     first.skip_hooks = not hooks
-    prompt = tokens(1, 3 * CHUNK + 5)
+    prompt = tokens(1, 3 * CHUNK + 3)
     first.finish(saved(first, prompt, step=CHUNK + 3))
     bed.wait_sealed(3)
     check_loaded(second, prompt, 3 * CHUNK)

@@ -37,7 +37,7 @@ def test_prompt_computed_once_is_loaded_by_another_engine(
     bed = beds(on_gpu)
     first, second = bed.engine(graphs=mode == "graphs"), bed.engine()
     first.skip_hooks = mode == "no hooks"
-    prompt = tokens(1, 3 * CHUNK + 5)
+    prompt = tokens(1, 3 * CHUNK + 3)
     first.finish(saved(first, prompt, step=step))
     bed.wait_sealed(3)
     check_loaded(second, prompt, 3 * CHUNK)
@@ -57,7 +57,7 @@ def test_handoff_carries_the_tail(beds: Callable[..., Bed], on_gpu: bool) -> Non
     second.check_cache(decode, len(prompt))
     second.finish(decode)
     bed.wait_at_rest()
-    assert bed.node.status().chunks == {"sealed": 2}
+    assert bed.node.status().chunks == {"sealed": 3}
 
 
 def test_a_full_graph_is_gathered_by_one_launch_and_captures_none(bed: Bed) -> None:

@@ -17,8 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
+from pdx.store.siblings import common
 from pdx.store.store import Claim, Store
 
 GRANULES = 24
@@ -26,6 +28,13 @@ KEYS = {1: [b"c%d" % n for n in range(6)], 2: [b"e%d" % n for n in range(6)]}  #
 WRITABLE = (State.FILLING, State.QUARANTINED)
 HOLDABLE = (State.FILLING, State.SEALED)
 indices = st.integers(0, 1 << 16)
+WIDTH = 2  # blocks to a chunk
+names = st.text("ab", max_size=5 * WIDTH)  # of the blocks of a prompt
+parents = st.sampled_from([b"p" * KEY_BYTES, b"c0"])  # what leads up to its first chunk
+
+
+def named(letters):
+    return b"".join(letter.encode() * KEY_BYTES for letter in letters)
 
 
 @dataclass
@@ -45,6 +54,12 @@ class Record:
     filled: set = field(default_factory=set)
     leases: int = 0
     pins: int = 0
+    blocks: bytes = b""
+    parent: bytes = b""
+
+    def begins(self, other):
+        """Whether it has nothing but leading blocks of the other one."""
+        return bool(self.blocks) and self.parent == other.parent and other.blocks.startswith(self.blocks)
 
     def slice(self, layer):
         """(offset, bytes) of a slice."""
@@ -108,7 +123,8 @@ class StoreMachine(RuleBasedStateMachine):
     def unread(self, records):
         for record in records:
             record.leases -= 1
-            is_spent = record.state is State.RETIRED or (record.tail and record.state is State.SEALED)
+            is_for_one = record.tail and not record.blocks
+            is_spent = record.state is State.RETIRED or (is_for_one and record.state is State.SEALED)
             if not record.leases and is_spent:
                 self.die(record)
 
@@ -143,8 +159,10 @@ class StoreMachine(RuleBasedStateMachine):
         tail=st.booleans(),
         partial=st.booleans(),
         seconds=st.integers(1, 50),
+        letters=names,
+        parent=parents,
     )
-    def reserve(self, who, chosen, granules, layers, tail, partial, seconds):
+    def reserve(self, who, chosen, granules, layers, tail, partial, seconds, letters, parent):
         shards = 2 if who == "scheduler" else 1
         keys = [KEYS[shards][index] for index in chosen]
         owner = self.sessions[who]
@@ -159,6 +177,9 @@ class StoreMachine(RuleBasedStateMachine):
             tail_nbytes=700 if tail else 0,
             partial=partial,
             deadline=deadline,
+            blocks=named(letters[: WIDTH * len(keys)]),
+            chunk_blocks=WIDTH,
+            parent=parent,
         )
         if len(set(keys)) < len(keys):
             with pytest.raises(ProtocolError, match="twice"):
@@ -204,6 +225,8 @@ class StoreMachine(RuleBasedStateMachine):
                 deadline,
                 tail=tail and index == len(keys) - 1,
                 number=next(self.numbers),
+                blocks=claim.names(index),
+                parent=keys[index - 1] if index else parent,
             )
 
     def is_evictable(self, record):
@@ -275,6 +298,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.let_go_model(record)
         else:
             record.state = State.SEALED
+            for gone in self.take_evicted():
+                assert gone.key != record.key
+                assert gone.begins(record)
 
     @rule(index=indices)
     def seal(self, index):
@@ -338,6 +364,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.leases[number] = Lease(session, self.now + seconds, records)
             for record in records:
                 record.leases += 1
+
+    @rule(shards=st.sampled_from([1, 2]), parent=parents, letters=names)
+    def find_part(self, shards, parent, letters):
+        blocks = named(letters)
+        sealed = [record for record in self.live.values() if record.state is State.SEALED and record.parent == parent]
+        found = self.store.part(parent, blocks, shards)
+        if found is not None:
+            chunks, count = found
+            records = [self.live[chunk.slot.offset] for chunk in chunks]
+            assert [record.shard for record in records] == list(range(shards))
+            assert len({record.key for record in records}) == 1
+            assert records[0].parent == parent
+            assert 0 < count <= common(records[0].blocks, blocks)
+        if not any(record.key in KEYS[2] for record in sealed):  # of two shards one may be missing, or name others
+            most = max((common(record.blocks, blocks) for record in sealed), default=0)
+            assert (found[1] if found is not None else 0) == (most if shards == 1 else 0)
 
     @rule(index=indices)
     def release(self, index):
@@ -455,6 +497,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.num_leases == len(self.leases)
         assert self.store.free_bytes == self.free_bytes()
         self.store.pools[0]._allocator.check()
+        named_keys = {r.key for r in self.live.values() if r.blocks and r.state is State.SEALED}
+        assert len(self.store._index.siblings) == len(named_keys)
         assert writing(self.store) == {r.slot.offset for r in self.live.values() if r.state in WRITABLE}
 
     def teardown(self):
@@ -480,5 +524,5 @@ def writing(store):
     return {chunk.slot.offset for group in store._index.writers._groups.values() for chunk in group}
 
 
-StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+StoreMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestStore = StoreMachine.TestCase
