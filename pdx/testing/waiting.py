@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-DEADLINE_S = 4.0
+DEADLINE_S = 30.0
 PAUSE_S = 0.005
 _ROUND_S = 0.05
 
