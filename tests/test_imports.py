@@ -49,7 +49,7 @@ OTHERS = {
     "pdx.security": "msgspec zmq",
     "pdx.cuda": "msgspec",
     "pdx.proxy": "aiohttp msgspec prometheus_client zmq",
-    "pdx.store": "msgspec obstore redis xxhash",
+    "pdx.store": "msgspec obstore redis sortedcontainers xxhash",
     "pdx.transports": "*",
     "pdx.node.peers": "msgspec zmq",
     "pdx.node": "msgspec prometheus_client zmq",
