@@ -35,6 +35,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     tail: bool = False  # fewer blocks than a chunk has: the end of a prompt
     blocks: bytes = b""  # names of its full blocks (`pdx.store.siblings`), where the engine has told them …
     parent: bytes = b""  # … and the key of the chunk that leads up to it
+    is_shared: bool = False  # a prompt was found that begins as it does
     is_named: bool = False  # a client's name is its key, which says nothing of the bytes
     shards: int = 1  # of its key, this one included …
     arenas: Sequence[int] = ()  # … and where they lie, see `pdx.store.store.Store`
@@ -66,6 +67,11 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     def is_for_one(self) -> bool:
         """Whether it goes with its only reader: nobody else could find it."""
         return self.tail and not self.blocks
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it is the end of a prompt that nobody is known to read."""
+        return self.tail and self.transfer is None
 
     @property
     def is_evictable(self) -> bool:

@@ -23,8 +23,11 @@ class EvictionPolicy(ABC):
         """Whether it has this chunk."""
 
     @abstractmethod
-    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
-        """The chunk may be evicted from now on; `before`: a chunk that leads up to it, which should stay longer."""
+    def insert(self, chunk: Chunk, before: Chunk | None = None, *, goes_first: bool = False) -> None:
+        """The chunk may be evicted from now on; `before`: a chunk that leads up to it, which should stay longer.
+
+        `goes_first`: it is worth the least: the end of a prompt, which no other prompt has been found to share.
+        """
 
     @abstractmethod
     def remove(self, chunk: Chunk) -> None:
@@ -60,14 +63,17 @@ class Lru(EvictionPolicy):
     def __contains__(self, chunk: Chunk | None) -> bool:
         return chunk is not None and chunk.newer is not None
 
-    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+    def insert(self, chunk: Chunk, before: Chunk | None = None, *, goes_first: bool = False) -> None:
         """The chunk goes just before `before` where that may be evicted, too, else as the most recently used.
 
         So a chunk that is sealed step by step goes before what leads up to it. Nothing else moves: a prompt counts as
         used when the first of its chunks was, until it is read.
         """
         if chunk.newer is None:
-            self._link(chunk, before if before is not None and before.newer is not None else self._end)
+            newer = before if before is not None and before.newer is not None else self._end
+            oldest = self._end.newer
+            assert oldest is not None
+            self._link(chunk, oldest if goes_first else newer)
             self._count += 1
             self.nbytes += chunk.room_bytes
 

@@ -137,6 +137,8 @@ class Store:
         """
         for key, count in self._index.siblings.like(parent, blocks):
             for chunks in self.find([key], shards, arenas):
+                for chunk in chunks:
+                    chunk.is_shared = True
                 return chunks, count
         return None
 
@@ -219,7 +221,8 @@ class Store:
             elif chunk.is_for_one:
                 freed[chunk.slot.arena, Step.EVICT].append(chunk)
             elif not chunk.pins:
-                self.pools[chunk.slot.arena].policy.insert(chunk)
+                is_read_once = chunk.tail and chunk.transfer is not None and not chunk.is_shared
+                self.pools[chunk.slot.arena].policy.insert(chunk, goes_first=is_read_once)
         for (arena, step), of_arena in freed.items():
             self.pools[arena].free(of_arena, step)
 
@@ -334,9 +337,9 @@ class Store:
         for chunk in reversed(evictable):  # the end of what was sealed at once becomes the older one
             policy = self.pools[chunk.slot.arena].policy
             if chunk.before not in evictable and chunk.before not in policy:
-                policy.insert(chunk)
+                policy.insert(chunk, goes_first=chunk.is_spare)
         for chunk in evictable:
-            self.pools[chunk.slot.arena].policy.insert(chunk, chunk.before)
+            self.pools[chunk.slot.arena].policy.insert(chunk, chunk.before, goes_first=chunk.is_spare)
         for chunk in sealed:
             chunk.before = None
 

@@ -106,6 +106,51 @@ def test_the_end_of_a_prompt_goes_before_its_beginning_after_it_was_looked_up(st
     assert there(store, "abcdefgh") == "ab"
 
 
+def named(letters):
+    return b"".join(letter.encode() * 16 for letter in letters)
+
+
+def put_end(store, key, blocks, **settings):
+    """The end of a prompt, which is less than a chunk; its slot."""
+    made = claim([key], tail_nbytes=GRANULE_BYTES, blocks=named(blocks), chunk_blocks=4, parent=b"root", **settings)
+    slots = store.reserve(made)[1]
+    seal(store, slots)
+    return slots
+
+
+def test_the_end_of_a_prompt_that_nobody_shares_goes_before_all_others(store):
+    put(store, "abcd")
+    put_end(store, b"e", "xyz")
+    put(store, "fgh")
+    put(store, "i")
+    assert there(store, "e") == ""
+    assert there(store, "abcd") == "abcd"
+
+
+@pytest.mark.parametrize("transfer", [None, "transfer"])
+def test_the_end_of_a_prompt_that_another_shares_goes_in_its_turn(store, transfer):
+    put(store, "abcd")
+    put_end(store, b"e", "xyz", transfer=transfer)
+    chunks, count = store.part(b"root", named("xyw"), 1)
+    assert count == 2
+    store.release(store.lease(chunks, OWNER, 1.0), OWNER)
+    put(store, "fgh")
+    put(store, "i")
+    assert there(store, "e") == "e"
+    assert there(store, "abcd") == "abc"
+
+
+def test_the_tail_of_a_transfer_goes_first_when_its_one_reader_has_read_it(store):
+    put(store, "abcd")
+    slots = put_end(store, b"e", "xyz", transfer="transfer")
+    put(store, "fgh")
+    put(store, "i")
+    assert there(store, "e") == "e", "somebody will read it"
+    store.release(store.lease([store.at(slots[0])], OWNER, 1.0), OWNER)
+    put(store, "j")
+    assert there(store, "e") == ""
+
+
 def test_the_least_recently_used_prompt_goes_first(store):
     put(store, "abcd")
     put(store, "efgh")
