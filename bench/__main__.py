@@ -42,7 +42,7 @@ HANDOFF = "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-b
 SHOWN = (
     *(f"gpu-{section}" for section in SECTIONS),
     *("breakdown", "breakdown-8000", "breakdown-yield"),
-    *("reuse-lmcache", "reuse-plain"),
+    *("reuse-lmcache", "reuse-plain", "reuse-parts"),
 )
 NUMBERS = ROOT / "docs" / "numbers.md"
 BEGIN, END = "<!-- filled by `make bench` from here -->\n", "<!-- to here -->\n"
