@@ -121,6 +121,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""  # file; empty: the environment has them
     remote_s: PositiveSeconds = 5.0  # a call to it that takes longer has failed …
     remote_lookup_s: PositiveSeconds = 0.25  # … and a question whether chunks are there
+    policy: Annotated[str, Meta(max_length=256)] = "lru"  # which chunks go first, see pdx.store.policies.by_name
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
@@ -180,6 +181,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
+    policy: Annotated[str, Meta(max_length=256)] = "lru"
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
 
@@ -196,6 +198,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "remote_ttl_s": self.remote_ttl,
             "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
             "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",
+            "policy": self.policy,
             "numa": self.numa,
             "metrics": self.metrics,
         }

@@ -50,6 +50,12 @@ _OF_NODES = (
     option("--remote-ca", default="", metavar="FILE", help="Certificates that sign the remote store's own."),
     option("--remote-credentials", default="", metavar="FILE", help="For the remote store; else the environment's."),
     option(
+        "--policy",
+        default="lru",
+        metavar="NAME",
+        help="Which chunks leave memory first: lru, lfu, fifo, s3fifo, sieve or ttl:SECONDS.",
+    ),
+    option(
         "--numa",
         default="auto",
         metavar="auto|none|N",

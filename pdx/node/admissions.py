@@ -218,7 +218,7 @@ class Admissions:
         hits = self._store.find(ask.keys, ask.shards, arenas)
         chunks = [chunk for shards in hits for chunk in shards]
         if len(hits) < ask.sought and self._may_come(session, ask, len(hits), arenas):
-            self._store.touch(chunks)
+            self._store.refresh(chunks)
             return Admitted(len(hits), waiting=True)
         part, part_blocks = self._part(ask, len(hits), arenas)
         chunks += part

@@ -24,8 +24,8 @@ from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.disk.tier import DiskTier
-from pdx.store.eviction import EvictionPolicy, Lru
 from pdx.store.lifecycle import State
+from pdx.store.policies.by_name import find as find_policy
 from pdx.store.remote.backend import RemoteSettings, open_backend
 from pdx.store.remote.tier import RemoteTier
 from pdx.store.store import Store
@@ -74,17 +74,19 @@ class Service:
         arenas: Sequence[Arena],
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        policy: Callable[[], EvictionPolicy] = Lru,
     ) -> None:
-        """`arenas`: the first is where peers read and write; the others are those of GPUs. `policy`: see `Store`."""
+        """`arenas`: the first is where peers read and write; the others are those of GPUs.
+
+        :raises ConfigError: there is no such eviction policy.
+        """
         arena = arenas[0]
         self._config = config
         self._arenas = arenas
         self._epoch = epoch
         self._clock = clock
         self.name = node_name(config)
-        self.store = Store(arena, clock, nbytes=round_up(config.arena_bytes), more=arenas[1:], policy=policy)
+        nbytes = round_up(config.arena_bytes)
+        self.store = Store(arena, clock, nbytes=nbytes, more=arenas[1:], policy=find_policy(config.policy))
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock)

@@ -14,6 +14,7 @@ from pdx.wire.messages import Hints
 
 NO_HINTS = Hints("")
 NODE = 0  # the session that fills what a copy loads: the node itself
+Rank = tuple[int, int, int]  # of a chunk in its eviction policy; less goes first
 
 
 class Chunk(msgspec.Struct, eq=False, gc=False):
@@ -45,7 +46,12 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     deadline: float = 0.0
     hints: Hints = NO_HINTS  # of the request for which it was reserved
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
-    older: Chunk | None = None  # its neighbours in `pdx.store.eviction.Lru`; None: it is not there
+    is_in_order: bool = False  # of eviction: it may be evicted now (`pdx.store.eviction`) …
+    level: int = 0  # … on this level
+    rank: Rank | None = None  # its eviction policy's …
+    uses: int = 0  # … own knowledge of it, …
+    expires_at: float = 0.0  # … when it goes, if it says so
+    older: Chunk | None = None  # its neighbours in `pdx.store.policies.lru`; None: it is not there
     newer: Chunk | None = None
 
     def __post_init__(self) -> None:

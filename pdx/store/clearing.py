@@ -1,11 +1,11 @@
 """Which chunks to evict, so that slots of one size fit: found before anything is evicted.
 
-It begins at the least recently used chunk. Where that chunk's room, joined with the holes beside it, holds one more
+It begins at the chunk that should go first. Where that chunk's room, joined with the holes beside it, holds one more
 slot, it goes alone: with slots of one size that is all. Otherwise the chunks beside it go with it, first those before
 it (the end of a prompt lies behind its beginning, and goes first), then those behind it, until one more slot fits or
 both ways are barred by what must stay; then nothing of that goes.
 
-Given up: neighbours go out of their turn, though other least recently used chunks might lie together elsewhere.
+Given up: neighbours go out of their turn, though chunks whose turn it is might lie together elsewhere.
 """
 
 from __future__ import annotations
@@ -56,27 +56,30 @@ class Clearing:
         """Whether everything that is wanted would fit."""
         return self.slots >= self._wanted
 
-    def search(self, oldest_first: Iterable[Chunk]) -> None:
+    def search(self, first_to_go: Iterable[Chunk]) -> None:
         """Choose victims until all slots fit. Nothing may change meanwhile."""
-        for chunk in oldest_first:
-            if self.is_enough:
-                return
+        for chunk in first_to_go:
             if self._looks <= 0:
                 self.stopped_at = chunk
                 break
             self._looks -= 1
-            if chunk in self.victims:
-                continue
-            if chunk.room_bytes == self._size:
-                self._clear_alone(chunk)
-                self._clear_other_shards([chunk])
-                continue
-            window = self._window(chunk)
-            if self._grow(window):
-                self._clear(window)
-                self._clear_other_shards(window.chunks)
+            if chunk not in self.victims:
+                self._take(chunk)
+            if self.is_enough:  # before the next one is asked for: a policy moves on by what was asked
+                return
         if not self.is_enough:
             self._join_all()
+
+    def _take(self, chunk: Chunk) -> None:
+        """This chunk goes, with what lies beside it where that is needed for one slot more; or it stays."""
+        if chunk.room_bytes == self._size:
+            self._clear_alone(chunk)
+            self._clear_other_shards([chunk])
+            return
+        window = self._window(chunk)
+        if self._grow(window):
+            self._clear(window)
+            self._clear_other_shards(window.chunks)
 
     def _window(self, chunk: Chunk) -> Window:
         """A chunk with the free and cleared room beside it."""

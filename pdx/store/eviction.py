@@ -1,111 +1,96 @@
-"""Which chunks go first: a policy per arena, and the one that PDX has, least recently used first."""
+"""Which chunks of an arena may be evicted, and in which order: levels, and in each of them a policy."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
-from pdx.memory.slot import Slot
 from pdx.store.chunk import Chunk
+from pdx.store.policies.policy import EvictionPolicy
+
+ENDS = -1  # level of the ends of prompts that nobody is known to share: they are worth the least
 
 
-class EvictionPolicy(ABC):
-    """Has the sealed chunks of one arena that nobody leases or pins. Owned by the control loop; no call may wait.
+class EvictionOrder:
+    """The sealed chunks of one arena that nobody leases or pins.
 
-    `insert` and `remove` are idempotent; `nbytes` is the room of all chunks that it has. `chunk.hints` is what the
-    application said of it when it was reserved.
+    A level is a priority that the application gave (`Hints.priority`); below all of them are the ends of prompts. What
+    is on a lower level goes first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
     """
 
-    nbytes: int
-
-    @abstractmethod
-    def __contains__(self, chunk: Chunk | None) -> bool:
-        """Whether it has this chunk."""
-
-    @abstractmethod
-    def insert(self, chunk: Chunk, before: Chunk | None = None, *, goes_first: bool = False) -> None:
-        """The chunk may be evicted from now on; `before`: a chunk that leads up to it, which should stay longer.
-
-        `goes_first`: it is worth the least: the end of a prompt, which no other prompt has been found to share.
-        """
-
-    @abstractmethod
-    def remove(self, chunk: Chunk) -> None:
-        """The chunk may not be evicted any more: it is read, pinned or gone."""
-
-    @abstractmethod
-    def access(self, chunk: Chunk) -> None:
-        """The chunk was used just now."""
-
-    @abstractmethod
-    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
-        """The chunks in the order in which they should go, from `start` where it has that.
-
-        Nothing changes while they are looked at.
-        """
-
-
-class Lru(EvictionPolicy):
-    """Least recently used first, the end of a prompt before its beginning.
-
-    A ring through the chunks themselves, closed by one that is nobody's: every call takes the same few steps.
-    """
-
-    def __init__(self) -> None:
-        self._end = Chunk(b"", 0, Slot(0, 0, 0), 1)  # older than the oldest, newer than the newest
-        self._end.older = self._end.newer = self._end
-        self._count = 0
-        self.nbytes = 0
-
-    def __len__(self) -> int:
-        return self._count
+    def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
+        """`make`: makes the policy of one level."""
+        self._make = make
+        self._levels: dict[int, EvictionPolicy] = {}
+        self._sorted: list[int] = []
+        self.nbytes = 0  # room of all that may be evicted
 
     def __contains__(self, chunk: Chunk | None) -> bool:
-        return chunk is not None and chunk.newer is not None
+        """Whether it may be evicted now."""
+        return chunk is not None and chunk.is_in_order
 
     def insert(self, chunk: Chunk, before: Chunk | None = None, *, goes_first: bool = False) -> None:
-        """The chunk goes just before `before` where that may be evicted, too, else as the most recently used.
+        """The chunk may be evicted from now on. `before`: one that leads up to it, which should stay longer.
 
-        So a chunk that is sealed step by step goes before what leads up to it. Nothing else moves: a prompt counts as
-        used when the first of its chunks was, until it is read.
+        `goes_first`: it is the end of a prompt, which no other prompt has been found to share.
         """
-        if chunk.newer is None:
-            newer = before if before is not None and before.newer is not None else self._end
-            oldest = self._end.newer
-            assert oldest is not None
-            self._link(chunk, oldest if goes_first else newer)
-            self._count += 1
-            self.nbytes += chunk.room_bytes
+        if chunk.is_in_order:
+            return
+        level = ENDS if goes_first else chunk.hints.priority
+        if level != chunk.level:
+            self._policy(chunk.level).remove(chunk)
+            chunk.level = level
+        is_beside = before is not None and before.level == level
+        self._policy(level).insert(chunk, before if is_beside else None)
+        chunk.is_in_order = True
+        self.nbytes += chunk.room_bytes
 
-    def remove(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.remove`."""
-        if chunk.newer is not None:
-            self._unlink(chunk)
-            self._count -= 1
+    def hold(self, chunk: Chunk) -> None:
+        """The chunk may not be evicted for now: it is read or pinned."""
+        if chunk.is_in_order:
+            self._policy(chunk.level).hold(chunk)
+            chunk.is_in_order = False
             self.nbytes -= chunk.room_bytes
 
+    def remove(self, chunk: Chunk) -> None:
+        """The chunk is gone."""
+        self.hold(chunk)
+        self._policy(chunk.level).remove(chunk)
+
     def access(self, chunk: Chunk) -> None:
-        """See `EvictionPolicy.access`; nothing where it may not be evicted."""
-        if chunk.newer is not None:
-            self._unlink(chunk)
-            self._link(chunk, self._end)
+        """A request has found the chunk; from then on it is on the level of its priority."""
+        was_there = chunk.is_in_order
+        self.hold(chunk)
+        self._policy(chunk.level).access(chunk)
+        if was_there:
+            self.insert(chunk)
 
-    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
-        """See `EvictionPolicy.victims`."""
-        at = start if start is not None and start in self else self._end.newer
-        while at is not None and at is not self._end:
-            yield at
-            at = at.newer
+    def refresh(self, chunk: Chunk) -> None:
+        """A request that has found the chunk still waits for others."""
+        if chunk.is_in_order:
+            self.hold(chunk)
+            self.insert(chunk)
 
-    def _link(self, chunk: Chunk, newer: Chunk) -> None:
-        older = newer.older
-        assert older is not None
-        chunk.older, chunk.newer = older, newer
-        older.newer = newer.older = chunk
+    def victims(self, start: Chunk | None = None) -> Iterator[Chunk]:
+        """The chunks in the order in which they should go, from `start` where that may be evicted.
 
-    def _unlink(self, chunk: Chunk) -> None:
-        older, newer = chunk.older, chunk.newer
-        assert older is not None
-        assert newer is not None
-        older.newer, newer.older = newer, older
-        chunk.older = chunk.newer = None
+        Nothing may be inserted, held or removed meanwhile.
+        """
+        if start is None or start not in self:
+            return itertools.chain.from_iterable(self._levels[level].victims(None) for level in self._sorted)
+        return itertools.chain.from_iterable(
+            self._levels[level].victims(start if level == start.level else None)
+            for level in self._sorted
+            if level >= start.level
+        )
+
+    def overdue(self) -> list[Chunk]:
+        """Chunks, held or not, that should go even if there is room. Each is told of once."""
+        return [chunk for policy in self._levels.values() for chunk in policy.overdue()]
+
+    def _policy(self, level: int) -> EvictionPolicy:
+        policy = self._levels.get(level)
+        if policy is None:
+            policy = self._levels[level] = self._make()
+            self._sorted = sorted(self._levels)
+        return policy

@@ -11,7 +11,7 @@ from pdx.memory.slot import Slot
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
 from pdx.store.clearing import Clearing
-from pdx.store.eviction import EvictionPolicy
+from pdx.store.eviction import EvictionOrder
 from pdx.store.index import Index
 from pdx.store.lifecycle import Step
 
@@ -19,11 +19,11 @@ from pdx.store.lifecycle import Step
 class SlotPool:
     """Grants slots, evicts chunks for them, and takes slots back. It alone changes generations.
 
-    What may be evicted is in `policy`; who makes a chunk evictable, or not, inserts it there and removes it.
+    What may be evicted is in `order`; who makes a chunk evictable, or not, inserts it there and holds it.
     """
 
     def __init__(
-        self, number: int, arena: Arena, nbytes: int, index: Index, policy: EvictionPolicy, counters: Counter[str]
+        self, number: int, arena: Arena, nbytes: int, index: Index, order: EvictionOrder, counters: Counter[str]
     ) -> None:
         """`number`: of the arena in its node; `nbytes`: how much of it, from its beginning, is for chunks."""
         self.total_bytes = nbytes
@@ -33,7 +33,7 @@ class SlotPool:
         self._index = index
         self._counters = counters
         self._stopped_at: dict[int, Chunk] = {}  # size that was not found -> where the next search for it goes on
-        self.policy = policy
+        self.order = order
 
     @property
     def free_bytes(self) -> int:
@@ -43,7 +43,7 @@ class SlotPool:
     @property
     def available_bytes(self) -> int:
         """Bytes that would be nobody's if everything were evicted that may be."""
-        return self._allocator.free_bytes + self.policy.nbytes
+        return self._allocator.free_bytes + self.order.nbytes
 
     def grant(self, sizes: Sequence[int], shards: int, *, partial: bool) -> list[list[Slot]]:
         """New slots for chunks of these sizes, in order: for each a list of one slot per shard.
@@ -80,11 +80,9 @@ class SlotPool:
         """Evict, so that `count` slots of `nbytes` more fit, with `partial` some of them; nothing if they would not."""
         size = round_up(nbytes)
         clearing = Clearing(self._allocator, self._index, self._number, size, count)
-        clearing.search(self.policy.victims(self._stopped_at.get(size)))
+        clearing.search(self.order.victims(self._stopped_at.get(size)))
         self._stopped_at = {size: clearing.stopped_at} if clearing.stopped_at is not None else {}
         victims = list(clearing.victims) if partial or clearing.is_enough else []
-        for chunk in victims:
-            self.policy.remove(chunk)
         self._counters["evicted"] += len(victims)
         self.free(victims, Step.EVICT)
 
@@ -93,7 +91,6 @@ class SlotPool:
         if chunk.leases:  # the last of those who read it frees it
             self._index.step([chunk], Step.DELETE)
         else:
-            self.policy.remove(chunk)
             self.free([chunk], Step.EVICT)
 
     def give_back(self, slots: Sequence[Slot]) -> None:
@@ -101,9 +98,10 @@ class SlotPool:
         self._allocator.free_many([slot.offset for slot in slots])
 
     def free(self, chunks: Sequence[Chunk], step: Step) -> None:
-        """Forget these chunks, which nobody reads or writes and the policy does not have, and give their room back."""
+        """Forget these chunks, which nobody reads or writes, and give their room back."""
         self._index.step(chunks, step)
         for chunk in chunks:
+            self.order.remove(chunk)
             chunk.before = None
             # Before anybody else can get the room: stale readers and writers see it.
             self._next_generation(chunk.slot.offset)

@@ -1,8 +1,8 @@
 """The chunk store of a node's arenas: reserve, fill, seal, look up, lease, evict.
 
 Owned by the node's control loop: one thread, no locks, no I/O, the clock is a parameter. It never moves a byte; it
-says where bytes may go and which are there. Least recently used chunks go first, the end of a prompt before its
-beginning, because a prefix is only worth what leads up to it.
+says where bytes may go and which are there. What goes first is the policy's choice (`pdx.store.eviction`), but the end
+of a prompt goes before its beginning, because a prefix is only worth what leads up to it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -20,11 +21,15 @@ from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NO_HINTS, NODE, Chunk
 from pdx.store.deadlines import Deadlines
-from pdx.store.eviction import EvictionPolicy, Lru
+from pdx.store.eviction import EvictionOrder
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
+from pdx.store.policies.by_name import Maker, find
 from pdx.store.slot_pool import SlotPool
 from pdx.wire.messages import Hints
+
+
+LRU = find("lru")
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,17 +109,17 @@ class Store:
         *,
         nbytes: int | None = None,
         more: Sequence[Arena] = (),
-        policy: Callable[[], EvictionPolicy] = Lru,
+        policy: Maker = LRU,
     ) -> None:
         """`arena` has number 0, those in `more` follow. `nbytes`: how much of the first, from its beginning, is for
-        chunks; all of it by default. `policy`: makes what decides in each arena which chunks go first.
+        chunks; all of it by default. `policy`: makes what decides in an arena of so many bytes which chunks go first.
         """
         self._clock = clock
         self.counters: Counter[str] = Counter()
         self._index = Index(1 + len(more))
         sizes = [nbytes or arena.nbytes, *(each.nbytes for each in more)]
         self.pools = [
-            SlotPool(number, each, size, self._index, policy(), self.counters)
+            SlotPool(number, each, size, self._index, EvictionOrder(partial(policy, size)), self.counters)
             for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
         ]
         self._leases: dict[int, Lease] = {}
@@ -168,6 +173,7 @@ class Store:
         """Keep these sealed chunks for `seconds`; returns the lease's number."""
         lease = Lease(session, list(chunks), self._clock() + seconds)
         self.hold(lease.chunks)
+        self.touch(lease.chunks)
         number = next(self._numbers)
         self._leases[number] = lease
         self._leases_of.setdefault(session, {})[number] = None
@@ -206,7 +212,7 @@ class Store:
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a copy reads it."""
         for chunk in chunks:
-            self.pools[chunk.slot.arena].policy.remove(chunk)
+            self.pools[chunk.slot.arena].order.hold(chunk)
             chunk.leases += 1
 
     def unhold(self, chunks: Sequence[Chunk]) -> None:
@@ -222,14 +228,19 @@ class Store:
                 freed[chunk.slot.arena, Step.EVICT].append(chunk)
             elif not chunk.pins:
                 is_read_once = chunk.tail and chunk.transfer is not None and not chunk.is_shared
-                self.pools[chunk.slot.arena].policy.insert(chunk, goes_first=is_read_once)
+                self.pools[chunk.slot.arena].order.insert(chunk, goes_first=is_read_once)
         for (arena, step), of_arena in freed.items():
             self.pools[arena].free(of_arena, step)
 
     def touch(self, chunks: Sequence[Chunk]) -> None:
-        """Count as used just now."""
+        """A request has found these."""
         for chunk in reversed(chunks):  # the end of the prompt becomes the older one
-            self.pools[chunk.slot.arena].policy.access(chunk)
+            self.pools[chunk.slot.arena].order.access(chunk)
+
+    def refresh(self, chunks: Sequence[Chunk]) -> None:
+        """A request that has found these waits for others: they should not go meanwhile."""
+        for chunk in reversed(chunks):
+            self.pools[chunk.slot.arena].order.refresh(chunk)
 
     # ---- reserving and filling --------------------------------------------------------------
 
@@ -335,11 +346,11 @@ class Store:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
         evictable = dict.fromkeys(chunk for chunk in sealed if chunk.is_evictable)
         for chunk in reversed(evictable):  # the end of what was sealed at once becomes the older one
-            policy = self.pools[chunk.slot.arena].policy
-            if chunk.before not in evictable and chunk.before not in policy:
-                policy.insert(chunk, goes_first=chunk.is_spare)
+            order = self.pools[chunk.slot.arena].order
+            if chunk.before not in evictable and chunk.before not in order:
+                order.insert(chunk, goes_first=chunk.is_spare)
         for chunk in evictable:
-            self.pools[chunk.slot.arena].policy.insert(chunk, chunk.before, goes_first=chunk.is_spare)
+            self.pools[chunk.slot.arena].order.insert(chunk, chunk.before, goes_first=chunk.is_spare)
         for chunk in sealed:
             chunk.before = None
 
@@ -394,8 +405,8 @@ class Store:
                 count += 1
                 for chunk in chunks:
                     self._index.pin(chunk, 1 if pinned else -1)
-                    policy = self.pools[chunk.slot.arena].policy
-                    (policy.insert if chunk.is_evictable else policy.remove)(chunk)
+                    order = self.pools[chunk.slot.arena].order
+                    (order.insert if chunk.is_evictable else order.hold)(chunk)
         return count
 
     def delete(self, keys: Iterable[bytes]) -> int:
@@ -431,6 +442,10 @@ class Store:
     def expire(self) -> list[Chunk]:
         """End leases and reservations whose deadline is over; returns the chunks that were aborted."""
         now = self._clock()
+        for pool in self.pools:
+            for chunk in pool.order.overdue():
+                self.counters["chunks_expired"] += 1
+                pool.drop(chunk)
         for number in self._lease_ends.take(now):
             self.counters["leases_expired"] += 1
             self._end_lease(number)

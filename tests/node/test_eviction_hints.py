@@ -1,4 +1,4 @@
-"""Hints of a request reach the eviction policy, and a node can be given another policy than its own."""
+"""Hints of a request reach the order of eviction."""
 
 import os
 
@@ -7,24 +7,16 @@ import pytest
 from pdx.config import NodeConfig
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.service import Service
-from pdx.store.eviction import Lru
 from pdx.wire.messages import VERSION, Admit, Fill, Hello, Hints
 
 CHUNKS = 256  # as many as the smallest arena has
-
-
-class Priorities(Lru):
-    """The least important first, among those the least recently used."""
-
-    def victims(self, start):
-        return iter(sorted(super().victims(None), key=lambda chunk: chunk.hints.priority))
 
 
 @pytest.fixture
 def service(place):
     nbytes = CHUNKS * GRANULE_BYTES
     with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, policy=Priorities)
+        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1)
         yield made
         made.sessions.close()
         made.peers.close()
@@ -41,7 +33,7 @@ def kept(service, session, names):
     return [name for name in names if service.handle(session, Admit([name.to_bytes(16, "big")])).hits]
 
 
-def test_a_policy_of_ones_own_keeps_what_the_request_says_is_important(service):
+def test_what_the_request_says_is_important_stays_longest(service):
     session, _ = service.attach(b"route", Hello(VERSION, os.getpid(), "client", name="x"), os.getpid())
     important, others = range(4), range(1000, 1000 + CHUNKS - 4)
     put(service, session, important, Hints("a session", priority=7))

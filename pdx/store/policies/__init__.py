@@ -1,0 +1,1 @@
+"""The eviction policies that PDX has, one per file."""

@@ -1,0 +1,68 @@
+"""Eviction policies by name. Ours are listed here; anybody else's come by an entry point of the group `pdx.policies`.
+
+    [project.entry-points."pdx.policies"]
+    mine = "mypackage.mymodule:make"
+
+`make(total_bytes, argument)` returns a `pdx.store.policies.policy.EvictionPolicy` for an arena of so many bytes;
+`argument` is what stands behind the colon in `--policy mine:argument`, or empty.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from pdx.errors import ConfigError
+from pdx.store.policies.fifo import Fifo
+from pdx.store.policies.lfu import Lfu
+from pdx.store.policies.lru import Lru
+from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.s3fifo import S3Fifo
+from pdx.store.policies.sieve import Sieve
+from pdx.store.policies.ttl import Ttl
+
+GROUP = "pdx.policies"
+clock = time.monotonic
+Maker = Callable[[int], EvictionPolicy]  # of one policy, for an arena of so many bytes
+_SIMPLE: dict[str, type[EvictionPolicy]] = {"lru": Lru, "lfu": Lfu, "fifo": Fifo, "sieve": Sieve}
+
+
+def names() -> list[str]:
+    """All of them, ours first."""
+    ours = [*_SIMPLE, "s3fifo", "ttl"]
+    return [*ours, *sorted({point.name for point in entry_points(group=GROUP)}.difference(ours))]
+
+
+def find(setting: str) -> Maker:
+    """What makes the policy that `--policy` names.
+
+    :raises ConfigError: there is none, or what stands behind the colon makes no sense to it.
+    """
+    name, colon, argument = setting.partition(":")
+    if name == "ttl":
+        seconds = _seconds(setting, argument)
+        return lambda _: Ttl(seconds, clock)
+    if name in _SIMPLE or name == "s3fifo":
+        if colon:
+            raise ConfigError(f"--policy {setting}: {name} takes nothing behind a colon")
+        return S3Fifo if name == "s3fifo" else lambda _: _SIMPLE[name]()
+    point = next((point for point in entry_points(group=GROUP) if point.name == name), None)
+    if point is None:
+        raise ConfigError(f"--policy {setting}: no policy is named {name!r}; there are {', '.join(names())}")
+    try:
+        make = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--policy {setting}: {point.value} cannot be had: {error}") from error
+    return lambda total_bytes: make(total_bytes, argument)
+
+
+def _seconds(setting: str, argument: str) -> float:
+    try:
+        seconds = float(argument)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 1e9:
+        raise ConfigError(f"--policy {setting}: say after how many seconds a chunk goes, as in ttl:3600")
+    return seconds

@@ -1,0 +1,49 @@
+"""Gone after a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pdx.store.chunk import Chunk
+from pdx.store.deadlines import Deadlines
+from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.ranks import Ranks
+
+
+class Ttl(EvictionPolicy):
+    """A chunk goes `seconds` after it was sealed, whether there is room or not; for room the oldest goes first.
+
+    Use does not lengthen its life. What is leased then is not found any more and goes with its last lease; what is
+    pinned goes when it is unpinned.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._ranks = Ranks()
+        self._ends: Deadlines[Chunk] = Deadlines()
+
+    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+        """See `EvictionPolicy.insert`."""
+        if chunk.rank is None:
+            chunk.rank = self._ranks.new(before)
+            chunk.expires_at = chunk.expires_at or self._clock() + self._seconds
+        self._ends.add((chunk,), chunk.expires_at)
+        self._ranks.add(chunk)
+
+    def hold(self, chunk: Chunk) -> None:
+        """See `EvictionPolicy.hold`."""
+        self._ranks.discard(chunk)
+
+    def remove(self, chunk: Chunk) -> None:
+        """See `EvictionPolicy.remove`."""
+        self._ends.discard(chunk, chunk.expires_at)
+        super().remove(chunk)
+
+    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
+        """See `EvictionPolicy.victims`."""
+        return self._ranks.within(start)
+
+    def overdue(self) -> list[Chunk]:
+        """See `EvictionPolicy.overdue`."""
+        return [chunk for chunk in self._ends.take(self._clock()) if not chunk.pins]

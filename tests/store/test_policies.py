@@ -1,0 +1,376 @@
+"""Each eviction policy in a real store against a plain model of it, and what all of them have in common."""
+
+import itertools
+from collections import OrderedDict
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pdx.errors import ConfigError
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.store.policies import by_name, ranks
+from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.store import Claim, Store
+from pdx.wire.messages import Hints
+
+SESSION = 1
+ROOM = 10  # chunks
+POLICIES = ["lru", "lfu", "fifo", "s3fifo", "sieve", "ttl:1000"]
+
+
+# ---- models: lists and loops, as the papers have them ---------------------------------------
+
+
+def lru(accesses):
+    cache = OrderedDict()
+    for key in accesses:
+        yield key in cache
+        if key not in cache and len(cache) == ROOM:
+            cache.popitem(last=False)
+        cache[key] = None
+        cache.move_to_end(key)
+
+
+def fifo(accesses):
+    cache = []
+    for key in accesses:
+        yield key in cache
+        if key not in cache:
+            cache = [*cache[-ROOM + 1 :], key]
+
+
+def lfu(accesses):
+    uses, last = {}, {}
+    for now, key in enumerate(accesses):
+        yield key in uses
+        if key not in uses and len(uses) == ROOM:
+            del uses[min(uses, key=lambda each: (uses[each], last[each]))]
+        uses[key] = uses[key] + 1 if key in uses else 0
+        last[key] = now
+
+
+def sieve(accesses):
+    cache, visited, hand = [], {}, 0  # from the oldest to the newest
+    for key in accesses:
+        yield key in cache
+        if key in cache:
+            visited[key] = True
+            continue
+        if len(cache) == ROOM:
+            while visited[cache[hand % ROOM]]:
+                visited[cache[hand % ROOM]] = False
+                hand += 1
+            hand %= ROOM
+            del cache[hand]
+        cache.append(key)
+        visited[key] = False
+
+
+def s3fifo(accesses):
+    small, main, ghosts, uses = [], [], [], {}
+
+    def evict():
+        while True:
+            if len(small) >= ROOM // 10 or not main:
+                key = small.pop(0)
+                if uses[key] >= 2:
+                    main.append(key)
+                    uses[key] = 0
+                else:
+                    del uses[key]
+                    ghosts.append(key)
+                    del ghosts[: -(ROOM - ROOM // 10)]
+                    return
+            else:
+                key = main.pop(0)
+                if not uses[key]:
+                    del uses[key]
+                    return
+                main.append(key)
+                uses[key] -= 1
+
+    for key in accesses:
+        yield key in uses
+        if key in uses:
+            uses[key] = min(3, uses[key] + 1)
+            continue
+        if len(uses) == ROOM:
+            evict()
+        if key in ghosts:
+            ghosts.remove(key)
+            main.append(key)
+        else:
+            small.append(key)
+        uses[key] = 0
+
+
+MODELS = {"lru": lru, "fifo": fifo, "lfu": lfu, "sieve": sieve, "s3fifo": s3fifo, "ttl:1000": fifo}
+
+
+# ---- the store ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arena(tmp_path):
+    with Arena.create(tmp_path / "arena", ROOM * GRANULE_BYTES) as made:
+        yield made
+
+
+def name(number):
+    return number.to_bytes(16, "big")
+
+
+def put(store, numbers, **others):
+    claim = Claim(
+        **{
+            "keys": [name(number) for number in numbers],
+            "nbytes": GRANULE_BYTES,
+            "layers": 1,
+            "owner": SESSION,
+            "writers": [SESSION],
+            **others,
+        }
+    )
+    granted, slots, _ = store.reserve(claim)
+    store.seal(store.fill(slots, 0, 1, SESSION))
+    return len(granted)
+
+
+def there(store, numbers):
+    return [number for number in numbers if store.find([name(number)], 1)]
+
+
+def use(store, number, how):
+    """As a request that finds one chunk, or, where it is not there, puts it there; returns whether it was."""
+    found = store.find([name(number)], 1)
+    if not found:
+        put(store, [number])
+    elif how == "touch":
+        store.touch(found[0])
+    elif how == "lease":
+        store.release(store.lease(found[0], SESSION, 1.0), SESSION)
+    return bool(found)
+
+
+numbers = st.lists(st.integers(0, 30) | st.integers(0, 12), max_size=200)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=150)
+@given(accesses=numbers, how=st.sampled_from(["touch", "lease"]))
+@example(accesses=[*range(12), *range(12), *range(3), *range(20), *range(12)], how="lease")
+def test_hits_are_those_of_the_plain_model(tmp_path_factory, policy, accesses, how):
+    path = tmp_path_factory.mktemp("arena") / "arena"
+    with Arena.create(path, ROOM * GRANULE_BYTES) as arena:
+        store = Store(arena, policy=by_name.find(policy))
+        assert [use(store, number, how) for number in accesses] == list(MODELS[policy](accesses))
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_end_of_a_prompt_goes_before_its_beginning(arena, policy):
+    store = Store(arena, policy=by_name.find(policy))
+    put(store, range(ROOM))
+    put(store, [100, 101, 102])
+    assert there(store, range(ROOM)) == list(range(ROOM - 3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_is_sealed_chunk_by_chunk_goes_from_its_end(arena, policy):
+    store = Store(arena, policy=by_name.find(policy))
+    claim = Claim(
+        keys=[name(number) for number in range(ROOM)], nbytes=GRANULE_BYTES, layers=1, owner=SESSION, writers=[SESSION]
+    )
+    _, slots, _ = store.reserve(claim)
+    for slot in slots:
+        store.seal(store.fill([slot], 0, 1, SESSION))
+    put(store, [100, 101, 102])
+    assert there(store, range(ROOM)) == list(range(ROOM - 3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_leased_or_pinned_is_no_victim_and_is_one_again_afterwards(arena, policy):
+    store = Store(arena, policy=by_name.find(policy))
+    put(store, range(ROOM))
+    lease = store.lease([chunk for (chunk,) in store.find([name(number) for number in range(4)], 1)], SESSION, 1.0)
+    store.pin([name(4), name(5)], 1, pinned=True)
+    put(store, range(100, 100 + ROOM), partial=True)
+    assert there(store, range(ROOM)) == list(range(6)), "nothing of them has gone"
+    assert store.available_bytes == 4 * GRANULE_BYTES
+    store.release(lease, SESSION)
+    store.pin([name(4), name(5)], 1, pinned=False)
+    for first in range(200, 250, ROOM):
+        assert put(store, range(first, first + ROOM)) == ROOM, "everything may be evicted again"
+    assert there(store, range(ROOM)) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_less_important_goes_first_whatever_the_policy(arena, policy):
+    store = Store(arena, policy=by_name.find(policy))
+    put(store, [1, 2], hints=Hints("", priority=5))
+    put(store, range(10, 10 + ROOM - 2))
+    for first in range(100, 200, 5):
+        put(store, range(first, first + 5))
+    assert there(store, [1, 2]) == [1, 2]
+    put(store, range(300, 300 + ROOM))
+    assert there(store, [1, 2]) == [], "important is not pinned"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_deleted_is_forgotten_by_the_policy(arena, policy):
+    store = Store(arena, policy=by_name.find(policy))
+    for first in range(0, 100, ROOM):
+        keys = range(first, first + ROOM)
+        put(store, keys)
+        lease = store.lease([chunk for (chunk,) in store.find([name(keys[0])], 1)], SESSION, 1.0)
+        assert store.delete([name(number) for number in keys]) == ROOM
+        store.release(lease, SESSION)
+        assert store.free_bytes == store.available_bytes == ROOM * GRANULE_BYTES
+
+
+@pytest.mark.parametrize("policy", ["sieve", "s3fifo"])
+def test_one_search_spares_a_bounded_number_of_chunks(arena, policy, monkeypatch):
+    for module in (f"pdx.store.policies.{policy}", "pdx.store.policies.ranks"):
+        monkeypatch.setattr(f"{module}.MAX_CHANCES", 3)
+    store = Store(arena, policy=by_name.find(policy))
+    put(store, range(ROOM))
+    for _, number in itertools.product(range(3), range(ROOM)):
+        store.touch(store.find([name(number)], 1)[0])
+    assert put(store, [100]) == 1
+    assert len(there(store, range(ROOM))) == ROOM - 1
+    assert ranks.MAX_CHANCES == 3
+
+
+# ---- TTL ------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("pdx.store.policies.by_name.clock", made)
+    return made
+
+
+def test_after_its_time_a_chunk_is_gone_though_there_is_room_and_it_was_used(arena, clock):
+    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    put(store, [1, 2])
+    clock.now += 50.0
+    put(store, [3])
+    use(store, 1, "lease")
+    store.expire()
+    assert there(store, [1, 2, 3]) == [1, 2, 3]
+    clock.now += 10.0
+    store.expire()
+    assert there(store, [1, 2, 3]) == [3]
+    assert store.counters["chunks_expired"] == 2
+    assert store.free_bytes == (ROOM - 1) * GRANULE_BYTES
+
+
+def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease(arena, clock):
+    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    put(store, [1])
+    lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
+    clock.now += 61.0
+    store.expire()
+    assert there(store, [1]) == []
+    assert store.free_bytes == (ROOM - 1) * GRANULE_BYTES, "somebody reads it"
+    store.release(lease, SESSION)
+    assert store.free_bytes == ROOM * GRANULE_BYTES
+
+
+def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
+    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    put(store, [1])
+    store.pin([name(1)], 1, pinned=True)
+    clock.now += 61.0
+    store.expire()
+    assert there(store, [1]) == [1]
+    store.pin([name(1)], 1, pinned=False)
+    store.expire()
+    assert there(store, [1]) == []
+
+
+def test_the_end_of_a_prompt_has_its_time_too(arena, clock):
+    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    put(store, [1, 2], tail_nbytes=GRANULE_BYTES, blocks=b"x" * 48, chunk_blocks=2)
+    clock.now += 30.0
+    use(store, 2, "touch")
+    clock.now += 30.0
+    store.expire()
+    assert there(store, [1, 2]) == []
+
+
+# ---- names ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("belady", "no policy is named 'belady'; there are lru, lfu, fifo, sieve, s3fifo, ttl"),
+        ("", "no policy is named ''"),
+        ("lru:3", "--policy lru:3: lru takes nothing behind a colon"),
+        ("ttl", "say after how many seconds a chunk goes, as in ttl:3600"),
+        ("ttl:-1", "ttl:3600"),
+        ("ttl:nan", "ttl:3600"),
+        ("ttl:soon", "ttl:3600"),
+    ],
+)
+def test_a_name_that_makes_no_sense_is_refused_with_what_would(setting, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        by_name.find(setting)
+
+
+class Point:
+    name = "mine"
+    value = "package:make"
+
+    def __init__(self, make):
+        self.load = make
+
+
+def test_a_policy_of_somebody_else_comes_by_its_entry_point(monkeypatch, arena):
+    class Mine(EvictionPolicy):
+        """The newest goes first."""
+
+        def __init__(self):
+            self.chunks = {}
+
+        def insert(self, chunk, before=None):
+            self.chunks[chunk] = None
+
+        def hold(self, chunk):
+            del self.chunks[chunk]
+
+        def victims(self, start):
+            return reversed(self.chunks)
+
+    asked = []
+
+    def make(total_bytes, argument):
+        asked.append((total_bytes, argument))
+        return Mine()
+
+    monkeypatch.setattr(by_name, "entry_points", lambda group: [Point(lambda: make)])
+    assert "mine" in by_name.names()
+    store = Store(arena, policy=by_name.find("mine:7"))
+    for number in range(ROOM + 3):
+        put(store, [number])
+    assert there(store, range(ROOM + 3)) == [*range(ROOM - 1), ROOM + 2]
+    assert asked == [(ROOM * GRANULE_BYTES, "7")]
+
+
+def test_a_policy_that_does_not_import_is_named(monkeypatch):
+    def load():
+        raise ImportError("no module named package")
+
+    monkeypatch.setattr(by_name, "entry_points", lambda group: [Point(load)])
+    with pytest.raises(ConfigError, match="package:make cannot be had: no module named package"):
+        by_name.find("mine")
