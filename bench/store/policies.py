@@ -4,7 +4,7 @@ A trace is a file of JSON lines (`.gz` or not) in the form of Mooncake's publish
 `hash_ids`, the prompt's blocks of 512 tokens, chained. Each request goes through a real `Store`, with slots of the
 smallest size instead of real chunks: it finds and leases its leading chunks, has room made for the others, fills and
 seals them, and lets go. Requests follow each other at once. The hit rate is the share of all tokens that were found.
-With `--apart` blocks come one at a time, the last one of a prompt first, and none is leased, as in simulators of caches.
+With `--apart` blocks come one at a time, the last one of a prompt first, and none is leased, as in a cache's simulator.
 The last line is JSON.
 """
 
@@ -117,9 +117,11 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         for trace in chosen.traces:
             prompts = read(trace)
-            for blocks in map(int, chosen.blocks.split(",")):
-                for policy in chosen.policies.split(","):
-                    rows.append(row(trace, prompts, policy, blocks, Path(folder), is_apart=chosen.apart))
+            rows += [
+                row(trace, prompts, policy, int(blocks), Path(folder), is_apart=chosen.apart)
+                for blocks in chosen.blocks.split(",")
+                for policy in chosen.policies.split(",")
+            ]
     show_rows(rows, "Hit rates of the eviction policies")
     print(json.dumps([asdict(each) for each in rows]))
 

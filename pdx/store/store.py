@@ -28,7 +28,6 @@ from pdx.store.policies.by_name import Maker, find
 from pdx.store.slot_pool import SlotPool
 from pdx.wire.messages import Hints
 
-
 LRU = find("lru")
 
 

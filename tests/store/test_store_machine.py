@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
+from pdx.store.policies import by_name
 from pdx.store.siblings import common
 from pdx.store.store import Claim, Store
 
@@ -84,7 +85,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.arena = Arena.create(Path(self.folder.name) / "arena", GRANULES * GRANULE_BYTES)
         self.now = 100.0
-        self.store = Store(self.arena, lambda: self.now)
         self.numbers = itertools.count(1)
         self.sessions = {"client": next(self.numbers), "other": next(self.numbers)}
         self.sessions |= {"scheduler": next(self.numbers), "rank 0": next(self.numbers), "rank 1": next(self.numbers)}
@@ -93,6 +93,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases = {}  # number -> Lease
         self.holds = []  # lists of records
         self.last_generation = {}
+
+    @initialize(policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "sieve"]))
+    def start(self, policy):
+        self.store = Store(self.arena, lambda: self.now, policy=by_name.find(policy))
 
     # ---- the model -------------------------------------------------------------------------
 
