@@ -17,6 +17,7 @@ COMMANDS = {
     "node": "pdx.cli.node:node",
     "proxy": "pdx.cli.proxy:proxy",
     "cache": "pdx.cli.cache:cache",
+    "why": "pdx.cli.why:why",
     "keygen": "pdx.cli.keygen:keygen",
     "doctor": "pdx.cli.doctor:doctor",
     "bench": "pdx.cli.main:bench",

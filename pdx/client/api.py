@@ -30,6 +30,7 @@ from pdx.wire.messages import (
     Ask,
     Delete,
     Done,
+    Explained,
     Fill,
     Hello,
     NodeStatus,
@@ -39,6 +40,7 @@ from pdx.wire.messages import (
     Renew,
     Status,
     ToNode,
+    Why,
     decode_to_node,
     encode,
 )
@@ -153,6 +155,10 @@ class Node:
     def status(self) -> NodeStatus:
         """What `pdx node --status` shows."""
         return self._call(Status(), NodeStatus)
+
+    def why(self, request: str = "") -> Explained:
+        """Why chunks of the last requests whose name contains this were hits or not, the newest first."""
+        return self._call(Why(request), Explained)
 
     def close(self) -> None:
         """Detach: leases end, unsealed chunks are given back. Idempotent.

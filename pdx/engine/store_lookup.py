@@ -19,7 +19,7 @@ from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import MAX_BLOCKS, MAX_KEYS, MAX_SLOTS, Admit, Admitted, Cancel, Mark, Release
+from pdx.wire.messages import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS, Admit, Admitted, Cancel, Mark, Release
 
 ASK_S = 0.002
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
@@ -249,6 +249,7 @@ class StoreLookup:
             source=tracked.source if may_be_elsewhere else "",
             **self._names(tracked, 0, self._end_block(tracked, tail_blocks)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
+            request=tracked.request.request_id[:MAX_NAME],
         )
         tracked.asked = self._ask_now(connection, ask)
         if wants_room and not tracked.is_prefill:

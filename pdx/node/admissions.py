@@ -17,9 +17,10 @@ from pdx.config import NodeConfig, node_name
 from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
+from pdx.node.explanations import Explanations
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import Chunk, Origin
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
@@ -140,6 +141,7 @@ class Admissions:
         self._faults = faults
         self._clock = clock
         self._waiting = Waiting()
+        self.explanations = Explanations(store, tiers)
 
     def ask(self, session: Session, ask: Admit) -> Admitted | None:
         """The answer; None: it comes later.
@@ -153,7 +155,7 @@ class Admissions:
             raise ProtocolError(f"{ask.layers} slices do not fit into {least} bytes")
         if ask.blocks:
             self._check_blocks(ask)
-        answer = self._look(session, ask)
+        answer = self._look(session, ask, 0.0)
         if not (answer.waiting and ask.wait_s and self._waiting.has_room(session)):
             return answer
         self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, self._clock() + ask.wait_s))
@@ -211,9 +213,9 @@ class Admissions:
         if now < waiter.deadline and hits < ask.sought and self._may_come(waiter.session, ask, hits, arenas):
             self._waiting.add(msgspec.structs.replace(waiter, hits=hits))
             return None
-        return self._look(waiter.session, ask)
+        return self._look(waiter.session, ask, ask.wait_s - max(0.0, waiter.deadline - now))
 
-    def _look(self, session: Session, ask: Admit) -> Admitted:
+    def _look(self, session: Session, ask: Admit, waited_s: float) -> Admitted:
         arenas = self._sessions.arenas(session, ask.shards)
         hits = self._store.find(ask.keys, ask.shards, arenas)
         chunks = [chunk for shards in hits for chunk in shards]
@@ -221,6 +223,8 @@ class Admissions:
             self._store.refresh(chunks)
             return Admitted(len(hits), waiting=True)
         part, part_blocks = self._part(ask, len(hits), arenas)
+        now = self._clock()
+        reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
         chunks += part
         lease = 0
         if chunks and ask.lease_s:
@@ -234,7 +238,9 @@ class Admissions:
             raise
         if full and not ask.partial:
             self._end_lease(lease, session)
-            return Admitted(len(hits), full=True)
+            answer = Admitted(len(hits), full=True)
+            self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
+            return answer
         if ask.lease_s or not ask.nbytes:
             self._counters["lookups"] += 1
             self._counters["looked_up_chunks"] += ask.sought
@@ -242,7 +248,9 @@ class Admissions:
             self._counters["part_hit_blocks"] += part_blocks
         slots = [chunk.slot for chunk in chunks]
         is_pushed = self._push(session, ask, arenas)
-        return Admitted(len(hits), slots, lease, False, granted, room, full, is_pushed, part_blocks)
+        answer = Admitted(len(hits), slots, lease, False, granted, room, full, is_pushed, part_blocks)
+        self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
+        return answer
 
     def _part(self, ask: Admit, hits: int, arenas: Sequence[int]) -> tuple[Sequence[Chunk], int]:
         """The chunk behind the hits that has the most of the prompt's next blocks, in every shard, and how many."""
@@ -289,6 +297,8 @@ class Admissions:
                 transfer=ask.writes,
                 deadline=now + self._config.reserve_s,
                 hints=ask.hints,
+                origin=Origin(_name(session)),
+                who=_who(session, ask),
             )
             found, slots, full = self._store.reserve(claim)
             granted = [hits + index for index in found]
@@ -325,20 +335,32 @@ class Admissions:
     def _may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> bool:
         if ask.nbytes and not ask.lease_s:
             return False  # it writes what is missing, and reads nothing
+        who = _who(session, ask)
         awaited = ask.awaits
         if awaited is not None:
             if self._transfers.is_given_up(awaited):
                 return False
-            if arenas and self._tiers.may_come(ask.keys, hits, ask.shards, arenas, transfer=awaited):
+            if arenas and self._tiers.may_come(ask.keys, hits, ask.shards, arenas, transfer=awaited, who=who):
                 return True
             if self._transfers.is_under_way(awaited) or self._store.is_filling(ask.keys[hits], ask.shards):
                 return True
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return True
-        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas, is_named=session.hello.kind == "client"):
+        is_named = session.hello.kind == "client"
+        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who):
             return True
         try:
             return self._peers.may_come(ask, hits)
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "fetch_impossible", "%s", error)
             return False
+
+
+def _name(session: Session) -> str:
+    """Of whoever asks, for explanations."""
+    hello = session.hello
+    return f"engine {hello.engine}" if hello.engine else f"{hello.kind} {hello.name or hello.pid}"
+
+
+def _who(session: Session, ask: Admit) -> str:
+    return f"request {ask.request}" if ask.request else _name(session)

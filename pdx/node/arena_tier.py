@@ -23,7 +23,7 @@ from pdx.cuda.page_lock import PageLock
 from pdx.errors import ArenaTooSmall, GpuError, PdxError, StaleSlot, TransferAborted
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NODE
+from pdx.store.chunk import NODE, Origin
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy
 from pdx.store.store import Claim, Store
@@ -80,6 +80,8 @@ class ArenaTier(Tier):
             partial=True,
             transfer=copy.transfer if last.tail else None,
             deadline=copy.deadline,
+            origin=Origin("another arena"),
+            who="a copy between arenas",
         )
         try:
             granted, slots, _ = self._store.reserve(claim)
@@ -99,7 +101,7 @@ class ArenaTier(Tier):
     def over(self, copy: Copy) -> None:
         """What was not copied has no use any more."""
         self._cancelled.discard(copy.number)
-        self._copies.give_back(self._slots.pop(copy.number, []))
+        self._copies.give_back(self._slots.pop(copy.number, []), "not copied between arenas in time")
 
     def close(self) -> None:
         """End the thread, and wait for the job that it does, for some seconds. Idempotent."""

@@ -58,6 +58,7 @@ from pdx.wire.messages import (
     Renew,
     Status,
     Welcome,
+    Why,
 )
 
 log = logging.getLogger("pdx.node")
@@ -275,6 +276,7 @@ class Service:
             Cancel: self._cancel,
             Mark: self._mark,
             Status: self._status,
+            Why: self._why,
         }
 
     def _bye(self, session: Session, ask: Bye) -> Answer:
@@ -374,6 +376,9 @@ class Service:
 
     def _mark_own(self, transfer: str, event: Event, nbytes: int, at_ns: int) -> None:
         self.reports.mark(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
+
+    def _why(self, session: Session, ask: Why) -> Answer:
+        return self.admissions.explanations.of(ask.request, self._clock())
 
     def _status(self, session: Session, ask: Status) -> Answer:
         return self.reports.status()

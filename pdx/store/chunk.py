@@ -14,6 +14,29 @@ from pdx.wire.messages import Hints
 
 NO_HINTS = Hints("")
 NODE = 0  # the session that fills what a copy loads: the node itself
+
+
+class Origin(msgspec.Struct, gc=False):
+    """Where the bytes of chunks came from: one for all chunks of a reservation, or of a load."""
+
+    name: str
+    sealed_at: float = 0.0  # of the last one, the store's clock
+    nbytes: int = 0  # of a load: what was moved …
+    start_ns: int = 0  # … from when …
+    end_ns: int = 0  # … until when (CLOCK_MONOTONIC)
+
+    def moved(self, nbytes: int, start_ns: int, end_ns: int) -> None:
+        """A job of the load is over."""
+        self.nbytes += nbytes
+        self.start_ns = min(self.start_ns or start_ns, start_ns)
+        self.end_ns = max(self.end_ns, end_ns)
+
+    @property
+    def gb_s(self) -> float:
+        """Of the load as a whole; 0: not known."""
+        return self.nbytes / (self.end_ns - self.start_ns) if self.end_ns > self.start_ns else 0.0
+
+
 Rank = tuple[int, int, int]  # of a chunk in its eviction policy; less goes first
 
 
@@ -45,6 +68,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     transfer: str | None = None
     deadline: float = 0.0
     hints: Hints = NO_HINTS  # of the request for which it was reserved
+    origin: Origin = msgspec.field(default_factory=lambda: Origin(""))
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
     is_in_order: bool = False  # of eviction: it may be evicted now (`pdx.store.eviction`) …
     level: int = 0  # … on this level

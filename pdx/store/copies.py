@@ -26,7 +26,7 @@ import msgspec
 
 from pdx.errors import ArenaTooSmall, PdxError, ProtocolError, TierError
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NODE, Chunk
+from pdx.store.chunk import NODE, Chunk, Origin
 from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
@@ -153,9 +153,10 @@ class Copies:
         priority: Priority,
         deadline: float,
         is_named: bool = False,
+        who: str = "",
     ) -> int:
         """Copy these keys from the tiers that have them into the first arena, as far as there is room there; how many
-        are filled by that from now on."""
+        are filled by that from now on. `who` wants them."""
         count = 0
         for size, group in itertools.groupby(found, key=lambda each: each[2]):
             run = list(group)
@@ -168,6 +169,7 @@ class Copies:
                 partial=True,
                 is_named=is_named,
                 deadline=deadline,
+                who=who,
             )
             try:
                 granted, slots, is_full = self._store.reserve(claim)
@@ -180,6 +182,9 @@ class Copies:
                 keys.append(run[index][0])
                 chunks += [self._store.at(slot) for slot in slots[at * shards : (at + 1) * shards]]
             for tier, (keys, chunks) in of_tier.items():
+                origin = Origin(tier.name)
+                for chunk in chunks:
+                    chunk.origin = origin
                 self._add(Copy(next(self._numbers), tier, keys, shards, chunks, priority, deadline, is_load=True))
             count += len(granted)
             if is_full:
@@ -389,6 +394,8 @@ class Copies:
             copy.under_way -= 1
             if error is None:
                 copy.copied(job)
+                if copy.is_load:
+                    copy.chunks[0].origin.moved(job.nbytes, job.start_ns, job.end_ns)
                 self._record(copy, job)
                 for part in job.parts if copy.is_load else ():
                     self.land(part.slot, part.first_layer, part.count)
@@ -397,7 +404,7 @@ class Copies:
                     log.warning("%s failed: %s", repr(copy), str(error))
                 self._counters["jobs_failed"] += 1
                 if copy.is_load:  # the others may be good
-                    self.give_back([part.slot for part in job.parts])
+                    self.give_back([part.slot for part in job.parts], f"not loaded from {tier}: {error}")
                 elif copy.state is CopyState.RUNNING and copy.priority < Priority.STORE:  # somebody waits for all of it
                     self._give_up(copy, CopyStep.CANCEL)
             if copy.state is CopyState.DRAINING:
@@ -453,15 +460,16 @@ class Copies:
         copy.step(CopyStep.DRAINED)
         self._remove(copy)
         if copy.is_load:
-            self.give_back([chunk.slot for chunk in copy.chunks])  # what was not loaded never will be
+            # What was not loaded never will be.
+            self.give_back([chunk.slot for chunk in copy.chunks], f"not loaded from {copy.tier.name} in time")
         else:
             self._store.unhold(copy.chunks)
         copy.tier.over(copy)
 
-    def give_back(self, slots: Iterable[Slot]) -> None:
+    def give_back(self, slots: Iterable[Slot], why: str) -> None:
         """Nothing more is written to these slots, which are the node's own to fill: those not sealed are free again."""
         left = self._store.unfinished(slots)
-        self._store.let_go(left)
+        self._store.let_go(left, why)
         self.landed += left
 
     def _remove(self, copy: Copy) -> None:

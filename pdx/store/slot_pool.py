@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdx.memory.arena import GRANULE_BYTES, LAST_GENERATION, Arena, round_up
 from pdx.memory.slot import Slot
@@ -12,6 +12,7 @@ from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
 from pdx.store.clearing import Clearing
 from pdx.store.eviction import EvictionOrder
+from pdx.store.history import History
 from pdx.store.index import Index
 from pdx.store.lifecycle import Step
 
@@ -23,7 +24,15 @@ class SlotPool:
     """
 
     def __init__(
-        self, number: int, arena: Arena, nbytes: int, index: Index, order: EvictionOrder, counters: Counter[str]
+        self,
+        number: int,
+        arena: Arena,
+        nbytes: int,
+        index: Index,
+        order: EvictionOrder,
+        history: History,
+        counters: Counter[str],
+        clock: Callable[[], float],
     ) -> None:
         """`number`: of the arena in its node; `nbytes`: how much of it, from its beginning, is for chunks."""
         self.total_bytes = nbytes
@@ -31,7 +40,9 @@ class SlotPool:
         self._generations = arena.generations
         self._allocator = Allocator(nbytes)
         self._index = index
+        self._history = history
         self._counters = counters
+        self._clock = clock
         self._stopped_at: dict[int, Chunk] = {}  # size that was not found -> where the next search for it goes on
         self.order = order
 
@@ -45,11 +56,11 @@ class SlotPool:
         """Bytes that would be nobody's if everything were evicted that may be."""
         return self._allocator.free_bytes + self.order.nbytes
 
-    def grant(self, sizes: Sequence[int], shards: int, *, partial: bool) -> list[list[Slot]]:
+    def grant(self, sizes: Sequence[int], shards: int, *, partial: bool, why: str) -> list[list[Slot]]:
         """New slots for chunks of these sizes, in order: for each a list of one slot per shard.
 
         For all of them or for none; with `partial` for as many leading ones as fit. Evicts what it must, and without
-        `partial` nothing unless everything fits then.
+        `partial` nothing unless everything fits then. `why`: what is said of the chunks that are evicted.
         """
         runs = [(nbytes, len(list(run)) * shards) for nbytes, run in itertools.groupby(sizes)]
         taken = [self._allocator.allocate_many(nbytes, count) for nbytes, count in runs]
@@ -58,7 +69,7 @@ class SlotPool:
             missing = len(sizes) * shards - sum(map(len, taken))
             for at in short:  # the slots may fit elsewhere once there is more room
                 self._allocator.free_many(taken[at])
-            self._make_room(max(runs[at][0] for at in short), missing, partial=partial)
+            self._make_room(max(runs[at][0] for at in short), missing, partial=partial, why=why)
             for at in short:
                 taken[at] = self._allocator.allocate_many(*runs[at])
         leading: list[int] = []
@@ -76,7 +87,7 @@ class SlotPool:
             for at, nbytes in enumerate(sizes[:whole])
         ]
 
-    def _make_room(self, nbytes: int, count: int, *, partial: bool) -> None:
+    def _make_room(self, nbytes: int, count: int, *, partial: bool, why: str) -> None:
         """Evict, so that `count` slots of `nbytes` more fit, with `partial` some of them; nothing if they would not."""
         size = round_up(nbytes)
         clearing = Clearing(self._allocator, self._index, self._number, size, count)
@@ -84,10 +95,12 @@ class SlotPool:
         self._stopped_at = {size: clearing.stopped_at} if clearing.stopped_at is not None else {}
         victims = list(clearing.victims) if partial or clearing.is_enough else []
         self._counters["evicted"] += len(victims)
+        self._history.note(victims, why, self._clock())
         self.free(victims, Step.EVICT)
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: Chunk, why: str) -> None:
         """Have a sealed chunk forgotten now, and its room free as soon as nobody reads it."""
+        self._history.note((chunk,), why, self._clock())
         if chunk.leases:  # the last of those who read it frees it
             self._index.step([chunk], Step.DELETE)
         else:

@@ -19,9 +19,10 @@ from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
-from pdx.store.chunk import NO_HINTS, NODE, Chunk
+from pdx.store.chunk import NO_HINTS, NODE, Chunk, Origin
 from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionOrder
+from pdx.store.history import History
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.policies.by_name import Maker, find
@@ -29,6 +30,7 @@ from pdx.store.slot_pool import SlotPool
 from pdx.wire.messages import Hints
 
 LRU = find("lru")
+GIVEN_UP = "never whole: its writer gave it up"
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     transfer: str | None = None
     deadline: float = float("inf")
     hints: Hints = NO_HINTS  # of the request, for whoever decides what is kept
+    origin: Origin = msgspec.field(default_factory=lambda: Origin(""))  # of their bytes
+    who: str = ""  # wants them, for the explanation of what goes for that
 
     def is_tail(self, index: int) -> bool:
         """Whether `keys[index]` is a tail."""
@@ -81,6 +85,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             transfer=self.transfer,
             deadline=self.deadline,
             hints=self.hints,
+            origin=self.origin,
         )
 
 
@@ -115,10 +120,20 @@ class Store:
         """
         self._clock = clock
         self.counters: Counter[str] = Counter()
+        self.history = History()
         self._index = Index(1 + len(more))
         sizes = [nbytes or arena.nbytes, *(each.nbytes for each in more)]
         self.pools = [
-            SlotPool(number, each, size, self._index, EvictionOrder(partial(policy, size)), self.counters)
+            SlotPool(
+                number,
+                each,
+                size,
+                self._index,
+                EvictionOrder(partial(policy, size)),
+                self.history,
+                self.counters,
+                clock,
+            )
             for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
         ]
         self._leases: dict[int, Lease] = {}
@@ -145,6 +160,10 @@ class Store:
                     chunk.is_shared = True
                 return chunks, count
         return None
+
+    def of(self, key: bytes) -> Sequence[Chunk]:
+        """The chunks of `key`, filling or sealed, in all shards and arenas."""
+        return self._index.of(key)
 
     def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
@@ -268,7 +287,9 @@ class Store:
                 return [], [], True
         granted, places = wanted, {}
         for arena, count in of_pool.items():
-            places[arena] = self.pools[arena].grant(sizes[: len(granted)], count, partial=claim.partial)
+            places[arena] = self.pools[arena].grant(
+                sizes[: len(granted)], count, partial=claim.partial, why=f"evicted for {claim.who or 'others'}"
+            )
             granted = granted[: len(places[arena])]
         if len(of_pool) > 1:  # what one arena has no room for is no use in another
             for arena, got in places.items():
@@ -298,7 +319,7 @@ class Store:
         if len(present) == shards or any(chunk.state is State.FILLING for chunk in present):
             return False
         for chunk in present:
-            self.pools[chunk.slot.arena].drop(chunk)
+            self.pools[chunk.slot.arena].drop(chunk, "dropped, because another shard of it was missing")
         return True
 
     def fill(self, slots: Iterable[Slot], first_layer: int, layers: int, session: int) -> list[Chunk]:
@@ -328,6 +349,9 @@ class Store:
         self.let_go([chunk for chunk in once if chunk.state is State.QUARANTINED])  # aborted while it was being filled
         self._index.step(sealed, Step.SEAL)
         self.counters["sealed"] += len(sealed)
+        now = self._clock()
+        for chunk in sealed:
+            chunk.origin.sealed_at = now
         self._make_evictable(sealed)
         for chunk in sealed:
             if chunk.blocks:
@@ -339,7 +363,7 @@ class Store:
             chunks = self._index.of(key)
             if all(chunk.is_evictable and chunk.slot.arena == sealed.slot.arena for chunk in chunks):
                 for chunk in chunks:
-                    self.pools[chunk.slot.arena].drop(chunk)
+                    self.pools[chunk.slot.arena].drop(chunk, "dropped, because a longer chunk has all of it")
 
     def _make_evictable(self, sealed: Sequence[Chunk]) -> None:
         """These were just sealed: each may be evicted from now on, before what leads up to it."""
@@ -353,15 +377,17 @@ class Store:
         for chunk in sealed:
             chunk.before = None
 
-    def abort(self, chunks: Iterable[Chunk]) -> None:
-        """Their reservation ends unsealed; the room stays the writer's until it lets go."""
+    def abort(self, chunks: Iterable[Chunk], why: str = GIVEN_UP) -> None:
+        """Their reservation ends unsealed; the room stays the writer's until it lets go. `why`: for the history."""
         filling = [chunk for chunk in dict.fromkeys(chunks) if chunk.state is State.FILLING]
+        self.history.note(filling, why, self._clock())
         self._index.step(filling, Step.ABORT)
         self.counters["aborted"] += len(filling)
 
-    def let_go(self, chunks: Iterable[Chunk]) -> None:
+    def let_go(self, chunks: Iterable[Chunk], why: str = GIVEN_UP) -> None:
         """Their writer will not write them any more: the room is free again, or left to who still reads it."""
         given = [chunk for chunk in dict.fromkeys(chunks) if chunk.state in WRITABLE]
+        self.history.note((chunk for chunk in given if chunk.state is State.FILLING), why, self._clock())
         self.counters["aborted"] += sum(chunk.state is State.FILLING for chunk in given)
         self._index.step([chunk for chunk in given if chunk.leases], Step.DELETE)  # a copy still reads them
         for number, pool in enumerate(self.pools):
@@ -420,7 +446,7 @@ class Store:
             sealed = [chunk for chunk in chunks if chunk.state is State.SEALED]
             count += bool(sealed)
             for chunk in sealed:
-                self.pools[chunk.slot.arena].drop(chunk)
+                self.pools[chunk.slot.arena].drop(chunk, "deleted")
         return count
 
     def drop_tails(self, transfer: str) -> None:
@@ -428,7 +454,7 @@ class Store:
         for chunk in self._index.transfers.of(transfer):
             if chunk.state is State.SEALED:
                 if chunk.is_for_one:
-                    self.pools[chunk.slot.arena].drop(chunk)
+                    self.pools[chunk.slot.arena].drop(chunk, "dropped with its transfer")
                 else:
                     self._index.transfers.discard(transfer, chunk)
 
@@ -444,12 +470,12 @@ class Store:
         for pool in self.pools:
             for chunk in pool.order.overdue():
                 self.counters["chunks_expired"] += 1
-                pool.drop(chunk)
+                pool.drop(chunk, "expired (--policy ttl)")
         for number in self._lease_ends.take(now):
             self.counters["leases_expired"] += 1
             self._end_lease(number)
         late = self._index.deadlines.take(now)
-        self.abort(late)
+        self.abort(late, "not filled in time")
         return late
 
     def end_session(self, session: int) -> list[Chunk]:
@@ -457,9 +483,9 @@ class Store:
         for number in list(self._leases_of.get(session, ())):
             self.release(number, session)
         written = self._index.writers.of(session)
-        self.let_go(written)
+        self.let_go(written, "never whole: its process ended")
         owned = self._index.owners.of(session)
-        self.abort(owned)
+        self.abort(owned, "never whole: its process ended")
         return written + owned
 
     # ---- numbers ----------------------------------------------------------------------------

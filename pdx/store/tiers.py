@@ -146,9 +146,10 @@ class Tiers:
         *,
         transfer: str | None = None,
         is_named: bool = False,
+        who: str = "",
     ) -> bool:
         """Whether what is missing behind the first `hits` keys in `arenas` is on its way there, or is from now on; or a
-        tier is being asked for it. `is_named`: the keys are a client's names.
+        tier is being asked for it. `is_named`: the keys are a client's names. `who` wants them.
 
         The chunks that are hit stay where they are while room is found for the others. A tier that was too slow is left
         alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is still being filled
@@ -167,7 +168,7 @@ class Tiers:
                     return True
                 if self._copies.is_filled_here(missing, shards):
                     return True  # on its way to the first arena, and then on
-            return self._from_below(keys[hits:], shards, is_named)
+            return self._from_below(keys[hits:], shards, is_named, who)
         finally:
             self._store.unhold(hit)
 
@@ -196,7 +197,7 @@ class Tiers:
             ) and self._copies.is_filled_here(wanted[0], shards, arenas)
         return False
 
-    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool) -> bool:
+    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool, who: str) -> bool:
         deadline = self._clock() + self._load_s
         found: list[tuple[bytes, Tier, Held]] = []
         seeks = False
@@ -210,20 +211,39 @@ class Tiers:
                 seeks = seeks or tier.seeks(left, shards)
             if len(found) == at:
                 break
-        return bool(found and self._load(found, shards, deadline, is_named)) or seeks
+        return bool(found and self._load(found, shards, deadline, is_named, who)) or seeks
 
-    def _load(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, deadline: float, is_named: bool) -> int:
-        return self._copies.load(found, shards, priority=Priority.AWAITED, deadline=deadline, is_named=is_named)
+    def _load(
+        self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, deadline: float, is_named: bool, who: str
+    ) -> int:
+        return self._copies.load(
+            found, shards, priority=Priority.AWAITED, deadline=deadline, is_named=is_named, who=who
+        )
+
+    def why_not(self, key: bytes, shards: int, *, is_named: bool = False) -> str:
+        """Why a key that the arena lacks did not come from a tier below that has it; empty: none has it."""
+        for level in self.below:
+            for tier in level:
+                if not tier.find([key], shards) or (is_named and tier.is_shared):
+                    continue
+                if self._is_late(tier):
+                    return f"on {tier.name}, which was too slow a moment ago"
+                return (
+                    f"on {tier.name}, but the arena had no room for it" if tier.is_ready else f"on {tier.name}, paused"
+                )
+        return ""
+
+    def _is_late(self, tier: Tier) -> bool:
+        return self._clock() - self._copies.late_at.get(tier.name, -math.inf) < self._load_s
 
     def _who_may_have(self, key: bytes, is_named: bool) -> Iterator[Tier]:
         """The tiers that a key may come from now, the fastest first."""
-        now = self._clock()
         for level in self.below:
             first = key[-1] % len(level)
             for tier in [*level[first:], *level[:first]]:  # there may have been more disks, or fewer
                 if is_named and tier.is_shared:
                     continue
-                if now - self._copies.late_at.get(tier.name, -math.inf) < self._load_s:
+                if self._is_late(tier):
                     self._counters["loads_from_slow_tiers"] += 1
                 else:
                     yield tier

@@ -28,6 +28,8 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCKS = 1 << 16  # of a prompt whose blocks are told
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
 MAX_SHARDS = 1_024
+MAX_NAME = 256  # characters
+MAX_REASONS = 64  # for the chunks of one request
 MAX_LAYERS = 4_096
 MAX_SLOTS = MAX_KEYS * 8  # in one answer
 
@@ -35,7 +37,7 @@ Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 BlockNames = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_BLOCKS)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 TransferId = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-zA-Z_-]+\Z")]
-Name = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # CLOCK_MONOTONIC of the sender's host, nanoseconds
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -139,6 +141,7 @@ class Admit(Message, frozen=True):
     `source`: a peer that is asked for what is missing here.
     `wait_s`: while what is missing may still come, the answer is kept back for so long; then it is `waiting`, and
     nothing is leased or granted.
+    `request`: what the engine calls the request; the node can explain its answer to it afterwards (`Why`).
 
     From a peer: room for what it has, or is filling. `layout`: of these chunks; a process has said its own when it
     attached. `wait_s`: how long it may wait for room for all of it. `want`: the number of the `Push` that this answers.
@@ -162,6 +165,7 @@ class Admit(Message, frozen=True):
     blocks: BlockNames = b""
     chunk_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     parent: Annotated[bytes, Meta(max_length=16)] = b""
+    request: Name = ""
 
     @property
     def writes_tail(self) -> bool:
@@ -279,6 +283,12 @@ class Status(Message, frozen=True):
     """Ask for a `NodeStatus`."""
 
 
+class Why(Message, frozen=True):
+    """Ask why chunks of the last requests whose name contains `request` were hits or not: an `Explained`."""
+
+    request: Name = ""
+
+
 # ---- from a node to an attached process ---------------------------------------------------------
 
 
@@ -350,6 +360,35 @@ class Refused(Message, frozen=True):
     def of(error: Exception) -> Refused:
         """That error, told."""
         return Refused(type(error).__name__, str(error)[:1024])
+
+
+class Reason(msgspec.Struct, array_like=True, frozen=True):
+    """Why chunks [first, first + count) of a request were a hit, or were not."""
+
+    first: Count
+    count: Count
+    is_hit: bool
+    text: Annotated[str, Meta(max_length=2048)]
+
+
+class Explanation(msgspec.Struct, array_like=True, frozen=True):
+    """The node's last answer to one request. `chunks` counts what may be hit, `hits` the whole ones that were."""
+
+    request: Name
+    engine: Name
+    age_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    waited_s: Seconds  # until what was missing had come, or did not come in time
+    chunks: Count
+    hits: Count
+    reasons: Annotated[list[Reason], Meta(max_length=MAX_REASONS)]
+    notes: Annotated[list[Annotated[str, Meta(max_length=2048)]], Meta(max_length=8)] = []
+
+
+class Explained(Message, frozen=True):
+    """The newest first, 32 at most; `remembered`: of how many requests the node knows."""
+
+    requests: Annotated[list[Explanation], Meta(max_length=32)]
+    remembered: Count
 
 
 class AttachedStatus(msgspec.Struct, frozen=True):
@@ -428,10 +467,9 @@ class NodeStatus(Message, frozen=True):
     tiers: list[TierStatus] = []  # below the arenas, the fastest first
 
 
-Ask = (
-    Hello | Bye | Ping | Admit | Push | Fill | Abort | Release | Renew | Pin | Delete | Cancel | Mark | Status | Chosen
-)
-Answer = Welcome | Admitted | Done | Refused | NodeStatus
+_Keep = Release | Renew | Pin | Delete
+Ask = Hello | Bye | Ping | Admit | Push | Fill | Abort | _Keep | Cancel | Mark | Status | Why | Chosen
+Answer = Welcome | Admitted | Done | Refused | NodeStatus | Explained
 
 
 class ToNode(msgspec.Struct, array_like=True, frozen=True):
@@ -450,7 +488,7 @@ class FromNode(msgspec.Struct, array_like=True, frozen=True):
 
 
 _ENGINE: frozenset[type[Message]] = frozenset({Bye, Ping, Fill, Abort, Mark})
-_REQUESTS: frozenset[type[Message]] = frozenset({Admit, Push, Release, Renew, Pin, Delete, Cancel, Status})
+_REQUESTS: frozenset[type[Message]] = frozenset({Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why})
 # What each kind of session may say once it is attached. A peer fills by its writes (`Landed`).
 RIGHTS: dict[Kind, frozenset[type[Message]]] = {
     "worker": _ENGINE,

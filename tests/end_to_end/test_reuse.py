@@ -156,6 +156,12 @@ def test_after_the_node_was_killed_the_second_turn_is_served_from_its_disk(
     assert essence(post(server.url, *CASES["second-turn"])) == essence(expected["second-turn"])
     assert hit_tokens(server) - hits == 768
     assert host.status().counters["disk_loaded"] == 3
+    with pdx.connect(host.address, timeout_s=10) as node:
+        told = node.why().requests[0]
+    assert (told.chunks, told.hits) == (4, 3), told
+    assert [(each.count, each.is_hit) for each in told.reasons] == [(3, True), (1, False)]
+    assert told.reasons[0].text.startswith("from disk at ")
+    assert told.reasons[1].text == "never stored here under this key"
 
 
 def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_that_both_share(

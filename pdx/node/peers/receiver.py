@@ -31,7 +31,7 @@ from pdx.memory.slot import Slot
 from pdx.node.peers.connection import PeerConnection, refusal
 from pdx.node.peers.receive_thread import Verdict, WriteGrant
 from pdx.node.peers.regions import Regions
-from pdx.store.chunk import Chunk
+from pdx.store.chunk import Chunk, Origin
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
@@ -271,6 +271,8 @@ class Receiver:
             tail_nbytes=0 if is_cut else offer.tail_nbytes,
             partial=partial,
             transfer=offer.transfer,
+            origin=Origin(f"node {session.name}"),
+            who=f"chunks of node {session.name}",
         )
         try:
             granted, slots, full = self._store.reserve(claim) if keys else ([], [], True)

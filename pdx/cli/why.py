@@ -1,0 +1,78 @@
+"""`pdx why`: for one request, where each chunk came from, or why it was not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from pdx.cli.options import option
+from pdx.cli.tables import duration, table
+from pdx.config import default_node
+from pdx.errors import PdxError
+from pdx.wire.messages import Explained, Explanation
+
+
+@click.command()
+@click.argument("request", default="")
+@option("--address", help="The node's socket. [default: $PDX_NODE, else this user's socket on this host]")
+@option("--json", "as_json", is_flag=True, help="One JSON object for each request.")
+def why(request: str, address: str | None, as_json: bool) -> None:
+    """Why were the chunks of REQUEST hits, or not? Without REQUEST, a part of its id, the last ones are listed.
+
+    The id is the engine's: vLLM's has the X-Request-Id of the HTTP request in it, and the answer's "id". The node of
+    the engine in question knows: of a handoff ask on either side.
+    """
+    from pdx.client.api import connect
+
+    address = address or default_node()
+    with connect(address) as node:
+        explained = node.why(request)
+    if not explained.requests:
+        known = f"it remembers {explained.remembered} others" if explained.remembered else "nobody has asked it yet"
+        raise PdxError(
+            f"the node at {address} was not asked about a request whose id contains {request!r} ({known}); either "
+            f"it has no full block, or its engine runs without the node: see pdx node --status, and the engine's log"
+        )
+    if as_json:
+        for each in explained.requests:
+            click.echo(msgspec.json.encode(_as_object(each)))
+    else:
+        Console().print(_one(explained.requests[0]) if request else _list(explained))
+
+
+def _as_object(explanation: Explanation) -> dict[str, object]:
+    found = {name: getattr(explanation, name) for name in explanation.__struct_fields__}
+    found["reasons"] = [msgspec.structs.asdict(reason) for reason in explanation.reasons]
+    return found
+
+
+def _list(explained: Explained) -> RenderableType:
+    rows = [
+        (one.request, one.engine, str(one.hits), str(one.chunks), f"{duration(one.age_s)} ago")
+        for one in explained.requests
+    ]
+    return table("requests, the last one first", ("request", "engine", ">hits", ">of chunks", ">asked"), rows)
+
+
+def _one(one: Explanation) -> RenderableType:
+    return Group(Text(f"request {one.request} of engine {one.engine}, {duration(one.age_s)} ago"), *_lines(one))
+
+
+def _lines(one: Explanation) -> Iterator[RenderableType]:
+    waited = f", after {one.waited_s:.3f} s of waiting" if one.waited_s >= 0.001 else ""
+    yield Text(f"{one.hits} of {one.chunks} chunks were hits{waited}")
+    rows = [(_span(reason.first, reason.count), _verdict(reason.is_hit), reason.text) for reason in one.reasons]
+    yield table("", ("chunks", "", "why"), rows)
+    yield from map(Text, one.notes)
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _verdict(is_hit: bool) -> str:
+    return "hit" if is_hit else "missing"

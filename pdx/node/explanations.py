@@ -1,0 +1,122 @@
+"""For the last requests: why each chunk was a hit or not, and where it came from. What `pdx why` shows."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from pdx.node.sessions import Session
+from pdx.store.chunk import Chunk, Origin
+from pdx.store.lifecycle import State
+from pdx.store.store import Store
+from pdx.store.tiers import Tiers
+from pdx.wire.messages import MAX_REASONS, Admit, Admitted, Explained, Explanation, Reason
+
+MAX_REQUESTS = 4096  # that are remembered
+MAX_SHOWN = 32  # in one answer
+
+
+class Explanations:
+    """What the node has answered to requests that gave a name. Owned by the control loop.
+
+    To explain costs a look at each chunk of the request, once, when it is answered.
+    """
+
+    def __init__(self, store: Store, tiers: Tiers) -> None:
+        self._store = store
+        self._tiers = tiers
+        self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
+
+    def reasons(
+        self,
+        session: Session,
+        ask: Admit,
+        hits: Sequence[tuple[Chunk, ...]],
+        part: tuple[Sequence[Chunk], int],
+        now: float,
+    ) -> list[Reason]:
+        """Why each chunk of a request is a hit, or is not. `part`: what is found behind the hits, and so many blocks.
+
+        To be asked before room is made for what is missing: that changes the reasons.
+        """
+        if not ask.request:
+            return []
+        chunks, blocks = part
+        found = [*self._of_hits(hits, now)]
+        if chunks:
+            text = f"the leading {blocks} blocks, {_came_from(chunks[0].origin, now)}"
+            found.append(Reason(len(hits), 1, True, text))
+        return [*found, *self._of_misses(session, ask, len(hits) + bool(chunks), now)]
+
+    def note(
+        self, session: Session, ask: Admit, reasons: list[Reason], answer: Admitted, *, waited_s: float, now: float
+    ) -> None:
+        """This was the answer to a request, for these reasons."""
+        if not ask.request:
+            return
+        notes = []
+        if answer.full:
+            lack = len(ask.keys) - answer.hits - len(answer.granted)
+            pool = self._store.pools[session.home]
+            taken = f"{pool.total_bytes - pool.available_bytes} of {pool.total_bytes} bytes"
+            notes.append(f"{lack} chunks found no room: {taken} are leased, pinned or being filled")
+        elif not ask.nbytes:
+            notes.append("it asked for no room: nothing of it is stored by this request")
+        if reasons and not reasons[0].is_hit and session.unshared:
+            notes.append(f"its engine shares no chunks {session.unshared}")
+        whose = session.hello.engine or session.hello.name
+        told = Explanation(ask.request, whose, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
+        self._of_request[whose, ask.request] = now, told
+        self._of_request.move_to_end((whose, ask.request))
+        while len(self._of_request) > MAX_REQUESTS:
+            self._of_request.popitem(last=False)
+
+    def of(self, request: str, now: float) -> Explained:
+        """The last requests whose name contains this, the newest first."""
+        newest_first = reversed(self._of_request.items())
+        found = (replace(told, age_s=now - at) for (_, name), (at, told) in newest_first if request in name)
+        return Explained(list(itertools.islice(found, MAX_SHOWN)), len(self._of_request))
+
+    def _of_hits(self, hits: Sequence[tuple[Chunk, ...]], now: float) -> Iterator[Reason]:
+        first = 0
+        for _, run in itertools.groupby(hits, key=lambda chunks: id(chunks[0].origin)):
+            chunks = list(run)
+            yield Reason(first, len(chunks), True, _came_from(chunks[0][0].origin, now))
+            first += len(chunks)
+
+    def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
+        why = [self._why(session, ask, index, now) for index in range(first, ask.sought)]
+        for text, run in itertools.groupby(why):
+            count = len(list(run))
+            yield Reason(first, count, False, text)
+            first += count
+
+    def _why(self, session: Session, ask: Admit, index: int, now: float) -> str:
+        key = ask.keys[index]
+        chunks = self._store.of(key)
+        shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
+        if any(chunk.state is State.FILLING for chunk in chunks):
+            return f"being filled by {chunks[0].origin.name or 'another request'} at that time"
+        if len(shards) >= ask.shards:
+            return "here, but behind one that is missing"
+        if shards:
+            return f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
+        below = self._tiers.why_not(key, ask.shards, is_named=session.hello.kind == "client")
+        if below:
+            return below
+        gone = self._store.history.why(key)
+        if gone is None:
+            return "never stored here under this key"
+        return f"{gone.why}, {_ago(now - gone.at)}"
+
+
+def _came_from(origin: Origin, now: float) -> str:
+    rate = f" at {origin.gb_s:.2f} GB/s" if origin.gb_s else ""
+    return f"from {origin.name or 'memory'}{rate}, {_ago(now - origin.sealed_at)}"
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.1f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"

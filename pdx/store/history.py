@@ -1,0 +1,39 @@
+"""Why chunks that were here are not any more: of the last ones, so that a miss can be explained."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import msgspec
+
+from pdx.store.chunk import Chunk
+
+MAX_GONE = 1 << 16  # keys that are remembered
+
+
+class Gone(msgspec.Struct, frozen=True, gc=False):
+    """What became of a chunk, and when (the store's clock)."""
+
+    at: float
+    why: str
+
+
+class History:
+    """The last keys that are gone. Owned by the control loop; each call costs what it names."""
+
+    def __init__(self) -> None:
+        self._gone: OrderedDict[bytes, Gone] = OrderedDict()
+
+    def note(self, chunks: Iterable[Chunk], why: str, now: float) -> None:
+        """These are gone from now on."""
+        gone = Gone(now, why)
+        for chunk in chunks:
+            self._gone[chunk.key] = gone
+            self._gone.move_to_end(chunk.key)
+        while len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
+
+    def why(self, key: bytes) -> Gone | None:
+        """What became of the last chunk of this key; None: it never was here, or that is forgotten."""
+        return self._gone.get(key)

@@ -1,0 +1,103 @@
+"""`pdx why` against a real node with a disk."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from pdx.cli.main import main
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Admit, Fill, Release
+
+NBYTES = 16 * GRANULE_BYTES
+
+
+def pdx(*arguments: str):
+    return CliRunner().invoke(main, arguments)
+
+
+def keys(numbers):
+    return [number.to_bytes(16, "big") for number in numbers]
+
+
+@pytest.fixture
+def node(start_node, place):
+    return start_node(disk=str(place / "disk"))
+
+
+@pytest.fixture
+def engine(node, attach):
+    return attach(node, name="an engine")
+
+
+def ask(engine, numbers, request):
+    """As an engine: what is there is leased for a moment, what is missing is put there."""
+    answer = engine.ask(Admit(keys(numbers), NBYTES, 4, lease_s=20.0, request=request, wait_s=2.0))
+    if answer.granted:
+        engine.ask(Fill(answer.granted_slots, layers=4, seal=True))
+    if answer.lease:
+        engine.ask(Release(answer.lease))
+    return answer
+
+
+def stored(engine):
+    return engine.status().counters.get("disk_stored", 0)
+
+
+def test_a_request_is_explained_chunk_by_chunk(node, engine):
+    ask(engine, [1, 2], "cmpl-abc-0")
+    ask(engine, [1, 2, 3], "cmpl-def-0")
+    result = pdx("why", "def", "--address", node.address)
+    assert result.exit_code == 0, result.output
+    assert "request cmpl-def-0 of engine" in result.output
+    assert "2 of 3 chunks were hits" in result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    assert any(line[1:4] == ["0-1", "│", "hit"] and "from" in line for line in lines), result.output
+    assert "never stored here under this key" in result.output
+
+
+def test_without_a_name_the_last_requests_are_listed(node, engine):
+    ask(engine, [1], "cmpl-abc-0")
+    ask(engine, [1, 2], "cmpl-def-0")
+    output = pdx("why", "--address", node.address).output
+    assert output.index("cmpl-def-0") < output.index("cmpl-abc-0")
+
+
+def test_what_came_from_a_disk_says_so_and_at_which_rate(node, engine, start_node, attach):
+    ask(engine, range(8), "cmpl-abc-0")
+    wait_until(lambda: stored(engine) == 8, what="all of it is on the disk")
+    node.kill()
+    again = start_node(disk=node.config.disk)
+    second = attach(again, name="another engine")
+    wait_until(lambda: second.status().tiers[0].chunks == 8, what="the files are known again")
+    assert ask(second, range(9), "cmpl-def-0").hits == 8
+    result = pdx("why", "def", "--json", "--address", again.address)
+    found = json.loads(result.output)
+    assert [(one["first"], one["count"], one["is_hit"]) for one in found["reasons"]] == [(0, 8, True), (8, 1, False)]
+    assert re.fullmatch(r"from disk at \d+\.\d\d GB/s, \d\.\d s ago", found["reasons"][0]["text"])
+    assert found["waited_s"] > 0
+
+
+def test_json_is_one_object_for_each_request(node, engine):
+    ask(engine, [1], "cmpl-abc-0")
+    ask(engine, [1, 2], "cmpl-abc-1")
+    lines = pdx("why", "abc", "--json", "--address", node.address).output.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [one["request"] for one in found] == ["cmpl-abc-1", "cmpl-abc-0"]
+    assert found[0]["reasons"][0] | {"text": ""} == {"first": 0, "count": 1, "is_hit": True, "text": ""}
+
+
+def test_a_request_that_the_node_was_not_asked_about_is_an_error_that_says_where_to_look(node, engine):
+    result = pdx("why", "abc", "--address", node.address)
+    assert result.exit_code == 1
+    assert "nobody has asked it yet" in result.output
+    ask(engine, [1], "cmpl-abc-0")
+    result = pdx("why", "xyz", "--address", node.address)
+    assert result.exit_code == 1
+    assert "'xyz'" in result.output
+    assert "it remembers 1 others" in result.output
+    assert "pdx node --status" in result.output
