@@ -23,6 +23,7 @@ from pdx.transports.channel import SchemeName
 _T = TypeVar("_T")
 
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+FolderName = Annotated[str, Meta(max_length=4096)]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -112,9 +113,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpu: Annotated[str, Meta(max_length=64)] = ""  # ordinal or UUID of the GPU that has the arena; empty: host memory
     more_gpus: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] = []  # with an arena besides
     gpu_arena_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 46)] = 4 << 30  # of each of those
-    disk: Annotated[str, Meta(max_length=4096)] = ""  # folder where chunks are kept as files; empty: nowhere
-    disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of these files
-    disk_reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30  # of that disk are left to others
+    disks: Annotated[list[FolderName], Meta(max_length=32)] = []  # folders with chunks as files, each with its part
+    disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of the files in each of them
+    disk_reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30  # of those disks are left to others, each
     remote: Annotated[str, Meta(max_length=1024)] = ""  # address of a store that nodes share; empty: none
     remote_ttl_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # what is older is not found there; 0: never too old
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""  # file of certificates that sign its own; empty: the system's
@@ -174,8 +175,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         list[Annotated[str, Meta(min_length=1, max_length=64)]], Meta(max_length=32)
     ] = []  # with an arena each
     gpu_arena: str | int = "4GiB"  # of each GPU
-    disk: Annotated[str, Meta(max_length=4096)] = ""  # see NodeConfig, as the next ones
-    disk_limit: str | int = "100GiB"
+    disk: FolderName | Annotated[list[FolderName], Meta(max_length=32)] = ""  # one or several: NodeConfig.disks …
+    disk_limit: str | int = "100GiB"  # … and there, for this and what follows
     disk_reserve: str | int = "1GiB"
     remote: Annotated[str, Meta(max_length=1024)] = ""
     remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
@@ -188,10 +189,16 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def settings(self) -> dict[str, Any]:
         """The settings of `NodeConfig` that say the same. The first arena is the host's, where it has one.
 
-        :raises ConfigError: a size that is none, or a GPU named twice.
+        :raises ConfigError: a size that is none, or a GPU or folder named twice.
         """
+        folders = [self.disk] if isinstance(self.disk, str) else self.disk
+        disks = [os.path.abspath(folder) for folder in folders if folder]
+        if len(set(disks)) != len(disks):
+            raise ConfigError(
+                f"--disk {' --disk '.join(disks)}: a folder has its own part of the chunks; name each once"
+            )
         others = {
-            "disk": os.path.abspath(self.disk) if self.disk else "",
+            "disks": disks,
             "disk_limit_bytes": parse_bytes(self.disk_limit),
             "disk_reserve_bytes": parse_bytes(self.disk_reserve),
             "remote": self.remote,

@@ -95,7 +95,7 @@ class Run:
         config = NodeConfig(
             address=address,
             arena_bytes=ARENA_BYTES,
-            disk=str(self._root),
+            disks=[str(self._root)],
             disk_limit_bytes=self._limit_bytes,
             disk_reserve_bytes=0,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,53 @@ def _each(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) ->
     return [word.strip() for text in value for word in text.split(",")]
 
 
+def _listed(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[str]:
+    return list(value)
+
+
+_NOT_OF_A_FILE = frozenset({"node_config", "status", "as_json", "watch", "stop", "force"})
+
+
+def _read_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+    """What the file says stands in for what the command line does not say.
+
+    :raises ConfigError: it cannot be read, or has a word that is no option of a node's.
+    """
+    if value is None:
+        return
+    try:
+        words = tomllib.loads(value.read_text())
+    except OSError as error:
+        raise ConfigError(f"--node-config {value} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--node-config {value} is not TOML: {error}") from error
+    known = {
+        each.opts[0].removeprefix("--"): each
+        for each in ctx.command.params
+        if isinstance(each, click.Option) and (ctx.command.name == "node" or each.name in NodeOptions.__struct_fields__)
+        if each.name not in _NOT_OF_A_FILE
+    }
+    settings: dict[str, Any] = {}
+    for word, said in words.items():
+        found = known.get(word.replace("_", "-"))
+        if found is None or found.name is None:
+            raise ConfigError(f"--node-config {value}: {word!r} is no option of a node; there are {', '.join(known)}")
+        if isinstance(said, dict) or (isinstance(said, list) and not found.multiple):
+            raise ConfigError(f"--node-config {value}: {word} = {said!r} is not one value, as --{word} takes")
+        settings[found.name] = [said] if found.multiple and not isinstance(said, list) else said
+    ctx.default_map = {**(ctx.default_map or {}), **settings}
+
+
 _OF_NODES = (
+    option(
+        "--node-config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        is_eager=True,
+        expose_value=False,
+        callback=_read_file,
+        metavar="FILE",
+        help="TOML with the same words, as disk-limit = '500GiB'; what the command line says comes first.",
+    ),
     option("--arena", default="", metavar="SIZE", help="Host memory for chunks. [default: 4GiB; none with --gpu]"),
     option(
         "--gpu",
@@ -35,14 +82,15 @@ _OF_NODES = (
         help="Memory for chunks on this GPU, 0, 1, … or a UUID: for the engines there. Repeatable, or a list: 0,1.",
     ),
     option("--gpu-arena", default="4GiB", metavar="SIZE", help="Of each GPU."),
-    option("--disk", default="", metavar="FOLDER", help="Keep chunks there, too, also when the node ends."),
     option(
-        "--disk-limit",
-        default="100GiB",
-        metavar="SIZE",
-        help="The most that they take of that disk.",
+        "--disk",
+        multiple=True,
+        callback=_listed,
+        metavar="FOLDER",
+        help="Keep chunks there, too, also when the node ends. Repeatable: each folder has its part.",
     ),
-    option("--disk-reserve", default="1GiB", metavar="SIZE", help="So much of that disk is left to others."),
+    option("--disk-limit", default="100GiB", metavar="SIZE", help="The most that they take of each of these disks."),
+    option("--disk-reserve", default="1GiB", metavar="SIZE", help="So much of each of these disks is left to others."),
     option(
         "--remote", default="", metavar="URL", help="Share chunks there: valkey://, rediss:// or s3://BUCKET/PREFIX."
     ),
@@ -77,12 +125,15 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+_SAID = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+
+
 def refuse_node_options(why: str) -> None:
     """:raises ConfigError: the command line says something of a node that the running command starts no node for."""
     ctx = click.get_current_context()
     for parameter in ctx.command.params:
         of_node = parameter.name in NodeOptions.__struct_fields__
-        if of_node and ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE:
+        if of_node and ctx.get_parameter_source(parameter.name or "") in _SAID:
             raise ConfigError(f"{parameter.opts[0]} is for a node that this command starts, {why}; choose one of them")
 
 

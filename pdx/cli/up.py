@@ -333,7 +333,7 @@ def nodes_of(folder: Path, channel: str | None, of_node: Mapping[str, Any]) -> l
         if gpus:
             own["gpus"] = [gpus[number % len(gpus)]]
         if own.get("disk"):
-            own["disk"] = os.path.join(own["disk"], role)
+            own["disk"] = [os.path.join(folder, role) for folder in own["disk"]]
         joined = [] if channel == "auto" else ["--channel", channel]
         options = ["--name", role, *joined, *as_flags(own)]
         nodes.append(Node(f"node-{role}", f"ipc://{folder}/{role}.sock", [role], options=options))

@@ -156,7 +156,7 @@ class Service:
         :raises ConfigError: a folder cannot be this node's alone, or an address or file is not what it should be.
         """
         config = self._config
-        for option, value in (("--disk", config.disk), ("--remote", config.remote)):
+        for option, value in (("--disk", " ".join(config.disks)), ("--remote", config.remote)):
             if value and self._arenas[0].gpu:
                 raise ConfigError(
                     f"{option} {value} keeps chunks of host memory, and this node has none for them; give it "
@@ -169,10 +169,17 @@ class Service:
             "counters": self.counters,
             "clock": self._clock,
         }
-        if config.disk:
-            reserve_bytes = config.disk_reserve_bytes
-            disk = DiskTier(Path(config.disk), config.disk_limit_bytes, reserve_bytes=reserve_bytes, **common)
-            self.tiers.below.append([disk])
+        if config.disks:
+            self.tiers.below.append([])
+        for folder in config.disks:
+            disk = DiskTier(
+                Path(folder),
+                config.disk_limit_bytes,
+                reserve_bytes=config.disk_reserve_bytes,
+                name="disk" if len(config.disks) == 1 else f"disk {folder}",
+                **common,
+            )
+            self.tiers.below[0].append(disk)
         if config.remote:
             settings = RemoteSettings(
                 url=config.remote,

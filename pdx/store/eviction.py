@@ -23,6 +23,7 @@ class EvictionOrder:
         self._make = make
         self._levels: dict[int, EvictionPolicy] = {}
         self._sorted: list[int] = []
+        self._heeds_uses = False  # whether a policy wants to know of each use, which costs a call
         self.nbytes = 0  # room of all that may be evicted
 
     def __contains__(self, chunk: Chunk | None) -> bool:
@@ -38,30 +39,36 @@ class EvictionOrder:
             return
         level = ENDS if goes_first else chunk.hints.priority
         if level != chunk.level:
-            self._policy(chunk.level).remove(chunk)
+            self._leave(chunk)
             chunk.level = level
-        is_beside = before is not None and before.level == level
-        self._policy(level).insert(chunk, before if is_beside else None)
+        policy = self._levels.get(level) or self._new_level(level)
+        policy.insert(chunk, before if before is not None and before.level == level else None)
         chunk.is_in_order = True
         self.nbytes += chunk.room_bytes
 
-    def hold(self, chunk: Chunk) -> None:
-        """The chunk may not be evicted for now: it is read or pinned."""
+    def hold(self, chunk: Chunk, *, is_use: bool = False) -> None:
+        """The chunk may not be evicted for now: it is read or pinned. `is_use`: a request has found it."""
         if chunk.is_in_order:
-            self._policy(chunk.level).hold(chunk)
+            self._levels[chunk.level].hold(chunk)
             chunk.is_in_order = False
             self.nbytes -= chunk.room_bytes
+        if is_use and self._heeds_uses and chunk.level in self._levels:
+            self._levels[chunk.level].access(chunk)
 
     def remove(self, chunk: Chunk) -> None:
         """The chunk is gone."""
-        self.hold(chunk)
-        self._policy(chunk.level).remove(chunk)
+        if chunk.is_in_order:
+            self.hold(chunk)
+        self._leave(chunk)
+
+    def _leave(self, chunk: Chunk) -> None:
+        if chunk.rank is not None:  # else its policy knows nothing of it
+            self._levels[chunk.level].remove(chunk)
 
     def access(self, chunk: Chunk) -> None:
         """A request has found the chunk; from then on it is on the level of its priority."""
         was_there = chunk.is_in_order
-        self.hold(chunk)
-        self._policy(chunk.level).access(chunk)
+        self.hold(chunk, is_use=True)
         if was_there:
             self.insert(chunk)
 
@@ -88,9 +95,8 @@ class EvictionOrder:
         """Chunks, held or not, that should go even if there is room. Each is told of once."""
         return [chunk for policy in self._levels.values() for chunk in policy.overdue()]
 
-    def _policy(self, level: int) -> EvictionPolicy:
-        policy = self._levels.get(level)
-        if policy is None:
-            policy = self._levels[level] = self._make()
-            self._sorted = sorted(self._levels)
+    def _new_level(self, level: int) -> EvictionPolicy:
+        policy = self._levels[level] = self._make()
+        self._sorted = sorted(self._levels)
+        self._heeds_uses = type(policy).access is not EvictionPolicy.access
         return policy

@@ -29,8 +29,9 @@ class History:
         """These are gone from now on."""
         gone = Gone(now, why)
         for chunk in chunks:
+            if chunk.key in self._gone:
+                self._gone.move_to_end(chunk.key)
             self._gone[chunk.key] = gone
-            self._gone.move_to_end(chunk.key)
         while len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
 

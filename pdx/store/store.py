@@ -190,8 +190,9 @@ class Store:
     def lease(self, chunks: Iterable[Chunk], session: int, seconds: float) -> int:
         """Keep these sealed chunks for `seconds`; returns the lease's number."""
         lease = Lease(session, list(chunks), self._clock() + seconds)
-        self.hold(lease.chunks)
-        self.touch(lease.chunks)
+        for chunk in lease.chunks:
+            self.pools[chunk.slot.arena].order.hold(chunk, is_use=True)
+            chunk.leases += 1
         number = next(self._numbers)
         self._leases[number] = lease
         self._leases_of.setdefault(session, {})[number] = None

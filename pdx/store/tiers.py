@@ -25,6 +25,7 @@ from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
 
 BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
+SOME = 64  # keys that a tier is asked for at once
 MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
 
 
@@ -202,13 +203,14 @@ class Tiers:
         found: list[tuple[bytes, Tier, Held]] = []
         seeks = False
         while len(found) < len(keys):
-            at, left = len(found), keys[len(found) :]
-            for tier in self._who_may_have(left[0], is_named):
-                held = tier.find(left, shards)
-                found += [(key, tier, size) for key, size in zip(left, held, strict=False)]
+            at = len(found)
+            some = keys[at : at + SOME]  # the next key may lie elsewhere: not all that are left are looked at each time
+            for tier in self._who_may_have(keys[at], is_named):
+                held = tier.find(some, shards)
+                found += [(key, tier, size) for key, size in zip(some, held, strict=False)]
                 if held:
                     break
-                seeks = seeks or tier.seeks(left, shards)
+                seeks = seeks or tier.seeks(keys[at:], shards)
             if len(found) == at:
                 break
         return bool(found and self._load(found, shards, deadline, is_named, who)) or seeks

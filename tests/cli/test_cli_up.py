@@ -179,7 +179,7 @@ def test_arenas_go_to_the_gpus_that_are_named(channel, gpus, options):
 
 
 def test_two_nodes_have_a_folder_each_on_the_disk():
-    nodes = nodes_of(Path("/run"), "tcp", {"disk": "/cache", "disk_limit": "2GiB"})
+    nodes = nodes_of(Path("/run"), "tcp", {"disk": ["/cache"], "disk_limit": "2GiB"})
     rest = [list(node.options)[list(node.options).index("--disk") :] for node in nodes]
     assert rest == [["--disk", f"/cache/{role}", "--disk-limit", "2GiB"] for role in ("prefill", "decode")]
 

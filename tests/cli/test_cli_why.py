@@ -26,7 +26,7 @@ def keys(numbers):
 
 @pytest.fixture
 def node(start_node, place):
-    return start_node(disk=str(place / "disk"))
+    return start_node(disks=[str(place / "disk")])
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_what_came_from_a_disk_says_so_and_at_which_rate(node, engine, start_nod
     ask(engine, range(8), "cmpl-abc-0")
     wait_until(lambda: stored(engine) == 8, what="all of it is on the disk")
     node.kill()
-    again = start_node(disk=node.config.disk)
+    again = start_node(disks=node.config.disks)
     second = attach(again, name="another engine")
     wait_until(lambda: second.status().tiers[0].chunks == 8, what="the files are known again")
     assert ask(second, range(9), "cmpl-def-0").hits == 8

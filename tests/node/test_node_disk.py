@@ -54,10 +54,10 @@ def read(address, name):
 
 
 def test_what_a_killed_node_had_is_found_by_the_next_one(start_node, disk):
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     fill(node.address)
     node.kill()
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == len(NAMES), what="the index is read")
     assert node.status().chunks == {}
     for name in NAMES:
@@ -69,7 +69,7 @@ def test_what_a_killed_node_had_is_found_by_the_next_one(start_node, disk):
 
 
 def test_what_the_arena_evicts_is_found_on_the_disk(start_node, disk):
-    node = start_node(arena_bytes=4 * MIB, disk=disk)
+    node = start_node(arena_bytes=4 * MIB, disks=[disk])
     for name in NAMES:
         fill(node.address, [name])
     assert node.status().chunks["sealed"] < len(NAMES)
@@ -83,11 +83,11 @@ def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk
     spans = place / "spans"
     spans.mkdir(mode=0o700)
     trace.switch(spans, True)
-    node = start_node(disk=disk, trace=str(spans))
+    node = start_node(disks=[disk], trace=str(spans))
     begin_ns = time.monotonic_ns()
     fill(node.address, NAMES[:3])
     node.kill()
-    node = start_node(disk=disk, trace=str(spans))
+    node = start_node(disks=[disk], trace=str(spans))
     wait_until(lambda: node.status().tiers[0].chunks == 3, what="the index is read")
     for name in NAMES[:2]:
         assert read(node.address, name) == content(name)
@@ -108,7 +108,7 @@ def test_each_store_and_load_has_a_span_and_its_time_is_counted(start_node, disk
 
 
 def test_the_cap_of_a_node_holds(start_node, disk):
-    node = start_node(disk=disk, disk_limit_bytes=2 * MIB)
+    node = start_node(disks=[disk], disk_limit_bytes=2 * MIB)
     fill(node.address)
     status = node.status().tiers[0]
     assert status.limit_bytes == 2 * MIB
@@ -120,7 +120,7 @@ def test_the_cap_of_a_node_holds(start_node, disk):
 
 
 def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     fill(node.address, NAMES[:2])
     with connect(node.address, timeout_s=30) as client:
         with pytest.raises(ChunkExists):
@@ -128,18 +128,18 @@ def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
         assert client.delete(NAMES[0])
         assert not client.delete(NAMES[0])
     node.kill()
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
     assert read(node.address, NAMES[0]) is None
     fill(node.address, [NAMES[1]], "new")  # its old bytes are on the disk
     node.kill()
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
     assert read(node.address, NAMES[1]) == content(NAMES[1], "new")
 
 
 def test_a_broken_file_is_a_miss_and_the_node_goes_on(start_node, disk):
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     fill(node.address, NAMES[:2])
     node.kill()
     [first, second] = sorted(
@@ -148,7 +148,7 @@ def test_a_broken_file_is_a_miss_and_the_node_goes_on(start_node, disk):
     with open(first, "r+b") as file:
         file.seek(200_000)
         file.write(b"other bytes")
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
     found = [read(node.address, name) for name in NAMES[:2]]
     assert found.count(None) == 1
@@ -160,9 +160,9 @@ def test_a_broken_file_is_a_miss_and_the_node_goes_on(start_node, disk):
 
 
 def test_a_second_node_does_not_share_the_folder(start_node, disk, place):
-    node = start_node(disk=disk)
+    node = start_node(disks=[disk])
     assert stat.S_IMODE(os.stat(disk).st_mode) == 0o700
-    refused = refused_node(f"ipc://{place}/other.sock", arena_bytes=MIB, disk=disk)
+    refused = refused_node(f"ipc://{place}/other.sock", arena_bytes=MIB, disks=[disk])
     assert refused.returncode == 1
     assert f"{disk} is the disk tier of another node (process {node.pid})" in refused.stderr
     fill(node.address, NAMES[:1])
@@ -176,7 +176,40 @@ def test_a_folder_that_cannot_be_used_is_refused(address, place, what):
     else:
         path.mkdir(mode=0o755)
         path.chmod(0o755)
-    refused = refused_node(address, arena_bytes=MIB, disk=str(path))
+    refused = refused_node(address, arena_bytes=MIB, disks=[str(path)])
     assert refused.returncode == 1
     assert str(path) in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_several_disks_have_a_part_each_and_all_of_it_is_found_again(start_node, place):
+    folders = [str(place / name) for name in "abc"]
+    node = start_node(disks=folders)
+    fill(node.address)
+    tiers = node.status().tiers
+    assert [(tier.name, tier.place) for tier in tiers] == [(f"disk {folder}", folder) for folder in folders]
+    assert sum(tier.chunks for tier in tiers) == len(NAMES)
+    assert all(tier.chunks for tier in tiers), "each has some"
+    node.kill()
+    node = start_node(disks=folders)
+    wait_until(lambda: sum(tier.chunks for tier in node.status().tiers) == len(NAMES), what="the indices are read")
+    assert [read(node.address, name) for name in NAMES] == [content(name) for name in NAMES]
+    assert node.status().counters["disk_loaded"] == len(NAMES)
+
+
+def test_with_another_number_of_disks_what_was_stored_before_is_still_found(start_node, place):
+    folders = [str(place / name) for name in "ab"]
+    node = start_node(disks=folders)
+    fill(node.address)
+    node.kill()
+    node = start_node(disks=[str(place / "c"), *folders])
+    wait_until(lambda: sum(tier.chunks for tier in node.status().tiers) == len(NAMES), what="the indices are read")
+    assert [read(node.address, name) for name in NAMES] == [content(name) for name in NAMES]
+
+
+def test_a_disk_that_is_taken_leaves_the_others_free_for_the_next_node(start_node, place):
+    node = start_node(disks=[str(place / "b")])
+    refused = refused_node(f"ipc://{place}/other.sock", arena_bytes=MIB, disks=[str(place / "a"), str(place / "b")])
+    assert f"{place / 'b'} is the disk tier of another node" in refused
+    node.kill()
+    start_node(disks=[str(place / "a"), str(place / "b")])

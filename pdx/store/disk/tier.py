@@ -84,7 +84,7 @@ class _Task(msgspec.Struct, eq=False):
 class DiskTier(Tier):
     """See `Tier`; all methods are for the control loop. `close` alone waits, for the threads."""
 
-    kind = name = "disk"
+    kind = "disk"
     is_whole = True
     max_inflight_bytes = 256 << 20
 
@@ -98,6 +98,7 @@ class DiskTier(Tier):
         on_done: Callable[[str, Job, TierError | None], None],
         counters: Counter[str],
         reserve_bytes: int = 0,
+        name: str = "disk",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` has the control loop call something; `on_done` is `Copies.done`. `reserve_bytes` of the file system
@@ -106,6 +107,7 @@ class DiskTier(Tier):
         :raises ConfigError: the folder cannot be this node's alone.
         """
         private_folder(root)
+        self.name = name
         self._root = root
         self._counters = counters
         self._faults = Faults(counters, clock)

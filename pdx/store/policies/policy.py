@@ -33,7 +33,7 @@ class EvictionPolicy(ABC):
         return
 
     def remove(self, chunk: Chunk) -> None:
-        """This chunk, which is held, is gone. Idempotent; also called for chunks that were never inserted."""
+        """This chunk, which is held and has a rank, is gone, or is on another level from now on."""
         chunk.rank = None
 
     @abstractmethod
