@@ -86,7 +86,12 @@ def _head(status: NodeStatus, address: str) -> Text:
 
 def _tier(tier: TierStatus) -> str:
     held = f": {tier.chunks} chunks, {size(tier.used_bytes)} of {size(tier.limit_bytes)}" if tier.limit_bytes else ""
-    return f"{tier.name} {tier.place}{held}{'' if tier.state == 'ok' else f'; {tier.state}'}"
+    rates = [
+        f"{verb} {rate:.2f} GB/s" for verb, rate in (("loads", tier.load_gb_s), ("stores", tier.store_gb_s)) if rate
+    ]
+    under_way = [f"{tier.copies} copies under way"] if tier.copies else []
+    state = [tier.state] if tier.state != "ok" else []
+    return "; ".join([f"{tier.name} {tier.place}{held}", *rates, *under_way, *state])
 
 
 def _peers(status: NodeStatus) -> Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -19,6 +20,7 @@ from pdx.config import ConnectorConfig
 from pdx.engine.copier import PageCopier
 from pdx.engine.link import NodeLink
 from pdx.engine.loader import Loader
+from pdx.engine.pace import Pace
 from pdx.engine.plan import LoadPlan, PagesPlan, SavePlan, StepPlan
 from pdx.engine.step_save import StepSave
 from pdx.engine.streams import Streams
@@ -58,6 +60,8 @@ class WorkerHalf:
         self._loader = Loader(layout, self._tracer)
         self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
+        self._pace = Pace(layout)
+        self._step = 0, 0  # tokens of this step, and when it began (CLOCK_MONOTONIC)
         self._saving: StepSave | None = None  # of this step, if the node that the plan is about is still there
         self._spoiled: set[Slot] = set()  # a page of theirs was not saved, so they must not be sealed
         self._untold: list[Slot] = []  # given up, but there was no connection to tell it by
@@ -119,6 +123,7 @@ class WorkerHalf:
     def begin(self, plan: StepPlan) -> None:
         """A step starts: let go of what is aborted, start its loads, find out where its saves go."""
         self._idle = not plan.num_scheduled_tokens
+        self._step = plan.num_scheduled_tokens, time.monotonic_ns()
         self._give_up()
         if self._epoch != plan.epoch:
             self._epoch = plan.epoch
@@ -226,8 +231,17 @@ class WorkerHalf:
             self._give_up()
             return
         saving, self._saving = self._saving, None
-        if saving is not None and not saving.finish():
+        if saving is None:
+            return
+        if saving.finish():
+            saving.copier.after_copies(partial(self._stepped, saving.connection, *self._step))
+        else:
             self._spoil(saving.pages, saving.copier, saving.connection)
+
+    def _stepped(self, connection: Connection, tokens: int, start_ns: int) -> None:
+        """A step is computed, and what it saves is copied: the node weighs loads against that."""
+        self._pace.step(tokens, start_ns, time.monotonic_ns())
+        connection.chunk_s = self._pace.chunk_s
 
     def finished_loads(self) -> tuple[set[str], set[int]]:
         """Requests whose load is over since the last call, and the blocks that were not loaded.

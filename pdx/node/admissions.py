@@ -141,7 +141,7 @@ class Admissions:
         self._faults = faults
         self._clock = clock
         self._waiting = Waiting()
-        self.explanations = Explanations(store, tiers)
+        self.explanations = Explanations(store, tiers, sessions.chunk_s)
 
     def ask(self, session: Session, ask: Admit) -> Admitted | None:
         """The answer; None: it comes later.
@@ -346,8 +346,8 @@ class Admissions:
                 return True
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return True
-        is_named = session.hello.kind == "client"
-        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who):
+        is_named, chunk_s = session.hello.kind == "client", self._sessions.chunk_s(session, ask.shards)
+        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, chunk_s=chunk_s):
             return True
         try:
             return self._peers.may_come(ask, hits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -25,7 +25,9 @@ class Explanations:
     To explain costs a look at each chunk of the request, once, when it is answered.
     """
 
-    def __init__(self, store: Store, tiers: Tiers) -> None:
+    def __init__(self, store: Store, tiers: Tiers, chunk_s: Callable[[Session, int], float]) -> None:
+        """`chunk_s`: see `Sessions.chunk_s`."""
+        self._chunk_s = chunk_s
         self._store = store
         self._tiers = tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
@@ -104,7 +106,8 @@ class Explanations:
             return "here, but behind one that is missing"
         if shards:
             return f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
-        below = self._tiers.why_not(key, ask.shards, is_named=session.hello.kind == "client")
+        is_named, chunk_s = session.hello.kind == "client", self._chunk_s(session, ask.shards)
+        below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s)
         if below:
             return below
         gone = self._store.history.why(key)

@@ -53,7 +53,7 @@ class _Status(Collector):
         yield _by_peer(status.peers, "up", "1: the connection to the peer is up.")
         for name in ("pushes", "landing", "sent_bytes", "landed_bytes"):
             yield _by_peer(status.peers, name, f"{name} of the peers in pdx node --status --json")
-        for name in ("chunks", "used_bytes", "limit_bytes"):
+        for name in ("chunks", "used_bytes", "limit_bytes", "copies", "load_gb_s", "store_gb_s"):
             yield _by_tier(status.tiers, name, f"{name} of the tiers in pdx node --status --json")
         yield _by_tier(status.tiers, "up", "1: the tier is as it should be.")
 

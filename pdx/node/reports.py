@@ -85,7 +85,7 @@ class Reports:
             ],
             mapped=num_mapped(),
             pinned_bytes=self._store.pinned_bytes,
-            tiers=[status for level in self._tiers.below for tier in level if (status := tier.status())],
+            tiers=self._tiers.statuses(),
         )
 
     def heartbeat(self) -> NodeReport:

@@ -291,7 +291,7 @@ class Service:
         return Done()
 
     def _ping(self, session: Session, ask: Ping) -> Answer:
-        session.running = ask.running
+        session.running, session.chunk_s = ask.running, ask.chunk_s
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hmac
 import itertools
+import math
 import os
 import secrets
 import select
@@ -36,6 +37,7 @@ class Session:
         self.last_seen = now
         self.last_seq = 0
         self.running = 0
+        self.chunk_s = 0.0  # how long its engine computes for a chunk; 0: not known
         self.home = 0  # the arena that its process reads and writes
         self.unshared = ""  # with which engine of its model it cannot share chunks, and why
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
@@ -101,6 +103,11 @@ class Sessions:
         found = [self._workers.get((engine, shard)) for shard in range(shards)]
         workers = [worker for worker in found if worker is not None]
         return workers if len(workers) == shards else None
+
+    def chunk_s(self, session: Session, shards: int) -> float:
+        """How long the engine of a session computes for a chunk, by its slowest worker; infinity: not known."""
+        workers = None if session.hello.kind == "client" else self.workers(session.hello.engine, shards)
+        return max((worker.chunk_s for worker in workers or ()), default=0.0) or math.inf
 
     def arenas(self, session: Session, shards: int) -> tuple[int, ...]:
         """Where the shards lie that a session asks for: in the homes of its engine's workers, or in its own.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from pdx.store.chunk import NODE, Chunk, Origin
 from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
+from pdx.store.rate import Rate
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
 from pdx.telemetry.trace import Lane, Tracer
@@ -55,6 +57,7 @@ class Queue(msgspec.Struct):
     wants: int = 0  # copies that a peer asked for …
     wanted_bytes: int = 0  # … and what they hold
     stored_bytes: int = 0  # held by copies that nobody waits for
+    loading_bytes: int = 0  # of loads, not loaded yet
 
 
 class Copies:
@@ -73,6 +76,7 @@ class Copies:
         self._items: defaultdict[Chunk, list[Item]] = defaultdict(list)  # those that wait for a chunk's slices
         self._touched: dict[Copy, None] = {}  # copies whose next job may be another since the last `pump` …
         self._may_give: set[str] = set()  # … and the tiers that may be given jobs
+        self._rates: defaultdict[tuple[str, bool], Rate] = defaultdict(Rate)  # by tier, and whether of loads
         self.late_at: dict[str, float] = {}  # by tier: when a load was last given up because it took too long
         self.landed: list[Chunk] = []  # chunks that were loaded, or never will be; whoever tells of them empties it
 
@@ -95,6 +99,14 @@ class Copies:
         """The copies under way that a peer asked for, and the bytes of the chunks that they hold."""
         queue = self._queues.get(tier)
         return (queue.wants, queue.wanted_bytes) if queue is not None else (0, 0)
+
+    def rate(self, tier: str, *, is_load: bool = True) -> Rate:
+        """How fast loads from a tier, or stores to it, have moved bytes."""
+        return self._rates[tier, is_load]
+
+    def loading_bytes(self, tier: str) -> int:
+        """Bytes of the loads from a tier that are still to come."""
+        return self._queues[tier].loading_bytes if tier in self._queues else 0
 
     def stored_bytes(self, tier: str) -> int:
         """Bytes of chunks that are held because they are stored in a tier and nobody waits for that."""
@@ -200,6 +212,7 @@ class Copies:
         queue.copies[copy.number] = copy
         self._count(queue, copy, copy.held_bytes)
         queue.wants += bool(copy.want)
+        queue.loading_bytes += copy.held_bytes * copy.is_load
         if copy.transfer is not None:
             self._of_transfer[copy.transfer].append(copy)
         if copy.is_load:
@@ -327,6 +340,8 @@ class Copies:
             self._counters["copies_late"] += 1
             if copy.is_load:
                 self.late_at[copy.tier.name] = now
+                if not copy.copied_bytes:  # else its jobs have told how fast it was
+                    self._rates[copy.tier.name, True].moved(0, copy.begun_ns, time.monotonic_ns())
             log.warning("%s is dropped: it was not over in time", repr(copy))
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
@@ -396,6 +411,7 @@ class Copies:
                 copy.copied(job)
                 if copy.is_load:
                     copy.chunks[0].origin.moved(job.nbytes, job.start_ns, job.end_ns)
+                    queue.loading_bytes -= job.nbytes
                 self._record(copy, job)
                 for part in job.parts if copy.is_load else ():
                     self.land(part.slot, part.first_layer, part.count)
@@ -416,6 +432,8 @@ class Copies:
         what = f"{copy.tier.kind}_{'loaded' if copy.is_load else 'stored'}"
         self._counters[f"{what}_bytes"] += job.nbytes
         self._counters[f"{what}_ns"] += job.end_ns - job.start_ns
+        if job.end_ns:
+            self._rates[copy.tier.name, copy.is_load].moved(job.nbytes, job.start_ns, job.end_ns)
         lane = LANES.get(what)
         if self._tracer is None or lane is None or not job.end_ns or not self._tracer.is_on:
             return
@@ -480,6 +498,7 @@ class Copies:
         del queue.copies[copy.number]
         self._count(queue, copy, -copy.held_bytes)
         queue.wants -= bool(copy.want)
+        queue.loading_bytes -= (copy.held_bytes - copy.copied_bytes) * copy.is_load
         self._forget_if_idle(copy.tier.name)
         if copy.transfer is not None:
             _take(self._of_transfer, copy.transfer, copy)

@@ -80,6 +80,7 @@ class Tier(ABC):
     is_shared: bool = False  # whether other nodes find there what is stored: then names of clients do not go there
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
+    answer_s: float = 0.0  # how long a question takes that `seeks` asks
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
 
     @property

@@ -17,14 +17,22 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from msgspec.structs import replace
+
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
+from pdx.wire.messages import TierStatus
 
 BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
+MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
+LOAD_S = 0.005  # … and so much more, for what comes with any load
+LATE = 2.0  # times the time of computing, and a load is given up …
+MIN_LOAD_S = 0.25  # … but not sooner than that
+PROBE_S = 10.0
 SOME = 64  # keys that a tier is asked for at once
 MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
 
@@ -60,6 +68,7 @@ class Tiers:
         self._counters = counters
         self._clock = clock
         # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
+        self._probed_at: dict[str, float] = {}  # by tier
         self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
 
     # ---- storing ----------------------------------------------------------------------------
@@ -148,9 +157,11 @@ class Tiers:
         transfer: str | None = None,
         is_named: bool = False,
         who: str = "",
+        chunk_s: float = math.inf,
     ) -> bool:
         """Whether what is missing behind the first `hits` keys in `arenas` is on its way there, or is from now on; or a
         tier is being asked for it. `is_named`: the keys are a client's names. `who` wants them.
+        `chunk_s`: how long computing one of them takes: what would take longer to load is not loaded.
 
         The chunks that are hit stay where they are while room is found for the others. A tier that was too slow is left
         alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is still being filled
@@ -169,7 +180,7 @@ class Tiers:
                     return True
                 if self._copies.is_filled_here(missing, shards):
                     return True  # on its way to the first arena, and then on
-            return self._from_below(keys[hits:], shards, is_named, who)
+            return self._from_below(keys[hits:], shards, is_named, who, chunk_s)
         finally:
             self._store.unhold(hit)
 
@@ -198,8 +209,7 @@ class Tiers:
             ) and self._copies.is_filled_here(wanted[0], shards, arenas)
         return False
 
-    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool, who: str) -> bool:
-        deadline = self._clock() + self._load_s
+    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool, who: str, chunk_s: float) -> bool:
         found: list[tuple[bytes, Tier, Held]] = []
         seeks = False
         while len(found) < len(keys):
@@ -210,29 +220,68 @@ class Tiers:
                 found += [(key, tier, size) for key, size in zip(some, held, strict=False)]
                 if held:
                     break
-                seeks = seeks or tier.seeks(keys[at:], shards)
+                if tier.seeks(keys[at:], shards):
+                    seeks = seeks or tier.answer_s <= (len(keys) - at) * chunk_s  # else it is asked for the next one
             if len(found) == at:
                 break
-        return bool(found and self._load(found, shards, deadline, is_named, who)) or seeks
+        count = self._paying(found, shards, chunk_s)
+        if count < len(found):
+            self._counters["loads_not_worth"] += len(found) - count
+            self._probe(found[-1], shards, is_named)
+        deadline = self._clock() + min(self._load_s, max(MIN_LOAD_S, LATE * count * chunk_s))
+        return bool(count and self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who)) or seeks
+
+    def _paying(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, chunk_s: float) -> int:
+        """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
+        if chunk_s == math.inf:
+            return len(found)
+        counts: Counter[Tier] = Counter()
+        nbytes: Counter[Tier] = Counter()
+        for _, tier, held in found:
+            counts[tier] += 1
+            nbytes[tier] += held.nbytes * shards
+        slow = {tier for tier, count in counts.items() if self._load_takes(tier, nbytes[tier]) > count * chunk_s}
+        return next((at for at, (_, tier, _) in enumerate(found) if tier in slow), len(found))
+
+    def _load_takes(self, tier: Tier, nbytes: int) -> float:
+        """Seconds until so many bytes more would be loaded; 0: not known."""
+        rate = self._copies.rate(tier.name)
+        seconds = rate.seconds(nbytes + self._copies.loading_bytes(tier.name))
+        return seconds * MARGIN + LOAD_S if rate.is_known else 0.0
+
+    def _probe(self, found: tuple[bytes, Tier, Held], shards: int, is_named: bool) -> None:
+        """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
+        now, name = self._clock(), found[1].name
+        if now - self._probed_at.get(name, -math.inf) >= PROBE_S:
+            self._probed_at[name] = now
+            self._load([found], shards, Priority.PREFETCH, now + self._load_s, is_named, "a look how fast the tier is")
 
     def _load(
-        self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, deadline: float, is_named: bool, who: str
+        self,
+        found: Sequence[tuple[bytes, Tier, Held]],
+        shards: int,
+        priority: Priority,
+        deadline: float,
+        is_named: bool,
+        who: str,
     ) -> int:
-        return self._copies.load(
-            found, shards, priority=Priority.AWAITED, deadline=deadline, is_named=is_named, who=who
-        )
+        return self._copies.load(found, shards, priority=priority, deadline=deadline, is_named=is_named, who=who)
 
-    def why_not(self, key: bytes, shards: int, *, is_named: bool = False) -> str:
+    def why_not(self, key: bytes, shards: int, *, is_named: bool = False, chunk_s: float = math.inf) -> str:
         """Why a key that the arena lacks did not come from a tier below that has it; empty: none has it."""
         for level in self.below:
             for tier in level:
                 if not tier.find([key], shards) or (is_named and tier.is_shared):
                     continue
+                if not tier.is_ready:
+                    return f"on {tier.name}, which is paused"
                 if self._is_late(tier):
                     return f"on {tier.name}, which was too slow a moment ago"
-                return (
-                    f"on {tier.name}, but the arena had no room for it" if tier.is_ready else f"on {tier.name}, paused"
-                )
+                rate = self._copies.rate(tier.name)
+                if chunk_s < math.inf and rate.is_known:
+                    loads = f"it loads {rate.gb_s:.3g} GB/s, and a chunk is computed in {chunk_s:.3g} s"
+                    return f"on {tier.name}, but computing it is faster: {loads}"
+                return f"on {tier.name}, but the arena had no room for it"
         return ""
 
     def _is_late(self, tier: Tier) -> bool:
@@ -249,6 +298,20 @@ class Tiers:
                     self._counters["loads_from_slow_tiers"] += 1
                 else:
                     yield tier
+
+    def statuses(self) -> list[TierStatus]:
+        """For `pdx node --status`, the fastest first."""
+        found = [(tier.name, tier.status()) for tier in itertools.chain.from_iterable(self.below)]
+        return [
+            replace(
+                status,
+                copies=len(self._copies.of(name)),
+                load_gb_s=self._copies.rate(name).gb_s,
+                store_gb_s=self._copies.rate(name, is_load=False).gb_s,
+            )
+            for name, status in found
+            if status is not None
+        ]
 
     def forget(self, keys: Sequence[bytes]) -> int:
         """The tiers below forget these; returns how many one of them had."""

@@ -114,10 +114,14 @@ class Bye(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Heartbeat; `running` is the engine's number of unfinished requests, `degraded` what it did without since."""
+    """Heartbeat; `running` is the engine's number of unfinished requests, `degraded` what it did without since.
+
+    `chunk_s`: how long the engine computes for the tokens of a chunk, as its worker has measured; 0: not known.
+    """
 
     running: Count = 0
     degraded: Annotated[dict[Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")], Count], Meta(max_length=32)] = {}
+    chunk_s: Seconds = 0.0
 
 
 class Admit(Message, frozen=True):
@@ -440,6 +444,9 @@ class TierStatus(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     limit_bytes: int = 0
     state: str = "ok"
+    copies: int = 0  # under way, or waiting for their turn
+    load_gb_s: float = 0.0  # as last measured; 0: not yet
+    store_gb_s: float = 0.0
 
 
 class NodeStatus(Message, frozen=True):

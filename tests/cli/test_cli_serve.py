@@ -128,7 +128,7 @@ def test_what_is_said_of_the_node_reaches_the_node_that_the_engine_starts(monkey
     config = parse(ConnectorConfig, connector(executed[0])["kv_connector_extra_config"])
     node = parse(NodeConfig, {"address": "ipc:///n", **config.settings()})
     assert (node.arena_bytes, node.gpu, node.more_gpus, node.gpu_arena_bytes) == (1 << 30, "", ["0", "1"], 2 << 30)
-    assert (node.disk, node.disk_limit_bytes) == (os.path.abspath("cache"), 3 << 30)
+    assert (node.disks, node.disk_limit_bytes) == ([os.path.abspath("cache")], 3 << 30)
     assert (node.numa, node.metrics) == ("none", "127.0.0.1:9400")
     assert executed[0][-2:] == ["--disk-cache", "x"]
 

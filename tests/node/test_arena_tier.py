@@ -190,7 +190,7 @@ def forget(stage, numbers, arena):
     pool = stage.store.pools[arena]
     for chunk in list(stage.store._index.slots[arena].values()):
         if int(chunk.key) in numbers:
-            pool.drop(chunk)
+            pool.drop(chunk, "forgotten")
 
 
 def test_what_is_sealed_on_a_gpu_is_copied_to_the_first_arena_and_comes_back(stage):

@@ -14,6 +14,7 @@ from pdx.client.api import connect
 from pdx.errors import ChunkExists, ChunkMissing
 from pdx.telemetry import trace
 from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Admit, Fill, Ping, Why
 
 NAMES = [f"chunk {number}" for number in range(12)]
 
@@ -208,8 +209,40 @@ def test_with_another_number_of_disks_what_was_stored_before_is_still_found(star
 
 
 def test_a_disk_that_is_taken_leaves_the_others_free_for_the_next_node(start_node, place):
-    node = start_node(disks=[str(place / "b")])
-    refused = refused_node(f"ipc://{place}/other.sock", arena_bytes=MIB, disks=[str(place / "a"), str(place / "b")])
-    assert f"{place / 'b'} is the disk tier of another node" in refused
+    folders = [str(place / "a"), str(place / "b")]
+    node = start_node(disks=folders[1:])
+    refused = refused_node(f"ipc://{place}/other.sock", arena_bytes=MIB, disks=folders)
+    assert f"{folders[1]} is the disk tier of another node" in refused.stderr
     node.kill()
-    start_node(disks=[str(place / "a"), str(place / "b")])
+    start_node(disks=folders)
+
+
+def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for(start_node, attach, disk):
+    """The engine says that it is faster than any disk."""
+    node = start_node(disks=[disk])
+    engine = {"engine": "an engine"}
+    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
+    keys = [number.to_bytes(16, "big") for number in range(8)]
+
+    def ask(request):
+        return scheduler.ask(Admit(keys, MIB // 4, 4, lease_s=20.0, request=request, wait_s=10.0))
+
+    granted = ask("first").granted_slots
+    worker.ask(Fill(granted, layers=4, seal=True))
+    wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == len(keys), what="all of it is stored")
+    node.kill()
+    node = start_node(disks=[disk])
+    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
+    wait_until(lambda: scheduler.status().tiers[0].chunks == len(keys), what="the index is read")
+    assert scheduler.status().tiers[0].load_gb_s == 0.0
+    worker.ask(Ping(chunk_s=1e-9))
+    half = scheduler.ask(Admit(keys[:4], lease_s=20.0, request="measures", wait_s=10.0))
+    assert half.hits == 4, "of a disk that was not measured everything is loaded"
+    assert scheduler.status().tiers[0].load_gb_s > 0
+    assert ask("computes").hits == 4
+    told = scheduler.ask(Why("computes")).requests[0]
+    assert told.waited_s == 0.0
+    assert [(each.count, each.is_hit) for each in told.reasons] == [(4, True), (3, False), (1, False)]
+    assert told.reasons[1].text.startswith("on disk, but computing it is faster: it loads ")
+    assert told.reasons[2].text == "being filled by disk at that time", "a look how fast it is, which nobody waits for"
+    assert scheduler.status().counters["loads_not_worth"] == 4

@@ -76,7 +76,7 @@ class Whole(Stage):
     def evict(self, numbers, arenas):
         for chunk in list(self.store._index.slots[max(arenas, default=0)].values()):
             if chunk.state is State.SEALED and int(chunk.key) in numbers:
-                self.store.pools[chunk.slot.arena].drop(chunk)
+                self.store.pools[chunk.slot.arena].drop(chunk, "evicted")
 
     def late(self, *_):
         self.now += self.random.randrange(1, 30)

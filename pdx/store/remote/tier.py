@@ -194,9 +194,10 @@ class RemoteTier(Tier):
             self._counters["remote_not_asked"] += 1
             return False
         self._seeking += 1
+        asked_at = self._clock()
         number = next(self._numbers)
         self._sought.update(dict.fromkeys(keys, number))
-        then = partial(self._seek_ended, number, keys, shards)
+        then = partial(self._seek_ended, number, keys, shards, asked_at)
         self._submit(self._readers, partial(self._seek, list(keys), shards), then)
         return True
 
@@ -242,8 +243,11 @@ class RemoteTier(Tier):
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
-    def _seek_ended(self, number: int, keys: Sequence[bytes], shards: int, future: Future[None]) -> None:
+    def _seek_ended(
+        self, number: int, keys: Sequence[bytes], shards: int, asked_at: float, future: Future[None]
+    ) -> None:
         self._seeking -= 1
+        self.answer_s += (self._clock() - asked_at - self.answer_s) / 4  # the last ones count more
         error = _error(future)
         self._went(error)
         if error is not None and error.kind != "cancelled":

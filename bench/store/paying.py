@@ -1,0 +1,197 @@
+"""Is a hit ever slower than computing? `python -m pdx.bench.store.paying`: real vLLM, a remote store on a slow line.
+
+One engine and its node, whose arena holds little more than one prompt, and a real Redis (`redis-server`) that the node
+reaches by way of a relay. The relay lets so many bytes a second through. For each rate, two prompts that were computed
+before come in turns, so that each is in the remote store alone, and beside each one that nobody has seen. The figure
+is the time to the first token of the former over that of the latter; the first two turns at each rate, in which the
+node learns of it, are not counted, and are shown. The last line is
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pdx.bench.breakdown.command import make_bed
+from pdx.bench.harness.ask import ask, completion, session
+from pdx.bench.harness.prompts import Prompts
+from pdx.bench.harness.report import SCRATCH, console, show_rows
+from pdx.bench.systems.baselines import Ports
+from pdx.bench.systems.pdx import PdxAlone
+from pdx.bench.systems.system import Bed, Command
+from pdx.cli.ports import free_ports
+from pdx.client.api import connect
+
+TOKENS = 2000
+RATES = (1e12, 800e6, 400e6, 200e6, 100e6, 50e6, 25e6, 5e6)  # bytes per second
+WARM, TURNS = 2, 6
+PIECE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rate; medians of the turns."""
+
+    mb_s: float  # 10⁶ bytes per second that the relay lets through
+    computing_ms: float  # to the first token of a prompt that nobody has seen
+    hit_ms: float
+    ratio: float
+    most: float  # of the ratios of the turns
+    learning: str  # ratios of the turns before
+    loaded_chunks: int  # in all turns
+
+
+class Relay:
+    """Passes a TCP connection on to a server; what comes back takes its time. A thread of its own."""
+
+    def __init__(self, to: int) -> None:
+        self.rate = RATES[0]
+        self._to = to
+        (self.port,) = free_ports(1)
+        self._free_at = 0.0  # when the line has sent what it was given
+        self._loop = asyncio.new_event_loop()
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._is_up.wait()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", self.port))
+        self._is_up.set()
+        self._loop.run_forever()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        await asyncio.gather(self._pass(reader, back, is_slow=False), self._pass(there, writer, is_slow=True))
+
+    async def _pass(self, source: asyncio.StreamReader, to: asyncio.StreamWriter, *, is_slow: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await source.read(PIECE_BYTES):
+                if is_slow:
+                    self._free_at = max(self._free_at, time.monotonic()) + len(piece) / self.rate
+                    await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
+                to.write(piece)
+                await to.drain()
+        to.close()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def redis(folder: Path) -> Iterator[int]:
+    """A Redis server in memory; its port."""
+    (port,) = free_ports(1)
+    options = ["--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    with subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL) as process:
+        try:
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.05)
+            yield port
+        finally:
+            process.terminate()
+
+
+class PdxWithRemote(PdxAlone):
+    """One engine, its node, and a remote store at this port."""
+
+    def __init__(self, port: int, options: tuple[str, ...]) -> None:
+        super().__init__()
+        self._options = (*options, "--remote", f"redis://127.0.0.1:{port}")
+        self.node = ""
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        command = super().store_command(bed, ports)
+        self.node = command.url
+        return replace(command, options=(*command.options, *self._options))
+
+
+def counter(node: str, name: str) -> int:
+    with connect(node, timeout_s=10.0) as attached:
+        return attached.status().counters.get(name, 0)
+
+
+async def measure(url: str, node: str, bed: Bed, relay: Relay, tokens: int, rates: tuple[float, ...]) -> list[Row]:
+    """A row for each rate."""
+    prompts = Prompts(None)
+    rows: list[Row] = []
+    async with session() as client:
+        number = 0
+
+        async def ttft(prompt: Any) -> float:
+            nonlocal number
+            number += 1
+            return (await ask(client, url, completion(bed.served_name, prompt, 1), f"paying-{number}")).ttft_ms
+
+        for name in ("warm-up 1", "warm-up 2", "a", "b"):
+            await ttft(prompts.make(tokens, name))
+        for rate in rates:
+            relay.rate = rate
+            loaded = counter(node, "remote_loaded")
+            pairs: list[tuple[float, float]] = []
+            for turn in range(WARM + TURNS):
+                computing = await ttft(prompts.make(tokens, f"{rate} {turn}"))
+                pairs.append((computing, await ttft(prompts.make(tokens, "ab"[turn % 2]))))
+                await asyncio.sleep(1.5)  # what was computed is stored, and a heartbeat tells how fast it was
+            ratios = [hit / computing for computing, hit in pairs]
+            counted = pairs[WARM:]
+            rows.append(
+                Row(
+                    rate / 1e6,
+                    round(statistics.median(computing for computing, _ in counted), 1),
+                    round(statistics.median(hit for _, hit in counted), 1),
+                    round(statistics.median(ratios[WARM:]), 3),
+                    round(max(ratios[WARM:]), 3),
+                    " ".join(f"{ratio:.2f}" for ratio in ratios[:WARM]),
+                    counter(node, "remote_loaded") - loaded,
+                )
+            )
+            console.print(rows[-1])
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, and show the rows."""
+    parser = argparse.ArgumentParser(prog="python -m pdx.bench.store.paying", description="Loads against computing.")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a prompt; default: %(default)s")
+    parser.add_argument("--mb-s", default=",".join(f"{rate / 1e6:g}" for rate in RATES), help="default: %(default)s")
+    parser.add_argument("--arena", default="192MiB", help="of the node; default: %(default)s")
+    chosen = parser.parse_args(arguments)
+    if shutil.which("redis-server") is None:
+        parser.error("redis-server is not installed")
+    out = SCRATCH / "bench" / "paying"
+    bed = make_bed(None, out, ("--no-enable-prefix-caching",), longest=chosen.tokens + 16, together=2)
+    bed = replace(bed, arena=chosen.arena)
+    with tempfile.TemporaryDirectory() as folder, redis(Path(folder)) as port:
+        relay = Relay(port)
+        system = PdxWithRemote(relay.port, ())
+        running = system.start(bed)
+        try:
+            rates = tuple(float(rate) * 1e6 for rate in chosen.mb_s.split(","))
+            rows = asyncio.run(measure(running.url, system.node, bed, relay, chosen.tokens, rates))
+        finally:
+            running.close()
+            relay.close()
+    show_rows(rows, f"Time to the first token of a prompt of {chosen.tokens} tokens in a remote store")
+    print(json.dumps({"bench": "paying", "tokens": chosen.tokens, "rows": [asdict(row) for row in rows]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""What is loaded from a tier, and what is computed because that is faster, by what was measured of both (invariant 10).
+
+The tier is the fake of test_tiers: its jobs say themselves how long they took.
+"""
+
+import pytest
+from test_tiers import Stage, key
+
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.store import tiers
+from pdx.store.chunk import NODE
+from pdx.store.rate import HALF_BYTES, Rate
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = Stage(tmp_path)
+    stage.ns = 0
+    yield stage
+    stage.assert_idle()
+    stage.check()
+    stage.close()
+
+
+def load(stage, numbers, ms):
+    """All jobs under way end, each after so many milliseconds."""
+    while stage.tier.jobs:
+        job = stage.tier.jobs[0][1]
+        job.start_ns, stage.ns = stage.ns + 1, stage.ns + 1 + ms * MS
+        job.end_ns = stage.ns
+        stage.end()
+    assert stage.hits(numbers) == len(numbers)
+
+
+def ask(stage, numbers, chunk_s):
+    """Whether a request waits for what is missing; a chunk is computed in so many seconds."""
+    hits = stage.hits(numbers)
+    may = stage.tiers.may_come([key(number) for number in numbers], hits, 1, chunk_s=chunk_s)
+    stage.turn()
+    return may
+
+
+def below(stage, numbers):
+    """Only the tier has these."""
+    stage.save(numbers)
+    stage.end_all()
+    stage.forget(numbers)
+
+
+def measured(stage, ms):
+    """A chunk was loaded in so many milliseconds."""
+    below(stage, [99])
+    assert stage.may_come([99])
+    load(stage, [99], ms)
+    stage.forget([99])
+
+
+def test_of_a_tier_that_was_not_measured_everything_is_loaded(stage):
+    below(stage, [0, 1])
+    assert ask(stage, [0, 1], chunk_s=1e-6)
+    load(stage, [0, 1], 1)
+
+
+def test_an_engine_of_unknown_pace_waits_for_whatever_comes(stage):
+    measured(stage, 1000)
+    below(stage, [0])
+    assert stage.may_come([0])
+    load(stage, [0], 1000)
+
+
+@pytest.mark.parametrize(("chunk_ms", "waits"), [(200, True), (130, True), (105, False), (50, False), (1, False)])
+def test_what_takes_longer_to_load_than_to_compute_is_computed(stage, chunk_ms, waits):
+    measured(stage, 100)
+    below(stage, [0, 1, 2])
+    assert ask(stage, [0, 1, 2], chunk_s=chunk_ms / 1000) is waits
+    assert stage.counters["loads_not_worth"] == (0 if waits else 3)
+    stage.end_all()
+
+
+def test_what_others_load_from_the_tier_comes_first(stage):
+    measured(stage, 100)
+    below(stage, [0, 1, 2, 3, 4])
+    assert ask(stage, [0, 1, 2, 3], chunk_s=0.15)
+    assert not ask(stage, [4], chunk_s=0.15), "four are before it"
+    assert ask(stage, [4], chunk_s=0.6)
+    stage.end_all()
+
+
+def test_bytes_that_are_loaded_are_not_waited_for_twice(stage):
+    measured(stage, 100)
+    below(stage, [0, 1, 2, 3])
+    assert ask(stage, [0, 1, 2], chunk_s=0.15)
+    assert stage.copies.loading_bytes("below") == 3 * GRANULE_BYTES
+    stage.end()
+    assert stage.copies.loading_bytes("below") == 2 * GRANULE_BYTES
+    stage.end(fails=True)
+    stage.end()
+    assert stage.copies.loading_bytes("below") == 0
+
+
+def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
+    measured(stage, 100)
+    below(stage, [0, 1, 2])
+    assert not ask(stage, [0, 1, 2], chunk_s=0.05)
+    assert [job.parts[0].key for _, job in stage.tier.jobs] == [key(2)], "not the next one, for which it would wait"
+    assert not ask(stage, [0, 1, 2], chunk_s=0.05)
+    assert len(stage.tier.jobs) == 1
+    job = stage.tier.jobs[0][1]
+    job.start_ns, job.end_ns = stage.ns + 1, stage.ns + 2
+    stage.end()
+    stage.now += tiers.PROBE_S
+    stage.forget([2])
+    for _ in range(5):  # each look counts as much as the slow load before it
+        assert not ask(stage, [0, 1, 2], chunk_s=0.0051)
+        while stage.tier.jobs:
+            stage.ns += 10
+            job = stage.tier.jobs[0][1]
+            job.start_ns, job.end_ns = stage.ns, stage.ns + 1
+            stage.end()
+        stage.forget([2])
+        stage.now += tiers.PROBE_S
+    assert ask(stage, [0, 1, 2], chunk_s=0.05), "it is faster now"
+    stage.end_all()
+
+
+def test_a_load_that_is_late_by_the_time_of_computing_is_given_up_and_is_a_measurement(stage):
+    below(stage, [0, 1])
+    assert ask(stage, [0, 1], chunk_s=0.5)
+    stage.now += tiers.LATE * 2 * 0.5 + 0.01
+    stage.tiers.changed(stage.store.expire())
+    stage.copies.tick(stage.now)
+    stage.turn()
+    assert stage.counters["copies_late"] == 1
+    rate = stage.copies.rate("below")
+    assert rate.is_known
+    assert rate.gb_s == 0.0
+    stage.now += 100.0
+    assert not ask(stage, [0, 1], chunk_s=0.5), "not even after a while: nothing ever came"
+    stage.end_all()
+
+
+def test_a_short_load_has_a_quarter_of_a_second_at_least(stage):
+    below(stage, [0])
+    assert ask(stage, [0], chunk_s=1e-5)
+    [copy] = stage.copies.of("below")
+    assert copy.deadline == stage.now + tiers.MIN_LOAD_S
+    stage.end_all()
+
+
+def test_only_the_part_that_pays_is_loaded(tmp_path):
+    """The beginning lies in a fast tier, the rest in a slow one."""
+    stage = Stage(tmp_path)
+    fast, slow = stage.tier, type(stage.tier)(stage.arena, lambda: stage.copies)
+    slow.name = "slow"
+    stage.tiers.below.append([slow])
+    stage.save([0, 1, 2, 3])
+    while fast.jobs or slow.jobs:
+        (fast if fast.jobs else slow).end()
+        stage.turn()
+    stage.forget([0, 1, 2, 3])
+    fast.evict([key(2), key(3)])
+    stage.copies.rate("below").moved(GRANULE_BYTES, 1, 1 + MS)
+    stage.copies.rate("slow").moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    assert ask(stage, [0, 1, 2, 3], chunk_s=0.05)
+    assert {job.parts[0].key for _, job in fast.jobs} == {key(0), key(1)}
+    assert {job.parts[0].key for _, job in slow.jobs} == {key(3)}, "nobody waits for that"
+    assert stage.counters["loads_not_worth"] == 2
+    while fast.jobs or slow.jobs:
+        (fast if fast.jobs else slow).end()
+        stage.turn()
+    stage.assert_idle()
+    stage.close()
+
+
+class Asked:
+    """A tier that must be asked."""
+
+    is_shared = False
+    name = "far"
+    is_ready = True
+
+    def __init__(self, answer_s):
+        self.answer_s = answer_s
+        self.asked = []
+
+    def find(self, keys, shards):
+        return []
+
+    def seeks(self, keys, shards):
+        self.asked.append(list(keys))
+        return True
+
+
+@pytest.mark.parametrize(("answer_s", "waits"), [(0.0, True), (0.15, True), (0.25, False)])
+def test_an_answer_that_takes_longer_than_computing_is_asked_for_and_not_waited_for(stage, answer_s, waits):
+    far = Asked(answer_s)
+    stage.tiers.below.append([far])
+    assert ask(stage, [0, 1], chunk_s=0.1) is waits
+    assert far.asked == [[key(0), key(1)]], "the next request may have it"
+    stage.tiers.below.pop()
+
+
+def test_many_keys_on_several_disks_cost_in_proportion_to_them(stage):
+    """The tier is asked for a few at a time, however many are left."""
+    looked = []
+    find = stage.tier.find
+    stage.tier.find = lambda keys, shards: looked.append(len(keys)) or find(keys[:1], shards)[:1]
+    numbers = list(range(8))
+    below(stage, numbers)
+    looked.clear()
+    stage.tiers.may_come([key(number) for number in [*numbers, *range(1000, 5000)]], 0, 1)
+    assert sum(looked) <= 9 * tiers.SOME
+    stage.turn()
+    stage.end_all()
+
+
+# ---- the rate --------------------------------------------------------------------------------
+
+
+def test_of_jobs_side_by_side_the_common_time_counts_once():
+    rate = Rate()
+    for start, end in ((0, 10), (1, 11), (2, 12)):
+        rate.moved(100, start, end)
+    assert rate.gb_s == pytest.approx(300 / 12, rel=1e-3)
+    rate.moved(100, 1000, 1004)
+    assert rate.gb_s == pytest.approx(400 / 16, rel=1e-3), "nothing is counted while nothing was to be done"
+
+
+def test_what_was_measured_lately_counts_more():
+    rate = Rate()
+    rate.moved(HALF_BYTES, 0, HALF_BYTES)  # 1 GB/s
+    rate.moved(HALF_BYTES, HALF_BYTES, 3 * HALF_BYTES)  # 0.5 GB/s
+    assert rate.gb_s == pytest.approx(1.5 / 2.5)
+    for _ in range(20):
+        rate.moved(HALF_BYTES, rate.end_ns, rate.end_ns + 2 * HALF_BYTES)
+    assert rate.gb_s == pytest.approx(0.5, rel=1e-3)
+
+
+def test_nothing_measured_and_nothing_moved_are_told_apart():
+    rate = Rate()
+    assert (rate.is_known, rate.gb_s, rate.seconds(10)) == (False, 0.0, 0.0)
+    rate.moved(0, 0, 5)
+    assert (rate.is_known, rate.gb_s, rate.seconds(10)) == (True, 0.0, float("inf"))
+
+
+def test_the_node_is_no_stranger_to_its_own_probe(stage):
+    """A chunk that is loaded for a look is one like any other."""
+    measured(stage, 100)
+    below(stage, [0, 1])
+    ask(stage, [0, 1], chunk_s=0.01)
+    [chunk] = stage.store.of(key(1))
+    assert chunk.writer == NODE
+    stage.end_all()
+    assert stage.store.find([key(1)], 1)
