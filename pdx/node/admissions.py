@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -42,12 +43,20 @@ class Waiter(msgspec.Struct, frozen=True):
     seq: int
     ask: Admit
     hits: int
+    since: float
     deadline: float
 
     @property
     def topics(self) -> tuple[Hashable, ...]:
         """What may change the answer: the next chunk, the transfer, and the fetch from a peer."""
         return self.ask.keys[self.hits], self.ask.transfer, ("fetch", self.ask.keys[self.ask.sought - 1])
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """There may be more than these hits, which is worth so many seconds of waiting."""
+
+    hits: int
+    seconds: float
 
 
 class Waiting:
@@ -156,9 +165,13 @@ class Admissions:
         if ask.blocks:
             self._check_blocks(ask)
         answer = self._look(session, ask, 0.0)
-        if not (answer.waiting and ask.wait_s and self._waiting.has_room(session)):
+        if isinstance(answer, Admitted):
             return answer
-        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, self._clock() + ask.wait_s))
+        if not ask.wait_s or not self._waiting.has_room(session):
+            return Admitted(answer.hits, waiting=True)
+        now = self._clock()
+        deadline = now + min(ask.wait_s, answer.seconds)
+        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, now, deadline))
         return None
 
     @staticmethod
@@ -210,18 +223,23 @@ class Admissions:
         ask = waiter.ask
         arenas = self._sessions.arenas(waiter.session, ask.shards)
         hits = waiter.hits + len(self._store.find(itertools.islice(ask.keys, waiter.hits, None), ask.shards, arenas))
-        if now < waiter.deadline and hits < ask.sought and self._may_come(waiter.session, ask, hits, arenas):
-            self._waiting.add(msgspec.structs.replace(waiter, hits=hits))
+        patience_s = 0.0
+        if now < waiter.deadline and hits < ask.sought:
+            patience_s = self._may_come(waiter.session, ask, hits, arenas)
+        if patience_s:
+            deadline = min(waiter.deadline, now + patience_s)
+            self._waiting.add(msgspec.structs.replace(waiter, hits=hits, deadline=deadline))
             return None
-        return self._look(waiter.session, ask, ask.wait_s - max(0.0, waiter.deadline - now))
+        answer = self._look(waiter.session, ask, now - waiter.since)
+        return Admitted(answer.hits, waiting=True) if isinstance(answer, Patience) else answer
 
-    def _look(self, session: Session, ask: Admit, waited_s: float) -> Admitted:
+    def _look(self, session: Session, ask: Admit, waited_s: float) -> Admitted | Patience:
         arenas = self._sessions.arenas(session, ask.shards)
         hits = self._store.find(ask.keys, ask.shards, arenas)
         chunks = [chunk for shards in hits for chunk in shards]
-        if len(hits) < ask.sought and self._may_come(session, ask, len(hits), arenas):
+        if len(hits) < ask.sought and (patience_s := self._may_come(session, ask, len(hits), arenas)):
             self._store.refresh(chunks)
-            return Admitted(len(hits), waiting=True)
+            return Patience(len(hits), patience_s)
         part, part_blocks = self._part(ask, len(hits), arenas)
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
@@ -332,28 +350,32 @@ class Admissions:
             return False
         return True
 
-    def _may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> bool:
+    def _may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> float:
+        """For how many seconds to wait for what is missing; 0: nothing comes."""
         if ask.nbytes and not ask.lease_s:
-            return False  # it writes what is missing, and reads nothing
+            return 0.0  # it writes what is missing, and reads nothing
         who = _who(session, ask)
         awaited = ask.awaits
         if awaited is not None:
             if self._transfers.is_given_up(awaited):
-                return False
+                return 0.0
             if arenas and self._tiers.may_come(ask.keys, hits, ask.shards, arenas, transfer=awaited, who=who):
-                return True
+                return math.inf
             if self._transfers.is_under_way(awaited) or self._store.is_filling(ask.keys[hits], ask.shards):
-                return True
+                return math.inf
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
-                return True
+                return math.inf
         is_named, chunk_s = session.hello.kind == "client", self._sessions.chunk_s(session, ask.shards)
-        if self._tiers.may_come(ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, chunk_s=chunk_s):
-            return True
+        patience_s = self._tiers.may_come(
+            ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, chunk_s=chunk_s
+        )
+        if patience_s:
+            return patience_s
         try:
-            return self._peers.may_come(ask, hits)
+            return math.inf if self._peers.may_come(ask, hits) else 0.0
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "fetch_impossible", "%s", error)
-            return False
+            return 0.0
 
 
 def _name(session: Session) -> str:

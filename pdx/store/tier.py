@@ -80,7 +80,7 @@ class Tier(ABC):
     is_shared: bool = False  # whether other nodes find there what is stored: then names of clients do not go there
     is_whole: bool = False  # whether a job must hold one whole chunk of one shard
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
-    answer_s: float = 0.0  # how long a question takes that `seeks` asks
+    answer_s: float = 0.0  # how long a question took lately that `seeks` has asked
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
 
     @property
@@ -106,6 +106,10 @@ class Tier(ABC):
         """Whether the first of these, which `find` does not have, may be found in a moment: the tier is asking for
         them, or begins to. `Tiers.found` is to be called then."""
         return False
+
+    def asked_s(self, key: bytes) -> float:
+        """For how many seconds it has been asking for this key already."""
+        return 0.0
 
     @abstractmethod
     def admit(self, copy: Copy) -> Grant | None:

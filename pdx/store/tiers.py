@@ -30,6 +30,7 @@ from pdx.wire.messages import TierStatus
 BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
 MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
 LOAD_S = 0.005  # … and so much more, for what comes with any load
+ANSWER_SHARE = 0.1  # of the time of computing may pass until a tier has said whether it has something
 LATE = 2.0  # times the time of computing, and a load is given up …
 MIN_LOAD_S = 0.25  # … but not sooner than that
 PROBE_S = 10.0
@@ -68,6 +69,7 @@ class Tiers:
         self._counters = counters
         self._clock = clock
         # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
+        self._chunk_bytes = 0  # of all shards of the last chunk that was found below
         self._probed_at: dict[str, float] = {}  # by tier
         self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
 
@@ -158,28 +160,29 @@ class Tiers:
         is_named: bool = False,
         who: str = "",
         chunk_s: float = math.inf,
-    ) -> bool:
-        """Whether what is missing behind the first `hits` keys in `arenas` is on its way there, or is from now on; or a
-        tier is being asked for it. `is_named`: the keys are a client's names. `who` wants them.
-        `chunk_s`: how long computing one of them takes: what would take longer to load is not loaded.
+    ) -> float:
+        """For how many seconds to wait for what is missing behind the first `hits` keys in `arenas`: it is on its way
+        there, or is from now on, or a tier is being asked for it. 0: nothing comes; infinity: until it is known.
 
+        `is_named`: the keys are a client's names. `who` wants them. `chunk_s`: how long computing one of them takes:
+        what would take longer to load is not loaded.
         The chunks that are hit stay where they are while room is found for the others. A tier that was too slow is left
         alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is still being filled
         elsewhere is copied, slice by slice.
         """
         missing = keys[hits]
         if self._copies.is_filled_here(missing, shards, arenas):
-            return True
+            return math.inf
         if not self.below and not any(arenas):
-            return False  # there is nowhere else
+            return 0.0  # there is nowhere else
         hit = [chunk for chunks in self._store.find(keys[:hits], shards, arenas) for chunk in chunks]
         self._store.hold(hit)
         try:
             if any(arenas) and self.arenas is not None:
                 if self._from_another_arena(keys[hits:], shards, arenas, transfer):
-                    return True
+                    return math.inf
                 if self._copies.is_filled_here(missing, shards):
-                    return True  # on its way to the first arena, and then on
+                    return math.inf  # on its way to the first arena, and then on
             return self._from_below(keys[hits:], shards, is_named, who, chunk_s)
         finally:
             self._store.unhold(hit)
@@ -209,9 +212,9 @@ class Tiers:
             ) and self._copies.is_filled_here(wanted[0], shards, arenas)
         return False
 
-    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool, who: str, chunk_s: float) -> bool:
+    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool, who: str, chunk_s: float) -> float:
         found: list[tuple[bytes, Tier, Held]] = []
-        seeks = False
+        patience_s = 0.0
         while len(found) < len(keys):
             at = len(found)
             some = keys[at : at + SOME]  # the next key may lie elsewhere: not all that are left are looked at each time
@@ -221,7 +224,7 @@ class Tiers:
                 if held:
                     break
                 if tier.seeks(keys[at:], shards):
-                    seeks = seeks or tier.answer_s <= (len(keys) - at) * chunk_s  # else it is asked for the next one
+                    patience_s = max(patience_s, self._patience(tier, keys[at], len(keys) - at, chunk_s))
             if len(found) == at:
                 break
         count = self._paying(found, shards, chunk_s)
@@ -229,10 +232,26 @@ class Tiers:
             self._counters["loads_not_worth"] += len(found) - count
             self._probe(found[-1], shards, is_named)
         deadline = self._clock() + min(self._load_s, max(MIN_LOAD_S, LATE * count * chunk_s))
-        return bool(count and self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who)) or seeks
+        if count and self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
+            return math.inf
+        return patience_s
+
+    def _patience(self, tier: Tier, key: bytes, count: int, chunk_s: float) -> float:
+        """For how long to wait until a tier has said whether it has this key and those behind it, `count` in all.
+
+        Most prompts are new, so that this wait is in vain; and what is found must be worth its load.
+        """
+        if chunk_s == math.inf:
+            return math.inf
+        computing_s = count * chunk_s
+        if self._load_takes(tier, count * self._chunk_bytes) > computing_s:
+            return 0.0
+        most_s = ANSWER_SHARE * computing_s
+        return max(0.0, most_s - tier.asked_s(key)) if tier.answer_s <= most_s else 0.0
 
     def _paying(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, chunk_s: float) -> int:
         """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
+        self._chunk_bytes = found[0][2].nbytes * shards if found else self._chunk_bytes
         if chunk_s == math.inf:
             return len(found)
         counts: Counter[Tier] = Counter()

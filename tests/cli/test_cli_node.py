@@ -156,7 +156,7 @@ def test_options_become_the_nodes_settings(monkeypatch, place):
     (config,) = configs
     assert (config.name, config.listen, config.roster) == ("alpha", "tcp://127.0.0.1:0", "r.toml")
     assert (config.keys, config.channels, config.digests) == ("alpha.key_secret", ["nixl", "tcp"], "always")
-    assert (config.disk, config.disk_limit_bytes) == (os.path.abspath("cache"), 2 << 30)
+    assert (config.disks, config.disk_limit_bytes) == ([os.path.abspath("cache")], 2 << 30)
 
 
 @pytest.mark.parametrize("channel", ["pigeon", "inproc", "../etc"])

@@ -47,6 +47,7 @@ from pdx.wire.messages import (
     Status,
     ToNode,
     Welcome,
+    Why,
     encode,
 )
 
@@ -301,6 +302,7 @@ ASKS = [
     Cancel("t" * 16),
     Mark("t" * 16, "prefill_end", 1),
     Status(),
+    Why(),
 ]
 
 
@@ -406,7 +408,9 @@ def test_a_late_answer_that_fails_is_a_miss_and_keeps_no_other_back(daemon, wire
     wait_until(lambda: daemon.turn(0.01) or len(daemon.service.admissions._waiting) == 2)
     look = daemon.service.admissions._look
     monkeypatch.setattr(
-        daemon.service.admissions, "_look", lambda session, ask: fail() if ask.keys == keys[:1] else look(session, ask)
+        daemon.service.admissions,
+        "_look",
+        lambda session, ask, waited_s: fail() if ask.keys == keys[:1] else look(session, ask, waited_s),
     )
     daemon.service.cancel(transfer, "the proxy")
     answers = [turn_until_answered(daemon, wire) for _ in keys]

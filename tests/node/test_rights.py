@@ -23,6 +23,7 @@ from pdx.wire.messages import (
     Release,
     Renew,
     Status,
+    Why,
 )
 
 TRANSFER = "transfer-0123456789"
@@ -40,13 +41,14 @@ SAID = [
     Cancel(TRANSFER),
     Mark(TRANSFER, "event", 1),
     Status(),
+    Why(),
     Chosen("tcp"),
 ]
 ENGINE = {Bye, Ping, Abort, Mark}
 EXPECTED = {
     "worker": ENGINE | {Fill},
-    "scheduler": ENGINE | {Admit, Push, Release, Renew, Pin, Delete, Cancel, Status},
-    "client": ENGINE | {Fill, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status},
+    "scheduler": ENGINE | {Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
+    "client": ENGINE | {Fill, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
     "peer": {Bye, Ping, Chosen, Admit, Release, Push, Cancel},
 }
 

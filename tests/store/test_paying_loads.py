@@ -74,7 +74,7 @@ def test_an_engine_of_unknown_pace_waits_for_whatever_comes(stage):
 def test_what_takes_longer_to_load_than_to_compute_is_computed(stage, chunk_ms, waits):
     measured(stage, 100)
     below(stage, [0, 1, 2])
-    assert ask(stage, [0, 1, 2], chunk_s=chunk_ms / 1000) is waits
+    assert bool(ask(stage, [0, 1, 2], chunk_s=chunk_ms / 1000)) is waits
     assert stage.counters["loads_not_worth"] == (0 if waits else 3)
     stage.end_all()
 
@@ -181,9 +181,13 @@ class Asked:
     name = "far"
     is_ready = True
 
-    def __init__(self, answer_s):
+    def __init__(self, answer_s, asked_s):
         self.answer_s = answer_s
+        self.since_s = asked_s
         self.asked = []
+
+    def asked_s(self, name):
+        return self.since_s
 
     def find(self, keys, shards):
         return []
@@ -193,12 +197,34 @@ class Asked:
         return True
 
 
-@pytest.mark.parametrize(("answer_s", "waits"), [(0.0, True), (0.15, True), (0.25, False)])
-def test_an_answer_that_takes_longer_than_computing_is_asked_for_and_not_waited_for(stage, answer_s, waits):
-    far = Asked(answer_s)
+CASES = [(0.0, 0.0, 0.04), (0.03, 0.0, 0.04), (0.05, 0.0, 0.0), (0.0, 0.03, 0.01), (0.0, 0.05, 0.0)]
+
+
+@pytest.mark.parametrize(("answered_s", "asked_s", "patience_s"), CASES)
+def test_an_answer_is_waited_for_no_longer_than_a_tenth_of_the_time_of_computing(
+    stage, answered_s, asked_s, patience_s
+):
+    far = Asked(answered_s, asked_s)
     stage.tiers.below.append([far])
-    assert ask(stage, [0, 1], chunk_s=0.1) is waits
-    assert far.asked == [[key(0), key(1)]], "the next request may have it"
+    waits_s = stage.tiers.may_come([key(number) for number in range(4)], 0, 1, chunk_s=0.1)
+    assert waits_s == pytest.approx(patience_s)
+    assert far.asked == [[key(number) for number in range(4)]], "the next request may have it"
+    stage.tiers.below.pop()
+
+
+def test_an_engine_of_unknown_pace_waits_for_an_answer_as_long_as_it_takes(stage):
+    stage.tiers.below.append([Asked(10.0, 3.0)])
+    assert stage.tiers.may_come([key(0)], 0, 1) == float("inf")
+    stage.tiers.below.pop()
+
+
+def test_an_answer_of_a_tier_whose_loads_do_not_pay_is_not_waited_for(stage):
+    measured(stage, 100)
+    far = Asked(0.0, 0.0)
+    stage.copies.rate("far").moved(GRANULE_BYTES, 1, 1 + 100 * MS)
+    stage.tiers.below.append([far])
+    assert ask(stage, [0, 1], chunk_s=0.2)
+    assert not ask(stage, [0, 1], chunk_s=0.05)
     stage.tiers.below.pop()
 
 

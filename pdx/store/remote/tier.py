@@ -99,7 +99,9 @@ class RemoteTier(Tier):
         self._faults = Faults(counters, clock)
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        self._sought: dict[bytes, int] = {}  # what a thread asks for: the number of the question
+        self._sought: dict[
+            bytes, tuple[int, float]
+        ] = {}  # what a thread asks for: the number of the question, and since when
         self._numbers = itertools.count()
         self._seeking = 0  # questions
         self._under_way: dict[int, dict[_Work, None]] = {}  # by copy
@@ -196,10 +198,15 @@ class RemoteTier(Tier):
         self._seeking += 1
         asked_at = self._clock()
         number = next(self._numbers)
-        self._sought.update(dict.fromkeys(keys, number))
+        self._sought.update(dict.fromkeys(keys, (number, asked_at)))
         then = partial(self._seek_ended, number, keys, shards, asked_at)
         self._submit(self._readers, partial(self._seek, list(keys), shards), then)
         return True
+
+    def asked_s(self, key: bytes) -> float:
+        """See `Tier.asked_s`."""
+        _, since = self._sought.get(key, (0, self._clock()))
+        return self._clock() - since
 
     def _seek(self, keys: Sequence[bytes], shards: int) -> None:
         """On a thread: ask for these until one is missing."""
@@ -256,7 +263,7 @@ class RemoteTier(Tier):
             if first is not None:  # who waits for it would have it asked for at once again
                 self._know(first, shards, None)
         for key in keys:
-            if self._sought.get(key) == number:
+            if self._sought.get(key) == (number, asked_at):
                 del self._sought[key]
         self._on_found(keys)
 
