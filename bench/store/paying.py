@@ -37,9 +37,9 @@ from pdx.cli.ports import free_ports
 from pdx.client.api import connect
 
 TOKENS = 2000
-RATES = (1e12, 800e6, 400e6, 200e6, 100e6, 50e6, 25e6, 5e6)  # bytes per second
+RATES = (1e12, 500e6, 250e6, 150e6, 100e6, 50e6, 10e6)  # bytes per second
 WARM, TURNS = 2, 6
-PIECE_BYTES = 1 << 16
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,41 +56,42 @@ class Row:
 
 
 class Relay:
-    """Passes a TCP connection on to a server; what comes back takes its time. A thread of its own."""
+    """Passes TCP connections on to a server; what comes back takes its time. Threads of its own."""
 
     def __init__(self, to: int) -> None:
         self.rate = RATES[0]
         self._to = to
-        (self.port,) = free_ports(1)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()
         self._free_at = 0.0  # when the line has sent what it was given
-        self._loop = asyncio.new_event_loop()
-        self._is_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        self._is_up.wait()
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _run(self) -> None:
-        self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", self.port))
-        self._is_up.set()
-        self._loop.run_forever()
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._to))
+                for pair, is_slow in (((client, server), False), ((server, client), True)):
+                    threading.Thread(target=self._pass, args=(*pair, is_slow), daemon=True).start()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._to)
-        await asyncio.gather(self._pass(reader, back, is_slow=False), self._pass(there, writer, is_slow=True))
-
-    async def _pass(self, source: asyncio.StreamReader, to: asyncio.StreamWriter, *, is_slow: bool) -> None:
-        with contextlib.suppress(ConnectionError):
-            while piece := await source.read(PIECE_BYTES):
+    def _pass(self, source: socket.socket, to: socket.socket, is_slow: bool) -> None:
+        buffer = memoryview(bytearray(PIECE_BYTES))
+        with contextlib.suppress(OSError):
+            while count := source.recv_into(buffer):
                 if is_slow:
-                    self._free_at = max(self._free_at, time.monotonic()) + len(piece) / self.rate
-                    await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
-                to.write(piece)
-                await to.drain()
-        to.close()
+                    with self._lock:
+                        self._free_at = max(self._free_at, time.monotonic()) + count / self.rate
+                        wait_s = self._free_at - time.monotonic()
+                    if wait_s > 0.0005:
+                        time.sleep(wait_s)
+                to.sendall(buffer[:count])
+        for each in (source, to):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._listener.close()
 
 
 @contextlib.contextmanager

@@ -201,9 +201,7 @@ CASES = [(0.0, 0.0, 0.04), (0.03, 0.0, 0.04), (0.05, 0.0, 0.0), (0.0, 0.03, 0.01
 
 
 @pytest.mark.parametrize(("answered_s", "asked_s", "patience_s"), CASES)
-def test_an_answer_is_waited_for_no_longer_than_a_tenth_of_the_time_of_computing(
-    stage, answered_s, asked_s, patience_s
-):
+def test_an_answer_is_waited_for_a_tenth_of_the_time_of_computing(stage, answered_s, asked_s, patience_s):
     far = Asked(answered_s, asked_s)
     stage.tiers.below.append([far])
     waits_s = stage.tiers.may_come([key(number) for number in range(4)], 0, 1, chunk_s=0.1)

@@ -99,9 +99,7 @@ class RemoteTier(Tier):
         self._faults = Faults(counters, clock)
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        self._sought: dict[
-            bytes, tuple[int, float]
-        ] = {}  # what a thread asks for: the number of the question, and since when
+        self._sought: dict[bytes, tuple[int, float]] = {}  # what is asked for: the question's number, and since when
         self._numbers = itertools.count()
         self._seeking = 0  # questions
         self._under_way: dict[int, dict[_Work, None]] = {}  # by copy
