@@ -106,6 +106,7 @@ class TrackedRequest:
         self.hit_tokens = 0
         self.lease = 0
         self.reserved = False
+        self.expected_epoch = 0  # the node's life in which it was told that this request will come
         # what became of it
         self.epoch = 0
         self.block_ids: list[int] = []

@@ -69,11 +69,13 @@ class SchedulerHalf:
     # ---- new requests -----------------------------------------------------------------------
 
     def arrived(self, request: EngineRequest) -> None:
-        """A new request is in the engine's queue. What its turn will need is asked now, if its turn may come soon."""
+        """A new request is in the engine's queue. What its turn will need is asked now, if its turn may come soon; else
+        the node is told what will be wanted."""
         tracked = self.track(request)
         connection = self._link.connection
-        if connection is not None and len(self._unscheduled) <= EARLY:
-            self._lookup.begin(tracked, connection)
+        if connection is not None:
+            is_soon = len(self._unscheduled) <= EARLY
+            (self._lookup.begin if is_soon else self._lookup.expect)(tracked, connection)
 
     def track(self, request: EngineRequest) -> TrackedRequest:
         """The request's state; made at its first sight."""
@@ -219,6 +221,8 @@ class SchedulerHalf:
         self._loading.pop(request_id, None)
         self._tell_load()
         connection = self._link.connection
+        if connection is not None:
+            self._lookup.expect_no_more(tracked, connection)
         if connection is None or tracked.epoch != connection.epoch:
             return
         if tracked.loading:

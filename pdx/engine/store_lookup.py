@@ -19,7 +19,7 @@ from pdx.engine.step import BlockHasher
 from pdx.errors import ArenaTooSmall, NodeError, ProtocolError
 from pdx.memory.layout import KvLayout
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS, Admit, Admitted, Cancel, Mark, Release
+from pdx.wire.messages import MAX_BLOCKS, MAX_KEYS, MAX_NAME, MAX_SLOTS, Admit, Admitted, Cancel, Expect, Mark, Release
 
 ASK_S = 0.002
 MISS_S = 1.0  # after so long, what was not there is asked for again; hits, at half of their lease
@@ -56,6 +56,19 @@ class StoreLookup:
         # What may still come is waited for; and a transfer whose room goes is given up.
         if tracked.asked is not None and not tracked.is_prefill and not self._may_come(tracked):
             self._ahead.append((tracked, tracked.asked))
+
+    def expect(self, tracked: TrackedRequest, connection: Connection) -> None:
+        """A new request whose turn will not come soon: tell the node what it will want. Never waits."""
+        keys = self._keys(tracked, tracked.request.num_prompt_tokens)
+        if keys:
+            tracked.expected_epoch = connection.epoch
+            connection.tell(Expect(tracked.request.request_id[:MAX_NAME], keys, self._layout.num_shards))
+
+    def expect_no_more(self, tracked: TrackedRequest, connection: Connection) -> None:
+        """The request ended before its turn."""
+        if tracked.expected_epoch == connection.epoch:
+            connection.tell(Expect(tracked.request.request_id[:MAX_NAME]))
+        tracked.expected_epoch = 0
 
     def take_back(self, connection: Connection | None) -> None:
         """The turn of these has not come soon: others may fill their room sooner, and decoders wait for that."""
@@ -252,6 +265,7 @@ class StoreLookup:
             request=tracked.request.request_id[:MAX_NAME],
         )
         tracked.asked = self._ask_now(connection, ask)
+        tracked.expected_epoch = 0  # the node knows by the question
         if wants_room and not tracked.is_prefill:
             tracked.decoded_end = max(tracked.decoded_end, len(keys) - (tail_blocks > 0))
 

@@ -18,6 +18,7 @@ from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
+from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
 from pdx.node.sessions import Session, Sessions
@@ -47,6 +48,7 @@ from pdx.wire.messages import (
     Cancel,
     Delete,
     Done,
+    Expect,
     Fill,
     Hello,
     Mark,
@@ -125,6 +127,7 @@ class Service:
         )
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post, self.counters)
+        self.look_ahead = LookAhead(self.store, self.tiers, self.counters)
         self.admissions = Admissions(
             config,
             store=self.store,
@@ -222,6 +225,7 @@ class Service:
         self.reports.news = True
         with self.faults.contain("the end of a session's questions"):
             self.admissions.end_session(session)
+            self.look_ahead.end_session(session)
         with self.faults.contain("the end of a session's chunks"):
             self._lost(self.store.end_session(session.number))
 
@@ -264,6 +268,8 @@ class Service:
             landed, self.copies.landed = self.copies.landed, []
             self._changed([*self.peers.turn(), *landed])
             self.tiers.turn()
+            self.look_ahead.answered(self.tiers.found)
+            self.look_ahead.turn()
             self.copies.pump()
 
     # ---- one method per message -------------------------------------------------------------
@@ -272,7 +278,8 @@ class Service:
         return {
             Bye: self._bye,
             Ping: self._ping,
-            Admit: self.admissions.ask,
+            Admit: self._admit,
+            Expect: self._expect,
             Push: self._push,
             Fill: self._fill,
             Abort: self._abort,
@@ -294,6 +301,16 @@ class Service:
         session.running, session.chunk_s = ask.running, ask.chunk_s
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
+
+    def _admit(self, session: Session, ask: Admit) -> Answer | None:
+        if ask.request:
+            self.look_ahead.asks(session, ask.request)
+        return self.admissions.ask(session, ask)
+
+    def _expect(self, session: Session, ask: Expect) -> Answer:
+        if len(ask.keys) * ask.shards > MAX_SLOTS:
+            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        return Done(int(self.look_ahead.expect(session, ask, self.sessions.arenas(session, ask.shards))))
 
     def _push(self, session: Session, ask: Push) -> Answer:
         arenas = self.sessions.arenas(session, ask.shards)

@@ -166,10 +166,10 @@ class Copies:
         deadline: float,
         is_named: bool = False,
         who: str = "",
-    ) -> int:
-        """Copy these keys from the tiers that have them into the first arena, as far as there is room there; how many
-        are filled by that from now on. `who` wants them."""
-        count = 0
+    ) -> list[Copy]:
+        """Copy these keys from the tiers that have them into the first arena, as far as there is room there; by which
+        copies. `who` wants them."""
+        copies: list[Copy] = []
         for size, group in itertools.groupby(found, key=lambda each: each[2]):
             run = list(group)
             claim = Claim(
@@ -187,7 +187,7 @@ class Copies:
                 granted, slots, is_full = self._store.reserve(claim)
             except ArenaTooSmall:
                 self._counters["loads_without_room"] += 1
-                return count
+                return copies
             of_tier: dict[Tier, tuple[list[bytes], list[Chunk]]] = {}
             for at, index in enumerate(granted):
                 keys, chunks = of_tier.setdefault(run[index][1], ([], []))
@@ -197,12 +197,12 @@ class Copies:
                 origin = Origin(tier.name)
                 for chunk in chunks:
                     chunk.origin = origin
-                self._add(Copy(next(self._numbers), tier, keys, shards, chunks, priority, deadline, is_load=True))
-            count += len(granted)
+                copies.append(Copy(next(self._numbers), tier, keys, shards, chunks, priority, deadline, is_load=True))
+                self._add(copies[-1])
             if is_full:
                 self._counters["loads_without_room"] += 1
                 break
-        return count
+        return copies
 
     def _add(self, copy: Copy) -> None:
         self._counters["copies"] += 1
@@ -328,6 +328,17 @@ class Copies:
             if copy.state is not CopyState.DRAINING:
                 self._counters["copies_cancelled"] += 1
                 self._give_up(copy, CopyStep.CANCEL)
+
+    def give_up(self, copies: Iterable[Copy]) -> int:
+        """Nobody needs these any more; how many were not over."""
+        left = [copy for copy in copies if copy.number in self._copies]
+        for copy in left:
+            if copy.state is CopyState.DRAINING:
+                copy.is_given_up = True
+                copy.tier.cancel(copy)
+            else:
+                self._give_up(copy, CopyStep.CANCEL)
+        return len(left)
 
     def tick(self, now: float) -> None:
         """Give up what is too late; write what spans there are."""

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from pdx.store.chunk import Chunk
 from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.wanted import Wanted
 
 ENDS = -1  # level of the ends of prompts that nobody is known to share: they are worth the least
+WANTED = 10  # level of what requests in a queue will use, above all priorities
 
 
 class EvictionOrder:
     """The sealed chunks of one arena that nobody leases or pins.
 
-    A level is a priority that the application gave (`Hints.priority`); below all of them are the ends of prompts. What
-    is on a lower level goes first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
+    A level is a priority that the application gave (`Hints.priority`); below all of them are the ends of prompts, and
+    above them what requests in a queue will use. What is on a lower level goes first. `insert`, `hold` and `remove` are
+    idempotent. Owned by the control loop.
     """
 
-    def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
-        """`make`: makes the policy of one level."""
+    def __init__(self, make: Callable[[], EvictionPolicy], wanted: Mapping[bytes, Mapping[int, int]]) -> None:
+        """`make`: makes the policy of one level. `wanted`: see `Wanted`; after a change of it `refresh` is called for
+        the chunks in question."""
         self._make = make
+        self._wanted = wanted
         self._levels: dict[int, EvictionPolicy] = {}
         self._sorted: list[int] = []
         self._heeds_uses = False  # whether a policy wants to know of each use, which costs a call
@@ -38,6 +43,8 @@ class EvictionOrder:
         if chunk.is_in_order:
             return
         level = ENDS if goes_first else chunk.hints.priority
+        if chunk.key in self._wanted:
+            level = WANTED
         if level != chunk.level:
             self._leave(chunk)
             chunk.level = level
@@ -73,7 +80,7 @@ class EvictionOrder:
             self.insert(chunk)
 
     def refresh(self, chunk: Chunk) -> None:
-        """A request that has found the chunk still waits for others."""
+        """A request that has found the chunk still waits for others, or what the queue wants has changed."""
         if chunk.is_in_order:
             self.hold(chunk)
             self.insert(chunk)
@@ -96,7 +103,7 @@ class EvictionOrder:
         return [chunk for policy in self._levels.values() for chunk in policy.overdue()]
 
     def _new_level(self, level: int) -> EvictionPolicy:
-        policy = self._levels[level] = self._make()
+        policy = self._levels[level] = Wanted(self._wanted) if level == WANTED else self._make()
         self._sorted = sorted(self._levels)
-        self._heeds_uses = type(policy).access is not EvictionPolicy.access
+        self._heeds_uses = self._heeds_uses or type(policy).access is not EvictionPolicy.access
         return policy

@@ -121,6 +121,8 @@ class Store:
         self._clock = clock
         self.counters: Counter[str] = Counter()
         self.history = History()
+        # by key, for each request in a queue that wants it, where in its prompt it is; the first in the queue first
+        self.wanted: dict[bytes, dict[int, int]] = {}
         self._index = Index(1 + len(more))
         sizes = [nbytes or arena.nbytes, *(each.nbytes for each in more)]
         self.pools = [
@@ -129,7 +131,7 @@ class Store:
                 each,
                 size,
                 self._index,
-                EvictionOrder(partial(policy, size)),
+                EvictionOrder(partial(policy, size), self.wanted),
                 self.history,
                 self.counters,
                 clock,
@@ -260,6 +262,24 @@ class Store:
         """A request that has found these waits for others: they should not go meanwhile."""
         for chunk in reversed(chunks):
             self.pools[chunk.slot.arena].order.refresh(chunk)
+
+    def want(self, keys: Sequence[bytes], number: int) -> None:
+        """A request in a queue will use these, if they are here by then. `number`: grows from request to request."""
+        for index, key in enumerate(keys):
+            self.wanted.setdefault(key, {})[number] = index
+        self._refresh_keys(keys)
+
+    def want_no_more(self, keys: Sequence[bytes], number: int) -> None:
+        """That request waits no more."""
+        for key in keys:
+            places = self.wanted[key]
+            del places[number]
+            if not places:
+                del self.wanted[key]
+        self._refresh_keys(keys)
+
+    def _refresh_keys(self, keys: Sequence[bytes]) -> None:
+        self.refresh([chunk for key in keys for chunk in self._index.of(key)])
 
     # ---- reserving and filling --------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
-from pdx.store.copy import Priority
+from pdx.store.copy import Copy, Priority
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tier import Held, Tier
@@ -213,6 +213,20 @@ class Tiers:
         return False
 
     def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool, who: str, chunk_s: float) -> float:
+        found, patience_s = self._found(keys, shards, is_named, chunk_s)
+        count = self._paying(found, shards, chunk_s)
+        if count < len(found):
+            self._counters["loads_not_worth"] += len(found) - count
+            self._probe(found[-1], shards, is_named)
+        deadline = self._clock() + min(self._load_s, max(MIN_LOAD_S, LATE * count * chunk_s))
+        if count and self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
+            return math.inf
+        return patience_s
+
+    def _found(
+        self, keys: Sequence[bytes], shards: int, is_named: bool, chunk_s: float
+    ) -> tuple[list[tuple[bytes, Tier, Held]], float]:
+        """The leading ones of these that tiers below have; and for how long to wait for a tier that is being asked."""
         found: list[tuple[bytes, Tier, Held]] = []
         patience_s = 0.0
         while len(found) < len(keys):
@@ -227,14 +241,27 @@ class Tiers:
                     patience_s = max(patience_s, self._patience(tier, keys[at], len(keys) - at, chunk_s))
             if len(found) == at:
                 break
-        count = self._paying(found, shards, chunk_s)
-        if count < len(found):
-            self._counters["loads_not_worth"] += len(found) - count
-            self._probe(found[-1], shards, is_named)
-        deadline = self._clock() + min(self._load_s, max(MIN_LOAD_S, LATE * count * chunk_s))
-        if count and self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
-            return math.inf
-        return patience_s
+        return found, patience_s
+
+    def prefetch(
+        self, keys: Sequence[bytes], shards: int, room_bytes: int, *, is_named: bool = False, who: str = ""
+    ) -> list[Copy]:
+        """Load the leading ones of these that a tier below has, as far as `room_bytes` goes; nobody waits for them yet.
+
+        A tier that must be asked is asked; `found` tells when it has answered.
+        """
+        found: list[tuple[bytes, Tier, Held]] = []
+        for each in self._found(keys, shards, is_named, math.inf)[0]:
+            room_bytes -= each[2].nbytes * shards
+            if room_bytes < 0:
+                break
+            found.append(each)
+        deadline = self._clock() + self._store_s
+        return self._load(found, shards, Priority.PREFETCH, deadline, is_named, who) if found else []
+
+    def give_up(self, copies: Sequence[Copy]) -> int:
+        """Nobody needs these loads any more; how many were not over."""
+        return self._copies.give_up(copies)
 
     def _patience(self, tier: Tier, key: bytes, count: int, chunk_s: float) -> float:
         """For how long to wait until a tier has said whether it has this key and those behind it, `count` in all.
@@ -283,7 +310,7 @@ class Tiers:
         deadline: float,
         is_named: bool,
         who: str,
-    ) -> int:
+    ) -> list[Copy]:
         return self._copies.load(found, shards, priority=priority, deadline=deadline, is_named=is_named, who=who)
 
     def why_not(self, key: bytes, shards: int, *, is_named: bool = False, chunk_s: float = math.inf) -> str:

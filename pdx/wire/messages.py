@@ -192,6 +192,19 @@ class Admit(Message, frozen=True):
         return self.transfer if self.part != "writes" else None
 
 
+class Expect(Message, frozen=True):
+    """The engine's `request` waits for its turn and will ask for these `keys`, in each of so many shards: what of them
+    is in a tier below is loaded ahead, and what is here is evicted last. Over when it asks (`Admit.request`); without
+    keys: it is over before that, and what is being loaded for it alone is given up.
+
+    `Done.count` is 1 if it is heeded.
+    """
+
+    request: Name
+    keys: Keys = []
+    shards: ShardCount = 1
+
+
 class Push(Message, frozen=True):
     """Copy chunks to a peer; fields as in `Admit`. `Done.count` says how many of them go, or are on their way.
 
@@ -475,7 +488,7 @@ class NodeStatus(Message, frozen=True):
 
 
 _Keep = Release | Renew | Pin | Delete
-Ask = Hello | Bye | Ping | Admit | Push | Fill | Abort | _Keep | Cancel | Mark | Status | Why | Chosen
+Ask = Hello | Bye | Ping | Expect | Admit | Push | Fill | Abort | _Keep | Cancel | Mark | Status | Why | Chosen
 Answer = Welcome | Admitted | Done | Refused | NodeStatus | Explained
 
 
@@ -495,7 +508,7 @@ class FromNode(msgspec.Struct, array_like=True, frozen=True):
 
 
 _ENGINE: frozenset[type[Message]] = frozenset({Bye, Ping, Fill, Abort, Mark})
-_REQUESTS: frozenset[type[Message]] = frozenset({Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why})
+_REQUESTS: frozenset[type[Message]] = frozenset({Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why})
 # What each kind of session may say once it is attached. A peer fills by its writes (`Landed`).
 RIGHTS: dict[Kind, frozenset[type[Message]]] = {
     "worker": _ENGINE,

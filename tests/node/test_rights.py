@@ -13,6 +13,7 @@ from pdx.wire.messages import (
     Cancel,
     Chosen,
     Delete,
+    Expect,
     Fill,
     Hello,
     Mark,
@@ -30,6 +31,7 @@ TRANSFER = "transfer-0123456789"
 SAID = [
     Bye(),
     Ping(),
+    Expect("request"),
     Admit([]),
     Push([], "b"),
     Fill([]),
@@ -47,8 +49,8 @@ SAID = [
 ENGINE = {Bye, Ping, Abort, Mark}
 EXPECTED = {
     "worker": ENGINE | {Fill},
-    "scheduler": ENGINE | {Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
-    "client": ENGINE | {Fill, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
+    "scheduler": ENGINE | {Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
+    "client": ENGINE | {Fill, Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
     "peer": {Bye, Ping, Chosen, Admit, Release, Push, Cancel},
 }
 

@@ -1,0 +1,101 @@
+"""An engine with a long queue tells its node what the queue will use: with a real node and its disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_toy_engine import tokens
+from toy_engine import CHUNK, Request, ToyEngine
+
+import pdx
+from pdx.engine.scheduler import EARLY
+from pdx.testing.waiting import wait_until
+
+
+@pytest.fixture
+def engine(start_node: Callable[..., Any], place: Path) -> Iterator[ToyEngine]:
+    node = start_node(disks=[str(place / "disk")])
+    made = ToyEngine(node.address, name="toy")
+    made.node = node  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def status(engine: Any) -> Any:
+    return engine.node.status()
+
+
+def counter(engine: Any, name: str) -> int:
+    return int(status(engine).counters.get(name, 0))
+
+
+def save(engine: ToyEngine, prompt: list[int], name: str) -> None:
+    """The prompt's three chunks are on the disk, and no longer in memory."""
+    before = counter(engine, "disk_stored")
+    request = Request(name, prompt)
+    engine.admit(request)
+    engine.step((request, len(prompt)))
+    engine.finish(request)
+    wait_until(lambda: counter(engine, "disk_stored") == before + 3, what="it is stored")
+
+
+def restart(engine: Any, start_node: Callable[..., Any]) -> None:
+    """Another node with the same disk: everything is there alone."""
+    disks = engine.node.config.disks
+    stored = status(engine).tiers[0].chunks
+    engine.node.kill()
+    engine.node = start_node(disks=disks)
+    wait_until(lambda: engine.is_attached, what="attached again")
+    wait_until(lambda: status(engine).tiers[0].chunks == stored, what="the index is read")
+
+
+def arrive(engine: ToyEngine, prompts: list[list[int]]) -> list[Request]:
+    queue = [Request(f"waits-{number}", prompt) for number, prompt in enumerate(prompts)]
+    for request in queue:
+        engine.scheduler_guard.arrived(request)
+    return queue
+
+
+def test_what_the_end_of_the_queue_wants_is_loaded_before_its_turn(
+    engine: ToyEngine, start_node: Callable[..., Any]
+) -> None:
+    known = [tokens(100 + number, 3 * CHUNK + 2) for number in range(2)]
+    for number, prompt in enumerate(known):
+        save(engine, prompt, f"saves-{number}")
+    restart(engine, start_node)
+    fresh = [tokens(200 + number, CHUNK // 2) for number in range(EARLY)]
+    queue = arrive(engine, [*fresh, *known])
+    wait_until(lambda: counter(engine, "disk_loaded") == 6, what="it is loaded though nobody has asked for it")
+    assert counter(engine, "prefetched_chunks") == 6
+    assert counter(engine, "lookups") == EARLY, "only the first in the queue have asked"
+    for request in queue[EARLY:]:
+        assert engine.match(request) == 3 * CHUNK
+        with pdx.connect(engine.node.address, timeout_s=10.0) as node:  # type: ignore[attr-defined]
+            [told] = node.why(request.request_id).requests
+        assert [(each.count, each.is_hit) for each in told.reasons] == [(3, True)]
+        assert told.reasons[0].text.startswith("from disk at ")
+    for request in queue:
+        engine.finish(request)
+
+
+def test_a_request_that_ends_before_its_turn_takes_its_word_back(
+    engine: ToyEngine, start_node: Callable[..., Any]
+) -> None:
+    fresh = [tokens(300 + number, CHUNK // 2) for number in range(EARLY)]
+    queue = arrive(engine, [*fresh, tokens(400, 3 * CHUNK), tokens(401, 3 * CHUNK)])
+    said: list[Any] = []
+    connection = engine.scheduler._link.connection
+    assert connection is not None
+    tell = connection.tell
+    connection.tell = lambda body: said.append(body) or tell(body)  # type: ignore[func-returns-value,method-assign]
+    engine.finish(queue[-1])
+    assert [(type(body).__name__, body.request, body.keys) for body in said] == [("Expect", "waits-9", [])]
+    said.clear()
+    wait_until(lambda: engine.match(queue[-2]) is not None, what="it has asked")
+    engine.finish(queue[-2])
+    assert not any(type(body).__name__ == "Expect" for body in said), "the node knows by the question"
+    for request in queue[:EARLY]:
+        engine.finish(request)

@@ -1,0 +1,285 @@
+"""Requests in a queue: what they want is loaded ahead and evicted last. The service with a fake tier below."""
+
+import os
+from collections import Counter
+
+import pytest
+
+from pdx.config import NodeConfig
+from pdx.errors import ProtocolError
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.node import look_ahead
+from pdx.node.service import Service
+from pdx.store.copy import Priority
+from pdx.store.tier import Grant, Held, Tier
+from pdx.wire.messages import MAX_SLOTS, VERSION, Admit, Bye, Expect, Fill, Hello
+
+CHUNKS = 256  # as many as the smallest arena has
+HALF = CHUNKS // 2
+
+
+class Below(Tier):
+    """A fake: it has the keys that it is told to have, and its loads end when the test says so."""
+
+    kind = name = "below"
+    is_whole = True
+    max_inflight_bytes = 1 << 30
+
+    def __init__(self, copies):
+        self.keys = set()
+        self.jobs = []
+        self.asks_for = None  # of a tier that must be asked: what it was asked for
+        self._copies = copies
+
+    def find(self, keys, shards):
+        run = []
+        for key in keys:
+            if key not in self.keys or self.asks_for is not None:
+                break
+            run.append(Held(GRANULE_BYTES, 1))
+        return run
+
+    def seeks(self, keys, shards):
+        if self.asks_for is None:
+            return False
+        self.asks_for += keys
+        return True
+
+    def admit(self, copy):
+        return Grant([])
+
+    def store(self, job):
+        raise AssertionError("nothing is granted")
+
+    def load(self, job):
+        self.jobs.append(job)
+
+    def cancel(self, copy):
+        pass
+
+    def over(self, copy):
+        pass
+
+    def close(self):
+        pass
+
+    def end(self):
+        """All loads under way are over."""
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            self._copies.done(self.name, job, None)
+        return [int.from_bytes(job.parts[0].key, "big") for job in jobs]
+
+
+@pytest.fixture
+def service(place):
+    nbytes = CHUNKS * GRANULE_BYTES
+    with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
+        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1)
+        made.peers.turn = list
+        made.below = Below(made.copies)
+        made.tiers.below.append([made.below])
+        yield made
+        assert not made.store.wanted or len(made.look_ahead), "nothing is wanted that nobody waits for"
+        made.sessions.close()
+        made.peers.close()
+
+
+@pytest.fixture
+def session(service):
+    return attach(service, "client")
+
+
+def attach(service, name):
+    made, _ = service.attach(name.encode(), Hello(VERSION, os.getpid(), "client", name=name), os.getpid())
+    return made
+
+
+def keys(numbers):
+    return [number.to_bytes(16, "big") for number in numbers]
+
+
+def expect(service, session, request, numbers):
+    answer = service.handle(session, Expect(request, keys(numbers)))
+    service.turn()
+    return answer.count
+
+
+def put(service, session, numbers):
+    answer = service.handle(session, Admit(keys(numbers), GRANULE_BYTES, 1, partial=True))
+    service.handle(session, Fill(answer.granted_slots, 0, 1, True))
+    service.turn()
+
+
+def there(service, numbers):
+    return [number for number in numbers if service.store.find(keys([number]), 1)]
+
+
+def load(service):
+    """What was being loaded is there."""
+    ended = []
+    while service.below.jobs:
+        ended += service.below.end()
+        service.turn()
+    return ended
+
+
+def test_what_a_request_in_the_queue_wants_is_loaded_ahead(service, session):
+    service.below.keys = set(keys(range(8)))
+    assert expect(service, session, "r", range(10)) == 1
+    assert load(service) == list(range(8))
+    assert there(service, range(10)) == list(range(8))
+    assert service.counters["prefetched_chunks"] == 8
+    assert all(chunk.origin.name == "below" for key in keys(range(8)) for chunk in service.store.of(key))
+
+
+def test_only_what_is_missing_is_loaded(service, session):
+    put(service, session, range(3))
+    service.below.keys = set(keys(range(8)))
+    expect(service, session, "r", range(8))
+    assert load(service) == [3, 4, 5, 6, 7]
+
+
+def test_a_load_that_somebody_waits_for_goes_first(service, session):
+    service.below.keys = set(keys(range(8)))
+    service.handle(session, Expect("r", keys(range(4))))
+    service.look_ahead.turn()
+    [copy] = service.copies.of("below")
+    assert copy.priority is Priority.PREFETCH
+
+
+def test_as_many_requests_are_loaded_ahead_as_half_of_the_memory_holds(service, session):
+    service.below.keys = set(keys(range(10 * CHUNKS)))
+    size = HALF // 4
+    for number in range(8):
+        expect(service, session, f"r{number}", range(number * size, (number + 1) * size))
+    assert load(service) == list(range(HALF))
+    service.handle(session, Admit(keys(range(size)), lease_s=1.0, request="r0"))
+    service.turn()
+    assert load(service) == list(range(HALF, HALF + size)), "the first has its turn, so the next moves up"
+
+
+def test_what_the_queue_wants_is_evicted_last_and_of_that_what_the_last_request_wants_first(service, session):
+    put(service, session, range(CHUNKS))
+    expect(service, session, "first", range(2))
+    expect(service, session, "second", range(2, 4))
+    put(service, session, range(1000, 1000 + CHUNKS - 4))
+    assert there(service, range(CHUNKS)) == [0, 1, 2, 3], "they are the least recently used"
+    service.handle(session, Admit(keys(range(1000, 1000 + CHUNKS - 4)), lease_s=60.0))
+    left = []
+    for number in range(2000, 2004):
+        put(service, session, [number])
+        service.handle(session, Admit(keys([number]), lease_s=60.0))
+        left.append(there(service, range(4)))
+    assert left == [[0, 1, 2], [0, 1], [0], []], "and the end of a prompt goes before its beginning"
+
+
+@pytest.mark.parametrize("how", ["asks", "is aborted", "session ends"])
+def test_what_no_request_wants_any_more_goes_by_the_policy_again(service, session, how):
+    put(service, session, range(CHUNKS))
+    queue = attach(service, "engine")
+    expect(service, queue, "r", [CHUNKS - 1])
+    put(service, session, [1000])
+    assert there(service, [CHUNKS - 1, CHUNKS - 2]) == [CHUNKS - 1]
+    if how == "asks":
+        service.handle(queue, Admit(keys([CHUNKS - 1, 5000]), request="r"))
+    elif how == "is aborted":
+        expect(service, queue, "r", [])
+    else:
+        service.handle(queue, Bye())
+    assert (service.store.wanted, len(service.look_ahead)) == ({}, 0)
+    put(service, session, range(2000, 2000 + CHUNKS))
+    assert there(service, [CHUNKS - 1]) == []
+
+
+def test_a_chunk_that_two_requests_want_has_the_place_of_the_first_until_that_is_gone(service, session):
+    put(service, session, range(CHUNKS))
+    expect(service, session, "first", [0])
+    expect(service, session, "second", [1])
+    expect(service, session, "third", [0])
+    put(service, session, range(1000, 1000 + CHUNKS - 2))
+    service.handle(session, Admit(keys(range(1000, 1000 + CHUNKS - 2)), lease_s=60.0))
+    expect(service, session, "first", [])
+    put(service, session, [2000])
+    assert there(service, [0, 1]) == [1], "the third one wants it later than the second"
+
+
+@pytest.mark.parametrize("how", ["is aborted", "session ends"])
+def test_what_is_being_loaded_for_a_request_that_is_gone_is_given_up(service, session, how):
+    service.below.keys = set(keys(range(8)))
+    queue = attach(service, "engine")
+    free = service.store.free_bytes
+    expect(service, queue, "r", range(8))
+    assert service.store.free_bytes == free - 8 * GRANULE_BYTES
+    if how == "is aborted":
+        assert expect(service, queue, "r", []) == 1
+    else:
+        service.handle(queue, Bye())
+    service.turn()
+    assert service.counters["prefetches_cancelled"] == 1
+    load(service)
+    assert len(service.copies) == 0
+    assert service.store.available_bytes == free, "what a tier has loaded before it heard is a chunk like any other"
+
+
+def test_what_is_being_loaded_for_a_request_whose_turn_has_come_is_its_own(service, session):
+    service.below.keys = set(keys(range(8)))
+    expect(service, session, "r", range(8))
+    assert service.handle(session, Admit(keys(range(8)), lease_s=1.0, request="r", wait_s=5.0)) is None
+    load(service)
+    [(_, _, answer)] = service.admissions.late_answers()
+    assert answer.hits == 8
+    assert service.counters["prefetches_cancelled"] == 0
+
+
+def test_a_store_that_must_be_asked_is_asked_and_what_it_has_is_loaded(service, session):
+    service.below.asks_for = []
+    service.below.keys = set(keys(range(4)))
+    expect(service, session, "r", range(4))
+    assert service.below.asks_for == keys(range(4))
+    assert not service.below.jobs
+    service.below.asks_for = None
+    service.tiers.found.extend(keys(range(4)))
+    service.turn()
+    assert load(service) == [0, 1, 2, 3]
+
+
+def test_the_same_request_is_told_once(service, session):
+    assert expect(service, session, "r", [1]) == 1
+    assert expect(service, session, "r", [2]) == 0
+    assert set(service.store.wanted) == set(keys([1]))
+    assert expect(service, session, "another", []) == 0
+
+
+def test_the_queue_that_a_node_looks_at_is_bounded(service, session, monkeypatch):
+    monkeypatch.setattr(look_ahead, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(look_ahead, "MAX_KEYS", 20)
+    assert [expect(service, session, f"r{number}", range(8)) for number in range(3)] == [1, 1, 0]
+    assert expect(service, session, "short", [1]) == 1
+    assert expect(service, session, "r9", [2]) == 0
+    assert service.counters["expected_too_many"] == 2
+    for name in ("r0", "r1", "short"):
+        expect(service, session, name, [])
+    assert expect(service, session, "r9", range(20)) == 1
+
+
+def test_a_question_of_too_many_slots_is_refused(service, session):
+    with pytest.raises(ProtocolError, match="are more than"):
+        service.handle(session, Expect("r", keys(range(100)), MAX_SLOTS // 100 + 1))
+
+
+def test_each_request_is_looked_up_once(service, session):
+    looked = Counter()
+    find = service.store.find
+
+    def counted(wanted, *others):
+        looked[bytes(wanted[0])] += 1
+        return find(wanted, *others)
+
+    service.look_ahead._store = type("Store", (), {"find": staticmethod(counted), "wanted": service.store.wanted})()
+    service.look_ahead._store.pools = service.store.pools
+    service.look_ahead._store.want = service.store.want
+    service.look_ahead._store.want_no_more = service.store.want_no_more
+    for number in range(50):
+        expect(service, session, f"r{number}", [number])
+    assert set(looked.values()) == {1}
