@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
-from pdx.wire.messages import TransferId
+from pdx.wire.messages import Hints, TransferId
 
 NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
 
@@ -57,6 +57,22 @@ def parse_params(params: Any) -> TransferParams | None:
     return parsed
 
 
+def parse_hints(params: Any) -> Hints:
+    """What a request says of the future of its chunks, in names that begin with `pdx_`.
+
+    :raises ProtocolError: it makes no sense.
+    """
+    if not isinstance(params, Mapping):
+        return Hints("")
+    defaults = {"session": "", "priority": 0, "reuse_s": 0.0}
+    said = [params.get(f"pdx_{field}", default) for field, default in defaults.items()]
+    try:
+        return msgspec.convert(said, Hints)
+    except msgspec.ValidationError as error:
+        text = f"kv_transfer_params: pdx_session, pdx_priority and pdx_reuse_s are {said!r:.200}: {error}"
+        raise ProtocolError(text) from error
+
+
 class Asked(NamedTuple):
     """A question to the node: the number of its message, when it was sent, and in which scheduling step."""
 
@@ -79,11 +95,17 @@ class TrackedRequest:
     """State of one request from its first sight to its end. Owned by the scheduler's thread."""
 
     def __init__(
-        self, request: EngineRequest, layout: KvLayout, params: TransferParams | None, fingerprint: bytes
+        self,
+        request: EngineRequest,
+        layout: KvLayout,
+        params: TransferParams | None,
+        fingerprint: bytes,
+        hints: Hints = Hints(""),  # noqa: B008 - frozen
     ) -> None:
         """`fingerprint`: what its keys are made with; the layout's, until the engine's cache was reset."""
         self.request = request
         self.params = params
+        self.hints = hints
         self._layout = layout
         self._fingerprint = fingerprint
         self._keys: list[bytes] = []

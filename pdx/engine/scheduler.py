@@ -17,7 +17,7 @@ from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
-from pdx.engine.request import TrackedRequest, TransferParams, parse_params
+from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
 from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
 from pdx.errors import ProtocolError
@@ -25,7 +25,7 @@ from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Release
+from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Hints, Release
 
 log = logging.getLogger("pdx")
 
@@ -81,18 +81,24 @@ class SchedulerHalf:
         """The request's state; made at its first sight."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = TrackedRequest(request, self._layout, self._params(request), self._fingerprint)
+            params, hints = self._params(request)
+            tracked = TrackedRequest(request, self._layout, params, self._fingerprint, hints)
             self._requests[request.request_id] = tracked
             self._unscheduled.add(request.request_id)
             self._tell_load()
         return tracked
 
-    def _params(self, request: EngineRequest) -> TransferParams | None:
+    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Hints]:
+        params, hints = None, Hints("")
         try:
-            return parse_params(request.kv_transfer_params)
+            params = parse_params(request.kv_transfer_params)
         except ProtocolError as error:
             log.warning("request %s runs without a transfer: %s", request.request_id, error)
-            return None
+        try:
+            hints = parse_hints(request.kv_transfer_params)
+        except ProtocolError as error:
+            log.warning("request %s runs without hints: %s", request.request_id, error)
+        return params, hints
 
     def _tell_load(self) -> None:
         connection = self._link.connection

@@ -222,6 +222,7 @@ class StoreLookup:
             partial=tracked.takes_part,
             transfer=tracked.transfer if tracked.is_prefill else None,
             part="writes",
+            hints=tracked.hints,
             **self._names(tracked, first_chunk, (first_chunk + len(keys)) * self._layout.blocks_per_chunk),
         )
 
@@ -263,6 +264,7 @@ class StoreLookup:
             **self._names(tracked, 0, self._end_block(tracked, tail_blocks)),
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
+            hints=tracked.hints,
         )
         tracked.asked = self._ask_now(connection, ask)
         tracked.expected_epoch = 0  # the node knows by the question

@@ -17,12 +17,13 @@ from pdx.wire.messages import MAX_REASONS, Admit, Admitted, Explained, Explanati
 
 MAX_REQUESTS = 4096  # that are remembered
 MAX_SHOWN = 32  # in one answer
+MAX_EXPLAINED = 64  # chunks that a request lacks
 
 
 class Explanations:
     """What the node has answered to requests that gave a name. Owned by the control loop.
 
-    To explain costs a look at each chunk of the request, once, when it is answered.
+    To explain costs a look at each chunk that is hit, and at the first that are not, once, when it is answered.
     """
 
     def __init__(self, store: Store, tiers: Tiers, chunk_s: Callable[[Session, int], float]) -> None:
@@ -90,7 +91,9 @@ class Explanations:
             first += len(chunks)
 
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
-        why = [self._why(session, ask, index, now) for index in range(first, ask.sought)]
+        end = min(ask.sought, first + MAX_EXPLAINED)
+        why = [self._why(session, ask, index, now) for index in range(first, end)]
+        why += ["behind the first that are missing"] * (ask.sought - end)
         for text, run in itertools.groupby(why):
             count = len(list(run))
             yield Reason(first, count, False, text)

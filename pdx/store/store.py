@@ -271,7 +271,7 @@ class Store:
 
     def want_no_more(self, keys: Sequence[bytes], number: int) -> None:
         """That request waits no more."""
-        for key in keys:
+        for key in dict.fromkeys(keys):
             places = self.wanted[key]
             del places[number]
             if not places:
@@ -490,6 +490,8 @@ class Store:
         now = self._clock()
         for pool in self.pools:
             for chunk in pool.order.overdue():
+                if chunk.state is not State.SEALED:  # it was deleted, and is still read
+                    continue
                 self.counters["chunks_expired"] += 1
                 pool.drop(chunk, "expired (--policy ttl)")
         for number in self._lease_ends.take(now):

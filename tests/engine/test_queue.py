@@ -11,8 +11,11 @@ from test_toy_engine import tokens
 from toy_engine import CHUNK, Request, ToyEngine
 
 import pdx
+from pdx.engine.request import parse_hints
 from pdx.engine.scheduler import EARLY
+from pdx.errors import ProtocolError
 from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Hints
 
 
 @pytest.fixture
@@ -99,3 +102,43 @@ def test_a_request_that_ends_before_its_turn_takes_its_word_back(
     assert not any(type(body).__name__ == "Expect" for body in said), "the node knows by the question"
     for request in queue[:EARLY]:
         engine.finish(request)
+
+
+@pytest.mark.parametrize(
+    ("params", "hints"),
+    [
+        (None, Hints("")),
+        ({}, Hints("")),
+        ({"pdx_priority": 7, "pdx_session": "s", "pdx_reuse_s": 60}, Hints("s", 7, 60.0)),
+        ({"pdx_priority": 9, "do_remote_decode": True, "transfer_id": "t" * 20}, Hints("", 9)),
+    ],
+)
+def test_a_request_may_say_how_important_its_chunks_are(params: Any, hints: Hints) -> None:
+    assert parse_hints(params) == hints
+
+
+@pytest.mark.parametrize(
+    "params", [{"pdx_priority": 10}, {"pdx_priority": -1}, {"pdx_priority": "much"}, {"pdx_session": "s" * 65}]
+)
+def test_hints_that_make_no_sense_are_left_out_with_a_warning(
+    engine: ToyEngine, caplog: pytest.LogCaptureFixture, params: Any
+) -> None:
+    with pytest.raises(ProtocolError, match="pdx_session, pdx_priority and pdx_reuse_s are "):
+        parse_hints(params)
+    request = Request("r", tokens(500, CHUNK), params)
+    engine.scheduler_guard.arrived(request)
+    assert "runs without hints" in caplog.text
+    engine.finish(request)
+
+
+def test_the_node_has_the_priority_with_each_chunk(engine: ToyEngine) -> None:
+    said: list[Any] = []
+    connection = engine.scheduler._link.connection
+    assert connection is not None
+    ask = connection.ask
+    connection.ask = lambda body: said.append(body) or ask(body)  # type: ignore[func-returns-value,method-assign]
+    save(engine, tokens(600, 3 * CHUNK + 2), "plain")
+    request = Request("important", tokens(601, 3 * CHUNK + 2), {"pdx_priority": 7})
+    engine.admit(request)
+    engine.finish(request)
+    assert [(body.request, body.hints.priority) for body in said] == [("plain", 0), ("important", 7)]

@@ -230,6 +230,16 @@ def test_a_request_is_found_by_a_part_of_its_name_the_newest_first(service, sess
     assert service.handle(session, Why("z")).remembered == 3
 
 
+def test_of_a_long_prompt_that_nobody_knows_the_first_chunks_are_explained(service, session):
+    """The control loop does not stand still for it."""
+    many = explanations.MAX_EXPLAINED
+    service.handle(session, Admit(keys(range(10_000)), lease_s=1.0, request="long"))
+    assert told(service, session, "long") == [
+        (0, many, False, "never stored here under this key"),
+        (many, 10_000 - many, False, "behind the first that are missing"),
+    ]
+
+
 def test_what_is_remembered_and_what_is_told_is_bounded(service, session, monkeypatch):
     monkeypatch.setattr(explanations, "MAX_REQUESTS", 40)
     for number in range(0, 200, 2):

@@ -244,6 +244,13 @@ def test_a_store_that_must_be_asked_is_asked_and_what_it_has_is_loaded(service, 
     assert load(service) == [0, 1, 2, 3]
 
 
+def test_a_key_may_stand_twice(service, session):
+    put(service, session, range(4))
+    assert expect(service, session, "r", [1, 2, 1, 1]) == 1
+    assert expect(service, session, "r", []) == 1
+    assert service.store.wanted == {}
+
+
 def test_the_same_request_is_told_once(service, session):
     assert expect(service, session, "r", [1]) == 1
     assert expect(service, session, "r", [2]) == 0

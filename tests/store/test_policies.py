@@ -286,6 +286,18 @@ def test_what_is_leased_when_its_time_comes_is_not_found_and_goes_with_its_lease
     assert store.free_bytes == ROOM * GRANULE_BYTES
 
 
+def test_what_was_deleted_while_it_is_leased_is_no_news_when_its_time_comes(arena, clock):
+    store = Store(arena, clock, policy=by_name.find("ttl:60"))
+    put(store, [1])
+    lease = store.lease(store.find([name(1)], 1)[0], SESSION, 1000.0)
+    store.delete([name(1)])
+    clock.now += 61.0
+    store.expire()
+    assert store.counters["chunks_expired"] == 0
+    store.release(lease, SESSION)
+    assert store.free_bytes == ROOM * GRANULE_BYTES
+
+
 def test_a_pin_outlives_the_time_and_its_end_does_not(arena, clock):
     store = Store(arena, clock, policy=by_name.find("ttl:60"))
     put(store, [1])
