@@ -24,6 +24,7 @@ _T = TypeVar("_T")
 
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 FolderName = Annotated[str, Meta(max_length=4096)]
+StoreChoice = Literal["all", "twice-seen"]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -122,6 +123,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""  # file; empty: the environment has them
     remote_s: PositiveSeconds = 5.0  # a call to it that takes longer has failed …
     remote_lookup_s: PositiveSeconds = 0.25  # … and a question whether chunks are there
+    store: StoreChoice = "all"  # what is kept in the tiers below: all chunks, or those that a request has found
     policy: Annotated[str, Meta(max_length=256)] = "lru"  # which chunks go first, see pdx.store.policies.by_name
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
@@ -182,6 +184,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
+    store: StoreChoice = "all"
     policy: Annotated[str, Meta(max_length=256)] = "lru"
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
@@ -194,9 +197,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         folders = [self.disk] if isinstance(self.disk, str) else self.disk
         disks = [os.path.abspath(folder) for folder in folders if folder]
         if len(set(disks)) != len(disks):
-            raise ConfigError(
-                f"--disk {' --disk '.join(disks)}: a folder has its own part of the chunks; name each once"
-            )
+            raise ConfigError(f"--disk {' --disk '.join(disks)}: each folder has its own part; name each once")
         others = {
             "disks": disks,
             "disk_limit_bytes": parse_bytes(self.disk_limit),
@@ -205,6 +206,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "remote_ttl_s": self.remote_ttl,
             "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
             "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",
+            "store": self.store,
             "policy": self.policy,
             "numa": self.numa,
             "metrics": self.metrics,

@@ -98,6 +98,12 @@ _OF_NODES = (
     option("--remote-ca", default="", metavar="FILE", help="Certificates that sign the remote store's own."),
     option("--remote-credentials", default="", metavar="FILE", help="For the remote store; else the environment's."),
     option(
+        "--store",
+        default="all",
+        type=click.Choice(["all", "twice-seen"]),
+        help="What goes to --disk and --remote: all chunks, or those that a second request has found.",
+    ),
+    option(
         "--policy",
         default="lru",
         metavar="NAME",

@@ -244,6 +244,7 @@ class Admissions:
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
         chunks += part
+        self._tiers.found_by_request(chunks)
         lease = 0
         if chunks and ask.lease_s:
             lease = self._store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))

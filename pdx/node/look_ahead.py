@@ -6,7 +6,8 @@ section 3.3: of the queue as many requests are looked at as there is room for.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -20,37 +21,39 @@ from pdx.wire.messages import Expect
 SHARE = 0.5  # of the first arena, for what the queue wants
 MAX_REQUESTS = 4096  # of all queues together
 MAX_KEYS = 1 << 17
+SPARE = 64  # numbers of requests that are gone are tolerated up to so many, and as many again as there are
 
 
 class Expected(msgspec.Struct, eq=False):
     """One request in a queue."""
 
+    request: str
     number: int  # its place in the order in which they came
     keys: Sequence[bytes]
     shards: int
     arenas: Sequence[int]
     is_named: bool  # the keys are a client's names
-    nbytes: int = 0  # of its chunks that are here, or are being loaded …
-    is_looked_up: bool = False  # … once that was looked up
+    nbytes: int = 0  # of its chunks that were here, or were being loaded, when that was looked up
     copies: list[Copy] = []
 
 
 class LookAhead:
     """All requests that engines have told of and that have not asked yet. Owned by the control loop.
 
-    A call costs what it names; `turn` looks at each request once, and again when a remote store has answered.
+    A call costs what it names; `turn` looks each request up once, and again when a remote store has answered.
     """
 
     def __init__(self, store: Store, tiers: Tiers, counters: Counter[str]) -> None:
         self._store = store
         self._tiers = tiers
         self._counters = counters
-        self._expected: OrderedDict[tuple[int, str], Expected] = OrderedDict()
+        self._expected: dict[tuple[int, str], Expected] = {}
         self._by_number: dict[int, Expected] = {}
         self._of_session: dict[int, dict[str, None]] = {}
         self._numbers = 0
         self._keys = 0
-        self._is_due = False
+        self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
+        self._nbytes = 0  # of all that were looked up
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -66,13 +69,13 @@ class LookAhead:
             return False
         self._numbers += 1
         expected = self._expected[name] = Expected(
-            self._numbers, ask.keys, ask.shards, arenas, session.hello.kind == "client"
+            ask.request, self._numbers, ask.keys, ask.shards, arenas, session.hello.kind == "client"
         )
         self._by_number[self._numbers] = expected
         self._of_session.setdefault(session.number, {})[ask.request] = None
         self._keys += len(ask.keys)
         self._store.want(expected.keys, expected.number)
-        self._is_due = True
+        heapq.heappush(self._due, expected.number)
         return True
 
     def asks(self, session: Session, request: str) -> None:
@@ -97,37 +100,38 @@ class LookAhead:
         self._store.want_no_more(expected.keys, expected.number)
         if is_over:
             self._counters["prefetches_cancelled"] += self._tiers.give_up(expected.copies)
-        self._is_due = True
+        self._nbytes -= expected.nbytes
+        if len(self._due) > 2 * len(self._by_number) + SPARE:
+            self._due = sorted(number for number in set(self._due) if number in self._by_number)
         return True
 
     def answered(self, keys: Iterable[bytes]) -> None:
         """A remote store has said whether it has these."""
         for number in {number for key in keys for number in self._store.wanted.get(key, ())}:
-            self._by_number[number].is_looked_up = False
-            self._is_due = True
+            heapq.heappush(self._due, number)
 
     def turn(self) -> None:
         """Load what the first requests of the queue want, as many as there is room for."""
-        if not self._is_due:
-            return
-        self._is_due = False
-        left = int(self._store.pools[0].total_bytes * SHARE)
-        for (_, request), expected in self._expected.items():
-            if not expected.is_looked_up:
-                self._look_up(request, expected, left)
-            left -= expected.nbytes
-            if left <= 0:
-                return
+        most = int(self._store.pools[0].total_bytes * SHARE)
+        while self._due and self._nbytes < most:
+            expected = self._by_number.get(heapq.heappop(self._due))
+            if expected is not None:
+                self._nbytes -= expected.nbytes
+                self._look_up(expected, most - self._nbytes)
+                self._nbytes += expected.nbytes
 
-    def _look_up(self, request: str, expected: Expected, room_bytes: int) -> None:
+    def _look_up(self, expected: Expected, room_bytes: int) -> None:
         hits = self._store.find(expected.keys, expected.shards, expected.arenas)
         expected.nbytes = sum(chunk.room_bytes for chunks in hits for chunk in chunks)
-        expected.is_looked_up = True
         if any(expected.arenas) or len(hits) == len(expected.keys):
             return
-        room_bytes -= expected.nbytes
-        missing, who = expected.keys[len(hits) :], f"request {request}, ahead of its turn"
-        copies = self._tiers.prefetch(missing, expected.shards, room_bytes, is_named=expected.is_named, who=who)
+        copies = self._tiers.prefetch(
+            expected.keys[len(hits) :],
+            expected.shards,
+            room_bytes - expected.nbytes,
+            is_named=expected.is_named,
+            who=f"request {expected.request}, ahead of its turn",
+        )
         expected.copies += copies
         expected.nbytes += sum(copy.held_bytes for copy in copies)
         self._counters["prefetched_chunks"] += sum(len(copy.keys) for copy in copies)

@@ -104,6 +104,7 @@ class Service:
             self.store,
             self.copies,
             spills=not arena.gpu,
+            stores_twice_seen=config.store == "twice-seen",
             store_s=config.push_s,
             load_s=config.fetch_s,
             counters=self.counters,

@@ -60,6 +60,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     blocks: bytes = b""  # names of its full blocks (`pdx.store.siblings`), where the engine has told them …
     parent: bytes = b""  # … and the key of the chunk that leads up to it
     is_shared: bool = False  # a prompt was found that begins as it does
+    is_found: bool = False  # a request has found it since it is here
     is_named: bool = False  # a client's name is its key, which says nothing of the bytes
     shards: int = 1  # of its key, this one included …
     arenas: Sequence[int] = ()  # … and where they lie, see `pdx.store.store.Store`

@@ -49,19 +49,22 @@ class Tiers:
         arenas: Tier | None = None,
         below: Sequence[Sequence[Tier]] = (),
         spills: bool = True,
+        stores_twice_seen: bool = False,
         store_s: float,
         load_s: float,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`arenas`: the tier that copies between the arenas, if there are several. `below`: the levels below the
-        first arena. `spills`: whether the first arena is there for what is sealed in others. A store or
+        first arena. `spills`: whether the first arena is there for what is sealed in others. `stores_twice_seen`: only
+        what a request has found in the arena is stored below. A store or
         load that takes longer than `store_s` or `load_s` is given up.
         """
         self.arenas = arenas
         self.below = [list(level) for level in below]
         self.found: list[bytes] = []  # keys that a tier was asked for and has answered; whoever tells of it empties it
         self.spills = spills
+        self.stores_twice_seen = stores_twice_seen
         self._store = store
         self._copies = copies
         self._store_s = store_s
@@ -79,15 +82,29 @@ class Tiers:
         """Slices of these chunks were filled, or they are whole, or never will be."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.tail:
-                for tier in self._next(chunk):
-                    self._sealed.setdefault((tier, chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
+                self._wait(chunk, self._next(chunk))
+
+    def found_by_request(self, chunks: Iterable[Chunk]) -> None:
+        """A request has found these; of each the first time counts."""
+        for chunk in chunks:
+            if not chunk.is_found:
+                chunk.is_found = True
+                if self.stores_twice_seen and not chunk.tail and not any(chunk.arenas):
+                    self._wait(chunk, self._below(chunk))
+
+    def _wait(self, chunk: Chunk, where: Iterable[Tier]) -> None:
+        for tier in where:
+            self._sealed.setdefault((tier, chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
 
     def _next(self, chunk: Chunk) -> Iterator[Tier]:
         """Where a sealed chunk is stored."""
         if any(chunk.arenas):
             if self.arenas is not None and self.spills:
                 yield self.arenas
-            return
+        elif not self.stores_twice_seen:
+            yield from self._below(chunk)
+
+    def _below(self, chunk: Chunk) -> Iterator[Tier]:
         for level in self.below:
             tier = level[chunk.key[-1] % len(level)]
             if not (chunk.is_named and tier.is_shared):

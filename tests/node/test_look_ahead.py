@@ -270,6 +270,20 @@ def test_the_queue_that_a_node_looks_at_is_bounded(service, session, monkeypatch
     assert expect(service, session, "r9", range(20)) == 1
 
 
+def test_requests_that_come_and_go_while_there_is_no_room_leave_nothing(service, session):
+    put(service, session, range(CHUNKS))
+    expect(service, session, "large", range(CHUNKS))
+    for number in range(1000):
+        expect(service, session, f"r{number}", [5000 + number])
+        expect(service, session, f"r{number}", [])
+    assert len(service.look_ahead._due) <= look_ahead.SPARE + 4
+    expect(service, session, "last", [7000])
+    service.below.keys = set(keys([7000]))
+    assert not load(service), "there is no room"
+    expect(service, session, "large", [])
+    assert load(service) == [7000]
+
+
 def test_a_question_of_too_many_slots_is_refused(service, session):
     with pytest.raises(ProtocolError, match="are more than"):
         service.handle(session, Expect("r", keys(range(100)), MAX_SLOTS // 100 + 1))

@@ -246,3 +246,22 @@ def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for
     assert told.reasons[1].text.startswith("on disk, but computing it is faster: it loads ")
     assert told.reasons[2].text == "being filled by disk at that time", "a look how fast it is, which nobody waits for"
     assert scheduler.status().counters["loads_not_worth"] == 4
+
+
+def test_only_what_a_second_request_has_found_is_stored(start_node, disk):
+    node = start_node(disks=[disk], store="twice-seen")
+    with connect(node.address, timeout_s=30) as client:
+        for name in NAMES[:6]:
+            put(client, name, content(name))
+        assert read(node.address, NAMES[1]) == content(NAMES[1])
+        assert read(node.address, NAMES[4]) == content(NAMES[4])
+        wait_until(lambda: client.status().counters.get("disk_stored", 0) == 2, what="what was found is stored")
+        for _ in range(3):
+            assert read(node.address, NAMES[1]) == content(NAMES[1])
+        assert client.status().counters["copies"] == 2, "once"
+    node.kill()
+    node = start_node(disks=[disk], store="twice-seen")
+    wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
+    found = [read(node.address, name) for name in NAMES[:6]]
+    assert [data is not None for data in found] == [False, True, False, False, True, False]
+    assert found[1] == content(NAMES[1])
