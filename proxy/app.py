@@ -28,9 +28,10 @@ from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
 from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
-from pdx.proxy.reply import Handler, Origins, Reply, error_response
+from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response
 from pdx.proxy.server import Server, endpoint, when_signalled
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
+from pdx.proxy.why import HEADER, Explainer
 from pdx.security import descriptors
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults, printable
@@ -84,6 +85,7 @@ class Proxy:
         self._control = Control(
             config.control or default_proxy(),
             on_report=self._take_report,
+            on_explained=lambda explained: self._explainer.told(explained),
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
             roster=config.roster,
@@ -95,6 +97,7 @@ class Proxy:
             all_bytes=config.max_bodies_bytes,
             progress_s=config.body_timeout_s,
         )
+        self._explainer = Explainer(self._control.ask_why)
         self._warned_stripped = False
 
     def app(self) -> web.Application:
@@ -103,6 +106,7 @@ class Proxy:
         Origins(self._config.allowed_origins).install(app)
         app.middlewares.append(self._contain)
         app.on_response_prepare.append(_echo_request_id)
+        app.on_response_prepare.append(self._tell_why)
         for route in Route:
             app.router.add_post(route, self._generate)
         app.router.add_get("/v1/models", self._list_models)
@@ -316,6 +320,12 @@ class Proxy:
             timeline=timeline,
             metrics=self._metrics,
         )
+
+    async def _tell_why(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Headers are about to be sent, so that engines have asked their nodes."""
+        if HEADER in request.headers and TRANSFER_HEADER in response.headers:
+            own = _passed_headers(request.headers).get("X-Request-Id")  # by which engines know it, else by its transfer
+            response.headers[HEADER] = await self._explainer.why(own or response.headers[TRANSFER_HEADER])
 
     def _note_stripped(self) -> None:
         self._metrics.stripped.inc()

@@ -30,7 +30,7 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.messages import Cancel, EngineReport, NodeReport, PeerEntry, PeerList, Prefilled
+from pdx.wire.messages import Cancel, EngineReport, Explained, NodeReport, PeerEntry, PeerList, Prefilled, Why
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -45,6 +45,7 @@ class Control:
         address: str,
         *,
         on_report: Callable[[NodeReport], None],
+        on_explained: Callable[[Explained], None] = lambda _: None,
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
@@ -61,6 +62,7 @@ class Control:
         self._own_keys = KeyPair.load(keys) if keys else None
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
         self._on_report = on_report
+        self._on_explained = on_explained
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
@@ -118,6 +120,10 @@ class Control:
     def prefilled(self, transfer: str, nodes: Collection[str]) -> None:
         """Likewise: the prefill leg has answered, and nobody opens the transfer any more."""
         self._tell(Prefilled(transfer), nodes)
+
+    def ask_why(self, request: str) -> None:
+        """Ask all nodes what they know of this request; `on_explained` hears of it."""
+        self._send(messages.encode(Why(request)), list(self._peers))
 
     def _tell(self, message: Cancel | Prefilled, nodes: Collection[str]) -> None:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
@@ -210,6 +216,10 @@ class Control:
             report = messages.decode_to_proxy(arrival.frame)
         except ProtocolError as error:
             self._drop("malformed", arrival.key, str(error))
+            return
+        if isinstance(report, Explained):
+            if arrival.route in self._peers:
+                self._on_explained(report)
             return
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")

@@ -42,6 +42,7 @@ def error_bytes(status: int, message: str, *, retry_after_s: int) -> bytes:
     return "\r\n".join(lines).encode() + content
 
 
+TRANSFER_HEADER = "x-pdx-transfer-id"
 # What an engine may tell a client in headers.
 _PASSED = ("Retry-After", "Retry-After-Ms", "X-Should-Retry", "WWW-Authenticate", "X-Request-Id")
 
@@ -63,7 +64,7 @@ class Reply:
     def describe(self, transfer: str, mode: str) -> None:
         """By which transfer and in which mode the answer comes about."""
         if self._debug_headers:
-            self._described = {"x-pdx-transfer-id": transfer, "x-pdx-mode": mode}
+            self._described = {TRANSFER_HEADER: transfer, "x-pdx-mode": mode}
 
     def pass_on(self, headers: Mapping[str, str]) -> None:
         """These came with the engine's answer; a client gets those that are meant for it."""

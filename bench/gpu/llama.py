@@ -30,7 +30,7 @@ from pdx.bench.reference.model import SHAPES, Shapes
 from pdx.bench.reference.pair import NODES, EngineProcess, hand_over, legs, nodes_for
 from pdx.client.api import connect
 from pdx.telemetry.timeline import Breakdown, Event, Moment, breakdown
-from pdx.wire.messages import decode_to_proxy
+from pdx.wire.messages import NodeReport, decode_to_proxy
 
 
 class Scribe:
@@ -58,7 +58,8 @@ class Scribe:
 
     def _hear(self) -> None:
         _, frame = self._router.recv_multipart()
-        for mark in decode_to_proxy(frame).marks:
+        report = decode_to_proxy(frame)
+        for mark in report.marks if isinstance(report, NodeReport) else ():
             moment = Moment(mark.event, mark.at_ns, mark.engine, mark.nbytes, mark.tokens)
             self._moments.setdefault(mark.transfer, []).append(moment)
 

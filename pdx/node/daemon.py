@@ -45,6 +45,7 @@ from pdx.wire.messages import (
     Prefilled,
     Refused,
     ToNode,
+    Why,
     decode_to_node,
     encode,
 )
@@ -311,6 +312,8 @@ class Daemon:
                         self.service.prefilled(transfer, "the proxy")
                     case PeerList(peers):
                         self._peers.told(peers)
+                    case Why(request):
+                        self._proxy.send(self.service.explained(request))
 
     def _report(self, now: float) -> None:
         if self._proxy is None or not self._proxy.is_up:

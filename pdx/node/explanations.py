@@ -51,7 +51,7 @@ class Explanations:
         found = [*self._of_hits(hits, now)]
         if chunks:
             text = f"the leading {blocks} blocks, {_came_from(chunks[0].origin, now)}"
-            found.append(Reason(len(hits), 1, True, text))
+            found.append(Reason(len(hits), 1, True, _kind(chunks[0].origin), text))
         return [*found, *self._of_misses(session, ask, len(hits) + bool(chunks), now)]
 
     def note(
@@ -87,36 +87,56 @@ class Explanations:
         first = 0
         for _, run in itertools.groupby(hits, key=lambda chunks: id(chunks[0].origin)):
             chunks = list(run)
-            yield Reason(first, len(chunks), True, _came_from(chunks[0][0].origin, now))
+            origin = chunks[0][0].origin
+            yield Reason(first, len(chunks), True, _kind(origin), _came_from(origin, now))
             first += len(chunks)
 
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
         end = min(ask.sought, first + MAX_EXPLAINED)
         why = [self._why(session, ask, index, now) for index in range(first, end)]
-        why += ["behind the first that are missing"] * (ask.sought - end)
-        for text, run in itertools.groupby(why):
+        why += [("gap", "behind the first that are missing")] * (ask.sought - end)
+        for (kind, text), run in itertools.groupby(why):
             count = len(list(run))
-            yield Reason(first, count, False, text)
+            yield Reason(first, count, False, kind, text)
             first += count
 
-    def _why(self, session: Session, ask: Admit, index: int, now: float) -> str:
+    def _why(self, session: Session, ask: Admit, index: int, now: float) -> tuple[str, str]:
+        """In one word, and in a sentence."""
         key = ask.keys[index]
         chunks = self._store.of(key)
         shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
         if any(chunk.state is State.FILLING for chunk in chunks):
-            return f"being filled by {chunks[0].origin.name or 'another request'} at that time"
+            return "filling", f"being filled by {chunks[0].origin.name or 'another request'} at that time"
         if len(shards) >= ask.shards:
-            return "here, but behind one that is missing"
+            return "gap", "here, but behind one that is missing"
         if shards:
-            return f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
+            return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
         is_named, chunk_s = session.hello.kind == "client", self._chunk_s(session, ask.shards)
         below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s)
         if below:
-            return below
+            return "tier", below
         gone = self._store.history.why(key)
         if gone is None:
-            return "never stored here under this key"
-        return f"{gone.why}, {_ago(now - gone.at)}"
+            return "new", "never stored here under this key"
+        kind = next((kind for start, kind in _KINDS.items() if gone.why.startswith(start)), "gone")
+        return kind, f"{gone.why}, {_ago(now - gone.at)}"
+
+
+# By how the history's words begin.
+_KINDS = {
+    "evicted": "evicted",
+    "deleted": "deleted",
+    "expired": "expired",
+    "dropped": "dropped",
+    "not loaded": "failed",
+    "never whole": "unfinished",
+    "not filled": "unfinished",
+}
+
+
+def _kind(origin: Origin) -> str:
+    first = origin.name.partition(" ")[0]
+    return {"disk": "disk", "remote": "remote", "node": "peer"}.get(first, "memory")
 
 
 def _came_from(origin: Origin, now: float) -> str:

@@ -13,7 +13,7 @@ from pdx.errors import ProtocolError
 from pdx.security.address import needs_ipv6
 from pdx.telemetry.faults import Faults
 from pdx.wire.burst import burst
-from pdx.wire.messages import MAX_FRAME_BYTES, FromProxy, NodeReport, decode_from_proxy, encode
+from pdx.wire.messages import MAX_FRAME_BYTES, FromProxy, ToProxy, decode_from_proxy, encode
 
 log = logging.getLogger("pdx.node")
 
@@ -92,8 +92,8 @@ class ProxyLine:
                 continue
             yield message
 
-    def send(self, report: NodeReport) -> bool:
-        """Send a report without waiting; False: the proxy has left too many unread."""
+    def send(self, report: ToProxy) -> bool:
+        """Send a report, or an answer, without waiting; False: the proxy has left too many unread."""
         try:
             self._dealer.send(encode(report), zmq.NOBLOCK)
         except zmq.Again:

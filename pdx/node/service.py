@@ -49,6 +49,7 @@ from pdx.wire.messages import (
     Delete,
     Done,
     Expect,
+    Explained,
     Fill,
     Hello,
     Mark,
@@ -403,7 +404,11 @@ class Service:
         self.reports.mark(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
 
     def _why(self, session: Session, ask: Why) -> Answer:
-        return self.admissions.explanations.of(ask.request, self._clock())
+        return self.explained(ask.request)
+
+    def explained(self, request: str) -> Explained:
+        """What is known of the last requests whose name contains this."""
+        return self.admissions.explanations.of(request, self._clock())
 
     def _status(self, session: Session, ask: Status) -> Answer:
         return self.reports.status()

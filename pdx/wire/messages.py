@@ -385,6 +385,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
     first: Count
     count: Count
     is_hit: bool
+    kind: Annotated[str, Meta(max_length=16)]  # one word: where from, or why not
     text: Annotated[str, Meta(max_length=2048)]
 
 
@@ -619,20 +620,20 @@ class Prefilled(Message, frozen=True):
     transfer: TransferId
 
 
-ToProxy = NodeReport
-FromProxy = Cancel | PeerList | Prefilled
+ToProxy = NodeReport | Explained
+FromProxy = Cancel | PeerList | Prefilled | Why
 
 
 _encoder = msgspec.msgpack.Encoder()
 _to_node = msgspec.msgpack.Decoder(ToNode)
 _from_node = msgspec.msgpack.Decoder(FromNode)
-_to_proxy = msgspec.msgpack.Decoder(ToProxy)
+_to_proxy: msgspec.msgpack.Decoder[ToProxy] = msgspec.msgpack.Decoder(ToProxy)
 _from_proxy: msgspec.msgpack.Decoder[FromProxy] = msgspec.msgpack.Decoder(FromProxy)
 _peer = msgspec.msgpack.Decoder(PeerFrame)
 _landed = msgspec.msgpack.Decoder(Landed)
 
 
-def encode(message: ToNode | FromNode | PeerFrame | Landed | NodeReport | FromProxy) -> bytes:
+def encode(message: ToNode | FromNode | PeerFrame | Landed | ToProxy | FromProxy) -> bytes:
     """One frame; of a `Landed` one notification, at most MAX_NOTIFY_BYTES if the sender keeps to few slices."""
     return _encoder.encode(message)
 
@@ -660,8 +661,8 @@ def decode_from_node(frame: bytes) -> FromNode:
     return decode_frame(_from_node, frame)
 
 
-def decode_to_proxy(frame: bytes) -> NodeReport:
-    """:raises ProtocolError: not a `NodeReport` within bounds."""
+def decode_to_proxy(frame: bytes) -> ToProxy:
+    """:raises ProtocolError: not a `NodeReport` or `Explained` within bounds."""
     return decode_frame(_to_proxy, frame)
 
 

@@ -88,7 +88,9 @@ def test_json_is_one_object_for_each_request(node, engine):
     lines = pdx("why", "abc", "--json", "--address", node.address).output.splitlines()
     found = [json.loads(line) for line in lines]
     assert [one["request"] for one in found] == ["cmpl-abc-1", "cmpl-abc-0"]
-    assert found[0]["reasons"][0] | {"text": ""} == {"first": 0, "count": 1, "is_hit": True, "text": ""}
+    assert found[0]["reasons"][0] | {"text": ""} == {
+        "first": 0, "count": 1, "is_hit": True, "kind": "memory", "text": ""
+    }  # fmt: skip
 
 
 def test_a_request_that_the_node_was_not_asked_about_is_an_error_that_says_where_to_look(node, engine):

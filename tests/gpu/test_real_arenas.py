@@ -76,7 +76,7 @@ class Stage:
         for slot in self.slots(arena):
             if self.arenas[arena].gpu:
                 write(self.gpus[arena - 1], self.arenas[arena].address + slot.offset, bytes(CHUNK_BYTES))
-            self.store.pools[arena].drop(self.store.at(slot))
+            self.store.pools[arena].drop(self.store.at(slot), "evicted")
 
     def slots(self, arena: int) -> list[Slot]:
         """Of all chunks, in their order."""

@@ -1,0 +1,59 @@
+"""The header `X-PDX-Why` of an answer: what the nodes say of a request's chunks, for a client that asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from pdx.telemetry.faults import printable
+from pdx.wire.messages import Explained, Explanation
+
+WHY_S = 0.1  # that an answer may wait for what nodes say
+MAX_ASKED = 256  # requests that wait for that at a time
+HEADER = "X-PDX-Why"
+
+
+class Explainer:
+    """Asks all nodes, and waits for one that knows. All calls on one event loop."""
+
+    def __init__(self, ask: Callable[[str], None]) -> None:
+        """`ask` tells all nodes of a request's name, without waiting."""
+        self._ask = ask
+        self._asked: dict[str, asyncio.Future[str]] = {}
+
+    def told(self, explained: Explained) -> None:
+        """A node has answered: with nothing, if it does not know the request."""
+        for name, future in self._asked.items():
+            engines = {one.engine: one for one in reversed(explained.requests) if name in one.request}
+            if engines and not future.done():
+                future.set_result("; ".join(map(summary, engines.values())))
+
+    async def why(self, request: str) -> str:
+        """Of each engine of the node that answers first: hits, where they came from, and why the others are missing."""
+        if len(self._asked) >= MAX_ASKED or request in self._asked:
+            return "too many ask"
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked[request] = future
+        try:
+            self._ask(request)
+            async with asyncio.timeout(WHY_S):
+                return await future
+        except TimeoutError:
+            return "no node knows this request"
+        finally:
+            del self._asked[request]
+
+
+def summary(told: Explanation) -> str:
+    """One engine's part in few words; names of other requests are nothing for a client."""
+    hits: Counter[str] = Counter()
+    missing: Counter[str] = Counter()
+    for reason in told.reasons:
+        (hits if reason.is_hit else missing)[reason.kind] += reason.count
+    parts = [f"{what} {_counts(of)}" for what, of in (("from", hits), ("missing", missing)) if of]
+    return printable(", ".join([f"{told.engine[:8]} {told.hits}/{told.chunks} chunks", *parts]))
+
+
+def _counts(kinds: Counter[str]) -> str:
+    return " ".join(f"{kind}:{count}" for kind, count in kinds.items())
