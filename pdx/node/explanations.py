@@ -13,6 +13,7 @@ from pdx.store.chunk import Chunk, Origin
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
+from pdx.telemetry.faults import printable
 from pdx.wire.messages import MAX_REASONS, Admit, Admitted, Explained, Explanation, Reason
 
 MAX_REQUESTS = 4096  # that are remembered
@@ -69,7 +70,7 @@ class Explanations:
         elif not ask.nbytes:
             notes.append("it asked for no room: nothing of it is stored by this request")
         if reasons and not reasons[0].is_hit and session.unshared:
-            notes.append(f"its engine shares no chunks {session.unshared}")
+            notes.append(printable(f"its engine shares no chunks {session.unshared}"))
         whose = session.hello.engine or session.hello.name
         told = Explanation(ask.request, whose, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
         self._of_request[whose, ask.request] = now, told
@@ -97,7 +98,7 @@ class Explanations:
         why += [("gap", "behind the first that are missing")] * (ask.sought - end)
         for (kind, text), run in itertools.groupby(why):
             count = len(list(run))
-            yield Reason(first, count, False, kind, text)
+            yield Reason(first, count, False, kind, printable(text))
             first += count
 
     def _why(self, session: Session, ask: Admit, index: int, now: float) -> tuple[str, str]:

@@ -386,7 +386,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
     count: Count
     is_hit: bool
     kind: Annotated[str, Meta(max_length=16)]  # one word: where from, or why not
-    text: Annotated[str, Meta(max_length=2048)]
+    text: Annotated[str, Meta(max_length=1024)]
 
 
 class Explanation(msgspec.Struct, array_like=True, frozen=True):

@@ -230,6 +230,16 @@ def test_a_request_is_found_by_a_part_of_its_name_the_newest_first(service, sess
     assert service.handle(session, Why("z")).remembered == 3
 
 
+def test_long_words_of_others_are_cut_and_cannot_steer_a_terminal(service, session):
+    answer = service.handle(session, Admit(keys([1]), GRANULE_BYTES, 1))
+    chunks = service.store.unfinished(answer.granted_slots)
+    service.store.let_go(chunks, "not loaded from remote: \x1b[2J" + "x" * 10_000)
+    keep(service, session, [1], "a")
+    [(_, _, _, text)] = told(service, session, "a")
+    assert len(text) < 320
+    assert "\x1b" not in text
+
+
 def test_of_a_long_prompt_that_nobody_knows_the_first_chunks_are_explained(service, session):
     """The control loop does not stand still for it."""
     many = explanations.MAX_EXPLAINED
