@@ -57,8 +57,8 @@ class Tiers:
     ) -> None:
         """`arenas`: the tier that copies between the arenas, if there are several. `below`: the levels below the
         first arena. `spills`: whether the first arena is there for what is sealed in others. `stores_twice_seen`: only
-        what a request has found in the arena is stored below. A store or
-        load that takes longer than `store_s` or `load_s` is given up.
+        what a request has found in the arena is stored below. A store or load that takes longer than `store_s` or
+        `load_s` is given up.
         """
         self.arenas = arenas
         self.below = [list(level) for level in below]
@@ -71,9 +71,9 @@ class Tiers:
         self._load_s = load_s
         self._counters = counters
         self._clock = clock
-        # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
         self._chunk_bytes = 0  # of all shards of the last chunk that was found below
         self._probed_at: dict[str, float] = {}  # by tier
+        # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
         self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
 
     # ---- storing ----------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases = {}  # number -> Lease
         self.holds = []  # lists of records
         self.last_generation = {}
+        self.queue = {}  # number of a request that waits -> keys
 
     @initialize(policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "sieve"]))
     def start(self, policy):
@@ -446,6 +447,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- time and sessions -----------------------------------------------------------------
 
+    @rule(shards=st.sampled_from([1, 2]), chosen=st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    def want(self, shards, chosen):
+        """A request in a queue tells what it will use."""
+        keys = [KEYS[shards][index] for index in chosen]
+        number = next(self.numbers)
+        self.store.want(keys, number)
+        self.queue[number] = keys
+
+    @rule(index=indices)
+    def want_no_more(self, index):
+        if self.queue:
+            number = sorted(self.queue)[index % len(self.queue)]
+            self.store.want_no_more(self.queue.pop(number), number)
+
     @rule(seconds=st.integers(1, 30))
     def time_passes(self, seconds):
         self.now += seconds
@@ -489,6 +504,17 @@ class StoreMachine(RuleBasedStateMachine):
                     assert self.arena.data[start : start + nbytes] == record.pattern(layer), "a sealed chunk changed"
         for slot in self.dead[-20:]:
             assert not self.arena.is_current(slot), "a dead slot looks alive"
+
+    @invariant()
+    def the_order_has_what_may_be_evicted(self):
+        evictable = {record.slot.offset for record in self.live.values() if self.may_go(record)}
+        order = self.store.pools[0].order
+        assert {chunk.slot.offset for chunk in order.victims()} == evictable
+        assert order.nbytes == sum(round_up(self.live[offset].slot.nbytes) for offset in evictable)
+        assert set(self.store.wanted) == {key for keys in self.queue.values() for key in keys}
+
+    def may_go(self, record):
+        return record.state is State.SEALED and not record.leases and not record.pins
 
     @invariant()
     def numbers_agree(self):
