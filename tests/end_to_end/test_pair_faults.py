@@ -26,10 +26,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 LONG = "length-3000"  # eight steps of prefill
 
 
-def wait_prefilling(pair: Pair) -> None:
-    """Until a prefill is in the middle of its work; through one connection, because it lasts for a moment only."""
+def wait_prefilling(pair: Pair, answer: Future[Any] | None = None) -> None:
+    """Until a prefill is in the middle of its work; through one connection, because it lasts for a moment only. Or
+    until there is an answer: the node, on a busy machine, has told of the moment too late."""
     with pdx.connect(pair.node_address) as node:
-        wait_until(lambda: node.status().chunks.get("filling"), timeout_s=60, what="prefill is under way")
+
+        def is_under_way() -> bool:
+            return bool(node.status().chunks.get("filling")) or (answer is not None and answer.done())
+
+        wait_until(is_under_way, timeout_s=60, what="prefill is under way")
 
 
 # ---- bad input ------------------------------------------------------------------------------
@@ -191,7 +196,7 @@ def stopped_while_gathering(pair: Pair, worker: int) -> tuple[Any, Future[Any]]:
     for number in range(2300, 2320):
         body = completion(text(number, 3900))
         answer = ThreadPoolExecutor(1).submit(pair.post, *body)
-        wait_prefilling(pair)
+        wait_prefilling(pair, answer)
         os.kill(worker, signal.SIGSTOP)
         is_caught = False
         try:
