@@ -141,6 +141,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are sent together until a write has so much
     window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # written to a peer and not acknowledged
     peer_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the arena that one peer may be writing at a time
+    pin_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.8  # of the arenas that pins may keep from being evicted
     metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT on this host for Prometheus; empty: nowhere
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pdx.config import NodeConfig, handover_path, node_name
-from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
+from pdx.errors import ArenaFull, ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
@@ -363,12 +363,29 @@ class Service:
     def _pin(self, session: Session, ask: Pin) -> Answer:
         if len(ask.keys) * ask.shards > MAX_SLOTS:
             raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        if ask.pinned:
+            self._check_pins(session, ask)
         count = self.store.pin(
             ask.keys, ask.shards, pinned=ask.pinned, arenas=self.sessions.arenas(session, ask.shards)
         )
         if count != len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - count} of {len(ask.keys)} chunks are not there")
         return Done(count)
+
+    def _check_pins(self, session: Session, ask: Pin) -> None:
+        """:raises ArenaFull: so much is pinned that the rest would be too little for others."""
+        arenas = self.sessions.arenas(session, ask.shards)
+        found = {
+            chunk: None for key in ask.keys for chunks in self.store.find([key], ask.shards, arenas) for chunk in chunks
+        }
+        more = sum(chunk.slot.nbytes for chunk in found if not chunk.pins)
+        most = int(self.store.total_bytes * self._config.pin_share)
+        if more and self.store.pinned_bytes + more > most:
+            self.counters["pins_refused"] += 1
+            raise ArenaFull(
+                f"{self.store.pinned_bytes} bytes are pinned, and {more} more would be above the {most} that may be "
+                f"(pin_share); unpin some, or give the node a larger --arena"
+            )
 
     def _delete(self, session: Session, ask: Delete) -> Answer:
         return Done(sum(max(self.store.delete([key]), self.tiers.forget([key])) for key in ask.keys))

@@ -170,6 +170,7 @@ def test_a_missing_shard_is_named(service, session):
     assert told(service, session, "a") == [(0, 1, False, "shards [1] of it are missing")]
 
 
+@pytest.mark.parametrize("service", [{"pin_share": 1.0}], indirect=True)
 def test_room_that_was_not_there_is_a_note(service, session):
     keep(service, session, range(CHUNKS - 1), "a")
     service.handle(session, Pin(keys(range(CHUNKS - 1))))

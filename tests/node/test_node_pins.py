@@ -54,3 +54,18 @@ def test_a_pin_outlives_its_process_and_is_shown_with_its_bytes(node, attach):
     client.ask(Delete([KEY]))
     status = client.status()
     assert (status.pins, status.pinned_bytes) == (0, 0)
+
+
+def test_pins_have_a_budget_and_a_pin_above_it_pins_nothing(node, attach):
+    client = attach(node)
+    fill_the_rest(client)
+    most = int(0.8 * len(OTHERS))
+    assert client.ask(Pin(OTHERS[: most - 1])).count == most - 1
+    assert client.ask(Pin(OTHERS[: most - 1])).count == most - 1, "what is pinned already costs nothing"
+    refused = client.ask(Pin(OTHERS[most - 1 : most + 1]))
+    assert (refused.error, "pin_share" in refused.text) == ("ArenaFull", True)
+    assert client.status().pinned_bytes == (most - 1) * GRANULE_BYTES
+    assert client.ask(Pin([OTHERS[most - 1], OTHERS[most - 1]])).count == 2, "the last one that fits, named twice"
+    assert client.status().counters["pins_refused"] == 1
+    assert client.ask(Pin([KEY])).error == "ChunkMissing"
+    assert client.ask(Pin(OTHERS[:most], pinned=False)).count == most
