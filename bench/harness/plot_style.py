@@ -58,6 +58,8 @@ SYSTEMS = {
     "pdx-shm": Look("#2B3A8C", "-", "^"),
     "pdx-nixl": Look("#009E73", "-", "D"),
     "pdx-ucx": Look("#66B89A", "-", "v"),
+    "pdx-together": Look("#0072B2", ":", "o"),
+    "pdx-together-shm": Look("#2B3A8C", ":", "^"),
     "pdx-gpu": Look("#4A90E2", "-.", "P"),
     "pdx-cuda_ipc": Look("#7B5FC4", "-.", "X"),
     "pdx-both": Look("#56B4E9", "--", "*"),

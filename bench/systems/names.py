@@ -10,5 +10,6 @@ __all__ = ["SYSTEMS", "Bed", "CannotRun", "Running", "System"]
 
 CHANNELS = (None, "tcp", "shm", "nixl", "ucx")
 ON_GPUS = (PdxSystem(None, gpu="0"), PdxSystem("cuda_ipc", gpu="0,1"))
-PDX = (*(PdxSystem(channel) for channel in CHANNELS), *ON_GPUS, PdxAlone(), PdxSmallChunks())
+TOGETHER = (PdxSystem(None, forward=False), PdxSystem("shm", forward=False))
+PDX = (*(PdxSystem(channel) for channel in CHANNELS), *TOGETHER, *ON_GPUS, PdxAlone(), PdxSmallChunks())
 SYSTEMS: dict[str, System] = {system.name: system for system in (*PDX, *baselines())}

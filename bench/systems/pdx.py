@@ -49,17 +49,21 @@ LIBRARIES = {
 
 
 class PdxSystem(System):
-    """`channel`: of two nodes; None: one node for both engines. `gpu`: of the arenas, as `pdx up --gpu` takes it."""
+    """`channel`: of two nodes; None: one node for both engines. `gpu`: of the arenas, as `pdx up --gpu` takes it.
+    `forward`: the decode leg begins when the prefill leg has ended; without it, both begin together, as chats do.
+    """
 
     is_pdx = True
 
-    def __init__(self, channel: str | None, gpu: str = "") -> None:
+    def __init__(self, channel: str | None, gpu: str = "", *, forward: bool = True) -> None:
         self.channel = channel
         self.gpu = gpu
-        alone = "pdx-gpu" if gpu else "pdx"
-        self.name = alone if channel is None else f"pdx-{channel}"
+        self.forward = forward
+        alone = ("pdx-gpu" if gpu else "pdx") + ("" if forward else "-together")
+        self.name = alone if channel is None else f"{alone}-{channel}"
         where = f", arenas on GPU {gpu}" if gpu else ""
-        self.title = ("PDX, one node" if channel is None else f"PDX, two nodes, {channel}") + where
+        how = "" if forward else ", both legs together"
+        self.title = ("PDX, one node" if channel is None else f"PDX, two nodes, {channel}") + where + how
         self.packages = ("pdx-transport", *VLLM, *LIBRARIES.get(channel or "", ()))
 
     def why_not(self) -> str:
@@ -101,6 +105,8 @@ class PdxSystem(System):
             options += ["--channel", self.channel]
         if self.gpu:
             options += ["--gpu", self.gpu]
+        if not self.forward:
+            options += ["--no-forward"]
         if logs is not None:
             options += ["--logs", str(logs)]
         return Command(

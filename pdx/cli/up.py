@@ -95,6 +95,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 )
 @option("--admin", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]")
 @option("--debug-headers", is_flag=True, help="See `pdx proxy`.")
+@option("--forward/--no-forward", default=True, help="See `pdx proxy`.")
 @option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; another pdx up needs another.")
 @option("--wait", default=900.0, metavar="SECONDS", callback=_seconds, help="Give up starting after this long.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -108,6 +109,7 @@ def up(
     channel: str | None,
     admin: str | None,
     debug_headers: bool,
+    forward: bool,
     logs: Path,
     wait: float,
     flags: tuple[str, ...],
@@ -138,6 +140,7 @@ def up(
     folder = runtime_folder() / f"up-{port}"
     own = [] if node else nodes_of(folder, channel, of_node)
     proxy_options = [*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])]
+    proxy_options += [] if forward else ["--no-forward"]
     with _signals() as signals, _owned(folder, port), held_port(host, port) as share_port:
         private_folder(folder)
         control = default_proxy() if node else f"ipc://{folder}/proxy.sock"

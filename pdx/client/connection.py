@@ -55,6 +55,7 @@ class Connection:
         self.address = address
         self.running = 0  # told to the node with each heartbeat, as is what was counted since the last one
         self.chunk_s = 0.0  # likewise: how long this process computes for a chunk's tokens; 0: not known
+        self.load_s = 0.0  # likewise: how long this process copies a chunk into its KV cache; 0: not known
         self._degraded: Counter[str] = Counter()
         self._warned: set[str] = set()  # reasons of which the first was logged
         self._hello = hello
@@ -233,7 +234,7 @@ class Connection:
         """Tell what is due. The answer to it tells what before it was lost."""
         degraded, self._degraded = self._degraded, Counter()
         self._flush()
-        if not self._send(self._number(), Ping(self.running, dict(degraded), self.chunk_s), reply=True):
+        if not self._send(self._number(), Ping(self.running, dict(degraded), self.chunk_s, self.load_s), reply=True):
             self._degraded.update(degraded)
 
     def _dispatch(self, body: Ask, *, is_asked: bool = False) -> int:

@@ -6,11 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.engine.plan import PagesPlan
 from pdx.memory.arena import Arena
 
 Action = Callable[[], None]
-Scatter = Callable[[LoadPlan], list[PagesPlan]]
+
+
+class Scatter(ABC):
+    """Copies the chunks of one load. The load thread calls `copy` any number of times, then `close`."""
+
+    @abstractmethod
+    def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        """Copy these layers of these pages; those whose slots were not the promised ones before and after, or out of
+        reach."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the arena."""
 
 
 class PageCopier(ABC):
@@ -62,9 +74,7 @@ class PageCopier(ABC):
 
     @abstractmethod
     def loading(self, arena: Arena) -> Scatter | None:
-        """For one load: what copies it behind all that was computed up to now, and returns the chunks whose slots were
-        not the promised ones before and after, or out of reach. It must be called. None: nothing can be loaded.
-        """
+        """For one load: what copies it behind all that was computed up to now. None: nothing can be loaded."""
 
     @abstractmethod
     def close(self) -> None:

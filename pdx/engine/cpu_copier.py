@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from pdx.engine.copier import Action, PageCopier, Scatter
-from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.engine.plan import PagesPlan
 from pdx.kernels.page_rows import page_rows
 from pdx.kernels.pages import PageCopy, gather, scatter
 from pdx.memory.arena import Arena
@@ -81,7 +80,7 @@ class CpuCopier(PageCopier):
 
     def loading(self, arena: Arena) -> Scatter | None:
         data = self._bytes_of(arena)
-        return None if data is None else partial(self._load, arena, data)
+        return None if data is None else _CpuScatter(self, arena, data)
 
     def close(self) -> None:
         self._targets = []
@@ -105,9 +104,22 @@ class CpuCopier(PageCopier):
         first = layer * target.pages.num_blocks + target.pages.first
         return PageCopy(target.rows[first : first + len(target.block_ids)], target.block_ids, self._layers[layer])
 
-    def _load(self, arena: Arena, data: torch.Tensor, load: LoadPlan) -> list[PagesPlan]:
-        wanted = load.pages_of(self._shard)
+    def load(self, arena: Arena, data: torch.Tensor, wanted: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        """See `Scatter.copy`."""
         sources = self._targets_of(wanted, arena, data)
-        scatter([self._copy(source, layer) for source in sources for layer in range(len(self._layers))])
+        scatter([self._copy(source, layer) for source in sources for layer in layers])
         arrived = {id(source.pages) for source in sources if arena.is_current(source.pages.slot_of(self._shard))}
         return [pages for pages in wanted if id(pages) not in arrived]
+
+
+class _CpuScatter(Scatter):
+    def __init__(self, copier: CpuCopier, arena: Arena, data: torch.Tensor) -> None:
+        self._copier = copier
+        self._arena = arena
+        self._data = data
+
+    def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        return self._copier.load(self._arena, self._data, pages, layers)
+
+    def close(self) -> None:
+        """The mapping goes with the last view of it."""

@@ -16,7 +16,7 @@ from pdx.cuda.arena import GpuArena
 from pdx.cuda.gpu import Gpu
 from pdx.cuda.page_lock import PageLock
 from pdx.engine.copier import Action, PageCopier, Scatter
-from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.engine.plan import PagesPlan
 from pdx.engine.staging import Staged, Staging
 from pdx.engine.streams import Stream, StreamEvent, Streams
 from pdx.errors import GpuError, GpuUnavailable, LayoutError, PdxError
@@ -331,28 +331,28 @@ class GpuCopier(PageCopier):
         mapped = self._held(arena) if not self._streams.is_capturing() else None
         if mapped is None:
             return None
-        return partial(self._load, mapped, self._recorded(self._streams.compute()))
+        return _GpuScatter(self, mapped, self._recorded(self._streams.compute()))
 
-    def _load(self, mapped: MappedArena, fence: StreamEvent, load: LoadPlan) -> list[PagesPlan]:
-        try:
-            self._streams.bind_thread()
-            wanted = load.pages_of(self._shard)
-            found = [(each, run) for each in wanted if (run := self._run_of(each, mapped)) is not None]
+    def load(
+        self, mapped: MappedArena, fence: StreamEvent | None, wanted: Sequence[PagesPlan], layers: range
+    ) -> list[PagesPlan]:
+        """See `Scatter.copy`. `fence`: it must have passed before the first copy."""
+        self._streams.bind_thread()
+        found = [(each, run) for each in wanted if (run := self._run_of(each, mapped)) is not None]
+        if fence is not None:
             fence.wait(self._loading)
-            with self._streams.on(self._loading):
-                batch = Batch.of(self._pages, [run for _, run in found])
-            self._launch(self._loading, scatter, batch, range(self._pages.num_layers), mapped.place)
-            ended = self._recorded(self._loading)
-            try:
-                ended.synchronize()
-            except Exception as error:
-                self._failed(error)
-                raise
-            self._spare.extend((fence, ended))
-            loaded = {id(each) for each, _ in found if mapped.arena.is_current(each.slot_of(self._shard))}
-            return [each for each in wanted if id(each) not in loaded]
-        finally:
-            mapped.release()
+        with self._streams.on(self._loading):
+            batch = Batch.of(self._pages, [run for _, run in found])
+        self._launch(self._loading, scatter, batch, layers, mapped.place)
+        ended = self._recorded(self._loading)
+        try:
+            ended.synchronize()
+        except Exception as error:
+            self._failed(error)
+            raise
+        self._spare.extend((ended,) if fence is None else (fence, ended))
+        loaded = {id(each) for each, _ in found if mapped.arena.is_current(each.slot_of(self._shard))}
+        return [each for each in wanted if id(each) not in loaded]
 
     # ---- both -------------------------------------------------------------------------------
 
@@ -388,6 +388,22 @@ class GpuCopier(PageCopier):
     def _passed(self, event: StreamEvent, action: Action) -> None:
         self._spare.append(event)
         action()
+
+
+class _GpuScatter(Scatter):
+    """Holds the mapping until it is closed."""
+
+    def __init__(self, copier: GpuCopier, mapped: MappedArena, fence: StreamEvent) -> None:
+        self._copier = copier
+        self._mapped = mapped
+        self._fence: StreamEvent | None = fence
+
+    def copy(self, pages: Sequence[PagesPlan], layers: range) -> list[PagesPlan]:
+        fence, self._fence = self._fence, None  # what the loading stream does later comes behind it as well
+        return self._copier.load(self._mapped, fence, pages, layers)
+
+    def close(self) -> None:
+        self._mapped.release()
 
 
 def page_map(layers: Sequence[torch.Tensor], num_blocks: int, page_bytes: int) -> PageMap:

@@ -1,4 +1,5 @@
-"""Scatters loads into the engine's pages from a thread, and collects what came of them."""
+"""Scatters loads into the engine's pages from a thread, slice by slice as they are filled, and collects what came of
+them."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import math
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from pdx.client.connection import Connection
 from pdx.engine.copier import Scatter
-from pdx.engine.plan import LoadPlan
+from pdx.engine.plan import LoadPlan, PagesPlan
+from pdx.memory.arena import NEVER, Arena
 from pdx.memory.layout import KvLayout
+from pdx.telemetry.rate import Rate
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.wire.messages import Mark
@@ -22,12 +25,78 @@ from pdx.wire.messages import Mark
 log = logging.getLogger("pdx")
 
 OVERTAKEN = 4
+LOOK_S = 0.0005  # how often a load looks for more slices: what is filled last waits half of it
+ALIVE_S = 0.05  # how often one that finds none asks whether the node lives
 
 
-class _Job(NamedTuple):
-    load: LoadPlan
-    scatter: Scatter
-    connection: Connection
+class _Job:
+    """One load: which slices of each of its chunks are copied. Owned by the load thread once it has begun."""
+
+    def __init__(self, load: LoadPlan, scatter: Scatter, connection: Connection, arena: Arena) -> None:
+        self.load = load
+        self.connection = connection
+        self.arena = arena
+        self.failed: set[int] = set()  # blocks
+        self._scatter = scatter
+        self._left: dict[int, tuple[PagesPlan, int]] | None = None  # by number: slices from this one on are not copied
+        self.start_ns = 0  # of the first copy
+        self.moved_at = time.monotonic()  # something was copied then
+        self.asked_at = 0.0
+
+    def begin(self, shard: int) -> None:
+        """Once, before `advance`."""
+        if self._left is None:
+            self._left = {number: (pages, 0) for number, pages in enumerate(self.load.pages_of(shard))}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it is copied, or has failed."""
+        return not self._left
+
+    def advance(self, layout: KvLayout) -> list[tuple[range, int, int, int]]:
+        """Copy what is filled and not copied; (layers, bytes, from when, until when) of each copy."""
+        assert self._left is not None
+        runs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, (pages, start) in self._left.items():
+            slot = pages.slots[0]
+            filled = self.arena.filled_slices(slot) if self.arena.is_current(slot) else NEVER
+            if filled > start:
+                runs[start, filled].append(number)
+        copies = []
+        for (start, stop), numbers in runs.items():
+            pages_of = {number: self._left.pop(number)[0] for number in numbers}
+            if stop == NEVER:
+                self._lose(pages_of.values())
+                continue
+            layers = range(start, min(stop, layout.num_layers))
+            start_ns = time.monotonic_ns()
+            lost = {id(pages) for pages in self._scatter.copy(list(pages_of.values()), layers)}
+            end_ns = time.monotonic_ns()
+            self._lose(pages for pages in pages_of.values() if id(pages) in lost)
+            kept = {number: (pages, layers.stop) for number, pages in pages_of.items() if id(pages) not in lost}
+            num_pages = sum(len(pages.block_ids) for pages, _ in kept.values())
+            copies.append((layers, num_pages * len(layers) * layout.page_bytes, start_ns, end_ns))
+            if layers.stop < layout.num_layers:
+                self._left |= kept
+        if copies:
+            self.start_ns = self.start_ns or copies[0][2]
+            self.moved_at = time.monotonic()
+        return copies
+
+    def give_up(self) -> None:
+        """What is not copied yet will not be."""
+        if self._left is None:
+            self.failed.update(self.load.block_ids)
+        else:
+            self._lose(pages for pages, _ in self._left.values())
+        self._left = {}
+
+    def close(self) -> None:
+        """Nothing more is copied."""
+        self._scatter.close()
+
+    def _lose(self, lost: Iterable[PagesPlan]) -> None:
+        self.failed.update(block for pages in lost for block in pages.block_ids)
 
 
 class Loader:
@@ -35,14 +104,19 @@ class Loader:
 
     A load's place is what was submitted before it plus `OVERTAKEN` times its own blocks: a small one overtakes large
     ones that have not begun, and those behind a load that go before it have at most `OVERTAKEN` times its blocks.
+    A load whose chunks are still being filled lets others go before it meanwhile.
     """
 
-    def __init__(self, layout: KvLayout, tracer: Tracer | None = None) -> None:
+    def __init__(self, layout: KvLayout, shard: int, tracer: Tracer | None = None, *, patience_s: float = 30.0) -> None:
+        """`patience_s`: a load that has copied nothing for so long fails."""
         self._layout = layout
+        self._shard = shard
         self._tracer = tracer
+        self._patience_s = patience_s
         self._jobs: queue.PriorityQueue[tuple[float, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()  # of two at one place the first one goes first
         self._submitted_blocks = 0
+        self._rate = Rate()
         self._lock = threading.Condition()
         self._under_way = 0
         self._finished: set[str] = set()
@@ -50,14 +124,14 @@ class Loader:
         self._thread = threading.Thread(target=self._run, name="pdx-load", daemon=True)
         self._thread.start()
 
-    def submit(self, load: LoadPlan, scatter: Scatter, connection: Connection) -> None:
-        """Load this in its turn, by calling `scatter`; never waits. One thread."""
+    def submit(self, load: LoadPlan, scatter: Scatter, connection: Connection, arena: Arena) -> None:
+        """Load this in its turn, by `scatter`, which is closed then; never waits. One thread."""
         with self._lock:
             self._under_way += 1
         num_blocks = len(load.block_ids)
         place = self._submitted_blocks + OVERTAKEN * num_blocks
         self._submitted_blocks += num_blocks
-        self._jobs.put((place, next(self._numbers), _Job(load, scatter, connection)))
+        self._jobs.put((place, next(self._numbers), _Job(load, scatter, connection, arena)))
 
     def fail(self, loads: Iterable[LoadPlan]) -> None:
         """These cannot be loaded: the engine recomputes their blocks."""
@@ -80,39 +154,83 @@ class Loader:
         return finished, failed
 
     def close(self) -> None:
-        """Finish what is queued and stop. Idempotent."""
+        """Finish what is queued and whole, give up what is still being filled, and stop. Idempotent."""
         if self._thread.is_alive():
             self._jobs.put((math.inf, next(self._numbers), None))
             self._thread.join()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()[-1]) is not None:
-            failed = set(job.load.block_ids)
-            try:
-                failed = self._load(job)
-            except Exception:  # the thread's root: the load failed, the engine recomputes it
-                log.exception("loading request %s failed", job.load.request_id)
-            if failed:
-                text = "request %s: %d blocks are not loaded: evicted before that, or out of the GPU's reach"
-                job.connection.count("load_failed", text, job.load.request_id, len(failed))
-            with self._lock:
-                self._under_way -= 1
-                self._finished.add(job.load.request_id)
-                self._failed_blocks |= failed
-                self._lock.notify_all()
-            if self._tracer is not None:
-                self._tracer.flush()
+    # ---- the load thread --------------------------------------------------------------------
 
-    def _load(self, job: _Job) -> set[int]:
+    def _run(self) -> None:
+        filling: list[_Job] = []  # their chunks are
+        while True:
+            try:
+                job = self._jobs.get(timeout=LOOK_S if filling else None)[-1]
+            except queue.Empty:
+                pass
+            else:
+                if job is None:
+                    break
+                filling.append(job)
+            filling = [job for job in filling if not self._advance(job)]
+        for job in filling:
+            job.give_up()
+            self._end(job)
+
+    def _advance(self, job: _Job) -> bool:
+        """Copy what is there of it; whether it is over."""
+        try:
+            job.begin(self._shard)
+            copies = job.advance(self._layout)
+            self._tell(job, copies)
+            if not job.is_over and not copies and self._is_lost(job):
+                job.give_up()
+        except Exception:  # the thread's root: the load failed, the engine recomputes it
+            log.exception("loading request %s failed", job.load.request_id)
+            job.give_up()
+            job.failed.update(job.load.block_ids)
+        if job.is_over:
+            self._end(job)
+        return job.is_over
+
+    def _is_lost(self, job: _Job) -> bool:
+        """Whether nothing more of it comes, as far as can be known: the node ends what its writers leave."""
+        now = time.monotonic()
+        if now - max(job.moved_at, job.asked_at) < ALIVE_S:
+            return False
+        job.asked_at = now
+        if not job.connection.is_alive:
+            return True
+        if now - job.moved_at < self._patience_s:
+            return False
+        text = "request %s: nothing of it was filled for %s s, the rest is not loaded"
+        job.connection.count("load_late", text, job.load.request_id, self._patience_s)
+        return True
+
+    def _tell(self, job: _Job, copies: Iterable[tuple[range, int, int, int]]) -> None:
+        """What was copied: to whoever wants to know how fast that is, and to the trace."""
+        transfer, tracer = job.load.transfer, self._tracer
+        for layers, nbytes, start_ns, end_ns in copies:
+            self._rate.moved(nbytes, start_ns, end_ns)
+            if transfer is not None and tracer is not None and tracer.is_on:
+                tracer.span(Lane.SCATTER, transfer, layers.start, len(layers), start_ns, end_ns, nbytes)
+        job.connection.load_s = self._rate.seconds(self._layout.chunk_bytes)
+
+    def _end(self, job: _Job) -> None:
         load = job.load
-        start_ns = time.monotonic_ns()
-        failed = {block for pages in job.scatter(load) for block in pages.block_ids}
-        end_ns = time.monotonic_ns()
-        if load.transfer is not None:
-            num_pages = len(load.block_ids) - len(failed)
+        job.close()
+        if job.failed:
+            text = "request %s: %d blocks are not loaded: evicted before that, never filled, or out of the GPU's reach"
+            job.connection.count("load_failed", text, load.request_id, len(job.failed))
+        if load.transfer is not None and job.start_ns:
+            num_pages = len(load.block_ids) - len(job.failed)
             nbytes = num_pages * self._layout.page_bytes * self._layout.num_layers
-            job.connection.tell(Mark(load.transfer, Event.LOAD_START, start_ns))
-            job.connection.tell(Mark(load.transfer, Event.LOAD_END, end_ns, nbytes=nbytes))
-            if self._tracer is not None and self._tracer.is_on:
-                self._tracer.span(Lane.SCATTER, load.transfer, 0, self._layout.num_layers, start_ns, end_ns, nbytes)
-        return failed
+            job.connection.tell(Mark(load.transfer, Event.LOAD_START, job.start_ns))
+            job.connection.tell(Mark(load.transfer, Event.LOAD_END, time.monotonic_ns(), nbytes=nbytes))
+        with self._lock:
+            self._under_way -= 1
+            self._finished.add(load.request_id)
+            self._failed_blocks |= job.failed
+            self._lock.notify_all()
+        if self._tracer is not None:
+            self._tracer.flush()

@@ -25,7 +25,7 @@ class PagesPlan(msgspec.Struct, frozen=True):
     first: int
     block_ids: list[int]
     completes: bool = False  # with these pages the chunk is whole
-    is_pushed: bool = False  # the node wants to hear of layers as they are filled, not only of the whole
+    by_layer: bool = False  # the node wants to hear of layers as they are filled, not only of the whole
 
     def slot_of(self, shard: int) -> Slot:
         """The slot that this shard's pages lie in."""

@@ -88,7 +88,7 @@ class SlotGrant:
     slots: list[Slot]
     first_block: int
     end_block: int
-    is_pushed: bool = False  # the node sends its layers on as they are filled
+    by_layer: bool = False  # the node wants to hear of layers as they are filled
 
 
 class TrackedRequest:
@@ -312,7 +312,7 @@ class TrackedRequest:
                 first=start - grant.first_block,
                 block_ids=self.block_ids[start:stop],
                 completes=stop == grant.end_block,
-                is_pushed=grant.is_pushed,
+                by_layer=grant.by_layer,
             )
             for grant in due
             if (start := max(grant.first_block, self.saved_blocks)) < (stop := min(grant.end_block, final))

@@ -16,7 +16,7 @@ from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
 from pdx.wire.messages import Fill, Mark
 
-GROUP_BYTES = 1 << 20  # of layers that are pushed, before the node is told: it sends no less at once, either
+GROUP_BYTES = 1 << 20  # of layers, before the node is told: it sends no less at once to a peer, either
 FLUSH_SPANS = 4096  # written at the end of a step, if no transfer's prefill ends before
 
 
@@ -48,7 +48,7 @@ class StepSave:
         self._arena = arena
         self._ending = [save for save in saves if save.ends_transfer and save.transfer is not None]
         self._whole = [each.slots[shard] for each in pages if each.completes]  # when all layers are gathered
-        self._pushed = [each.slots[shard] for each in pages if each.completes and each.is_pushed]  # layer by layer
+        self._by_layer = [each.slots[shard] for each in pages if each.completes and each.by_layer]
         self._layer_bytes = sum(len(each.block_ids) for each in pages) * layout.page_bytes
         self._done: set[int] = set()
         self._copies: list[Callable[[], bool]] = []  # of a step that ends a transfer: whether each layer is gathered
@@ -74,7 +74,7 @@ class StepSave:
         self._done.add(layer)
         if self._ending:
             self._copies.append(self.copier.copied())
-        if self._pushed:
+        if self._by_layer:
             self._untold.append(layer)
         fills: list[range] = []
         if len(self._untold) * self._layer_bytes >= GROUP_BYTES:
@@ -120,7 +120,7 @@ class StepSave:
             for layers in gathered:
                 self._span(Lane.GATHER, layers, start_ns, end_ns)
         for layers in fills:
-            self._fill(self._current(self._pushed), layers)
+            self._fill(self._current(self._by_layer), layers)
 
     def _ended(self, gathered: Iterable[range], start_ns: int) -> None:
         """The last layers of the step are gathered: the node hears of all that are whole, pushed ones included."""

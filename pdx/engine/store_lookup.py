@@ -265,6 +265,7 @@ class StoreLookup:
             wait_s=self._wait_s(tracked) if may_be_elsewhere else 0.0,
             request=tracked.request.request_id[:MAX_NAME],
             hints=tracked.hints,
+            early=tracked.is_decode and tracked.waits and not tracked.request.num_preemptions,
         )
         tracked.asked = self._ask_now(connection, ask)
         tracked.expected_epoch = 0  # the node knows by the question
@@ -392,7 +393,7 @@ class StoreLookup:
             slots = answer.granted_slots[number * shards : (number + 1) * shards]
             first = (first_chunk + index) * per_chunk
             end = first + self._layout.blocks_in(slots[0].nbytes)
-            tracked.grants.append(SlotGrant(slots, first, end, is_pushed=answer.is_pushed))
+            tracked.grants.append(SlotGrant(slots, first, end, by_layer=answer.by_layer))
             tracked.saved_blocks = min(tracked.saved_blocks, first)
         tracked.grants.sort(key=lambda grant: (grant.first_block, grant.end_block))
 

@@ -57,7 +57,7 @@ class WorkerHalf:
         hello = Hello(VERSION, os.getpid(), "worker", engine=engine, shard=shard, role=config.role, gpu=gpu)
         # Any process of an engine may be the first: workers come up before the scheduler half.
         self._link = NodeLink(config, hello, starter=shard == 0)
-        self._loader = Loader(layout, self._tracer)
+        self._loader = Loader(layout, shard, self._tracer, patience_s=config.transfer_wait_s)
         self._copier: PageCopier | None = None  # once there is a KV cache
         self._idle = True
         self._pace = Pace(layout)
@@ -140,7 +140,7 @@ class WorkerHalf:
             if scatter is None:
                 self._fail([load])
             else:
-                self._loader.submit(load, scatter, connection)
+                self._loader.submit(load, scatter, connection, arena)
         if plan.aborts:
             copier.after_copies(partial(connection.tell, Abort(self._aborted(plan))))
         if plan.saves:

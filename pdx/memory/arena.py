@@ -1,10 +1,11 @@
-"""The arena: one shared-memory file per node that its engines map, with the slots' generations behind the data.
+"""The arena: one shared-memory file per node that its engines map, with what the node says of slots behind the data.
 
-The file is [data][generations]: one 64-bit generation per 4 KB granule of data. The node alone writes generations;
-a slot is what it was promised to be as long as the generation at its offset is the promised one. So an engine
-checks before and after a copy, without a message, that nobody took the slot away meanwhile.
+The file is [data][generations][filled]: one 64-bit generation and one 16-bit number of filled slices per 4 KB granule
+of data. The node alone writes both. A slot is what it was promised to be as long as the generation at its offset is the
+promised one. So an engine checks before and after a copy, without a message, that nobody took the slot away meanwhile;
+and it sees which leading slices may be read while others are still being filled.
 
-Where the data lies on a GPU (`pdx.cuda.arena`), the file holds the generations alone.
+Where the data lies on a GPU (`pdx.cuda.arena`), the file holds these tables alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ GRANULE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: map all pages now instead of at the first touch
 _POPULATE_BYTES = 64 << 20
 _GENERATION_BYTES = 8
+_FILLED_BYTES = 2
+NEVER = (1 << 16) - 1  # stands for the number of filled slices where the others will never be
 _FILL_GENERATIONS = 1 << 17
 LAST_GENERATION = (1 << 63) - 1  # the next one is 0: a message can carry no more
 FIRST_GENERATIONS = 1 << 31  # a node's generations begin at a random number below that: five bytes in a message
@@ -73,7 +76,8 @@ class Arena:
         self.path = path
         self.nbytes = nbytes
         total = self._file_bytes(nbytes)
-        table_bytes = nbytes // GRANULE_BYTES * _GENERATION_BYTES
+        generation_bytes = nbytes // GRANULE_BYTES * _GENERATION_BYTES
+        table_bytes = nbytes // GRANULE_BYTES * (_GENERATION_BYTES + _FILLED_BYTES)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(fd).st_size != total:
@@ -85,14 +89,16 @@ class Arena:
                 self._held = os.dup(fd)
         finally:
             os.close(fd)
-        self.generations = memoryview(self._table).cast("Q")
+        self.generations = memoryview(self._table)[:generation_bytes].cast("Q")
+        self.filled = memoryview(self._table)[generation_bytes:].cast("H")  # leading slices, see `filled_slices`
         if self._data is not None:
             self._bytes = memoryview(self._data)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._data))
 
     @classmethod
     def _file_bytes(cls, nbytes: int) -> int:
-        return (nbytes if cls._has_data_in_file else 0) + nbytes // GRANULE_BYTES * _GENERATION_BYTES
+        table_bytes = nbytes // GRANULE_BYTES * (_GENERATION_BYTES + _FILLED_BYTES)
+        return (nbytes if cls._has_data_in_file else 0) + table_bytes
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Arena:
@@ -160,8 +166,9 @@ class Arena:
         """Have all generations begin at `base`. For the node, before it grants a slot: with a base drawn at random no
         slot of another epoch of the node is current in this one."""
         piece = base.to_bytes(_GENERATION_BYTES, "little") * _FILL_GENERATIONS
-        for first in range(0, len(self._table), len(piece)):
-            self._table[first : first + len(piece)] = piece[: len(self._table) - first]
+        table = self.generations.cast("B")
+        for first in range(0, len(table), len(piece)):
+            table[first : first + len(piece)] = piece[: len(table) - first]
 
     @property
     def data(self) -> memoryview:
@@ -176,6 +183,13 @@ class Arena:
         index, rest = divmod(slot.offset, GRANULE_BYTES)
         in_bounds = not rest and 0 < slot.nbytes <= self.nbytes - slot.offset
         return in_bounds and self.generations[index] == slot.generation
+
+    def filled_slices(self, slot: Slot) -> int:
+        """How many leading slices of this slot are filled and may be read, if it `is_current` before and after this.
+
+        :returns: `NEVER` if the others will never be.
+        """
+        return self.filled[slot.offset // GRANULE_BYTES]
 
     def check(self, slot: Slot) -> None:
         """:raises StaleSlot: the slot belongs to somebody else now, or never was a slot."""
@@ -213,6 +227,7 @@ class Arena:
     def close(self) -> None:
         """Drop this mapping; memory stays mapped as long as a view of it lives. Idempotent."""
         self.generations.release()
+        self.filled.release()
         held, self._held = self._held, -1
         if held >= 0:
             os.close(held)

@@ -45,6 +45,7 @@ class Waiter(msgspec.Struct, frozen=True):
     hits: int
     since: float
     deadline: float
+    load_s: float = 0.0  # it is answered so long before the last slice is filled
 
     @property
     def topics(self) -> tuple[Hashable, ...]:
@@ -90,6 +91,13 @@ class Waiting:
         """Whoever waits for one of these may have an answer now."""
         for topic in topics:
             self._touched.update(dict.fromkeys(self._by_topic.get(topic, ())))
+
+    def filled(self, name: str, left_s: Callable[[str], float]) -> None:
+        """Slices of this transfer were filled; `left_s` says how long the others take."""
+        numbers = [number for number in self._by_topic.get(name, ()) if self._waiters[number].load_s]
+        if numbers:
+            left = left_s(name)
+            self._touched.update((number, None) for number in numbers if left <= self._waiters[number].load_s)
 
     def take(self, now: float) -> list[Waiter]:
         """Those that something has changed for, or whose time is over: they wait no more."""
@@ -171,7 +179,8 @@ class Admissions:
             return Admitted(answer.hits, waiting=True)
         now = self._clock()
         deadline = now + min(ask.wait_s, answer.seconds)
-        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, now, deadline))
+        load_s = self._load_s(session, ask)
+        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, now, deadline, load_s))
         return None
 
     @staticmethod
@@ -210,9 +219,11 @@ class Admissions:
         """Seconds until there is a late answer, whatever else happens."""
         return self._waiting.due_in(now)
 
-    def changed(self, chunks: Iterable[Chunk]) -> None:
-        """Slices of these chunks were filled, or they are whole, or never will be."""
+    def changed(self, chunks: Iterable[Chunk], transfers: Iterable[str] = ()) -> None:
+        """Slices of these chunks, which are of these transfers, were filled, or they are whole, or never will be."""
         self._waiting.changed(chunk.key for chunk in chunks if chunk.state is not State.FILLING)
+        for name in transfers:
+            self._waiting.filled(name, self._transfers.left_s)
 
     def end_session(self, session: Session) -> None:
         """The process is gone."""
@@ -227,9 +238,11 @@ class Admissions:
         if now < waiter.deadline and hits < ask.sought:
             patience_s = self._may_come(waiter.session, ask, hits, arenas)
         if patience_s:
-            deadline = min(waiter.deadline, now + patience_s)
-            self._waiting.add(msgspec.structs.replace(waiter, hits=hits, deadline=deadline))
-            return None
+            early = self._early(waiter.session, ask, arenas)
+            if not early:
+                deadline = min(waiter.deadline, now + patience_s)
+                self._waiting.add(msgspec.structs.replace(waiter, hits=hits, deadline=deadline))
+                return None
         answer = self._look(waiter.session, ask, now - waiter.since)
         return Admitted(answer.hits, waiting=True) if isinstance(answer, Patience) else answer
 
@@ -237,14 +250,19 @@ class Admissions:
         arenas = self._sessions.arenas(session, ask.shards)
         hits = self._store.find(ask.keys, ask.shards, arenas)
         chunks = [chunk for shards in hits for chunk in shards]
+        early: list[tuple[Chunk, ...]] = []
         if len(hits) < ask.sought and (patience_s := self._may_come(session, ask, len(hits), arenas)):
-            self._store.refresh(chunks)
-            return Patience(len(hits), patience_s)
+            early = self._early(session, ask, arenas)
+            if not early:
+                self._store.refresh(chunks)
+                return Patience(len(hits), patience_s)
+            hits, chunks = early, [chunk for shards in early for chunk in shards]
+            self._counters["early_answers"] += 1
         part, part_blocks = self._part(ask, len(hits), arenas)
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
         chunks += part
-        self._tiers.found_by_request(chunks)
+        self._tiers.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
         lease = 0
         if chunks and ask.lease_s:
             lease = self._store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))
@@ -266,10 +284,26 @@ class Admissions:
             self._counters["hit_chunks"] += min(len(hits), ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
         slots = [chunk.slot for chunk in chunks]
-        is_pushed = self._push(session, ask, arenas)
-        answer = Admitted(len(hits), slots, lease, False, granted, room, full, is_pushed, part_blocks)
+        by_layer = self._push(session, ask, arenas) or ask.writes is not None
+        answer = Admitted(len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early))
         self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
         return answer
+
+    def _load_s(self, session: Session, ask: Admit) -> float:
+        """How long this request copies all that it asks for; 0: not known, or it copies only what is whole."""
+        if not ask.early or ask.awaits is None or not ask.lease_s:
+            return 0.0
+        return len(ask.keys) * self._sessions.load_s(session, ask.shards)
+
+    def _early(self, session: Session, ask: Admit, arenas: Sequence[int]) -> list[tuple[Chunk, ...]]:
+        """All that is asked for, sealed or being filled by its transfer, if that takes no longer than copying the rest;
+        else nothing. The engine's blocks are then taken no sooner than they are needed."""
+        load_s = self._load_s(session, ask)
+        if ask.awaits is None or not load_s or self._transfers.left_s(ask.awaits) > load_s:
+            return []
+        found = [self._store.known(key, ask.shards, arenas) for key in ask.keys]
+        mine = [tuple(chunks) for chunks in found if chunks is not None and _is_of(ask.awaits, chunks)]
+        return mine if len(mine) == len(ask.keys) else []
 
     def _part(self, ask: Admit, hits: int, arenas: Sequence[int]) -> tuple[Sequence[Chunk], int]:
         """The chunk behind the hits that has the most of the prompt's next blocks, in every shard, and how many."""
@@ -377,6 +411,11 @@ class Admissions:
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "fetch_impossible", "%s", error)
             return 0.0
+
+
+def _is_of(transfer: str, chunks: Sequence[Chunk]) -> bool:
+    """Whether what is still being filled of these comes with the transfer."""
+    return all(chunk.state is State.SEALED or chunk.transfer == transfer for chunk in chunks)
 
 
 def _name(session: Session) -> str:

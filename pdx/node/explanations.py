@@ -141,6 +141,8 @@ def _kind(origin: Origin) -> str:
 
 
 def _came_from(origin: Origin, now: float) -> str:
+    if not origin.sealed_at:
+        return f"from {origin.name or 'memory'}, while it was being filled"
     rate = f" at {origin.gb_s:.2f} GB/s" if origin.gb_s else ""
     return f"from {origin.name or 'memory'}{rate}, {_ago(now - origin.sealed_at)}"
 

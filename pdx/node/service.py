@@ -238,9 +238,10 @@ class Service:
 
     def _changed(self, chunks: Sequence[Chunk]) -> None:
         """Slices of these chunks were filled, or they are whole, or never will be: copies and questions go on."""
+        names = self.transfers.filled(chunks, self._clock())
         self.copies.changed(chunks)
         self.tiers.changed(chunks)
-        self.admissions.changed(chunks)
+        self.admissions.changed(chunks, names)
 
     def handle(self, session: Session, ask: Ask) -> Answer | None:
         """The answer; None: it comes later, from `admissions.late_answers`.
@@ -300,7 +301,7 @@ class Service:
         return Done()
 
     def _ping(self, session: Session, ask: Ping) -> Answer:
-        session.running, session.chunk_s = ask.running, ask.chunk_s
+        session.running, session.chunk_s, session.load_s = ask.running, ask.chunk_s, ask.load_s
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
 

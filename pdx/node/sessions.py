@@ -38,6 +38,7 @@ class Session:
         self.last_seq = 0
         self.running = 0
         self.chunk_s = 0.0  # how long its engine computes for a chunk; 0: not known
+        self.load_s = 0.0  # how long it copies a chunk into its KV cache; 0: not known
         self.home = 0  # the arena that its process reads and writes
         self.unshared = ""  # with which engine of its model it cannot share chunks, and why
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
@@ -108,6 +109,12 @@ class Sessions:
         """How long the engine of a session computes for a chunk, by its slowest worker; infinity: not known."""
         workers = None if session.hello.kind == "client" else self.workers(session.hello.engine, shards)
         return max((worker.chunk_s for worker in workers or ()), default=0.0) or math.inf
+
+    def load_s(self, session: Session, shards: int) -> float:
+        """How long the engine of a session copies a chunk into its KV cache, by its slowest worker; 0: not known."""
+        workers = None if session.hello.kind == "client" else self.workers(session.hello.engine, shards)
+        known = [worker.load_s for worker in workers or ()]
+        return max(known) if known and all(known) else 0.0
 
     def arenas(self, session: Session, shards: int) -> tuple[int, ...]:
         """Where the shards lie that a session asks for: in the homes of its engine's workers, or in its own.

@@ -31,9 +31,9 @@ from pdx.store.chunk import NODE, Chunk, Origin
 from pdx.store.copy import Copy, CopyState, CopyStep, Item, Priority
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
-from pdx.store.rate import Rate
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.telemetry.rate import Rate
 from pdx.telemetry.trace import Lane, Tracer
 
 log = logging.getLogger("pdx.node")

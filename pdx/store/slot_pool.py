@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pdx.memory.arena import GRANULE_BYTES, LAST_GENERATION, Arena, round_up
+from pdx.memory.arena import GRANULE_BYTES, LAST_GENERATION, NEVER, Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.store.allocator import Allocator
 from pdx.store.chunk import Chunk
@@ -18,7 +18,7 @@ from pdx.store.lifecycle import Step
 
 
 class SlotPool:
-    """Grants slots, evicts chunks for them, and takes slots back. It alone changes generations.
+    """Grants slots, evicts chunks for them, and takes slots back. It alone changes the arena's tables.
 
     What may be evicted is in `order`; who makes a chunk evictable, or not, inserts it there and holds it.
     """
@@ -38,6 +38,7 @@ class SlotPool:
         self.total_bytes = nbytes
         self._number = number
         self._generations = arena.generations
+        self._filled = arena.filled
         self._allocator = Allocator(nbytes)
         self._index = index
         self._history = history
@@ -120,8 +121,17 @@ class SlotPool:
             self._next_generation(chunk.slot.offset)
         self._allocator.free_many([chunk.slot.offset for chunk in chunks])
 
+    def tell_filled(self, chunk: Chunk) -> None:
+        """More of its slices are filled: readers see how many leading ones."""
+        self._filled[chunk.slot.offset // GRANULE_BYTES] = (~chunk.filled & (chunk.filled + 1)).bit_length() - 1
+
+    def tell_never(self, chunk: Chunk) -> None:
+        """It will never be whole: who copies what is filled need not wait for the rest."""
+        self._filled[chunk.slot.offset // GRANULE_BYTES] = NEVER
+
     def _next_generation(self, offset: int) -> int:
         granule = offset // GRANULE_BYTES
+        self._filled[granule] = 0
         generation = (self._generations[granule] + 1) & LAST_GENERATION
         self._generations[granule] = generation
         return generation

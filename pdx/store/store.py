@@ -190,10 +190,10 @@ class Store:
         return tuple(found[shard] for shard in range(shards)) if len(found) == shards else None
 
     def lease(self, chunks: Iterable[Chunk], session: int, seconds: float) -> int:
-        """Keep these sealed chunks for `seconds`; returns the lease's number."""
+        """Keep these chunks, sealed or being filled, for `seconds`; returns the lease's number."""
         lease = Lease(session, list(chunks), self._clock() + seconds)
         for chunk in lease.chunks:
-            self.pools[chunk.slot.arena].order.hold(chunk, is_use=True)
+            self.pools[chunk.slot.arena].order.hold(chunk, is_use=chunk.state is State.SEALED)
             chunk.leases += 1
         number = next(self._numbers)
         self._leases[number] = lease
@@ -355,6 +355,8 @@ class Store:
             if bits >> chunk.layers:
                 raise ProtocolError(f"layers up to {first_layer + layers} filled of {chunk!r} with {chunk.layers}")
             chunk.filled |= bits
+            if chunk.state is State.FILLING:  # else it was aborted, which its readers have been told
+                self.pools[chunk.slot.arena].tell_filled(chunk)
         return chunks
 
     def seal(self, chunks: Iterable[Chunk]) -> None:
@@ -402,6 +404,8 @@ class Store:
         """Their reservation ends unsealed; the room stays the writer's until it lets go. `why`: for the history."""
         filling = [chunk for chunk in dict.fromkeys(chunks) if chunk.state is State.FILLING]
         self.history.note(filling, why, self._clock())
+        for chunk in filling:
+            self.pools[chunk.slot.arena].tell_never(chunk)
         self._index.step(filling, Step.ABORT)
         self.counters["aborted"] += len(filling)
 
@@ -410,6 +414,8 @@ class Store:
         given = [chunk for chunk in dict.fromkeys(chunks) if chunk.state in WRITABLE]
         self.history.note((chunk for chunk in given if chunk.state is State.FILLING), why, self._clock())
         self.counters["aborted"] += sum(chunk.state is State.FILLING for chunk in given)
+        for chunk in given:
+            self.pools[chunk.slot.arena].tell_never(chunk)
         self._index.step([chunk for chunk in given if chunk.leases], Step.DELETE)  # a copy still reads them
         for number, pool in enumerate(self.pools):
             left = [chunk for chunk in given if chunk.slot.arena == number and chunk.state in WRITABLE]

@@ -1,4 +1,4 @@
-"""Which transfers a node knows: what each still waits for, and whether it was given up.
+"""Which transfers a node knows: what each still waits for, how fast that comes, and whether it was given up.
 
 A transfer is one prefill-to-decode handoff. A decoder that asks for its chunks before they are sealed is told to ask
 again for as long as the transfer is under way.
@@ -7,6 +7,7 @@ again for as long as the transfer is under way.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
@@ -21,6 +22,7 @@ from pdx.telemetry.faults import counted
 log = logging.getLogger("pdx.node")
 
 KEPT_S = 60.0  # how long a finished transfer's tail and record are kept for a decoder that comes late
+EPSILON = 1e-6  # of a chunk: less than a slice
 MAX_TRANSFERS = 10_000  # that one process or peer has made known
 
 
@@ -33,16 +35,21 @@ class Progress(StrEnum):
 
 
 class Transfer(msgspec.Struct):
-    """One transfer: the slots that are not sealed yet, and the peers' offers that are not over.
+    """One transfer: the slots that are not sealed yet, with the number of their filled slices, and the peers' offers
+    that are not over.
 
     `source` is who made it known: a process, a peer, or the proxy.
     """
 
     source: str
-    pending: set[Slot]
+    pending: dict[Slot, int]
     progress: Progress
     deadline: float
     offers: int = 0
+    left: float = 0.0  # chunks to be filled; slices count as parts
+    filled: float = 0.0  # chunks that were, after the first slices came …
+    first_at: float = -1.0  # … at this time; less than 0: nothing came …
+    last_at: float = 0.0  # … until this time
 
 
 class Transfers:
@@ -71,7 +78,9 @@ class Transfers:
             transfer = self._add(name, source, Progress.UNDER_WAY, deadline)
         if transfer.progress is Progress.GIVEN_UP:
             return
-        transfer.pending.update(slots)
+        for slot in slots:
+            transfer.left += slot not in transfer.pending
+            transfer.pending.setdefault(slot, 0)
         is_complete = not transfer.pending and not transfer.offers
         self._turn(transfer, Progress.SEALED if is_complete else Progress.UNDER_WAY)
         self._end_at(name, transfer, max(transfer.deadline, deadline))
@@ -113,12 +122,45 @@ class Transfers:
             self._add(name, source, Progress.SEALED, now + KEPT_S)
             self.ended.append(name)
 
+    def filled(self, chunks: Iterable[Chunk], now: float) -> set[str]:
+        """Slices of these chunks were filled; the names of the transfers that they are of."""
+        names = set()
+        for chunk in chunks:
+            transfer = self._transfers.get(chunk.transfer or "")
+            if transfer is None or (before := transfer.pending.get(chunk.slot)) is None:
+                continue
+            count = chunk.filled.bit_count()
+            transfer.pending[chunk.slot] = count
+            part = (count - before) / chunk.layers
+            transfer.left -= part
+            if transfer.first_at < 0:
+                transfer.first_at = now
+            elif now > transfer.first_at:
+                transfer.filled += part
+            transfer.last_at = now
+            names.add(chunk.transfer or "")
+        return names
+
+    def left_s(self, name: str) -> float:
+        """In how many seconds all that it waits for will be filled, by the pace of what was; infinite: not known."""
+        transfer = self._transfers.get(name)
+        if transfer is None or transfer.progress is Progress.GIVEN_UP:
+            return math.inf
+        if not transfer.pending:
+            return math.inf
+        if transfer.left < EPSILON:
+            return 0.0
+        took_s = transfer.last_at - transfer.first_at
+        return transfer.left / transfer.filled * took_s if transfer.filled > EPSILON and took_s > 0 else math.inf
+
     def sealed(self, chunks: Iterable[Chunk], now: float) -> None:
         """These chunks are sealed."""
+        chunks = list(chunks)
+        self.filled(chunks, now)
         for chunk in chunks:
             transfer = self._transfers.get(chunk.transfer or "")
             if transfer is not None:
-                transfer.pending.discard(chunk.slot)
+                transfer.pending.pop(chunk.slot, None)
                 self._settle(chunk.transfer or "", transfer, now)
 
     def aborted(self, chunks: Iterable[Chunk], now: float) -> None:
@@ -137,7 +179,7 @@ class Transfers:
             return True
         if transfer.progress is Progress.GIVEN_UP:
             return False
-        transfer.pending = set()
+        transfer.pending = {}
         transfer.offers = 0
         self._turn(transfer, Progress.GIVEN_UP)
         self._end_at(name, transfer, now + KEPT_S)
@@ -160,7 +202,7 @@ class Transfers:
             self._crowd_out(next(iter(names)), source)
             names = self._of_source.setdefault(source, {})
         names[name] = None
-        transfer = self._transfers[name] = Transfer(source, set(), progress, deadline)
+        transfer = self._transfers[name] = Transfer(source, {}, progress, deadline)
         self._under_way += progress is Progress.UNDER_WAY
         self._deadlines.add((name,), deadline)
         return transfer
@@ -192,7 +234,7 @@ class Transfers:
     def _settle(self, name: str, transfer: Transfer, now: float) -> None:
         """It is complete as soon as nothing more is expected."""
         if not transfer.pending and not transfer.offers and transfer.progress is Progress.UNDER_WAY:
-            transfer.pending = set()  # an emptied set keeps its table, and the record is kept for a while
+            transfer.pending = {}  # an emptied dict keeps its table, and the record is kept for a while
             self._turn(transfer, Progress.SEALED)
             self._end_at(name, transfer, now + KEPT_S)
             self.ended.append(name)

@@ -23,7 +23,7 @@ from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
 
 _T = TypeVar("_T")
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCKS = 1 << 16  # of a prompt whose blocks are told
 MAX_KEYS = 16_384  # four million tokens at 256 tokens per chunk
@@ -116,12 +116,14 @@ class Bye(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Heartbeat; `running` is the engine's number of unfinished requests, `degraded` what it did without since.
 
-    `chunk_s`: how long the engine computes for the tokens of a chunk, as its worker has measured; 0: not known.
+    `chunk_s`: how long the engine computes for the tokens of a chunk, `load_s`: how long it copies a chunk into its KV
+    cache, as its worker has measured; 0: not known.
     """
 
     running: Count = 0
     degraded: Annotated[dict[Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")], Count], Meta(max_length=32)] = {}
     chunk_s: Seconds = 0.0
+    load_s: Seconds = 0.0
 
 
 class Admit(Message, frozen=True):
@@ -141,6 +143,8 @@ class Admit(Message, frozen=True):
     `transfer`: the handoff that the request has a `part` in. One that writes opens the transfer, and what is granted
     belongs to it. For one that reads, what is missing may still come; one that expects
     also waits for a transfer that the node has not heard of yet.
+    `early`: of one that reads, it can copy slices while others are being filled, so that the answer need not wait for
+    the last ones: it comes when those take no longer than copying the rest (`Ping.load_s`).
     `push_to`: a peer that gets all of `keys`, those that are here already and those that are granted, as they fill.
     `source`: a peer that is asked for what is missing here.
     `wait_s`: while what is missing may still come, the answer is kept back for so long; then it is `waiting`, and
@@ -170,6 +174,7 @@ class Admit(Message, frozen=True):
     chunk_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     parent: Annotated[bytes, Meta(max_length=16)] = b""
     request: Name = ""
+    early: bool = False
 
     @property
     def writes_tail(self) -> bool:
@@ -342,8 +347,9 @@ class Admitted(Message, frozen=True):
     `waiting`: what is missing may still come; `full` without `granted`: there was no room for all. Either way nothing
     is held, and the slots of the hits are left out.
     `part_blocks`: behind the hits, `slots` has a further chunk, of which this many leading blocks are the prompt's.
-    `is_pushed`: slices are sent on as they are filled, so the node wants to hear of layers before all are. Otherwise
+    `by_layer`: slices are copied on as they are filled, so the node wants to hear of layers before all are. Otherwise
     one `Fill` that seals is enough.
+    `filling`: some of the hits are still being filled, as the arena says of each (`Arena.filled_slices`).
     """
 
     hits: Count = 0
@@ -353,8 +359,9 @@ class Admitted(Message, frozen=True):
     granted: Annotated[list[Count], Meta(max_length=MAX_KEYS)] = []
     granted_slots: Slots = []
     full: bool = False
-    is_pushed: bool = False
+    by_layer: bool = False
     part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
+    filling: bool = False
 
 
 class Done(Message, frozen=True):

@@ -112,7 +112,7 @@ def test_a_page_is_gathered_after_its_layer_was_computed(bed: Bed) -> None:
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node wants to hear of each layer."""
-    monkeypatch.setattr(store_lookup, "SlotGrant", lambda *args, **_: SlotGrant(*args, is_pushed=True))
+    monkeypatch.setattr(store_lookup, "SlotGrant", lambda *args, **_: SlotGrant(*args, by_layer=True))
 
 
 @pytest.mark.usefixtures("pushed")

@@ -142,9 +142,9 @@ def test_generated_chunks_are_saved_when_full(engines: Callable[..., ToyEngine])
     engine.finish(request)
 
 
-@pytest.mark.parametrize(("is_pushed", "group_bytes"), [(False, 1), (True, 1), (True, step_save.GROUP_BYTES)])
+@pytest.mark.parametrize(("by_layer", "group_bytes"), [(False, 1), (True, 1), (True, step_save.GROUP_BYTES)])
 def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
-    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch, is_pushed: bool, group_bytes: int
+    engines: Callable[..., ToyEngine], monkeypatch: pytest.MonkeyPatch, by_layer: bool, group_bytes: int
 ) -> None:
     """Whatever the number of layers and of requests; and more often only by bytes that are worth a message."""
     monkeypatch.setattr(step_save, "GROUP_BYTES", group_bytes)
@@ -162,9 +162,9 @@ def test_a_step_tells_its_node_once_unless_its_slices_are_pushed(
     for request in requests:
         engine.admit(request)
         for grant in engine.scheduler.track(request).grants:
-            grant.is_pushed = is_pushed
+            grant.by_layer = by_layer
     engine.step(*[(request, request.num_tokens) for request in requests])
-    layers = [(layer, 1, False) for layer in range(LAYERS)] if is_pushed and group_bytes == 1 else []
+    layers = [(layer, 1, False) for layer in range(LAYERS)] if by_layer and group_bytes == 1 else []
     assert [(fill.first_layer, fill.layers, fill.seal) for fill in told] == [*layers, (0, LAYERS, True)]
     assert {len(fill.slots) for fill in told} == {3}
     wait_until(lambda: engines.node.status().chunks == {"sealed": 3}, what="sealed")

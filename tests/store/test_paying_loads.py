@@ -9,7 +9,7 @@ from test_tiers import Stage, key
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.store import tiers
 from pdx.store.chunk import NODE
-from pdx.store.rate import HALF_BYTES, Rate
+from pdx.telemetry.rate import HALF_BYTES, Rate
 
 MS = 1_000_000
 
