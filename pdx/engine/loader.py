@@ -211,7 +211,8 @@ class Loader:
         """What was copied: to whoever wants to know how fast that is, and to the trace."""
         transfer, tracer = job.load.transfer, self._tracer
         for layers, nbytes, start_ns, end_ns in copies:
-            self._rate.moved(nbytes, start_ns, end_ns)
+            if nbytes:  # what was not copied says nothing of how long that takes
+                self._rate.moved(nbytes, start_ns, end_ns)
             if transfer is not None and tracer is not None and tracer.is_on:
                 tracer.span(Lane.SCATTER, transfer, layers.start, len(layers), start_ns, end_ns, nbytes)
         job.connection.load_s = self._rate.seconds(self._layout.chunk_bytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdx.errors import ArenaTooSmall, NodeUnavailable, StaleSlot
-from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena, round_up
 from pdx.memory.slot import Slot
 
 NBYTES = 16 * GRANULE_BYTES
@@ -34,9 +34,19 @@ def test_two_mappings_share_bytes_and_generations(arena):
             other.check(slot)
 
 
-def test_only_the_node_may_write_generations(arena):
+def test_readers_see_how_many_slices_are_filled(arena):
+    slot, last = Slot(3 * GRANULE_BYTES, 100, 0), Slot(15 * GRANULE_BYTES, 100, 0)
+    with Arena.open(arena.path, NBYTES) as other:
+        assert (other.filled_slices(slot), other.filled_slices(last)) == (0, 0)
+        arena.filled[3], arena.filled[15] = 80, NEVER
+        assert (other.filled_slices(slot), other.filled_slices(last)) == (80, NEVER)
+        assert not any(other.generations), "a table of their own"
+
+
+@pytest.mark.parametrize("table", ["generations", "filled"])
+def test_only_the_node_may_write_tables(arena, table):
     with Arena.open(arena.path, NBYTES) as other, pytest.raises(TypeError):
-        other.generations[0] = 1
+        getattr(other, table)[0] = 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +124,7 @@ def test_sizes_are_rounded_up_to_granules(tmp_path):
     assert [round_up(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
     with Arena.create(tmp_path / "arena", 5000) as arena:
         assert arena.nbytes == 8192
-        assert arena.path.stat().st_size == 8192 + 2 * 8
+        assert arena.path.stat().st_size == 8192 + 2 * (8 + 2)
         assert arena.nbytes % mmap.PAGESIZE == 0
 
 

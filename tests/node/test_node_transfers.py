@@ -1,11 +1,14 @@
 """A prefill-to-decode handoff as the node sees it: who waits for what, how long, and what is left afterwards."""
 
+import contextlib
+
 import msgspec
 import pytest
-from node_harness import MIB, Wire
+from node_harness import MIB, Wire, arenas_of
 
-from pdx.memory.arena import GRANULE_BYTES
+from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena
 from pdx.node.admissions import MAX_OF_SESSION
+from pdx.node.service import PROBE_BYTES
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Abort, Admit, Cancel, Delete, Fill, Ping, Release
 
@@ -348,3 +351,95 @@ def test_what_is_refused_holds_nothing(prefill, decode):
     seal(prefill, reserve(prefill, None, count=1, tail=False))
     assert decode.refused(Admit(KEYS[:3], 64 * MIB, layers=2, lease_s=20.0)) == "ArenaTooSmall"
     assert decode.status().leases == 0
+
+
+# ---- copies that begin before the end ------------------------------------------------------------
+
+
+EARLY = "early"  # the engine that asks
+
+
+@pytest.fixture
+def engine(node, attach):
+    """The scheduler half of an engine whose worker copies a chunk in a minute."""
+    attach(node, kind="worker", engine=EARLY, shard=0).ask(Ping(load_s=60.0))
+    return attach(node, kind="scheduler", engine=EARLY)
+
+
+def ask_early(engine, transfer, count=3, **changes):
+    return engine.ask(Admit(KEYS[:count], lease_s=20.0, transfer=transfer, early=True, **changes))
+
+
+@contextlib.contextmanager
+def arena_of(node):
+    (path,) = arenas_of(node.address)
+    with Arena.open(path, 8 * MIB + PROBE_BYTES) as arena:
+        yield arena
+
+
+def test_who_copies_slower_than_the_rest_comes_is_answered_before_the_end(node, prefill, engine, transfer):
+    slots = reserve(prefill, transfer)
+    seal(prefill, slots[:1])
+    assert ask_early(engine, transfer).waiting, "how fast it comes is not known"
+    prefill.ask(Fill(slots[1:], layers=1))
+    found = ask_early(engine, transfer)
+    assert (found.hits, found.waiting, found.filling, found.slots) == (3, False, True, slots)
+    with arena_of(node) as arena:
+        assert [arena.filled_slices(slot) for slot in slots] == [2, 1, 1]
+        seal(prefill, slots[1:])
+        assert [arena.filled_slices(slot) for slot in slots] == [2, 2, 2]
+    assert not look(engine, transfer).filling
+    engine.ask(Release(found.lease))
+    assert engine.status().chunks == {"sealed": 2} or engine.status().leases, "a tail is for one reader"
+
+
+def test_the_answer_comes_with_the_slice_that_makes_it_due(prefill, engine, transfer):
+    slots = reserve(prefill, transfer)
+    seal(prefill, slots[:2])
+    number = engine.tell(Admit(KEYS[:3], lease_s=20.0, transfer=transfer, early=True, wait_s=20.0), reply=True)
+    prefill.ask(Fill(slots[2:], layers=1))
+    seq, found = engine.answer()
+    assert (seq, found.hits, found.filling) == (number, 3, True)
+    seal(prefill, slots[2:])
+    engine.ask(Release(found.lease))
+
+
+@pytest.mark.parametrize("why", ["did not ask for it", "not measured", "no lease", "of another request", "a gap"])
+def test_everybody_else_waits_for_the_end(node, prefill, engine, attach, transfer, why):
+    if why == "of another request":
+        others = reserve(prefill, None, count=1, tail=False)
+    slots = reserve(prefill, transfer, count=2 if why == "a gap" else 3)
+    seal(prefill, slots[:1])
+    prefill.ask(Fill(slots[1:], layers=1))
+    changes = {"early": why != "did not ask for it", "lease_s": 0.0 if why == "no lease" else 20.0}
+    asker = attach(node, kind="scheduler", engine="another") if why == "not measured" else engine
+    assert asker.ask(Admit(KEYS[:3], transfer=transfer, **changes)).waiting
+    prefill.ask(Abort([*slots, *(others if why == "of another request" else [])]))
+
+
+def test_readers_of_what_is_given_up_see_that_and_its_room_is_free_when_they_are_gone(node, prefill, engine, transfer):
+    slots = reserve(prefill, transfer)
+    seal(prefill, slots[:1])
+    prefill.ask(Fill(slots[1:], layers=1))
+    found = ask_early(engine, transfer)
+    assert found.filling
+    prefill.ask(Abort(slots[1:2]))
+    with arena_of(node) as arena:
+        assert [arena.filled_slices(slot) for slot in slots] == [2, NEVER, 1]
+        assert all(arena.is_current(slot) for slot in slots), "nobody gets the room that is read"
+        prefill.ask(Abort(slots[2:]))
+        engine.ask(Release(found.lease))
+        assert [arena.is_current(slot) for slot in slots] == [True, False, False]
+    assert engine.status().chunks == {"sealed": 1}
+
+
+def test_a_slice_that_comes_too_late_does_not_make_it_whole_again(node, prefill, engine, attach, transfer):
+    """The reservation ended; its writer has not heard of it yet."""
+    slots = reserve(prefill, transfer)
+    prefill.ask(Fill(slots, layers=1))
+    engine.ask(Cancel(transfer))
+    with arena_of(node) as arena:
+        assert [arena.filled_slices(slot) for slot in slots] == [NEVER] * 3
+        prefill.ask(Fill(slots, layers=2))
+        assert [arena.filled_slices(slot) for slot in slots] == [NEVER] * 3
+    prefill.ask(Abort(slots))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
-from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
+from pdx.memory.arena import GRANULE_BYTES, NEVER, Arena, round_up
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
@@ -325,7 +325,10 @@ class StoreMachine(RuleBasedStateMachine):
             start, nbytes = record.slice(0)
             self.arena.data[start : start + nbytes] = b"\xff" * nbytes
             record.filled.discard(0)
-            self.store.at(record.slot).filled &= ~1
+            chunk = self.store.at(record.slot)
+            chunk.filled &= ~1
+            if record.state is State.FILLING:
+                self.store.pools[0].tell_filled(chunk)
 
     @rule(index=indices, who=st.sampled_from(["client", "other", "scheduler", "rank 0", "rank 1"]))
     def fill_what_belongs_to_another(self, index, who):
@@ -413,6 +416,19 @@ class StoreMachine(RuleBasedStateMachine):
             record.leases += 1
         self.holds.append(records)
 
+    @rule(shards=st.sampled_from([1, 2]), first=st.integers(0, 5), count=st.integers(1, 3), seconds=st.integers(1, 30))
+    def lease_what_is_filling(self, shards, first, count, seconds):
+        """What a decode engine is given that copies slices while others are filled."""
+        known = [self.store.known(key, shards) for key in KEYS[shards][first : first + count]]
+        chunks = [chunk for found in known for chunk in found or ()]
+        if chunks:
+            records = [self.live[chunk.slot.offset] for chunk in chunks]
+            session = self.sessions["scheduler"]
+            number = self.store.lease(chunks, session, seconds)
+            self.leases[number] = Lease(session, self.now + seconds, records)
+            for record in records:
+                record.leases += 1
+
     @rule(index=indices)
     def unhold(self, index):
         if self.holds:
@@ -492,6 +508,22 @@ class StoreMachine(RuleBasedStateMachine):
                 record.state = State.QUARANTINED
 
     # ---- what always holds -----------------------------------------------------------------
+
+    @invariant()
+    def readers_see_what_is_filled(self):
+        """Without asking: leading slices may be read, or the rest will never come."""
+        for record in self.live.values():
+            count = self.arena.filled_slices(record.slot)
+            leading = next((at for at in range(record.layers) if at not in record.filled), record.layers)
+            if record.state is State.QUARANTINED:
+                assert count == NEVER
+            elif record.state is not State.RETIRED:
+                assert count == (record.layers if record.state is State.SEALED else leading)
+                for layer in range(count):
+                    start, nbytes = record.slice(layer)
+                    assert self.arena.data[start : start + nbytes] == record.pattern(layer)
+            else:
+                assert count in (NEVER, record.layers)
 
     @invariant()
     def promises_hold(self):

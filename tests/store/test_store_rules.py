@@ -502,7 +502,7 @@ def test_a_chunk_record_takes_less_than_a_kilobyte(tmp_path):
     path = tmp_path / "arena"
     path.write_bytes(b"")
     with open(path, "r+b") as file:
-        file.truncate(count * (GRANULE_BYTES + 8))  # sparse: no byte of it is touched
+        file.truncate(count * (GRANULE_BYTES + 8 + 2))  # sparse: no byte of it is touched
     with Arena(path, count * GRANULE_BYTES, writable_generations=True) as arena:
         gc.collect()
         tracemalloc.start()

@@ -1,5 +1,6 @@
 """What a node remembers of transfers: how much of it, for how long, and for whom."""
 
+import math
 import sys
 from collections import Counter
 
@@ -87,7 +88,7 @@ def test_the_count_of_those_under_way_follows_each_of_them(transfers):
 
 @pytest.mark.parametrize("end", ["sealed", "given up"])
 def test_a_transfer_that_is_over_keeps_no_room_for_what_it_waited_for(transfers, end):
-    """It is remembered for a minute, and a set that was emptied keeps its table."""
+    """It is remembered for a minute, and a dict that was emptied keeps its table."""
     chunks = [Chunk(bytes(16), 0, Slot(number << 20, 1 << 20, 1), 1, transfer="t") for number in range(1000)]
     transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
     if end == "sealed":
@@ -95,4 +96,62 @@ def test_a_transfer_that_is_over_keeps_no_room_for_what_it_waited_for(transfers,
     else:
         transfers.give_up("t", 1.0, "process 7")
     assert not transfers.is_under_way("t")
-    assert sys.getsizeof(transfers._transfers["t"].pending) == sys.getsizeof(set())
+    assert sys.getsizeof(transfers._transfers["t"].pending) == sys.getsizeof({})
+
+
+# ---- how long the rest takes -------------------------------------------------------------------
+
+
+def chunks_of(count, layers=4):
+    return [Chunk(bytes(16), 0, Slot(number << 20, 1 << 20, 1), layers, transfer="t") for number in range(count)]
+
+
+def fill(transfers, chunks, layers, now):
+    for chunk in chunks:
+        chunk.filled |= (1 << layers) - 1
+    return transfers.filled(chunks, now)
+
+
+def test_how_long_the_rest_takes_is_known_by_the_pace_of_what_was_filled(transfers):
+    chunks = chunks_of(4)
+    assert transfers.left_s("t") == math.inf, "nobody knows it"
+    transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
+    assert transfers.left_s("t") == math.inf, "nothing has come"
+    assert fill(transfers, chunks[:2], 4, 10.0) == {"t"}
+    assert transfers.left_s("t") == math.inf, "what came first says nothing of how long it took"
+    fill(transfers, chunks[2:], 1, 11.0)
+    assert transfers.left_s("t") == pytest.approx(3.0), "half a chunk a second, and one and a half are left"
+    fill(transfers, chunks[2:], 1, 12.0)
+    assert transfers.left_s("t") == pytest.approx(6.0), "nothing new for a second"
+    fill(transfers, chunks[2:], 3, 13.0)
+    assert transfers.left_s("t") == pytest.approx(1.0)
+    transfers.sealed(chunks[:2], 13.0)
+    assert transfers.left_s("t") == pytest.approx(1.0), "what is sealed was filled before"
+    fill(transfers, chunks[2:], 4, 14.0)
+    assert transfers.left_s("t") == 0
+    transfers.sealed(chunks[2:], 14.0)
+    assert transfers.left_s("t") == math.inf, "it waits for nothing"
+
+
+def test_what_is_sealed_without_a_word_before_counts_as_filled_then(transfers):
+    chunks = chunks_of(3)
+    transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
+    for at, chunk in enumerate(chunks[:2]):
+        chunk.filled = 15
+        transfers.sealed([chunk], 1.0 + at)
+    assert transfers.left_s("t") == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("end", ["given up", "other"])
+def test_of_what_will_not_come_nothing_is_said(transfers, end):
+    chunks = chunks_of(2)
+    transfers.open("t", [chunk.slot for chunk in chunks], 100.0, "process 7")
+    fill(transfers, chunks, 1, 1.0)
+    fill(transfers, chunks, 2, 2.0)
+    assert transfers.left_s("t") < math.inf
+    if end == "given up":
+        transfers.give_up("t", 2.0, "process 7")
+        assert transfers.left_s("t") == math.inf
+    else:
+        other = Chunk(bytes(16), 0, Slot(9 << 20, 1 << 20, 1), 4, transfer="another")
+        assert fill(transfers, [other], 1, 3.0) == set()
