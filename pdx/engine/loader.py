@@ -17,6 +17,7 @@ from pdx.engine.copier import Scatter
 from pdx.engine.plan import LoadPlan, PagesPlan
 from pdx.memory.arena import NEVER, Arena
 from pdx.memory.layout import KvLayout
+from pdx.memory.slot import Slot
 from pdx.telemetry.rate import Rate
 from pdx.telemetry.timeline import Event
 from pdx.telemetry.trace import Lane, Tracer
@@ -25,7 +26,8 @@ from pdx.wire.messages import Mark
 log = logging.getLogger("pdx")
 
 OVERTAKEN = 4
-LOOK_S = 0.0005  # how often a load looks for more slices: what is filled last waits half of it
+LOOK_S = 0.0005  # how often a load looks for more slices: what is filled last waits half of it …
+LOOK_AT_ALL_S = 0.02  # … of the first chunk that lacks some; how often it looks at all of them
 ALIVE_S = 0.05  # how often one that finds none asks whether the node lives
 
 
@@ -39,6 +41,8 @@ class _Job:
         self.failed: set[int] = set()  # blocks
         self._scatter = scatter
         self._left: dict[int, tuple[PagesPlan, int]] | None = None  # by number: slices from this one on are not copied
+        self._watched: tuple[Slot, int] | None = None  # the first chunk that lacks slices, and how many it had
+        self._look_at = 0.0  # at all chunks, whatever the watched one says
         self.start_ns = 0  # of the first copy
         self.moved_at = time.monotonic()  # something was copied then
         self.asked_at = 0.0
@@ -56,6 +60,10 @@ class _Job:
     def advance(self, layout: KvLayout) -> list[tuple[range, int, int, int]]:
         """Copy what is filled and not copied; (layers, bytes, from when, until when) of each copy."""
         assert self._left is not None
+        if self._watched is not None and time.monotonic() < self._look_at:
+            slot, filled = self._watched  # chunks are filled in their order: a look costs the same for any number
+            if self.arena.is_current(slot) and self.arena.filled_slices(slot) == filled:
+                return []
         runs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for number, (pages, start) in self._left.items():
             slot = pages.slots[0]
@@ -78,6 +86,10 @@ class _Job:
             copies.append((layers, num_pages * len(layers) * layout.page_bytes, start_ns, end_ns))
             if layers.stop < layout.num_layers:
                 self._left |= kept
+        if self._left:
+            first, copied = self._left[min(self._left)]
+            self._watched = first.slots[0], copied
+            self._look_at = time.monotonic() + LOOK_AT_ALL_S
         if copies:
             self.start_ns = self.start_ns or copies[0][2]
             self.moved_at = time.monotonic()

@@ -301,9 +301,13 @@ class Admissions:
         load_s = self._load_s(session, ask)
         if ask.awaits is None or not load_s or self._transfers.left_s(ask.awaits) > load_s:
             return []
-        found = [self._store.known(key, ask.shards, arenas) for key in ask.keys]
-        mine = [tuple(chunks) for chunks in found if chunks is not None and _is_of(ask.awaits, chunks)]
-        return mine if len(mine) == len(ask.keys) else []
+        found: list[tuple[Chunk, ...]] = []
+        for key in reversed(ask.keys):  # where there was no room for all, the last ones are missing
+            chunks = self._store.known(key, ask.shards, arenas)
+            if chunks is None or not _is_of(ask.awaits, chunks):
+                return []
+            found.append(tuple(chunks))
+        return found[::-1]
 
     def _part(self, ask: Admit, hits: int, arenas: Sequence[int]) -> tuple[Sequence[Chunk], int]:
         """The chunk behind the hits that has the most of the prompt's next blocks, in every shard, and how many."""

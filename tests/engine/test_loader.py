@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from toy_engine import layout
 
+import pdx.engine.loader as loader_module
 from pdx.client.connection import Connection
 from pdx.engine.copier import Scatter
 from pdx.engine.loader import OVERTAKEN, Loader
@@ -31,12 +32,14 @@ class Node:
         self.stale: set[int] = set()
         self.is_alive = True
         self.counted: list[str] = []
+        self.looks: list[int] = []
         self.load_s = 0.0
 
     def is_current(self, slot: Slot) -> bool:
         return slot.offset not in self.stale
 
     def filled_slices(self, slot: Slot) -> int:
+        self.looks.append(slot.offset)
         return self.filled.get(slot.offset, LAYERS)
 
     def count(self, reason: str, *args: object) -> None:
@@ -168,6 +171,29 @@ def test_slices_are_copied_as_they_are_filled_and_each_once(loader: Loader) -> N
     wait_until(lambda: loader.take_finished() == ({"a"}, set()), what="the load is over")
     assert copied() == Counter(itertools.product(range(4), range(LAYERS)))
     assert copies.closed == 1
+
+
+def test_a_look_costs_the_same_for_any_number_of_chunks(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred loads of long prompts wait beside the engine's own thread."""
+    monkeypatch.setattr(loader_module, "LOOK_AT_ALL_S", 1000.0)
+    node = Node()
+    node.filled = dict.fromkeys(range(1000), 1)
+    submit(loader, load_of("a", 1, num_chunks=1000), Copies(), node)
+    wait_until(lambda: len(node.looks) > 1000 + 20, what="it looks again")
+    assert node.looks[:1000] == [*range(1000)]
+    assert set(node.looks[1000:]) == {0}
+    node.filled = {}
+    wait_until(lambda: loader.take_finished() == ({"a"}, set()), what="the load is over")
+
+
+def test_a_chunk_that_is_filled_before_those_before_it_is_seen(loader: Loader) -> None:
+    node, copies = Node(), Copies()
+    node.filled = {0: 0, 1: 0}
+    submit(loader, load_of("a", 1, num_chunks=2), copies, node)
+    wait_until(lambda: len(node.looks) > 4, what="it waits")
+    node.filled = {0: 0}
+    wait_until(lambda: copies.calls == [([1], range(LAYERS))], what="the second one is copied")
+    node.filled = {}
 
 
 def test_others_are_loaded_while_one_is_being_filled(loader: Loader) -> None:
