@@ -59,8 +59,8 @@ class PdxSystem(System):
         self.channel = channel
         self.gpu = gpu
         self.forward = forward
-        alone = ("pdx-gpu" if gpu else "pdx") + ("" if forward else "-together")
-        self.name = alone if channel is None else f"{alone}-{channel}"
+        parts = ("pdx", *([] if forward else ["together"]), channel or ("gpu" if gpu else ""))
+        self.name = "-".join(filter(None, parts))
         where = f", arenas on GPU {gpu}" if gpu else ""
         how = "" if forward else ", both legs together"
         self.title = ("PDX, one node" if channel is None else f"PDX, two nodes, {channel}") + where + how

@@ -38,7 +38,7 @@ class Here:
         config = NodeConfig(address=f"ipc://{folder}/run/node.sock", arena_bytes=arena_bytes)
         path, nbytes = folder / "arena", arena_bytes + PROBE_BYTES
         with path.open("wb") as file:
-            file.truncate(nbytes + nbytes // GRANULE_BYTES * 8)
+            file.truncate(nbytes + nbytes // GRANULE_BYTES * (8 + 2))
         self.now = 0.0
         self._routes = 0
         self._arena = Arena(path, nbytes, writable_generations=True)

@@ -21,7 +21,8 @@ from pdx.bench.systems.names import SYSTEMS, CannotRun, Running
 from pdx.cli import guard
 
 ORDER = [
-    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-gpu", "pdx-cuda_ipc"),
+    *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-together", "pdx-together-shm"),
+    *("pdx-gpu", "pdx-cuda_ipc"),
     *("pdx-both", "pdx-both-128"),
     *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
 ]
@@ -60,8 +61,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 def test_names_and_order():
     assert list(SYSTEMS) == ORDER
-    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:7]
-    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:7], *PAIRS]
+    assert [name for name, each in SYSTEMS.items() if each.is_pdx] == ORDER[:9]
+    assert [name for name, each in SYSTEMS.items() if each.is_pair] == [*ORDER[:9], *PAIRS]
     assert all(each.engines == (2 if each.is_pair else 1) and each.title for each in SYSTEMS.values())
     assert [name for name, each in SYSTEMS.items() if each.keeps] == [
         "pdx-both",
@@ -159,6 +160,7 @@ def test_pdx_is_started_with_its_channel(bed, two_cores):
     told = "--admin 127.0.0.1:8001 --debug-headers"
     assert f"pdx up MODEL --port 8000 {told} --arena 1GiB -- --served" in SYSTEMS["pdx"].commands(bed)[0]
     assert "--arena 1GiB --channel tcp -- --served" in SYSTEMS["pdx-tcp"].commands(bed)[0]
+    assert "--arena 1GiB --no-forward -- --served" in SYSTEMS["pdx-together"].commands(bed)[0]
     assert "--gpu-arena 1GiB --gpu 0 -- --served" in SYSTEMS["pdx-gpu"].commands(bed)[0]
     assert "--channel cuda_ipc --gpu 0,1 -- --served" in SYSTEMS["pdx-cuda_ipc"].commands(bed)[0]
 
