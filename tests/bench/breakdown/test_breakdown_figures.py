@@ -256,3 +256,25 @@ def test_tables_have_a_row_for_each_kind_of_request():
         [*everything(), request("pdx", parts=None, engines=None, itl_ms=[], moved_bytes=0, hidden_share=None)]
     )
     assert client_table(found).row_count == parts_table(found).row_count == 8
+
+
+@pytest.mark.parametrize(("found_ms", "runnable_ms", "are_met"), [(970.0, 1022.9, True), (960.0, 1023.1, False)])
+def test_loads_that_begin_before_prefill_ends_have_goals_of_their_own(found_ms, runnable_ms, are_met):
+    """0.4 copies of 20 ms and 15 ms; and blocks are held for 30 ms of a load of 20, or for 40."""
+    early = trace("pdx-together", handoff_ms=runnable_ms - 1000.0)
+    marks = early.marks | {"found": found_ms, "load_start": 981.0, "load_end": 1001.0}
+    requests = [request("pdx-together")]
+    found = goals(figures(result(requests, traces=[msgspec.structs.replace(early, marks=marks)])))
+    names = (
+        "prefill's end until the decoder may run, by its timeline",
+        "blocks held before prefill ends, in times of the load",
+    )
+    assert [found[f"pdx-together: {name}"].is_met for name in names] == [are_met, are_met]
+
+
+def test_blocks_that_are_in_use_are_not_held():
+    """A load that ends before prefill's last step does: the decoder runs, and waits for nobody."""
+    early = trace("pdx-together", handoff_ms=-50.0)
+    marks = early.marks | {"found": 920.0, "load_start": 921.0, "load_end": 941.0}
+    found = values(result([request("pdx-together")], traces=[msgspec.structs.replace(early, marks=marks)]))
+    assert found["4,000 tokens: pdx-together: blocks held before prefill ends, in times of the load"] == 1.5
