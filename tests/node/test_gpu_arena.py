@@ -64,8 +64,8 @@ def opened(arena, monkeypatch):
         each.close()
 
 
-def test_the_file_has_the_generations_alone_and_is_this_users(arena):
-    assert arena.path.stat().st_size == NBYTES // GRANULE_BYTES * 8
+def test_the_file_has_the_tables_alone_and_is_this_users(arena):
+    assert arena.path.stat().st_size == NBYTES // GRANULE_BYTES * (8 + 2)
     assert stat.S_IMODE(arena.path.stat().st_mode) == 0o600
     assert arena.nbytes == NBYTES
     assert arena.device.nbytes == GRANULE, "what the driver rounds it up to is not the arena's"

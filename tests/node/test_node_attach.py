@@ -44,7 +44,7 @@ def test_welcome_says_what_to_map(node, wire):
     assert welcome.pid == node.pid
     assert welcome.epoch > 0
     assert welcome.arena_bytes == 8 * MIB + PROBE_BYTES
-    assert os.stat(welcome.arena_path).st_size == welcome.arena_bytes + welcome.arena_bytes // GRANULE_BYTES * 8
+    assert os.stat(welcome.arena_path).st_size == welcome.arena_bytes + welcome.arena_bytes // GRANULE_BYTES * (8 + 2)
 
 
 @pytest.mark.parametrize("version", [0, VERSION + 1, 1 << 32])
