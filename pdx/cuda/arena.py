@@ -1,6 +1,6 @@
 """The arena of a node whose chunks lie on a GPU: generations in a shared file as ever, the data in device memory.
 
-Opening it maps the generations alone, so a scheduler half or `pdx node --status` never has a CUDA context. Who moves
+Opening it maps the tables alone, so a scheduler half or `pdx node --status` never has a CUDA context. Who moves
 bytes maps the data, too (`map`), by a handle that the node hands over (`pdx.cuda.handover`).
 """
 
