@@ -139,14 +139,11 @@ def test_full_arena_means_no_transfer_but_an_answer(pair: Pair) -> None:
     body = completion(text(2200, 600))
     with pdx.connect(pair.node_address) as node:
         before = node.status().counters.get("reserve_full", 0)
-        with node.reserve("ballast", ARENA_BYTES - (2 << 20)) as ballast:
-            ballast.seal()
-        node.pin("ballast")
+        ballast = node.reserve("ballast", ARENA_BYTES - (2 << 20))
         try:
             answers = pair.post_all([body] * 4)
         finally:
-            node.unpin("ballast")
-            node.delete("ballast")
+            ballast.abort()
         assert node.status().counters["reserve_full"] > before
     assert [essence(answer) for answer in answers] == [essence(pair.post(*body))] * 4
     pair.wait_at_rest()
