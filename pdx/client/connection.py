@@ -71,6 +71,7 @@ class Connection:
         self._lock = threading.Condition()
         self._seq = 0
         self._answers: dict[int, Answer | None] = {}  # asked for: None until the answer is there
+        self._num_answers = 0  # that have come to what was asked for
         self._outbox = Outbox()
         # A socket may not be polled while another thread uses it, but its descriptor may. That one is readable once for
         # all that has come, so whoever finds something while using the socket wakes the thread that polls.
@@ -175,13 +176,16 @@ class Connection:
             self._answers[seq] = None
             return seq
 
-    def collect(self, seq: int, timeout_s: float) -> Answer | None:
+    def collect(self, seq: int, timeout_s: float, *, or_another: bool = False) -> Answer | None:
         """The answer to `seq`, or None if it has not come within `timeout_s`. Other threads go on meanwhile.
+
+        `or_another`: wait no longer than until an answer comes that somebody else is to collect.
 
         :raises NodeError, ProtocolError: the node refused; the class says why.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
+            before = self._num_answers
             while self._answers[seq] is None:
                 self._check_open()
                 self._flush()  # it may wait for room itself
@@ -189,7 +193,7 @@ class Connection:
                 if self._answers[seq] is not None:
                     break
                 left_ms = round((deadline - time.monotonic()) * 1000)
-                if left_ms <= 0:
+                if left_ms <= 0 or (or_another and self._num_answers > before):
                     return None
                 self._wait(left_ms)
             answer = self._answers.pop(seq)
@@ -315,6 +319,7 @@ class Connection:
             seq = owed.asked
         if seq in self._answers:
             self._answers[seq] = answer
+            self._num_answers += 1
         elif owed is not None and isinstance(owed.body, Fill) and isinstance(answer, Refused):
             # Its writer has done what it could, and will not write there any more.
             self._degrade("seal_refused", f"a seal was refused, its room is given back: {answer.text}")

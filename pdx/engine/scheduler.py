@@ -185,7 +185,7 @@ class SchedulerHalf:
 
         :raises LayoutError: as `TrackedRequest.take_blocks`.
         """
-        self._lookup.new_step(is_busy=record.is_busy)
+        self._lookup.new_step(is_busy=record.is_busy, is_loading=bool(self._loading))
         connection = self._link.connection
         self._lookup.take_back(connection)
         epoch = connection.epoch if connection is not None else 0

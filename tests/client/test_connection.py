@@ -245,6 +245,20 @@ def test_a_thread_is_answered_by_a_node_while_another_one_waits_for_it(node, con
     assert answers == [Admitted()]
 
 
+def test_who_waits_for_news_is_woken_by_an_answer_to_another_question(address, scripted, connect):
+    connection = connect(address)
+    seqs, answers = [connection.ask(Status()) for _ in range(2)], []
+    waiter = threading.Thread(target=lambda: answers.append(connection.collect(seqs[0], 3600.0, or_another=True)))
+    waiter.start()
+    wait_until(lambda: waits(waiter))
+    scripted.read(Status)
+    scripted.answer(seqs[1], Done(2))
+    waiter.join(30)
+    assert answers == [None]
+    scripted.answer(seqs[0], Done(1))
+    assert [connection.collect(seq, 30.0) for seq in seqs] == [Done(1), Done(2)]
+
+
 def test_each_of_many_waiting_threads_gets_its_answer(address, scripted, connect):
     """In the opposite order, each only when the one before has been collected: no answer is slept through."""
     connection = connect(address)

@@ -12,7 +12,7 @@ from toy_engine import CHUNK, Request, hasher, layout
 
 from pdx.config import ConnectorConfig
 from pdx.engine.request import TrackedRequest, parse_params
-from pdx.engine.store_lookup import StoreLookup
+from pdx.engine.store_lookup import ASK_S, IDLE_S, StoreLookup
 from pdx.memory.slot import Slot
 from pdx.wire.messages import Admit, Admitted, Answer, Ask, Release
 
@@ -36,7 +36,7 @@ class ScriptedNode:
         self.asked.append(body)
         return len(self.asked)
 
-    def collect(self, seq: int, timeout_s: float) -> Answer | None:
+    def collect(self, seq: int, timeout_s: float, *, or_another: bool = False) -> Answer | None:
         self.waited.append(timeout_s)
         return self.script(self.asked[seq - 1])
 
@@ -303,6 +303,30 @@ def test_nobody_waits_while_requests_are_running() -> None:
     assert node.waited == [0.0]
 
 
+def another(asking: Asking) -> TrackedRequest:
+    return TrackedRequest(Request("s", list(range(7, 2 * CHUNK + 7)), None), layout(), None, layout().fingerprint())
+
+
+@pytest.mark.parametrize("who", ["nobody", "a load", "one that is decided"])
+def test_an_idle_engine_waits_longer_if_it_keeps_nobody_waiting(who: str) -> None:
+    asking, node = Asking(2 * CHUNK, None), ScriptedNode(answers(1))
+    asking.lookup.new_step(is_busy=False, is_loading=who == "a load")
+    if who == "one that is decided":
+        assert asking.lookup.advance(asking.tracked, node)  # type: ignore[arg-type]
+    node.script = silent
+    assert not asking.lookup.advance(another(asking), node)  # type: ignore[arg-type]
+    assert node.waited[-1] == pytest.approx(IDLE_S if who == "nobody" else ASK_S, rel=0.5)
+
+
+def test_where_an_answer_has_come_nobody_waits_for_another_one() -> None:
+    """The request that it is for comes later in the same step, or in the next one."""
+    asking, node = Asking(2 * CHUNK, None), ScriptedNode(silent)  # a wait that ends before its time says so
+    asking.lookup.new_step(is_busy=False)
+    assert not asking.lookup.advance(asking.tracked, node)  # type: ignore[arg-type]
+    assert not asking.lookup.advance(another(asking), node)  # type: ignore[arg-type]
+    assert node.waited[-1] == 0.0
+
+
 def test_the_hash_of_a_tail_is_made_once() -> None:
     made: list[int] = []
 
@@ -362,7 +386,7 @@ class SlowNode(ScriptedNode):
     def next_step(self) -> None:
         self.num_answered = len(self.asked)
 
-    def collect(self, seq: int, timeout_s: float) -> Answer | None:
+    def collect(self, seq: int, timeout_s: float, *, or_another: bool = False) -> Answer | None:
         return super().collect(seq, timeout_s) if seq <= self.num_answered else None
 
 
