@@ -24,7 +24,8 @@ _T = TypeVar("_T")
 
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 FolderName = Annotated[str, Meta(max_length=4096)]
-StoreChoice = Literal["all", "twice-seen"]
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+StoreChoice = Literal["all", "twice-seen", "write-back"]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -123,7 +124,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""  # file; empty: the environment has them
     remote_s: PositiveSeconds = 5.0  # a call to it that takes longer has failed …
     remote_lookup_s: PositiveSeconds = 0.25  # … and a question whether chunks are there
-    store: StoreChoice = "all"  # what is kept in the tiers below: all chunks, or those that a request has found
+    store: StoreChoice = "all"  # what is kept in the tiers below, and when: see pdx.store.storing
+    store_window: Share = 0.1  # of each arena: with write-back so much is free or stored
     policy: Annotated[str, Meta(max_length=256)] = "lru"  # which chunks go first, see pdx.store.policies.by_name
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
@@ -186,6 +188,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
     store: StoreChoice = "all"
+    store_window: Share = 0.1
     policy: Annotated[str, Meta(max_length=256)] = "lru"
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
@@ -208,6 +211,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
             "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",
             "store": self.store,
+            "store_window": self.store_window,
             "policy": self.policy,
             "numa": self.numa,
             "metrics": self.metrics,

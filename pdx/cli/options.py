@@ -5,12 +5,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
 
-from pdx.config import NodeOptions
+from pdx.config import NodeOptions, StoreChoice
 from pdx.errors import ConfigError
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -100,8 +100,16 @@ _OF_NODES = (
     option(
         "--store",
         default="all",
-        type=click.Choice(["all", "twice-seen"]),
-        help="What goes to --disk and --remote: all chunks, or those that a second request has found.",
+        type=click.Choice(get_args(StoreChoice)),
+        help="What goes to --disk and --remote: all chunks, those that a second request has found, or those that leave "
+        "memory next.",
+    ),
+    option(
+        "--store-window",
+        default=0.1,
+        type=click.FloatRange(0.0, 1.0, min_open=True),
+        metavar="SHARE",
+        help="With --store write-back: so much of memory is free or stored.",
     ),
     option(
         "--policy",

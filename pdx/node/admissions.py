@@ -262,7 +262,7 @@ class Admissions:
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
         chunks += part
-        self._tiers.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
+        self._tiers.storing.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
         lease = 0
         if chunks and ask.lease_s:
             lease = self._store.lease(chunks, session.number, min(ask.lease_s, self._config.max_lease_s))
@@ -381,7 +381,7 @@ class Admissions:
             return False
         if ask.push_to == self._name:
             return False
-        self._tiers.bring(ask.keys, ask.shards, arenas, ask.writes)
+        self._tiers.storing.bring(ask.keys, ask.shards, arenas, ask.writes)
         try:
             self._peers.push(ask.push_to, ask.keys, ask.shards, ask.writes, session.hello.layout)
         except (PeerError, ConfigError) as error:

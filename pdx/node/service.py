@@ -105,7 +105,8 @@ class Service:
             self.store,
             self.copies,
             spills=not arena.gpu,
-            stores_twice_seen=config.store == "twice-seen",
+            choice=config.store,
+            window=config.store_window,
             store_s=config.push_s,
             load_s=config.fetch_s,
             counters=self.counters,
@@ -240,7 +241,7 @@ class Service:
         """Slices of these chunks were filled, or they are whole, or never will be: copies and questions go on."""
         names = self.transfers.filled(chunks, self._clock())
         self.copies.changed(chunks)
-        self.tiers.changed(chunks)
+        self.tiers.storing.changed(chunks)
         self.admissions.changed(chunks, names)
 
     def handle(self, session: Session, ask: Ask) -> Answer | None:
@@ -263,6 +264,8 @@ class Service:
                 self.store.drop_tails(name)
         with self.faults.contain("the deadlines of copies"):
             self.copies.tick(self._clock())
+        with self.faults.contain("what is stored ahead of its eviction"):
+            self.tiers.storing.look_ahead()
         self.peers.tick()
 
     def turn(self) -> None:
@@ -270,7 +273,7 @@ class Service:
         with self.faults.contain("the turn of copies"):
             landed, self.copies.landed = self.copies.landed, []
             self._changed([*self.peers.turn(), *landed])
-            self.tiers.turn()
+            self.tiers.storing.turn()
             self.look_ahead.answered(self.tiers.found)
             self.look_ahead.turn()
             self.copies.pump()
@@ -321,7 +324,7 @@ class Service:
         if len(found) < len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - len(found)} of {len(ask.keys)} chunks are not there")
         if ask.peer != self.name:
-            self.tiers.bring(ask.keys, ask.shards, arenas, None)
+            self.tiers.storing.bring(ask.keys, ask.shards, arenas, None)
         try:
             return Done(self.peers.push(ask.peer, ask.keys, ask.shards, None, session.hello.layout))
         except (PeerError, ConfigError) as error:

@@ -140,7 +140,7 @@ class Copies:
             found.append((key, chunks))
         for run in alike(found):
             chunks = [chunk for _, of_key in run for chunk in of_key]
-            self._store.hold(chunks)
+            self._store.hold(chunks, is_use=priority < Priority.STORE)
             copy = Copy(
                 next(self._numbers),
                 tier,
@@ -197,6 +197,7 @@ class Copies:
                 origin = Origin(tier.name)
                 for chunk in chunks:
                     chunk.origin = origin
+                    chunk.is_stored = True
                 copies.append(Copy(next(self._numbers), tier, keys, shards, chunks, priority, deadline, is_load=True))
                 self._add(copies[-1])
             if is_full:

@@ -46,26 +46,35 @@ class EvictionOrder:
         if chunk.key in self._wanted:
             level = WANTED
         if level != chunk.level:
+            self.hold(chunk)
             self._leave(chunk)
             chunk.level = level
-        policy = self._levels.get(level) or self._new_level(level)
-        policy.insert(chunk, before if before is not None and before.level == level else None)
+        if chunk.keeps_place:
+            chunk.keeps_place = False
+        else:
+            policy = self._levels.get(level) or self._new_level(level)
+            policy.insert(chunk, before if before is not None and before.level == level else None)
         chunk.is_in_order = True
         self.nbytes += chunk.room_bytes
 
-    def hold(self, chunk: Chunk, *, is_use: bool = False) -> None:
-        """The chunk may not be evicted for now: it is read or pinned. `is_use`: a request has found it."""
+    def hold(self, chunk: Chunk, *, is_use: bool = False, keeps_place: bool = False) -> None:
+        """The chunk may not be evicted for now: it is read or pinned. `is_use`: a request has found it.
+
+        `keeps_place`: when it is inserted again, without another `hold` before that, all is as if nothing had been.
+        """
+        is_known = chunk.is_in_order or chunk.keeps_place
         if chunk.is_in_order:
-            self._levels[chunk.level].hold(chunk)
             chunk.is_in_order = False
             self.nbytes -= chunk.room_bytes
+        if is_known and not keeps_place:
+            self._levels[chunk.level].hold(chunk)
+        chunk.keeps_place = is_known and keeps_place
         if is_use and self._heeds_uses and chunk.level in self._levels:
             self._levels[chunk.level].access(chunk)
 
     def remove(self, chunk: Chunk) -> None:
         """The chunk is gone."""
-        if chunk.is_in_order:
-            self.hold(chunk)
+        self.hold(chunk)
         self._leave(chunk)
 
     def _leave(self, chunk: Chunk) -> None:
@@ -91,12 +100,21 @@ class EvictionOrder:
         Nothing may be inserted, held or removed meanwhile.
         """
         if start is None or start not in self:
-            return itertools.chain.from_iterable(self._levels[level].victims(None) for level in self._sorted)
-        return itertools.chain.from_iterable(
-            self._levels[level].victims(start if level == start.level else None)
-            for level in self._sorted
-            if level >= start.level
-        )
+            found = (self._levels[level].victims(None) for level in self._sorted)
+        else:
+            found = (
+                self._levels[level].victims(start if level == start.level else None)
+                for level in self._sorted
+                if level >= start.level
+            )
+        return (chunk for chunk in itertools.chain.from_iterable(found) if chunk.is_in_order)
+
+    def peek(self) -> Iterator[Chunk]:
+        """About the order in which they would go now, also those that keep their place in it; looking changes nothing.
+
+        Nothing may be inserted, held or removed meanwhile.
+        """
+        return itertools.chain.from_iterable(self._levels[level].peek() for level in self._sorted)
 
     def overdue(self) -> list[Chunk]:
         """Chunks, held or not, that should go even if there is room. Each is told of once."""

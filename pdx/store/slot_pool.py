@@ -96,6 +96,9 @@ class SlotPool:
         self._stopped_at = {size: clearing.stopped_at} if clearing.stopped_at is not None else {}
         victims = list(clearing.victims) if partial or clearing.is_enough else []
         self._counters["evicted"] += len(victims)
+        unstored = sum(not (chunk.is_stored or chunk.tail) for chunk in victims)
+        if unstored:
+            self._counters["evicted_unstored"] += unstored
         self._history.note(victims, why, self._clock())
         self.free(victims, Step.EVICT)
 

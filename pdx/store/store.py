@@ -230,10 +230,13 @@ class Store:
             del self._leases_of[lease.session]
         self.unhold(lease.chunks)
 
-    def hold(self, chunks: Iterable[Chunk]) -> None:
-        """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a copy reads it."""
+    def hold(self, chunks: Iterable[Chunk], *, is_use: bool = True) -> None:
+        """Keep the memory of these chunks as it is, filled or still being filled, until `unhold`: a copy reads it.
+
+        `is_use`: somebody waits for that; else it changes nothing of the order in which chunks go.
+        """
         for chunk in chunks:
-            self.pools[chunk.slot.arena].order.hold(chunk)
+            self.pools[chunk.slot.arena].order.hold(chunk, keeps_place=not is_use)
             chunk.leases += 1
 
     def unhold(self, chunks: Sequence[Chunk]) -> None:

@@ -1,9 +1,7 @@
-"""What the arenas of a node have beside and below them: where sealed chunks are stored, and missing ones come from.
+"""What the arenas of a node have beside and below them, and where missing chunks come from.
 
-This is the policy of a node's own tiers. A chunk that is sealed in an arena of a GPU is copied to the node's first
-arena, and what is sealed there is stored in the tiers below it, as long as each keeps up. A chunk that is missing where
-a session wants it comes from another arena, or from the first tier below that has it. No sockets, no threads, no I/O
-here.
+A chunk that is missing where a session wants it comes from another arena, or from the first tier below that has it.
+What is stored there, and when, is in `pdx.store.storing`. No sockets, no threads, no I/O here.
 
 The tiers below are levels, the fastest first. A level has one tier, or several alike, as disks, each of which has its
 part of the chunks.
@@ -14,20 +12,19 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from pdx.store.chunk import Chunk
+from pdx.config import StoreChoice
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
-from pdx.store.lifecycle import State
 from pdx.store.store import Store
+from pdx.store.storing import Storing
 from pdx.store.tier import Held, Tier
 from pdx.wire.messages import TierStatus
 
-BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
 MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
 LOAD_S = 0.005  # … and so much more, for what comes with any load
 ANSWER_SHARE = 0.1  # of the time of computing may pass until a tier has said whether it has something
@@ -35,7 +32,6 @@ LATE = 2.0  # times the time of computing, and a load is given up …
 MIN_LOAD_S = 0.25  # … but not sooner than that
 PROBE_S = 10.0
 SOME = 64  # keys that a tier is asked for at once
-MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
 
 
 class Tiers:
@@ -49,22 +45,31 @@ class Tiers:
         arenas: Tier | None = None,
         below: Sequence[Sequence[Tier]] = (),
         spills: bool = True,
-        stores_twice_seen: bool = False,
+        choice: StoreChoice = "all",
+        window: float = 0.1,
         store_s: float,
         load_s: float,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`arenas`: the tier that copies between the arenas, if there are several. `below`: the levels below the
-        first arena. `spills`: whether the first arena is there for what is sealed in others. `stores_twice_seen`: only
-        what a request has found in the arena is stored below. A store or load that takes longer than `store_s` or
+        first arena. `spills`, `choice`, `window`: see `Storing`. A store or load that takes longer than `store_s` or
         `load_s` is given up.
         """
         self.arenas = arenas
         self.below = [list(level) for level in below]
-        self.found: list[bytes] = []  # keys that a tier was asked for and has answered; whoever tells of it empties it
-        self.spills = spills
-        self.stores_twice_seen = stores_twice_seen
+        self.found: list[bytes] = []  # keys that a tier was asked for and has answered; who tells of it empties it
+        self.storing = Storing(
+            self,
+            store,
+            copies,
+            spills=spills,
+            choice=choice,
+            window=window,
+            store_s=store_s,
+            counters=counters,
+            clock=clock,
+        )
         self._store = store
         self._copies = copies
         self._store_s = store_s
@@ -73,96 +78,6 @@ class Tiers:
         self._clock = clock
         self._chunk_bytes = 0  # of all shards of the last chunk that was found below
         self._probed_at: dict[str, float] = {}  # by tier
-        # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
-        self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
-
-    # ---- storing ----------------------------------------------------------------------------
-
-    def changed(self, chunks: Iterable[Chunk]) -> None:
-        """Slices of these chunks were filled, or they are whole, or never will be."""
-        for chunk in chunks:
-            if chunk.state is State.SEALED and not chunk.tail:
-                self._wait(chunk, self._next(chunk))
-
-    def found_by_request(self, chunks: Iterable[Chunk]) -> None:
-        """A request has found these; of each the first time counts."""
-        for chunk in chunks:
-            if not chunk.is_found:
-                chunk.is_found = True
-                if self.stores_twice_seen and not chunk.tail and not any(chunk.arenas):
-                    self._wait(chunk, self._below(chunk))
-
-    def _wait(self, chunk: Chunk, where: Iterable[Tier]) -> None:
-        for tier in where:
-            self._sealed.setdefault((tier, chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
-
-    def _next(self, chunk: Chunk) -> Iterator[Tier]:
-        """Where a sealed chunk is stored."""
-        if any(chunk.arenas):
-            if self.arenas is not None and self.spills:
-                yield self.arenas
-        elif not self.stores_twice_seen:
-            yield from self._below(chunk)
-
-    def _below(self, chunk: Chunk) -> Iterator[Tier]:
-        for level in self.below:
-            tier = level[chunk.key[-1] % len(level)]
-            if not (chunk.is_named and tier.is_shared):
-                yield tier
-
-    def turn(self) -> None:
-        """Store what was sealed, as far as the tiers keep up. To be called after each turn of the control loop."""
-        full: set[Tier] = set()  # what waits for room there is not overtaken by others
-        for name in list(self._sealed):
-            keys, (tier, shards, arenas) = self._sealed[name], name
-            if keys and tier.takes_stores and tier not in full:
-                self._spill(tier, shards, arenas)
-                if keys:
-                    full.add(tier)
-            while len(keys) > MAX_WAITING:
-                keys.popitem(last=False)
-                self._drop(tier)
-
-    def _drop(self, tier: Tier) -> None:
-        self._counters["stores_dropped"] += 1
-        self._counters[f"{tier.kind}_dropped"] += 1
-
-    def _spill(self, tier: Tier, shards: int, arenas: tuple[int, ...]) -> None:
-        keys = self._sealed[tier, shards, arenas]
-        share = BACKLOG_SHARE if any(arenas) else BACKLOG_SHARE / len(self.below)
-        most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * share)
-        held = self._copies.stored_bytes(tier.name)
-        wanted: list[bytes] = []
-        while keys and held < most:
-            key = next(iter(keys))
-            chunks = self._store.known(key, shards, arenas)
-            nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
-            if chunks is None:  # it was evicted meanwhile
-                self._drop(tier)
-            elif held and held + nbytes > most:  # a chunk that is larger than that goes alone
-                break
-            elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again
-                wanted.append(key)
-                held += nbytes
-            del keys[key]
-        if wanted:
-            deadline = self._clock() + self._store_s
-            self._copies.store(tier, wanted, shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
-            self._sealed.move_to_end((tier, shards, arenas))  # the others come first next time
-
-    def bring(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None) -> None:
-        """Copy these chunks to the first arena, where peers are written from, slice by slice while they are filled."""
-        if arenas and self.arenas is not None:
-            deadline = self._clock() + self._store_s
-            self._copies.store(
-                self.arenas,
-                keys,
-                shards,
-                arenas=arenas,
-                priority=Priority.HANDOFF,
-                deadline=deadline,
-                transfer=transfer,
-            )
 
     # ---- loading ----------------------------------------------------------------------------
 

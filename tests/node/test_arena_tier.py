@@ -102,15 +102,15 @@ class Stage:
 
     def changed(self, chunks):
         self.copies.changed(chunks)
-        self.tiers.changed(chunks)
+        self.tiers.storing.changed(chunks)
         self.turn()
 
     def turn(self):
         self.mailbox.deliver()
         landed, self.copies.landed = self.copies.landed, []
         self.copies.changed(landed)
-        self.tiers.changed(landed)
-        self.tiers.turn()
+        self.tiers.storing.changed(landed)
+        self.tiers.storing.turn()
         self.copies.pump()
 
     def settle(self):
@@ -273,7 +273,7 @@ def test_shards_that_do_not_fit_in_all_of_their_arenas_leave_nothing_in_one(stag
 
 
 def test_without_host_memory_no_gpu_is_filled_with_what_others_seal(stage, monkeypatch):
-    monkeypatch.setattr(stage.tiers, "spills", False)
+    monkeypatch.setattr(stage.tiers.storing, "spills", False)
     stage.save([0, 1])
     assert (stage.hits([0, 1], (1,)), stage.hits([0, 1])) == (2, 0)
     assert stage.may_come([0, 1], (2,)), "what another GPU wants is copied to it all the same"
@@ -451,7 +451,7 @@ def test_a_gpu_that_does_not_reach_another_is_copied_to_by_way_of_host_memory(tm
     with fake_cuda(gpus=2, **without) as fake:
         stage = Stage(tmp_path, gpus=[Gpu.find("0"), Gpu.find("1")])
         stage.save([0, 1])
-        stage.tiers.spills = False
+        stage.tiers.storing.spills = False
         forget(stage, [0, 1], 0)
         assert stage.may_come([0, 1], (2,))
         stage.settle()

@@ -248,6 +248,23 @@ def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for
     assert scheduler.status().counters["loads_not_worth"] == 4
 
 
+def test_with_write_back_only_what_leaves_memory_next_is_stored(start_node, disk):
+    node = start_node(arena_bytes=8 * MIB, disks=[disk], store="write-back", store_window=0.25)
+    with connect(node.address, timeout_s=30) as client:
+        for number in range(26):
+            put(client, f"chunk {number}", content(f"chunk {number}"))
+            expected = max(0, number + 1 - 12)  # the arena has room for 16, and a quarter of that is the window
+            wait_until(
+                lambda expected=expected: client.status().counters.get("disk_stored", 0) >= expected,
+                what="the next to go is stored",
+            )
+        counters = client.status().counters
+        assert (counters["evicted"], counters["disk_stored"]) == (10, 14)
+        assert "evicted_unstored" not in counters
+    for number in range(26):
+        assert read(node.address, f"chunk {number}") == content(f"chunk {number}")
+
+
 def test_only_what_a_second_request_has_found_is_stored(start_node, disk):
     node = start_node(disks=[disk], store="twice-seen")
     with connect(node.address, timeout_s=30) as client:

@@ -129,7 +129,7 @@ def test_a_load_that_is_late_by_the_time_of_computing_is_given_up_and_is_a_measu
     below(stage, [0, 1])
     assert ask(stage, [0, 1], chunk_s=0.5)
     stage.now += tiers.LATE * 2 * 0.5 + 0.01
-    stage.tiers.changed(stage.store.expire())
+    stage.tiers.storing.changed(stage.store.expire())
     stage.copies.tick(stage.now)
     stage.turn()
     assert stage.counters["copies_late"] == 1

@@ -400,9 +400,9 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(ChunkMissing):
                 self.store.release(number, -1)
 
-    @rule(shards=st.sampled_from([1, 2]), first=st.integers(0, 5), count=st.integers(1, 3))
-    def hold(self, shards, first, count):
-        """What a push does: it holds the chunks that are here or being filled."""
+    @rule(shards=st.sampled_from([1, 2]), first=st.integers(0, 5), count=st.integers(1, 3), is_use=st.booleans())
+    def hold(self, shards, first, count, is_use):
+        """What a copy does: it holds the chunks that are here or being filled."""
         found = [(key, self.store.known(key, shards)) for key in KEYS[shards][first : first + count]]
         for key, chunks in found:
             records = [self.index(shard, key) for shard in range(shards)]
@@ -411,7 +411,7 @@ class StoreMachine(RuleBasedStateMachine):
         held = [chunk for _, chunks in found for chunk in chunks or ()]
         records = [self.live[chunk.slot.offset] for chunk in held]
         assert all(record.state in HOLDABLE for record in records)
-        self.store.hold(held)
+        self.store.hold(held, is_use=is_use)
         for record in records:
             record.leases += 1
         self.holds.append(records)

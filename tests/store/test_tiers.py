@@ -19,7 +19,7 @@ from pdx.store.chunk import NODE
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
 from pdx.store.lifecycle import State
-from pdx.store.store import Claim, Store
+from pdx.store.store import LRU, Claim, Store
 from pdx.store.tier import Grant, Held, Tier
 from pdx.store.tiers import Tiers
 
@@ -107,12 +107,12 @@ class DictTier(Tier):
 class Stage:
     """A store with a tier below."""
 
-    def __init__(self, folder, granules=GRANULES, more_granules=0):
+    def __init__(self, folder, granules=GRANULES, more_granules=0, policy=LRU, **settings):
         self.now = 100.0
         self.arena = Arena.create(Path(folder) / "arena", granules * GRANULE_BYTES)
         sizes = [more_granules * GRANULE_BYTES] if more_granules else []
         self.more = [Arena.create(Path(folder) / "arena-1", size) for size in sizes]
-        self.store = Store(self.arena, lambda: self.now, more=self.more)
+        self.store = Store(self.arena, lambda: self.now, more=self.more, policy=policy)
         self.counters = Counter()
         self.copies = Copies(self.store, group_bytes=1 << 20, counters=self.counters)
         self.tier = DictTier(self.arena, lambda: self.copies)
@@ -124,6 +124,7 @@ class Stage:
             load_s=5.0,
             counters=self.counters,
             clock=lambda: self.now,
+            **settings,
         )
 
     def save(self, numbers, shards=1):
@@ -142,15 +143,15 @@ class Stage:
             self.arena.view(slot)[:] = pattern(chunk.key, chunk.shard)
         chunks = self.store.fill(slots, 0, LAYERS, WRITER)
         self.store.seal(chunks)
-        self.tiers.changed(chunks)
+        self.tiers.storing.changed(chunks)
         self.turn()
 
     def turn(self):
         self.copies.pump()
         landed, self.copies.landed = self.copies.landed, []
         self.copies.changed(landed)
-        self.tiers.changed(landed)
-        self.tiers.turn()
+        self.tiers.storing.changed(landed)
+        self.tiers.storing.turn()
         self.copies.pump()
 
     def hits(self, numbers, shards=1):
@@ -277,7 +278,7 @@ def test_a_load_that_is_too_late_gives_its_room_back_when_nothing_writes_it_any_
     free = stage.store.free_bytes
     assert stage.may_come([0])
     stage.now += 6
-    stage.tiers.changed(stage.store.expire())
+    stage.tiers.storing.changed(stage.store.expire())
     stage.copies.tick(stage.now)
     stage.turn()
     assert stage.store.free_bytes < free, "the tier may still write there"
@@ -319,7 +320,7 @@ def test_a_tail_is_never_stored(stage):
     stage.arena.view(slots[0])[:] = pattern(key(0), 0)
     chunks = stage.store.fill(slots, 0, LAYERS, WRITER)
     stage.store.seal(chunks)
-    stage.tiers.changed(chunks)
+    stage.tiers.storing.changed(chunks)
     stage.turn()
     assert not stage.tier.jobs
 
@@ -356,7 +357,7 @@ def test_what_is_evicted_before_its_turn_is_not_stored_and_counts(stage):
 
 
 def test_what_waits_to_be_stored_is_bounded(stage, monkeypatch):
-    monkeypatch.setattr("pdx.store.tiers.MAX_WAITING", 6)
+    monkeypatch.setattr("pdx.store.storing.MAX_WAITING", 6)
     stage.save(list(range(GRANULES)))
     assert stage.counters["stores_dropped"] == GRANULES - GRANULES // 4 - 6
     stage.end_all()
@@ -469,7 +470,7 @@ def test_a_tier_that_is_too_slow_is_left_alone_also_where_no_job_was_begun(stage
     stage.now += 6
     late = stage.store.expire()
     stage.copies.changed(late)
-    stage.tiers.changed(late)
+    stage.tiers.storing.changed(late)
     stage.copies.tick(stage.now)
     stage.turn()
     assert stage.counters["copies_late"] == 1

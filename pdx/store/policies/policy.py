@@ -43,6 +43,10 @@ class EvictionPolicy(ABC):
         The caller changes nothing meanwhile, and may evict what it likes of them afterwards.
         """
 
+    def peek(self) -> Iterator[Chunk]:
+        """About the order in which they would go now; looking changes nothing. The caller changes nothing meanwhile."""
+        return self.victims(None)
+
     def overdue(self) -> list[Chunk]:
         """Chunks, held or not, that should go now even if there is room. Each is told of once."""
         return []

@@ -43,6 +43,11 @@ class Ranks:
         at = 0 if rank is None else self._sorted.bisect_key_right(rank)
         return self._sorted[at] if at < len(self._sorted) else None
 
+    def between(self, above: Rank | None, most: Rank | None) -> Iterator[Chunk]:
+        """All of them with a rank above the one and not above the other. Nothing may change meanwhile."""
+        found: Iterator[Chunk] = self._sorted.irange_key(above, most, inclusive=(False, True))
+        return found
+
     def within(self, start: Chunk | None) -> Iterator[Chunk]:
         """All of them, from `start` on where it has a rank. Nothing may change meanwhile."""
         least = start.rank if start is not None else None

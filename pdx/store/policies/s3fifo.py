@@ -88,6 +88,18 @@ class S3Fifo(EvictionPolicy):
             reached[_SMALL if takes_small else _MAIN] = chunk.rank
             yield chunk
 
+    def peek(self) -> Iterator[Chunk]:
+        """See `EvictionPolicy.peek`: what is not moved on, the small queue's share of it first."""
+        over = self._small_bytes - self._most_small_bytes
+        small = (chunk for chunk in self._queues[_SMALL].within(None) if chunk.uses < USES_TO_STAY)
+        main = (chunk for chunk in self._queues[_MAIN].within(None) if not chunk.uses)
+        for chunk in small:
+            if over < 0:
+                yield from main
+            over -= chunk.room_bytes
+            yield chunk
+        yield from main
+
     def _move_on(self, chunk: Chunk) -> None:
         """It becomes the newest of the main queue."""
         self.hold(chunk)

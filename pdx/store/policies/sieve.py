@@ -6,6 +6,7 @@ algorithm 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from pdx.store.chunk import Chunk, Rank
@@ -52,3 +53,10 @@ class Sieve(EvictionPolicy):
                 continue
             left -= 1
             yield chunk
+
+    def peek(self) -> Iterator[Chunk]:
+        """See `EvictionPolicy.peek`: what the hand would not spare in its next turn."""
+        hand = self._hand
+        behind = self._ranks.within(None) if hand is None else self._ranks.between(hand, None)
+        before = iter(()) if hand is None else self._ranks.between(None, hand)
+        return (chunk for chunk in itertools.chain(behind, before) if not chunk.uses)

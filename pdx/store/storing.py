@@ -1,0 +1,174 @@
+"""What is stored in the tiers beside and below the arenas, and when.
+
+A chunk that is sealed in an arena of a GPU is copied to the node's first arena, and what is sealed there is stored in
+the tiers below it, as long as each keeps up: at once, or when a second request has found it, or when it is among the
+next that will be evicted. No sockets, no threads, no I/O here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pdx.config import StoreChoice
+from pdx.store.chunk import Chunk
+from pdx.store.copies import Copies
+from pdx.store.copy import Priority
+from pdx.store.lifecycle import State
+from pdx.store.slot_pool import SlotPool
+from pdx.store.store import Store
+from pdx.store.tier import Tier
+
+if TYPE_CHECKING:
+    from pdx.store.tiers import Tiers
+
+BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
+MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
+MAX_LOOKS = 512  # at chunks of one arena that will be evicted next, each time
+
+
+class Storing:
+    """Gives the tiers of a node what they are to keep. Owned by the control loop."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        store: Store,
+        copies: Copies,
+        *,
+        spills: bool,
+        choice: StoreChoice,
+        window: float,
+        store_s: float,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`spills`: whether the first arena is there for what is sealed in others. `choice`: `all` chunks are stored;
+        below the arenas, those that a request has found (`twice-seen`); or (`write-back`) those that will be evicted
+        next, so that `window` of each arena is always free or stored. A store that takes longer than `store_s` is given
+        up.
+        """
+        self._tiers = tiers
+        self.spills = spills
+        self._choice = choice
+        self._window = window
+        self._store = store
+        self._copies = copies
+        self._store_s = store_s
+        self._counters = counters
+        self._clock = clock
+        self._evicted = -1  # chunks, when the windows were last looked at
+        # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
+        self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
+
+    def changed(self, chunks: Iterable[Chunk]) -> None:
+        """Slices of these chunks were filled, or they are whole, or never will be."""
+        for chunk in chunks:
+            if chunk.state is State.SEALED and not chunk.tail and self._choice != "write-back":
+                self._wait(chunk, self._next(chunk))
+
+    def found_by_request(self, chunks: Iterable[Chunk]) -> None:
+        """A request has found these; of each the first time counts."""
+        for chunk in chunks:
+            if not chunk.is_found:
+                chunk.is_found = True
+                if self._choice == "twice-seen" and not chunk.tail and not any(chunk.arenas):
+                    self._wait(chunk, self._below(chunk))
+
+    def _wait(self, chunk: Chunk, where: Iterable[Tier]) -> None:
+        for tier in where:
+            chunk.is_stored = True
+            self._sealed.setdefault((tier, chunk.shards, tuple(chunk.arenas)), OrderedDict())[chunk.key] = None
+
+    def _next(self, chunk: Chunk) -> Iterator[Tier]:
+        """Where a sealed chunk is stored."""
+        if any(chunk.arenas):
+            if self._tiers.arenas is not None and self.spills:
+                yield self._tiers.arenas
+        elif self._choice != "twice-seen":
+            yield from self._below(chunk)
+
+    def _below(self, chunk: Chunk) -> Iterator[Tier]:
+        for level in self._tiers.below:
+            tier = level[chunk.key[-1] % len(level)]
+            if not (chunk.is_named and tier.is_shared):
+                yield tier
+
+    def turn(self) -> None:
+        """Store what is to be stored, as far as the tiers keep up. To be called after each turn of the control loop."""
+        if self._choice == "write-back" and self._evicted != self._store.counters["evicted"]:
+            self.look_ahead()
+        full: set[Tier] = set()  # what waits for room there is not overtaken by others
+        for name in list(self._sealed):
+            keys, (tier, shards, arenas) = self._sealed[name], name
+            if keys and tier.takes_stores and tier not in full:
+                self._spill(tier, shards, arenas)
+                if keys:
+                    full.add(tier)
+            while len(keys) > MAX_WAITING:
+                keys.popitem(last=False)
+                self._drop(tier)
+
+    def look_ahead(self) -> None:
+        """Store what will be evicted next. To be called a few times a second; after evictions `turn` does."""
+        if self._choice == "write-back":
+            self._evicted = self._store.counters["evicted"]
+            for pool in self._store.pools:
+                for chunk in self._next_victims(pool):
+                    self._wait(chunk, self._next(chunk))
+
+    def _next_victims(self, pool: SlotPool) -> list[Chunk]:
+        """Those in the window of this arena that are not stored."""
+        found = []
+        left = self._window * pool.total_bytes - pool.free_bytes
+        for chunk in itertools.islice(pool.order.peek(), MAX_LOOKS):
+            if left <= 0:
+                break
+            left -= chunk.room_bytes
+            if not (chunk.is_stored or chunk.tail):
+                found.append(chunk)
+        return found
+
+    def _drop(self, tier: Tier) -> None:
+        self._counters["stores_dropped"] += 1
+        self._counters[f"{tier.kind}_dropped"] += 1
+
+    def _spill(self, tier: Tier, shards: int, arenas: tuple[int, ...]) -> None:
+        keys = self._sealed[tier, shards, arenas]
+        share = BACKLOG_SHARE if any(arenas) else BACKLOG_SHARE / len(self._tiers.below)
+        most = int(sum(self._store.pools[arena].total_bytes for arena in set(arenas) or {0}) * share)
+        held = self._copies.stored_bytes(tier.name)
+        wanted: list[bytes] = []
+        while keys and held < most:
+            key = next(iter(keys))
+            chunks = self._store.known(key, shards, arenas)
+            nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
+            if chunks is None:  # it was evicted meanwhile
+                self._drop(tier)
+            elif held and held + nbytes > most:  # a chunk that is larger than that goes alone
+                break
+            elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again
+                wanted.append(key)
+                held += nbytes
+            del keys[key]
+        if wanted:
+            deadline = self._clock() + self._store_s
+            self._copies.store(tier, wanted, shards, arenas=arenas, priority=Priority.STORE, deadline=deadline)
+            self._sealed.move_to_end((tier, shards, arenas))  # the others come first next time
+
+    def bring(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None) -> None:
+        """Copy these chunks to the first arena, where peers are written from, slice by slice while they are filled."""
+        if arenas and self._tiers.arenas is not None:
+            deadline = self._clock() + self._store_s
+            self._copies.store(
+                self._tiers.arenas,
+                keys,
+                shards,
+                arenas=arenas,
+                priority=Priority.HANDOFF,
+                deadline=deadline,
+                transfer=transfer,
+            )

@@ -1,0 +1,132 @@
+"""What is stored when it is among the next to be evicted (`--store write-back`), with every policy.
+
+The tier is the fake of test_tiers.
+"""
+
+import tempfile
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_policies import MODELS, ROOM
+from test_tiers import GRANULES, Stage, key
+
+from pdx.store import storing
+from pdx.store.policies.by_name import find
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = Stage(tmp_path, choice="write-back", window=4 / GRANULES)
+    yield stage
+    stage.assert_idle()
+    stage.check()
+    stage.close()
+
+
+def look(stage):
+    stage.tiers.storing.look_ahead()
+    stage.turn()
+
+
+def stored(stage):
+    stage.end_all()
+    return sorted(int(name) for name, _ in stage.tier.chunks)
+
+
+def use(stage, number):
+    lease = stage.store.lease(stage.store.find([key(number)], 1)[0], 7, 10.0)
+    stage.store.release(lease, 7)
+
+
+def test_nothing_is_stored_while_there_is_room(stage):
+    for number in range(GRANULES - 4):
+        stage.save([number])
+        look(stage)
+    assert not stage.tier.jobs
+
+
+def test_what_goes_next_is_stored_before_it_goes_and_nothing_else(stage):
+    for number in range(GRANULES):
+        stage.save([number])
+        look(stage)
+    assert stored(stage) == [0, 1, 2, 3]
+    look(stage)
+    look(stage)
+    assert stored(stage) == [0, 1, 2, 3], "once, and the others do not take their places"
+    stage.save([16, 17])
+    assert stored(stage) == [0, 1, 2, 3, 4, 5], "who evicts sees to what goes next, without a look in between"
+    assert stage.hits([0]) == stage.hits([1]) == 0
+    assert stage.hits([2]) == 1, "what is stored is here until its room is needed"
+    assert stage.store.counters["evicted_unstored"] == 0
+    assert stage.may_come([0, 1])
+    stage.end_all()
+    assert stage.hits([0, 1]) == 2
+    look(stage)
+    assert 0 not in [int(job.parts[0].key) for verb, job in stage.tier.jobs if verb == "store"]
+
+
+def test_what_is_used_while_it_is_stored_goes_later(stage):
+    for number in range(GRANULES):
+        stage.save([number])
+    look(stage)
+    use(stage, 1)
+    stage.end_all()
+    use(stage, 0)
+    stage.save([20, 21])
+    assert [stage.hits([number]) for number in range(5)] == [1, 1, 0, 0, 1]
+    stage.end_all()
+
+
+def test_more_than_the_window_at_once_is_counted(stage):
+    stage.save(range(GRANULES))
+    look(stage)
+    stage.end_all()
+    stage.save(range(20, 26))
+    assert stage.store.counters["evicted"] == 6
+    assert stage.store.counters["evicted_unstored"] == 2
+
+
+def test_a_look_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(storing, "MAX_LOOKS", 3)
+    stage.save(range(GRANULES))
+    assert stored(stage) == [13, 14, 15]
+    for _ in range(3):
+        look(stage)
+    assert stored(stage) == [13, 14, 15]
+    stage.save([20])
+    assert stored(stage) == [12, 13, 14, 15], "the others follow when those are gone"
+
+
+def test_what_was_not_stored_because_it_failed_is_a_miss_later(stage):
+    stage.save(range(GRANULES))
+    look(stage)
+    while stage.tier.jobs:
+        stage.end(fails=True)
+    stage.save([20])
+    stage.end_all()
+    gone = next(number for number in range(GRANULES) if not stage.hits([number]))
+    assert not stage.may_come([gone])
+
+
+@pytest.mark.parametrize("window", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("name", MODELS)
+@given(accesses=st.lists(st.integers(0, 25), max_size=80))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_storing_ahead_changes_nothing_of_what_goes(tmp_path, name, window, accesses):
+    stage = Stage(tempfile.mkdtemp(dir=tmp_path), granules=ROOM, policy=find(name), choice="write-back", window=window)
+    try:
+        found = []
+        for number in accesses:
+            there = stage.hits([number]) == 1
+            found.append(there)
+            if there:
+                stage.store.touch(stage.store.find([key(number)], 1)[0])
+            else:
+                stage.save([number])
+            look(stage)
+            stage.end_all()
+        assert found == list(MODELS[name](accesses))
+        assert window < 1.0 or name in ("sieve", "s3fifo") or stage.store.counters["evicted_unstored"] == 0
+    finally:
+        stage.close()
