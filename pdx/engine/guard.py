@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from pdx.engine.plan import LoadPlan, StepPlan
+from pdx.engine.plan import LoadPlan, StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.step import EngineRequest, StepRecord
 from pdx.engine.worker import WorkerHalf
@@ -29,6 +29,7 @@ class Off(msgspec.Struct, frozen=True):
     """In place of a step's plan: PDX is off for this engine. `loads`: blocks that nobody will load, by request."""
 
     loads: dict[str, list[int]]
+    in_step: list[int] = []  # blocks of in-step loads: this step computes without them
 
 
 class _Guard:
@@ -83,7 +84,9 @@ class SchedulerGuard(_Guard):
         super().__init__(half)
         self._block_tokens = block_tokens
         self._local_tokens = 0  # of the request that was asked about last, which is the one that is allocated next
+        self.in_step = False  # the tokens of that request are loaded in the step that computes the rest
         self._promised: dict[str, list[int]] = {}  # blocks to be loaded, until the step's plan is with the workers
+        self._promised_in_step: list[int] = []  # likewise
         self._is_told = False  # the workers know that PDX is off
 
     def arrived(self, request: EngineRequest) -> None:
@@ -92,17 +95,26 @@ class SchedulerGuard(_Guard):
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         self._local_tokens = local_tokens
         nothing: int | None = 0
-        return self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
+        tokens = self._run(self._half.matched_tokens, request, local_tokens, otherwise=nothing)
+        self.in_step = bool(tokens) and self._run(self._half.is_in_step, request.request_id, otherwise=False)
+        return tokens
 
     def allocated(self, request: EngineRequest, blocks: Sequence[Sequence[int]], num_external: int) -> None:
         if num_external:
             first = self._local_tokens // self._block_tokens
             end = -(-(self._local_tokens + num_external) // self._block_tokens)
-            self._promised[request.request_id] = [block for group in blocks for block in group[first:end]]
+            promised = [block for group in blocks for block in group[first:end]]
+            if self.in_step:
+                self._promised_in_step += promised
+            else:
+                self._promised[request.request_id] = promised
         self._run(self._half.allocated, request, blocks, num_external, otherwise=None)
 
     def not_loaded(self, block_ids: Set[int]) -> None:
         self._run(self._half.not_loaded, block_ids, otherwise=None)
+
+    def heard(self, news: Sequence[WorkerNews]) -> None:
+        self._run(self._half.heard, news, otherwise=None)
 
     def loaded(self, request_id: str) -> None:
         self._run(self._half.loaded, request_id, otherwise=None)
@@ -115,10 +127,11 @@ class SchedulerGuard(_Guard):
 
         plan: StepPlan | Off | None = self._run(plan_step, otherwise=None)
         promised, self._promised = self._promised, {}
+        in_step, self._promised_in_step = self._promised_in_step, []
         if plan is not None:
             return plan
         self._is_told = True
-        return Off(promised)
+        return Off(promised, in_step)
 
     def finished(self, request: EngineRequest) -> None:
         self._run(self._half.finished, request, otherwise=None)
@@ -139,6 +152,7 @@ class WorkerGuard(_Guard):
     def __init__(self, half: WorkerHalf) -> None:
         super().__init__(half)
         self._loads: dict[str, LoadPlan] = {}
+        self._in_step: set[int] = set()  # blocks of this step's in-step loads
         self._lost: dict[str, list[int]] = {}  # the scheduler half was switched off before it told of them
         self._is_known = False
 
@@ -155,10 +169,15 @@ class WorkerGuard(_Guard):
         if isinstance(plan, Off):
             self._is_known = True
             self._lost.update(plan.loads)
+            self._in_step = set(plan.in_step)
             self.switch_off("the scheduler half is off")
             return
-        self._loads.update({load.request_id: load for load in plan.loads})
+        self._loads.update({load.request_id: load for load in plan.loads if not load.in_step})
+        self._in_step = {block for load in plan.loads if load.in_step for block in load.block_ids}
         self._run(self._half.begin, plan, otherwise=None)
+
+    def wait_layer(self, name: str) -> None:
+        self._run(self._half.wait_layer, name, otherwise=None)
 
     def save_layer(self, name: str) -> None:
         self._run(self._half.save_layer, name, otherwise=None)
@@ -172,11 +191,20 @@ class WorkerGuard(_Guard):
         """
         nothing: tuple[set[str], set[int]] = (set(), set())
         finished, failed = self._run(self._half.finished_loads, otherwise=nothing)
+        if self.is_off and self._in_step and self._closing is not None:
+            self._closing.join()  # the step has computed without these blocks: until then they may be written, too
         if self._closing is not None and not self._closing.is_alive():
             finished, failed = self._last_loads()
+        if self.is_off:
+            failed = failed | self._in_step
+        self._in_step = set()
         for request_id in finished:
             self._loads.pop(request_id, None)
         return finished, failed
+
+    def take_news(self) -> WorkerNews | None:
+        nothing: WorkerNews | None = None
+        return self._run(self._half.take_news, otherwise=nothing)
 
     def _last_loads(self) -> tuple[set[str], set[int]]:
         """All that are left; only when nothing loads any more."""

@@ -126,6 +126,7 @@ class TrackedRequest:
         self.hit_slots: list[list[Slot]] = []  # per hit chunk, one slot per shard
         self.part_blocks = 0  # of the last of these only so many blocks are the prompt's; 0: they are whole
         self.hit_tokens = 0
+        self.is_filling = False  # not all of the hits are sealed
         self.lease = 0
         self.reserved = False
         self.expected_epoch = 0  # the node's life in which it was told that this request will come
@@ -139,6 +140,7 @@ class TrackedRequest:
         self.decoded_end = 0  # chunks before this one were considered for saving
         self.scheduled = False
         self.is_stale = False  # its blocks were computed before the cache was reset: nothing of them is saved
+        self.in_step = False  # what was hit is loaded in the step that computes the rest
         self.loading = False
         self.load_failed = False
         self.loaded_for = -1  # the request's count of preemptions when its load was planned
@@ -291,7 +293,7 @@ class TrackedRequest:
                 block_ids = self.block_ids[start:chunk_end]
                 num_blocks = self._layout.blocks_in(slots[0].nbytes)
                 pages.append(PagesPlan(slots, num_blocks, start - chunk_first, block_ids))
-        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch)
+        return LoadPlan.of(self.request.request_id, self.transfer, pages, self.epoch, in_step=self.in_step)
 
     def plan_save(self, computed: int, end: int) -> SavePlan | None:
         """Gather the pages that become final in a step that computes tokens [computed, end).

@@ -16,7 +16,7 @@ import msgspec
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
-from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan
+from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
 from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
@@ -29,6 +29,7 @@ from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Hints, Release
 
 log = logging.getLogger("pdx")
 
+MIN_REST = 64  # tokens: a step that computes fewer does not take the time of a load
 EARLY = 8  # of so many requests that wait for their turn, what the turn needs is asked ahead
 
 
@@ -53,6 +54,10 @@ class SchedulerHalf:
         self._loads: list[LoadPlan] = []
         self._aborts: list[tuple[int, list[Slot]]] = []  # (epoch, slots) per chunk
         self._finished_loading: dict[str, tuple[int, int]] = {}  # finished while loading: (epoch, lease)
+        self._running: set[str] = set()  # those that have blocks and wait for no load
+        self._step = self._heard = 0
+        self._may_load_in_step = config.load_in_step == "auto"
+        self._news = WorkerNews()
         hello = Hello(
             VERSION,
             os.getpid(),
@@ -111,6 +116,7 @@ class SchedulerHalf:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
         tracked = self.track(request)
         if tracked.scheduled:
+            self._running.discard(request.request_id)
             self._lookup.restart(tracked)
         if tracked.loaded_for == request.num_preemptions:
             return 0  # its load failed: recompute
@@ -121,7 +127,29 @@ class SchedulerHalf:
             return 0
         if not self._lookup.advance(tracked, connection):
             return None
-        return max(0, tracked.hit_tokens - local_tokens)
+        tokens = max(0, tracked.hit_tokens - local_tokens)
+        tracked.in_step = self._pays_in_step(tracked, tokens)
+        return tokens
+
+    def is_in_step(self, request_id: str) -> bool:
+        """Whether the tokens that `matched_tokens` told of last are loaded in the step that computes the rest."""
+        tracked = self._requests.get(request_id)
+        return tracked is not None and tracked.in_step
+
+    def _pays_in_step(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Whether to load so many tokens layer by layer while the step computes the others.
+
+        The rule is that of CachedAttention's read buffer (Gao et al., ATC 2024, section 3.2.1): the load begins as much
+        earlier than computing as it takes longer. vLLM knows only all of it earlier, or nothing: a load that would keep
+        the other requests of the step waiting begins earlier.
+        """
+        rest = tracked.request.num_tokens - tracked.hit_tokens
+        is_able = self._may_load_in_step and self._news.waits and not tracked.is_filling
+        if not (tokens and is_able and rest >= MIN_REST) or tracked.hit_tokens % self._layout.block_tokens:
+            return False
+        if self._running <= {tracked.request.request_id}:
+            return True
+        return 0.0 < self._news.load_s * tokens <= self._news.chunk_s * rest
 
     # ---- allocated --------------------------------------------------------------------------
 
@@ -134,11 +162,16 @@ class SchedulerHalf:
         tracked.take_blocks(blocks)
         tracked.scheduled = True
         self._unscheduled.discard(request.request_id)
+        tracked.in_step = tracked.in_step and num_external > 0
+        if tracked.in_step or not num_external:
+            self._running.add(request.request_id)
         if num_external:
             tracked.loading, tracked.load_failed = True, False
             tracked.loaded_for = request.num_preemptions
             self._loading[request.request_id] = tracked
             self._loads.append(tracked.plan_load(num_external))
+            if tracked.in_step and tracked.is_decode and self._link.connection is not None:
+                self._lookup.mark(tracked, self._link.connection, Event.RUNNABLE)
         elif not tracked.loading:
             self._lookup.release(tracked, self._link.connection)
 
@@ -146,6 +179,18 @@ class SchedulerHalf:
         """Workers could not load these blocks: the engine computes them."""
         for tracked in self._loading.values():
             tracked.load_failed = tracked.load_failed or not block_ids.isdisjoint(tracked.block_ids)
+
+    def heard(self, news: Sequence[WorkerNews]) -> None:
+        """What the worker halves told after a step, one for each."""
+        self._heard = max(self._heard, *(each.failed_step for each in news))
+        loaded = {request_id for each in news for request_id in each.loaded}
+        self._news = WorkerNews(
+            waits=all(each.waits for each in news),
+            load_s=max(each.load_s for each in news),
+            chunk_s=min(each.chunk_s for each in news),
+        )
+        for request_id in loaded:
+            self.loaded(request_id)
 
     def loaded(self, request_id: str) -> None:
         """All workers have scattered the request's chunks, or have given up on them."""
@@ -159,13 +204,14 @@ class SchedulerHalf:
         if tracked is None:
             return
         tracked.loading = False
+        self._running.add(request_id)
         self._lookup.release(tracked, connection)
         if connection is None or connection.epoch != tracked.epoch:
             return
         if tracked.load_failed:
             self._lookup.reserve_again(tracked, connection)
             self._due.add(request_id)
-        if tracked.is_decode:
+        if tracked.is_decode and not tracked.in_step:
             self._lookup.mark(tracked, connection, Event.RUNNABLE)
 
     # ---- each step --------------------------------------------------------------------------
@@ -193,7 +239,8 @@ class SchedulerHalf:
         aborts, self._aborts = self._aborts, []
         saves = [save for each in record.requests if (save := self._plan_save(each, connection)) is not None]
         current = [slots for of_epoch, slots in aborts if of_epoch == epoch]
-        return StepPlan(epoch, saves, loads, current, record.num_tokens)
+        self._step += 1
+        return StepPlan(epoch, saves, loads, current, record.num_tokens, self._step, self._heard)
 
     def _plan_save(self, step: StepRequest, connection: Connection | None) -> SavePlan | None:
         tracked = self._requests.get(step.request_id)
@@ -223,6 +270,7 @@ class SchedulerHalf:
         if tracked is None:
             return
         self._unscheduled.discard(request_id)
+        self._running.discard(request_id)
         self._due.discard(request_id)
         self._loading.pop(request_id, None)
         self._tell_load()

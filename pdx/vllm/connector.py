@@ -30,7 +30,7 @@ from vllm.v1.core import kv_cache_utils
 
 from pdx.config import ConnectorConfig, parse
 from pdx.engine.guard import Off, SchedulerGuard, WorkerGuard
-from pdx.engine.plan import StepPlan
+from pdx.engine.plan import StepPlan, WorkerNews
 from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
@@ -55,11 +55,16 @@ class PdxHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         self.order = order
 
 
-class PdxWorkerOff(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A worker half is off, so the scheduler half must promise no more loads."""
+class PdxWorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What worker halves tell the scheduler half after a step. `is_off`: one is, and loads nothing more."""
+
+    def __init__(self, news: list[WorkerNews], *, is_off: bool) -> None:
+        self.news = news
+        self.is_off = is_off
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return self
+        assert isinstance(other, PdxWorkerNews)
+        return PdxWorkerNews(self.news + other.news, is_off=self.is_off or other.is_off)
 
 
 class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -131,7 +136,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self.scheduler.in_step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -143,10 +148,13 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return PdxMetadata(self.scheduler.plan_step(partial(step_record, scheduler_output)))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, PdxWorkerOff):
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, PdxWorkerNews) and told.is_off:
             self.scheduler.switch_off("a worker half is off")
         if connector_output.invalid_block_ids:
             self.scheduler.not_loaded(connector_output.invalid_block_ids)
+        if isinstance(told, PdxWorkerNews) and told.news:
+            self.scheduler.heard(told.news)
         for request_id in connector_output.finished_recving or ():
             self.scheduler.loaded(request_id)
 
@@ -183,7 +191,8 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Started by `bind_connector_metadata` already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All loads are asynchronous: a request is scheduled when its load is over."""
+        if self._has_hooks:
+            self.worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._has_hooks:
@@ -201,7 +210,9 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return failed
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return PdxWorkerOff() if self.worker.has_news else None
+        news = self.worker.take_news()
+        is_off = self.worker.has_news
+        return PdxWorkerNews([news] if news else [], is_off=is_off) if news or is_off else None
 
     def shutdown(self) -> None:
         for half in (self._scheduler, self._worker):

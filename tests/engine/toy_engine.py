@@ -116,7 +116,12 @@ class ToyEngine:
         self.free = list(range(NUM_BLOCKS))
         self.waiting: dict[str, set[int]] = {}  # ranks that have not reported a load, by request
         self.weights = ""
+        self.failed: set[int] = set()  # blocks that the workers reported in the last step
+        self.right: list[
+            bool
+        ] = []  # of in-step loads, for each layer, whether its pages were right when it was computed
         self.skip_hooks = False
+        self.reads: list[tuple[Request, int]] = []  # in-step loads of the next step, and their tokens
         self.fails_at: tuple[int, int] | None = None  # the rank and layer whose computation raises `ForwardFailed`
 
     # ---- the scheduler's side ---------------------------------------------------------------
@@ -129,10 +134,10 @@ class ToyEngine:
             self.idle()
         return found
 
-    def allocate(self, request: Request, num_external: int) -> None:
+    def allocate(self, request: Request, num_external: int, *, in_step: bool = False) -> None:
         need = -(-(request.num_tokens + 64) // BLOCK)
         request.block_ids += [self.free.pop(0) for _ in range(need - len(request.block_ids))]
-        if num_external:
+        if num_external and not in_step:
             self.waiting[request.request_id] = set(range(len(self.workers)))
         self.scheduler_guard.allocated(request, [request.block_ids], num_external)
 
@@ -148,6 +153,23 @@ class ToyEngine:
             first = min(request.block_ids.index(block) for block in failed)
             request.num_computed = first * BLOCK
         return failed
+
+    def admit_in_step(self, request: Request, count: int | None = None) -> set[int]:
+        """As vLLM does with a load that the scheduler takes for done: compute `count` tokens behind it (all by default)
+        in the same step, where each layer finds its pages right; returns the blocks that were reported.
+
+        Of a load that has failed what was computed counts for nothing, and the next steps compute it from there on.
+        """
+        external = self.match(request)
+        assert self.scheduler_guard.in_step
+        self.allocate(request, external, in_step=True)
+        request.num_computed = external
+        self.reads.append((request, external))
+        self.failed = set()
+        self.step((request, count or request.num_tokens - external))
+        if self.failed:
+            request.num_computed = BLOCK * min(request.block_ids.index(block) for block in self.failed)
+        return self.failed
 
     def finish_load(self, request: Request) -> set[int]:
         failed: set[int] = set()
@@ -194,8 +216,14 @@ class ToyEngine:
         """One step of the engine that computes `count` tokens of each request; returns what its workers were told."""
         scheduled = {request.request_id: (request, count) for request, count in work}
         plan = self.scheduler_guard.plan_step(partial(step_record, self.output(scheduled)))
-        for shard in range(len(self.workers)):
-            self.run_worker(shard, plan, scheduled)
+        results = [self.run_worker(shard, plan, scheduled)[1] for shard in range(len(self.workers))]
+        self.reads = []
+        self.failed = set().union(*results)
+        if self.failed:
+            self.scheduler_guard.not_loaded(self.failed)
+        news = [told for guard in self.worker_guards if (told := guard.take_news()) is not None]
+        if news:
+            self.scheduler_guard.heard(news)
         for request, count in work:
             request.num_computed += count
         return plan
@@ -225,6 +253,11 @@ class ToyEngine:
         for layer in range(LAYERS) if scheduled else ():
             if (shard, layer) == self.fails_at:
                 raise ForwardFailed(f"layer {layer} of rank {shard}")
+            if not self.skip_hooks:
+                self.worker_guards[shard].wait_layer(f"layer.{layer}")
+            for request, external in self.reads:
+                if not self.skip_hooks and self.by_rank[shard] is None:
+                    self.right.append(self.holds(shard, layer, request, external))
             for request, count in scheduled.values():
                 self.compute(shard, layer, request, request.num_computed, request.num_computed + count)
             if not self.skip_hooks:
@@ -258,6 +291,15 @@ class ToyEngine:
         for position in range(start, end):
             page = self.caches[shard][layer, blocks[position // BLOCK]]
             page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard, weights)
+
+    def holds(self, shard: int, layer: int, request: Request, end: int) -> bool:
+        """Whether the pages of this layer are those of the request's tokens up to `end`."""
+        for position in range(end):
+            page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
+            wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights)
+            if not torch.equal(page[position % BLOCK], wanted):
+                return False
+        return True
 
     def overwrite(self, blocks: list[int]) -> None:
         """Somebody else's work on these blocks, as their next owner's or as zeroing."""
