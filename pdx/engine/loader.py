@@ -215,6 +215,7 @@ class Loader:
         if self._thread.is_alive():
             self._jobs.put((math.inf, next(self._numbers), None))
             self._thread.join()
+        self._in_step = []
 
     # ---- the load thread --------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ class WorkerHalf:
         if self._awaited == self._all_layers:
             if self._waits is None and self._step[0] >= MIN_TOKENS:
                 self._waits = self._has_news = True
-        elif self._in_step and not has_failed:
+        elif self._in_step and not has_failed and self._waits is not False:
             self._waits = False
             text = "a step did not wait for its loads, which count as failed; no others are planned in a step"
             self._link.count("in_step_missed", text)
