@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -147,23 +148,28 @@ class PdxAlone(Plain):
         return [replace(engine, program=program, typed="pdx serve both MODEL")]
 
 
-class PdxSmallChunks(PdxAlone):
-    """The same with smaller chunks, which `pdx serve` has no option for: what a hit computes again is less."""
+class PdxWith(PdxAlone):
+    """The same with settings of the connector that `pdx serve` has no option for, and options of the node."""
 
-    CHUNK_TOKENS = 128
-
-    def __init__(self) -> None:
+    def __init__(self, name: str, title: str, settings: dict[str, Any], node: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.name = f"{self.name}-{self.CHUNK_TOKENS}"
-        self.title = f"{self.title}, chunks of {self.CHUNK_TOKENS} tokens"
+        self.name = f"{self.name}-{name}"
+        self.title = f"{self.title}, {title}"
+        self._settings = settings
+        self._node = node
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        command = super().store_command(bed, ports)
+        return replace(command, options=(*command.options, *self._node))
 
     def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
         home, _ = bed.homes()
         engine = engine_command(bed, "engine", ports.prefill, env=home)
-        settings = {"chunk_tokens": self.CHUNK_TOKENS}
         here = {"node": f"ipc://{_socket(ports)}", "start_node": False, "proxy": ""}
-        program = (*engine.program, *connector_option(settings | here))
-        return [replace(engine, program=program, typed=f"{engine.typed} {shlex.join(connector_option(settings))}")]
+        program = (*engine.program, *connector_option(self._settings | here))
+        return [
+            replace(engine, program=program, typed=f"{engine.typed} {shlex.join(connector_option(self._settings))}")
+        ]
 
 
 def _socket(ports: Ports) -> Path:
