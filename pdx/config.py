@@ -127,6 +127,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     store: StoreChoice = "all"  # what is kept in the tiers below, and when: see pdx.store.storing
     store_window: Share = 0.1  # of each arena: with write-back so much is free or stored
     policy: Annotated[str, Meta(max_length=256)] = "lru"  # which chunks go first, see pdx.store.policies.by_name
+    salt_quota: Share = 1.0  # of each arena: so much chunks of one cache salt keep against others
     numa: NumaChoice = "auto"  # node for memory and threads; auto: that of the GPU, none, or a number
     proxy: str = ""  # where to report engines and timelines; empty: nowhere
     name: str = ""  # told to peers and the proxy; empty: the host's name and a digest of `address`
@@ -190,6 +191,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     store: StoreChoice = "all"
     store_window: Share = 0.1
     policy: Annotated[str, Meta(max_length=256)] = "lru"
+    salt_quota: Share = 1.0
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
 
@@ -213,6 +215,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "store": self.store,
             "store_window": self.store_window,
             "policy": self.policy,
+            "salt_quota": self.salt_quota,
             "numa": self.numa,
             "metrics": self.metrics,
         }

@@ -118,6 +118,13 @@ _OF_NODES = (
         help="Which chunks leave memory first: lru, lfu, fifo, s3fifo, sieve or ttl:SECONDS.",
     ),
     option(
+        "--salt-quota",
+        default=1.0,
+        type=click.FloatRange(0.0, 1.0, min_open=True),
+        metavar="SHARE",
+        help="Where memory is full, chunks of one cache salt that take more than this share of it go first.",
+    ),
+    option(
         "--numa",
         default="auto",
         metavar="auto|none|N",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,17 +58,18 @@ def parse_params(params: Any) -> TransferParams | None:
     return parsed
 
 
-def parse_hints(params: Any) -> Hints:
-    """What a request says of the future of its chunks, in names that begin with `pdx_`.
+def parse_hints(params: Any, salt: str | None = None) -> Hints:
+    """What a request says of the future of its chunks, in names that begin with `pdx_`. `salt`: its cache salt.
 
     :raises ProtocolError: it makes no sense.
     """
+    digest = hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES).digest() if salt else b""
     if not isinstance(params, Mapping):
-        return Hints("")
+        return Hints("", salt=digest)
     defaults = {"session": "", "priority": 0, "reuse_s": 0.0}
     said = [params.get(f"pdx_{field}", default) for field, default in defaults.items()]
     try:
-        return msgspec.convert(said, Hints)
+        return msgspec.convert([*said, digest], Hints)
     except msgspec.ValidationError as error:
         text = f"kv_transfer_params: pdx_session, pdx_priority and pdx_reuse_s are {said!r:.200}: {error}"
         raise ProtocolError(text) from error

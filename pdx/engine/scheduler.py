@@ -94,13 +94,14 @@ class SchedulerHalf:
         return tracked
 
     def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Hints]:
-        params, hints = None, Hints("")
+        salt = getattr(request, "cache_salt", None)  # which not every engine has
+        params, hints = None, parse_hints(None, salt)
         try:
             params = parse_params(request.kv_transfer_params)
         except ProtocolError as error:
             log.warning("request %s runs without a transfer: %s", request.request_id, error)
         try:
-            hints = parse_hints(request.kv_transfer_params)
+            hints = parse_hints(request.kv_transfer_params, salt)
         except ProtocolError as error:
             log.warning("request %s runs without hints: %s", request.request_id, error)
         return params, hints

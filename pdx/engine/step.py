@@ -12,7 +12,8 @@ BlockHasher = Callable[[Any, bytes | None, int, int], bytes]
 
 
 class EngineRequest(Protocol):
-    """A request as its engine has it. The scheduler half keeps it until `finished` and reads these names, no others."""
+    """A request as its engine has it. The scheduler half keeps it until `finished` and reads these names, no others but
+    `cache_salt`, a text that separates tenants, where there is one."""
 
     @property
     def request_id(self) -> str:

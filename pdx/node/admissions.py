@@ -262,6 +262,10 @@ class Admissions:
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
         chunks += part
+        if ask.hints.salt:
+            for chunk in chunks:
+                if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
+                    chunk.hints = ask.hints
         self._tiers.storing.found_by_request([chunk for chunk in chunks if chunk.state is State.SEALED])
         lease = 0
         if chunks and ask.lease_s:

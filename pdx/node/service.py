@@ -90,7 +90,9 @@ class Service:
         self._clock = clock
         self.name = node_name(config)
         nbytes = round_up(config.arena_bytes)
-        self.store = Store(arena, clock, nbytes=nbytes, more=arenas[1:], policy=find_policy(config.policy))
+        self.store = Store(
+            arena, clock, nbytes=nbytes, more=arenas[1:], policy=find_policy(config.policy), quota=config.salt_quota
+        )
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
         self.faults = Faults(self.counters, clock)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pdx.store.chunk import Chunk
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.wanted import Wanted
+from pdx.store.quota import Quota
 
+OVER = -2  # level of what is over the quota of its cache salt
 ENDS = -1  # level of the ends of prompts that nobody is known to share: they are worth the least
 WANTED = 10  # level of what requests in a queue will use, above all priorities
 
@@ -16,15 +18,21 @@ WANTED = 10  # level of what requests in a queue will use, above all priorities
 class EvictionOrder:
     """The sealed chunks of one arena that nobody leases or pins.
 
-    A level is a priority that the application gave (`Hints.priority`); below all of them are the ends of prompts, and
-    above them what requests in a queue will use. What is on a lower level goes first. `insert`, `hold` and `remove` are
-    idempotent. Owned by the control loop.
+    A level is a priority that the application gave (`Hints.priority`); below all of them are what is over the quota of
+    its cache salt and the ends of prompts, and above them what requests in a queue will use. What is on a lower level
+    goes first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
     """
 
-    def __init__(self, make: Callable[[], EvictionPolicy], wanted: Mapping[bytes, Mapping[int, int]]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], EvictionPolicy],
+        wanted: Mapping[bytes, Mapping[int, int]],
+        quota: Quota | None = None,
+    ) -> None:
         """`make`: makes the policy of one level. `wanted`: see `Wanted`; after a change of it `refresh` is called for
-        the chunks in question."""
+        the chunks in question. `quota`: of each cache salt, if it has one."""
         self._make = make
+        self._quota = quota
         self._wanted = wanted
         self._levels: dict[int, EvictionPolicy] = {}
         self._sorted: list[int] = []
@@ -42,9 +50,22 @@ class EvictionOrder:
         """
         if chunk.is_in_order:
             return
-        level = ENDS if goes_first else chunk.hints.priority
+        over: list[Chunk] = []
+        if self._quota is not None and not chunk.keeps_place:  # else it was not used
+            over = self._quota.use(chunk, before)
+            chunk.is_over = False
+            for each in over:
+                each.is_over = True
+        level = OVER if chunk.is_over else ENDS if goes_first else chunk.hints.priority
         if chunk.key in self._wanted:
             level = WANTED
+        self._insert(chunk, before, level)
+        for each in over:
+            if each.is_in_order and each is not chunk and each.level != WANTED:
+                self.hold(each)
+                self._insert(each, None, OVER)
+
+    def _insert(self, chunk: Chunk, before: Chunk | None, level: int) -> None:
         if level != chunk.level:
             self.hold(chunk)
             self._leave(chunk)
@@ -76,6 +97,8 @@ class EvictionOrder:
         """The chunk is gone."""
         self.hold(chunk)
         self._leave(chunk)
+        if self._quota is not None:
+            self._quota.remove(chunk)
 
     def _leave(self, chunk: Chunk) -> None:
         if chunk.rank is not None:  # else its policy knows nothing of it

@@ -99,7 +99,9 @@ class SlotPool:
         unstored = sum(not (chunk.is_stored or chunk.tail) for chunk in victims)
         if unstored:
             self._counters["evicted_unstored"] += unstored
-        self._history.note(victims, why, self._clock())
+        over = [chunk for chunk in victims if chunk.is_over]
+        self._history.note(over, f"{why}, being over the quota of its cache salt", self._clock())
+        self._history.note((chunk for chunk in victims if not chunk.is_over), why, self._clock())
         self.free(victims, Step.EVICT)
 
     def drop(self, chunk: Chunk, why: str) -> None:

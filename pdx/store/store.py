@@ -26,6 +26,7 @@ from pdx.store.history import History
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.policies.by_name import Maker, find
+from pdx.store.quota import Quota
 from pdx.store.slot_pool import SlotPool
 from pdx.wire.messages import Hints
 
@@ -114,9 +115,11 @@ class Store:
         nbytes: int | None = None,
         more: Sequence[Arena] = (),
         policy: Maker = LRU,
+        quota: float = 1.0,
     ) -> None:
         """`arena` has number 0, those in `more` follow. `nbytes`: how much of the first, from its beginning, is for
         chunks; all of it by default. `policy`: makes what decides in an arena of so many bytes which chunks go first.
+        `quota`: the share of each arena that chunks of one cache salt may keep against others.
         """
         self._clock = clock
         self.counters: Counter[str] = Counter()
@@ -131,7 +134,7 @@ class Store:
                 each,
                 size,
                 self._index,
-                EvictionOrder(partial(policy, size), self.wanted),
+                EvictionOrder(partial(policy, size), self.wanted, Quota(int(size * quota)) if quota < 1.0 else None),
                 self.history,
                 self.counters,
                 clock,
