@@ -9,6 +9,7 @@ part of the chunks.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -107,17 +108,23 @@ class Tiers:
             return math.inf
         if not self.below and not any(arenas):
             return 0.0  # there is nowhere else
-        hit = [chunk for chunks in self._store.find(keys[:hits], shards, arenas) for chunk in chunks]
-        self._store.hold(hit)
-        try:
-            if any(arenas) and self.arenas is not None:
+        if any(arenas) and self.arenas is not None:
+            with self._holding(keys[:hits], shards, arenas):
                 if self._from_another_arena(keys[hits:], shards, arenas, transfer):
                     return math.inf
-                if self._copies.is_filled_here(missing, shards):
-                    return math.inf  # on its way to the first arena, and then on
-            return self._from_below(keys[hits:], shards, is_named, who, chunk_s)
+            if self._copies.is_filled_here(missing, shards):
+                return math.inf  # on its way to the first arena, and then on
+        return self._from_below(keys, hits, shards, arenas, is_named, who, chunk_s)
+
+    @contextlib.contextmanager
+    def _holding(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int]) -> Iterator[None]:
+        """These stay where they are while room is found for others."""
+        held = [chunk for chunks in self._store.find(keys, shards, arenas) for chunk in chunks]
+        self._store.hold(held)
+        try:
+            yield
         finally:
-            self._store.unhold(hit)
+            self._store.unhold(held)
 
     def _from_another_arena(
         self, keys: Sequence[bytes], shards: int, arenas: Sequence[int], transfer: str | None
@@ -144,15 +151,27 @@ class Tiers:
             ) and self._copies.is_filled_here(wanted[0], shards, arenas)
         return False
 
-    def _from_below(self, keys: Sequence[bytes], shards: int, is_named: bool, who: str, chunk_s: float) -> float:
-        found, patience_s = self._found(keys, shards, is_named, chunk_s)
+    def _from_below(
+        self,
+        keys: Sequence[bytes],
+        hits: int,
+        shards: int,
+        arenas: Sequence[int],
+        is_named: bool,
+        who: str,
+        chunk_s: float,
+    ) -> float:
+        found, patience_s = self._found(keys[hits:], shards, is_named, chunk_s)
         count = self._paying(found, shards, chunk_s)
         if count < len(found):
             self._counters["loads_not_worth"] += len(found) - count
-            self._probe(found[-1], shards, is_named)
+            with self._holding(keys[:hits] if self._may_probe(found[-1][1]) else (), shards, arenas):
+                self._probe(found[-1], shards, is_named)
         deadline = self._clock() + min(self._load_s, max(MIN_LOAD_S, LATE * count * chunk_s))
-        if count and self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
-            return math.inf
+        if count:
+            with self._holding(keys[:hits], shards, arenas):
+                if self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
+                    return math.inf
         return patience_s
 
     def _found(
@@ -227,11 +246,13 @@ class Tiers:
         seconds = rate.seconds(nbytes + self._copies.loading_bytes(tier.name))
         return seconds * MARGIN + LOAD_S if rate.is_known else 0.0
 
+    def _may_probe(self, tier: Tier) -> bool:
+        return self._clock() - self._probed_at.get(tier.name, -math.inf) >= PROBE_S
+
     def _probe(self, found: tuple[bytes, Tier, Held], shards: int, is_named: bool) -> None:
         """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
-        now, name = self._clock(), found[1].name
-        if now - self._probed_at.get(name, -math.inf) >= PROBE_S:
-            self._probed_at[name] = now
+        if self._may_probe(found[1]):
+            now = self._probed_at[found[1].name] = self._clock()
             self._load([found], shards, Priority.PREFETCH, now + self._load_s, is_named, "a look how fast the tier is")
 
     def _load(

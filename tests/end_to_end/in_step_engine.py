@@ -8,10 +8,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
 from cases import text
-from vllm import LLM, SamplingParams
 
 from pdx.client.api import connect
 from pdx.engine.worker import WorkerHalf
@@ -29,6 +26,9 @@ TURNS: dict[str, list[str]] = {
 
 
 def main() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
     model, address = sys.argv[1:]
     connector = {
         "kv_connector": "PdxConnector",
@@ -78,6 +78,9 @@ def main() -> None:
         if address != "plain":
             with connect(address, timeout_s=30) as node:
                 wait_until(lambda node=node: not (status := node.status()).leases and set(status.chunks) <= {"sealed"})
+    if address != "plain":
+        with connect(address, timeout_s=30) as node:  # faults are told with a heartbeat
+            wait_until(lambda: node.status().counters.get("degraded_load_failed"), what="the node is told")
     sys.stdout.write(json.dumps({"answers": answers, "told": told}) + "\n")
     sys.stdout.flush()
     os._exit(0)  # what vLLM leaves to be ended is not tested here

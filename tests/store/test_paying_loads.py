@@ -278,3 +278,19 @@ def test_the_node_is_no_stranger_to_its_own_probe(stage):
     assert chunk.writer == NODE
     stage.end_all()
     assert stage.store.find([key(1)], 1)
+
+
+@pytest.mark.parametrize("chunk_s", [0.05, 100.0])
+def test_what_was_hit_is_not_evicted_for_what_is_loaded_behind_it(tmp_path, chunk_s):
+    """Also not for a look how fast a tier is: the answer is about the hits."""
+    stage = Stage(tmp_path, granules=3)
+    stage.ns = 0
+    measured(stage, 100)
+    below(stage, [3])
+    stage.save([0, 1, 2])
+    stage.end_all()
+    ask(stage, [0, 1, 2, 3], chunk_s=chunk_s)
+    assert stage.hits([0, 1, 2]) == 3
+    assert stage.counters["loads_without_room"] == 1
+    stage.end_all()
+    stage.close()
