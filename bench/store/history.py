@@ -3,7 +3,11 @@
 Two engines, each with a node of its own: one loads what is known before its step, the other one while the step
 computes the rest, layer by layer (`load_in_step`). For each history and rest, in turns: a new prompt is computed, and
 then another rest behind its history is asked for. The figures are
-times to the first token. The last line is JSON.
+times to the first token.
+
+With `--disk FOLDER` there is one engine, whose node has little more memory than one prompt needs and keeps chunks
+there: a new prompt drives what was known out of memory, and then what is known comes from the disk. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -14,18 +18,20 @@ import json
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pdx.bench.breakdown.command import make_bed
 from pdx.bench.harness.ask import ask, completion, session
 from pdx.bench.harness.prompts import Prompts
 from pdx.bench.harness.report import SCRATCH, console, show_rows
+from pdx.bench.store.paying import counter
 from pdx.bench.systems.pdx import PdxWith
 from pdx.bench.systems.system import Running
 
 POINTS = ((1024, 128), (1024, 1024), (4096, 128), (4096, 1024), (4096, 4096))
 TURNS = 5
+KIB_PER_TOKEN = 64  # of the bench's own model
 PAUSE_S = 1.0  # what was computed is saved, and a heartbeat tells how fast that was
 SYSTEMS = {
     "before": PdxWith("before", "loads before the step", {"load_in_step": "never"}),
@@ -81,14 +87,79 @@ async def measure(urls: dict[str, str], served_name: str, points: list[tuple[int
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class DiskRow:
+    """Times to the first token in milliseconds, medians of the turns."""
+
+    history: int  # tokens
+    rest: int
+    computing_ms: float
+    from_disk_ms: float
+    times: float  # faster, in each turn
+    loaded: int  # chunks from the disk, of all turns
+
+
+async def measure_disk(
+    url: str, node: str, served_name: str, points: list[tuple[int, int]], turns: int
+) -> list[DiskRow]:
+    """A row for each point."""
+    prompts = Prompts(None)
+    rows: list[DiskRow] = []
+    async with session() as client:
+        number = 0
+
+        async def ttft(prompt: str) -> float:
+            nonlocal number
+            number += 1
+            found = (await ask(client, url, completion(served_name, prompt, 1), f"disk-{number}")).ttft_ms
+            await asyncio.sleep(2 * PAUSE_S)
+            return found
+
+        for history, rest in points:
+            names = [f"history {each}" for each in range(2)]
+            known = {name: str(prompts.make(history, name)) for name in names}
+            for name in names * 2:  # stored, and then loaded once: what was not measured is loaded
+                await ttft(known[name] + str(prompts.make(rest, f"before {number}")))
+            loaded = counter(node, "disk_loaded")
+            found: list[tuple[float, float]] = []
+            for turn in range(turns):
+                computing = await ttft(str(prompts.make(history + rest, f"new {turn}")))
+                found.append((computing, await ttft(known[names[turn % 2]] + str(prompts.make(rest, turn)))))
+            medians = [round(statistics.median(each), 1) for each in zip(*found, strict=True)]
+            times = round(statistics.median(computing / hit for computing, hit in found), 2)
+            rows.append(DiskRow(history, rest, medians[0], medians[1], times, counter(node, "disk_loaded") - loaded))
+            console.print(rows[-1])
+    return rows
+
+
+def run_disk(folder: str, points: list[tuple[int, int]], turns: int) -> None:
+    """Measure with one engine and a disk, and show the rows."""
+    bed = make_bed(
+        None, SCRATCH / "bench" / "history", ("--no-enable-prefix-caching",), longest=max(map(sum, points)), together=2
+    )
+    bed = replace(bed, arena=f"{max(map(sum, points)) * KIB_PER_TOKEN * 5 // 4}KiB")
+    system = PdxWith("disk", "with a disk", {}, ("--disk", folder))
+    running = system.start(bed)
+    try:
+        rows = asyncio.run(measure_disk(running.url, system.node, bed.served_name, points, turns))
+    finally:
+        running.close()
+    show_rows(rows, "Time to the first token where the beginning of a prompt is on a disk")
+    print(json.dumps({"bench": "history", "disk": True, "rows": [asdict(row) for row in rows]}))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, and show the rows."""
     parser = argparse.ArgumentParser(prog="python -m pdx.bench.store.history", description="Loads beside computing.")
     points = ",".join(f"{history}+{rest}" for history, rest in POINTS)
     parser.add_argument("--points", default=points, help="tokens of history and rest; default: %(default)s")
     parser.add_argument("--turns", type=int, default=TURNS, help="default: %(default)s")
+    parser.add_argument("--disk", default="", metavar="FOLDER", help="measure loads from there")
     chosen = parser.parse_args(arguments)
-    wanted = [tuple(map(int, each.split("+"))) for each in chosen.points.split(",")]
+    wanted = [(int(a), int(b)) for a, b in (each.split("+") for each in chosen.points.split(","))]
+    if chosen.disk:
+        run_disk(chosen.disk, wanted, chosen.turns)
+        return
     out = SCRATCH / "bench" / "history"
     longest = max(map(sum, wanted)) + 16
     bed = make_bed(None, out, ("--no-enable-prefix-caching",), longest=longest, together=2)
@@ -99,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
             undo.callback(running[name].close)
         urls = {name: each.url for name, each in running.items()}
         started = time.monotonic()
-        rows = asyncio.run(measure(urls, bed.served_name, [(a, b) for a, b in wanted], chosen.turns))
+        rows = asyncio.run(measure(urls, bed.served_name, wanted, chosen.turns))
         console.print(f"{time.monotonic() - started:.0f} s")
     show_rows(rows, "Time to the first token where the beginning of a prompt is known")
     print(json.dumps({"bench": "history", "rows": [asdict(row) for row in rows]}))

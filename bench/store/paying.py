@@ -117,11 +117,9 @@ class PdxWithRemote(PdxAlone):
     def __init__(self, port: int, options: tuple[str, ...]) -> None:
         super().__init__()
         self._options = (*options, "--remote", f"redis://127.0.0.1:{port}")
-        self.node = ""
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
         command = super().store_command(bed, ports)
-        self.node = command.url
         return replace(command, options=(*command.options, *self._options))
 
 
