@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from pdx.cli.counting import follow_in_background
 from pdx.cli.options import node_options, option
 from pdx.cli.tables import size, view
 from pdx.client.connection import Connection
@@ -96,7 +97,10 @@ def node(
         **others,
     }
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run(parse(NodeConfig, settings))
+    config = parse(NodeConfig, settings)
+    if config.disks:
+        follow_in_background(address)
+    run(config)
 
 
 def check_channels(channels: Sequence[str]) -> None:

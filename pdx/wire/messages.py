@@ -456,6 +456,9 @@ class ArenaStatus(msgspec.Struct, frozen=True):
     free_bytes: int
 
 
+COUNTING = "counting the files"  # the state of a disk whose index is not complete yet
+
+
 class TierStatus(msgspec.Struct, frozen=True):
     """One tier below the arenas. `used_bytes` count what is being written and removed, too; 0: not known, as of a store
     that others use as well. `state`: "ok", or what is the matter."""

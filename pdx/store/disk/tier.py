@@ -39,7 +39,7 @@ from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
-from pdx.wire.messages import TierStatus
+from pdx.wire.messages import COUNTING, TierStatus
 
 log = logging.getLogger("pdx.node")
 
@@ -184,7 +184,7 @@ class DiskTier(Tier):
         if self._clock() < self._paused_until:
             state = "paused: writes failed"
         elif not self.is_counted:
-            state = "counting the files" if self._is_scanning else "not readable"
+            state = COUNTING if self._is_scanning else "not readable"
         return TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
 
     # ---- the tier ---------------------------------------------------------------------------
