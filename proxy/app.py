@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import re
@@ -316,6 +317,7 @@ class Proxy:
             route=route,
             body=body,
             headers=headers,
+            session=_session(request.headers.get("X-Session-ID", "")),
             reply=reply,
             timeline=timeline,
             metrics=self._metrics,
@@ -404,6 +406,11 @@ async def serve(config: ProxyConfig) -> None:
 def _spared_files(num_engines: int) -> int:
     """Descriptors that are left for connections to so many engines: not all, where few files may be open."""
     return min(_FILES_PER_ENGINE * num_engines, descriptors.limit() // 4)
+
+
+def _session(name: str) -> str:
+    """What nodes and engines call the session: of one length, and not what a client may have put into its name."""
+    return hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest() if name else ""
 
 
 def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -244,6 +244,13 @@ def early_body(body: Body, *, transfer: str) -> Body:
     return {**body, "kv_transfer_params": params}
 
 
+def hinted(leg: Body, session: str) -> Body:
+    """A leg of a session, if it has one: the nodes keep its last request in mind for the next one."""
+    if not session:
+        return leg
+    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), "pdx_session": session}}
+
+
 def located(leg: Body, prefill_node: str) -> Body:
     """A decode leg for an engine of another node than `prefill_node`, where what does not arrive can be asked for."""
     return {**leg, "kv_transfer_params": {**leg["kv_transfer_params"], "prefill_node": prefill_node}}

@@ -30,7 +30,7 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.messages import Cancel, EngineReport, Explained, NodeReport, PeerEntry, PeerList, Prefilled, Why
+from pdx.wire.messages import Arriving, Cancel, EngineReport, Explained, NodeReport, PeerEntry, PeerList, Prefilled, Why
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -121,11 +121,15 @@ class Control:
         """Likewise: the prefill leg has answered, and nobody opens the transfer any more."""
         self._tell(Prefilled(transfer), nodes)
 
+    def arriving(self, session: str, nodes: Collection[str]) -> None:
+        """Likewise, where names are known: a request of this session comes to engines of theirs."""
+        self._tell(Arriving(session), {name for name in nodes if name})
+
     def ask_why(self, request: str) -> None:
         """Ask all nodes what they know of this request; `on_explained` hears of it."""
         self._send(messages.encode(Why(request)), list(self._peers))
 
-    def _tell(self, message: Cancel | Prefilled, nodes: Collection[str]) -> None:
+    def _tell(self, message: Arriving | Cancel | Prefilled, nodes: Collection[str]) -> None:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
         self._send(messages.encode(message), told)
 

@@ -41,6 +41,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     route: Route
     body: Body
     headers: Mapping[str, str]  # for the engines
+    session: str = ""  # as the nodes know it; empty: the client named none
     reply: Reply
     timeline: Timeline
     metrics: Metrics

@@ -125,6 +125,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return await self._fall_back(exchange, "no_prefiller")
         if pair.decoder.detached:
             return await self._fall_back(exchange, "detached")
+        if exchange.session:
+            self.control.arriving(exchange.session, {pair.prefiller.node, pair.decoder.node})
         self._note_unplaced(pair)
         with self.health.plan(pair.decoder.url) as exchange.booking:
             return await self._split(exchange, pair)
@@ -241,6 +243,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         leg = body.prefill_body(
             exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer, decode_node=pair.wire
         )
+        leg = body.hinted(leg, exchange.session)
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.told |= {pair.prefiller.node, pair.decoder.node}
         async with self.legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
@@ -369,7 +372,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             exchange.mark(Event.DECODE_SENT, engine)
             if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
-            payload = body.encode(self._located(exchange, leg(), engine))
+            payload = body.encode(body.hinted(self._located(exchange, leg(), engine), self._session(exchange, engine)))
             async with self.legs.post(
                 engine,
                 exchange.route,
@@ -426,6 +429,11 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
                     # The first engine had all its time; that is not counted.
                     give_up_at = self.health.clock() + _FAILOVER_S if failures == 1 else give_up_at
         raise failure or NoEngine("no engine is known")
+
+    @staticmethod
+    def _session(exchange: Exchange, engine: Engine) -> str:
+        """Only for engines that PDX is in: others may not take transfer parameters."""
+        return exchange.session if engine.node and not engine.detached else ""
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
         """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""

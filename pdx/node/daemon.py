@@ -37,6 +37,7 @@ from pdx.telemetry.clock import WakingClock
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
     Answer,
+    Arriving,
     Bye,
     Cancel,
     FromNode,
@@ -306,6 +307,8 @@ class Daemon:
         for message in self._proxy.receive():
             with self._faults.contain("a message of the proxy"):
                 match message:
+                    case Arriving(session):
+                        self.service.look_ahead.arriving(session)
                     case Cancel(transfer):
                         self.service.cancel(transfer, "the proxy")
                     case Prefilled(transfer):

@@ -1,4 +1,7 @@
-"""Requests that wait in engines' queues: their chunks are loaded ahead of their turn, and evicted last.
+"""Requests that wait in engines' queues, or are on their way: their chunks are loaded ahead, and evicted last.
+
+A proxy tells of a request before its engine has read it, and knows its session alone: what the session's last request
+used is what the next one begins with.
 
 Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with CachedAttention", ATC 2024,
 section 3.3: of the queue as many requests are looked at as there is room for.
@@ -7,21 +10,31 @@ section 3.3: of the queue as many requests are looked at as there is room for.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from pdx.node.sessions import Session
+from pdx.store.chunk import NODE
 from pdx.store.copy import Copy
+from pdx.store.deadlines import Deadlines
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
-from pdx.wire.messages import Expect
+from pdx.wire.messages import Admit, Expect
 
 SHARE = 0.5  # of the first arena, for what the queue wants
 MAX_REQUESTS = 4096  # of all queues together
 MAX_KEYS = 1 << 17
+MAX_SESSIONS = 4096  # whose last request is remembered
+ARRIVAL_S = 30.0  # a request that the proxy has told of comes by then
 SPARE = 64  # numbers of requests that are gone are tolerated up to so many, and as many again as there are
+
+
+def is_client(session: Session) -> bool:
+    """Whether its keys are names that say nothing of the bytes."""
+    return session.hello.kind == "client"
 
 
 class Expected(msgspec.Struct, eq=False):
@@ -37,13 +50,24 @@ class Expected(msgspec.Struct, eq=False):
     copies: list[Copy] = []
 
 
+class Last(msgspec.Struct, frozen=True):
+    """What the last request of a session asked for."""
+
+    keys: Sequence[bytes]
+    shards: int
+    arenas: Sequence[int]
+    is_named: bool
+
+
 class LookAhead:
     """All requests that engines have told of and that have not asked yet. Owned by the control loop.
 
     A call costs what it names; `turn` looks each request up once, and again when a remote store has answered.
     """
 
-    def __init__(self, store: Store, tiers: Tiers, counters: Counter[str]) -> None:
+    def __init__(
+        self, store: Store, tiers: Tiers, counters: Counter[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._store = store
         self._tiers = tiers
         self._counters = counters
@@ -54,6 +78,11 @@ class LookAhead:
         self._keys = 0
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
         self._nbytes = 0  # of all that were looked up
+        self._clock = clock
+        self._last: OrderedDict[str, Last] = OrderedDict()  # by session, the one that came last at the end
+        self._last_keys = 0  # of all of them
+        self._arrivals: Deadlines[str] = Deadlines()  # sessions of which a request is to come …
+        self._until: dict[str, float] = {}  # … and when that is over
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -62,18 +91,49 @@ class LookAhead:
         """A request of this session waits for its turn, or, without keys, does so no more; whether it is heeded."""
         if not ask.keys:
             return self._end(session.number, ask.request, is_over=True)
-        name = session.number, ask.request
-        full = len(self._expected) >= MAX_REQUESTS or self._keys + len(ask.keys) > MAX_KEYS
+        return self._add(session.number, ask.request, Last(ask.keys, ask.shards, arenas, is_client(session)))
+
+    def arriving(self, session: str) -> None:
+        """A request of this session is on its way, as the proxy says."""
+        last = self._last.get(session)
+        if last is not None and self._add(NODE, session, last):
+            self._counters["arrivals"] += 1
+            until = self._until[session] = self._clock() + ARRIVAL_S
+            self._arrivals.add((session,), until)
+
+    def came(self, session: Session, ask: Admit, arenas: Sequence[int]) -> None:
+        """A request of a session (`ask.hints`) asks for what it needs; the next one will need that, too."""
+        name = ask.hints.session
+        if self._end(NODE, name, is_over=False):
+            self._arrivals.discard(name, self._until.pop(name))
+        known = self._last.pop(name, None)
+        self._last_keys -= len(known.keys) if known is not None else 0
+        if len(ask.keys) > MAX_KEYS:
+            return
+        self._last[name] = Last(ask.keys, ask.shards, arenas, is_client(session))
+        self._last_keys += len(ask.keys)
+        while len(self._last) > MAX_SESSIONS or self._last_keys > MAX_KEYS:
+            self._last_keys -= len(self._last.popitem(last=False)[1].keys)
+
+    def tick(self) -> None:
+        """Give up what has not come in time."""
+        for session in self._arrivals.take(self._clock()):
+            del self._until[session]
+            self._end(NODE, session, is_over=True)
+
+    def _add(self, session: int, request: str, wanted: Last) -> bool:
+        name = session, request
+        full = len(self._expected) >= MAX_REQUESTS or self._keys + len(wanted.keys) > MAX_KEYS
         if full or name in self._expected:
             self._counters["expected_too_many"] += full
             return False
         self._numbers += 1
         expected = self._expected[name] = Expected(
-            ask.request, self._numbers, ask.keys, ask.shards, arenas, session.hello.kind == "client"
+            request, self._numbers, wanted.keys, wanted.shards, wanted.arenas, wanted.is_named
         )
         self._by_number[self._numbers] = expected
-        self._of_session.setdefault(session.number, {})[ask.request] = None
-        self._keys += len(ask.keys)
+        self._of_session.setdefault(session, {})[request] = None
+        self._keys += len(wanted.keys)
         self._store.want(expected.keys, expected.number)
         heapq.heappush(self._due, expected.number)
         return True

@@ -132,7 +132,7 @@ class Service:
         )
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post, self.counters)
-        self.look_ahead = LookAhead(self.store, self.tiers, self.counters)
+        self.look_ahead = LookAhead(self.store, self.tiers, self.counters, clock)
         self.admissions = Admissions(
             config,
             store=self.store,
@@ -268,6 +268,8 @@ class Service:
             self.copies.tick(self._clock())
         with self.faults.contain("what is stored ahead of its eviction"):
             self.tiers.storing.look_ahead()
+        with self.faults.contain("the deadlines of the look-ahead"):
+            self.look_ahead.tick()
         self.peers.tick()
 
     def turn(self) -> None:
@@ -313,6 +315,8 @@ class Service:
     def _admit(self, session: Session, ask: Admit) -> Answer | None:
         if ask.request:
             self.look_ahead.asks(session, ask.request)
+        if ask.hints.session and ask.lease_s:
+            self.look_ahead.came(session, ask, self.sessions.arenas(session, ask.shards))
         return self.admissions.ask(session, ask)
 
     def _expect(self, session: Session, ask: Expect) -> Answer:

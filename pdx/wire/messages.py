@@ -617,6 +617,13 @@ class PeerEntry(msgspec.Struct, array_like=True, frozen=True):
     public_key: PublicKey = ""
 
 
+class Arriving(Message, frozen=True):
+    """Proxy to the nodes of the engines that it has chosen: a request of this session (`Hints.session`) comes to them.
+    What the last one used is loaded ahead and evicted last."""
+
+    session: Annotated[str, Meta(min_length=1, max_length=64)]
+
+
 class PeerList(Message, frozen=True):
     """Proxy to nodes, whenever it changes: the nodes that report to it. Believed only as far as a node's own roster
     file allows; without one, for addresses on this host."""
@@ -632,7 +639,7 @@ class Prefilled(Message, frozen=True):
 
 
 ToProxy = NodeReport | Explained
-FromProxy = Cancel | PeerList | Prefilled | Why
+FromProxy = Arriving | Cancel | PeerList | Prefilled | Why
 
 
 _encoder = msgspec.msgpack.Encoder()

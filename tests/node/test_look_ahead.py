@@ -12,7 +12,7 @@ from pdx.node import look_ahead
 from pdx.node.service import Service
 from pdx.store.copy import Priority
 from pdx.store.tier import Grant, Held, Tier
-from pdx.wire.messages import MAX_SLOTS, VERSION, Admit, Bye, Expect, Fill, Hello
+from pdx.wire.messages import MAX_SLOTS, VERSION, Admit, Bye, Expect, Fill, Hello, Hints
 
 CHUNKS = 256  # as many as the smallest arena has
 HALF = CHUNKS // 2
@@ -71,11 +71,25 @@ class Below(Tier):
         return [int.from_bytes(job.parts[0].key, "big") for job in jobs]
 
 
+class Clock:
+    """Stands still until the test moves it."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
 @pytest.fixture
-def service(place):
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def service(place, clock):
     nbytes = CHUNKS * GRANULE_BYTES
     with Arena.create(place / "arena", nbytes + (1 << 20)) as arena:
-        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1)
+        made = Service(NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes), [arena], 1, clock)
         made.peers.turn = list
         made.below = Below(made.copies)
         made.tiers.below.append([made.below])
@@ -304,3 +318,91 @@ def test_each_request_is_looked_up_once(service, session):
     for number in range(50):
         expect(service, session, f"r{number}", [number])
     assert set(looked.values()) == {1}
+
+
+# ---- what the proxy tells of ----------------------------------------------------------------
+
+
+def asks(service, session, numbers, name, request="r"):
+    service.handle(session, Admit(keys(numbers), lease_s=1.0, request=request, hints=Hints(name)))
+    service.turn()
+
+
+def forget(service, numbers):
+    service.store.delete(keys(numbers))
+    service.below.keys |= set(keys(numbers))
+
+
+def arrives(service, name):
+    service.look_ahead.arriving(name)
+    service.turn()
+
+
+def test_what_the_last_request_of_a_session_used_is_loaded_when_the_next_one_arrives(service, session, clock):
+    put(service, session, range(4))
+    asks(service, session, range(4), "a session")
+    arrives(service, "another one")
+    assert len(service.look_ahead) == 0
+    forget(service, range(4))
+    arrives(service, "a session")
+    arrives(service, "a session")
+    assert load(service) == [0, 1, 2, 3]
+    assert service.counters["arrivals"] == 1
+    clock.now += 2  # the leases are over
+    service.tick()
+    put(service, session, range(1000, 1000 + CHUNKS - 4))
+    assert there(service, range(4)) == [0, 1, 2, 3], "they are evicted last"
+    asks(service, session, range(6), "a session")
+    assert len(service.look_ahead) == 0, "it has come"
+    clock.now += 2
+    service.tick()
+    put(service, session, range(2000, 2000 + CHUNKS))
+    assert there(service, range(4)) == []
+
+
+def test_a_request_that_does_not_come_is_given_up(service, session, clock):
+    put(service, session, range(4))
+    asks(service, session, range(4), "a session")
+    forget(service, range(4))
+    arrives(service, "a session")
+    clock.now += look_ahead.ARRIVAL_S - 1
+    service.tick()
+    assert len(service.look_ahead) == 1
+    clock.now += 1
+    service.tick()
+    assert len(service.look_ahead) == 0
+    assert service.counters["prefetches_cancelled"] == 1
+    service.below.end()
+    service.turn()
+
+
+def test_an_arrival_has_its_own_time(service, session, clock):
+    put(service, session, range(2))
+    asks(service, session, range(2), "a session")
+    arrives(service, "a session")
+    clock.now += 20
+    asks(service, session, range(2), "a session")
+    arrives(service, "a session")
+    clock.now += look_ahead.ARRIVAL_S - 10
+    service.tick()
+    assert len(service.look_ahead) == 1, "that of the one before it is over"
+    clock.now += 10
+    service.tick()
+    assert len(service.look_ahead) == 0
+
+
+def test_sessions_that_came_last_are_remembered(service, session, monkeypatch):
+    monkeypatch.setattr(look_ahead, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(look_ahead, "MAX_KEYS", 10)
+    for name in "abcd":
+        asks(service, session, range(2), name)
+    asks(service, session, range(4), "b")
+    asks(service, session, range(5), "e")
+    asks(service, session, range(11), "f")
+
+    def is_known(name):
+        arrives(service, name)
+        return len(service.look_ahead) > 0 and not asks(service, session, range(1), name, "")
+
+    assert [name for name in "acdf" if is_known(name)] == []
+    assert is_known("b")

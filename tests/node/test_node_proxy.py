@@ -14,11 +14,13 @@ from pdx.wire.messages import (
     Abort,
     Admit,
     Admitted,
+    Arriving,
     Bye,
     Cancel,
     Delete,
     EngineFacts,
     Fill,
+    Hints,
     Mark,
     Ping,
     Prefilled,
@@ -223,3 +225,15 @@ def test_an_engine_on_all_interfaces_is_told_where_its_node_is(node, proxy, atta
         "any": "http://127.0.0.1:8100",
         "one": "http://10.0.0.7:8100",
     }
+
+
+def test_the_node_heeds_a_session_that_the_proxy_tells_of(node, proxy, attach):
+    client = attach(node)
+    proxy.report()
+    ask = Admit([KEY], lease_s=1.0, request="first", hints=Hints("a session"))
+    client.ask(ask)
+    before = client.status().counters.get("arrivals", 0)
+    proxy.send(encode(Arriving("another session")))
+    proxy.send(encode(Arriving("a session")))
+    wait_until(lambda: client.status().counters.get("arrivals", 0) == before + 1, what="the node has heard")
+    client.ask(ask)

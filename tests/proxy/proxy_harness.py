@@ -73,6 +73,10 @@ class Node:
         """The transfer named by the next Prefilled."""
         return (await self._next(messages.Prefilled)).transfer
 
+    async def arriving(self):
+        """The session named by the next Arriving."""
+        return (await self._next(messages.Arriving)).session
+
     async def peers(self):
         """The names and addresses in the next PeerList."""
         return {peer.name: peer.address for peer in (await self._next(messages.PeerList)).peers}
@@ -154,7 +158,8 @@ def settle_with(control, engines):
 
     def told(message, nodes):
         tell(message, nodes)
-        settled[message.transfer].set()
+        if not isinstance(message, messages.Arriving):
+            settled[message.transfer].set()
 
     control._tell = told
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from proxy_harness import FORWARDED, HALF, cluster, run, until, within
 
+from pdx.proxy.app import _session
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.messages import MarkReport
@@ -319,5 +320,52 @@ def test_moments_of_another_host_are_told_by_this_hosts_clock():
             at_ns = {each["event"]: each["at_ns"] for each in (await made.timeline(transfer))["moments"]}
             assert before_ns <= at_ns["pushed"] + far_ns - 10**6 <= after_ns
             assert at_ns["landed"] == 10**6
+
+    run(main)
+
+
+# ---- sessions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+def test_the_nodes_of_both_engines_hear_of_a_session_before_its_legs_and_the_legs_name_it(request_kind):
+    async def main():
+        async with cluster(**PATIENT) as made:
+            await place(made, "one", "two")
+            path, body = REQUESTS[request_kind]
+            one, two = made._others
+            long = "of a client, 🙂 " * 50
+            told = set()
+            for name in ("a", "a", long):
+                status, *_ = await made.post(path, body, headers={"X-Session-ID": name})
+                assert status == 200
+                session = await one.arriving()
+                assert await two.arriving() == session
+                assert len(session) == 32
+                for engine in (made.prefill, made.decode):
+                    assert engine.bodies[-1]["kv_transfer_params"]["pdx_session"] == session
+                told.add(session)
+            assert len(told) == 2, "one for each name"
+            assert (await made.post(path, body))[0] == 200
+            assert "pdx_session" not in made.prefill.bodies[-1]["kv_transfer_params"]
+
+    run(main)
+
+
+def test_a_session_may_have_any_name():
+    names = ["a", "\udcff\udcfe", "x" * 8000]
+    assert len({_session(name) for name in names}) == 3
+    assert _session("") == ""
+
+
+def test_an_engine_without_a_node_is_told_of_no_session():
+    async def main():
+        async with cluster(**PATIENT) as made:
+            await place(made, "one", "")
+            status, *_ = await made.post(COMPLETIONS, {**BODY, "max_tokens": 1}, headers={"X-Session-ID": "a"})
+            assert status == 200
+            bodies = [*made.prefill.bodies, *made.decode.bodies]
+            assert all("pdx_session" not in (body.get("kv_transfer_params") or {}) for body in made.decode.bodies)
+            assert bodies
 
     run(main)

@@ -44,6 +44,7 @@ DECODERS = {
     Cancel: decode_from_proxy,
     PeerList: decode_from_proxy,
     Prefilled: decode_from_proxy,
+    messages.Arriving: decode_from_proxy,
 }
 BODIES = [*msgspec.inspect.type_info(messages.Ask).types, *msgspec.inspect.type_info(messages.Answer).types]
 UNBOUNDED = {"NodeStatus", "AttachedStatus"}  # only a node makes these, only its own user's tools read them
@@ -91,7 +92,7 @@ def test_a_client_refuses_every_value_out_of_bounds(kind):
         refuse_all(kind, lambda body: [1, body], decode_from_node)
 
 
-@pytest.mark.parametrize("kind", [NodeReport, Cancel, PeerList, Prefilled])
+@pytest.mark.parametrize("kind", [NodeReport, Cancel, PeerList, Prefilled, messages.Arriving])
 def test_node_and_proxy_refuse_every_value_out_of_bounds(kind):
     assert refuse_all(inspect.type_info(kind), lambda body: body, DECODERS[kind])
 
