@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdx.engine.plan import WorkerNews
 from pdx.engine.request import parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
 from pdx.memory.layout import KvLayout
@@ -578,7 +579,7 @@ def test_the_other_children_of_a_connector_get_nothing_that_they_do_not_know(
 def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
     folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "WorkerHalf", Mock())
+    monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=Mock(take_news=lambda: None)))
     monkeypatch.setattr(connector, "SchedulerHalf", Mock())
     worker = connector_of(folder, KVConnectorRole.WORKER)
     assert worker.build_connector_worker_meta() is None
@@ -594,6 +595,26 @@ def test_a_worker_half_that_is_off_switches_the_scheduler_half_off(
     worker.bind_connector_metadata(scheduler.build_connector_meta(None))
     assert worker.build_connector_worker_meta() is None
     assert not scheduler.has_pending_push_work()
+
+
+def test_an_in_step_load_is_no_asynchronous_one_and_its_end_is_told_by_the_workers(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = Mock(matched_tokens=lambda request, local: 256, is_in_step=lambda name: name == "in step")
+    news = [WorkerNews(["in step"], waits=True), WorkerNews(["in step"])]
+    monkeypatch.setattr(connector, "WorkerHalf", Mock(return_value=Mock(take_news=Mock(side_effect=[*news, None]))))
+    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=half))
+    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
+    assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="in step"), 0) == (256, False)
+    assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="before"), 0) == (256, True)
+    worker = connector_of(folder, KVConnectorRole.WORKER)
+    told = worker.build_connector_worker_meta().aggregate(worker.build_connector_worker_meta())
+    assert worker.build_connector_worker_meta() is None, "a step that changes nothing is not told of"
+    told = pickle.loads(pickle.dumps(told))  # as it comes from the processes of several workers
+    output = SimpleNamespace(kv_connector_worker_meta=told, finished_recving=None, invalid_block_ids={3})
+    scheduler.update_connector_output(output)
+    assert half.method_calls[-2:] == [call.not_loaded({3}), call.heard(news)], "what failed is known first"
+    assert not scheduler.scheduler.is_off
 
 
 # ---- the log ----------------------------------------------------------------------------------
