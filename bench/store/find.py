@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from pdx.bench.harness.report import Figure, at_most, plain, publish
-from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.memory.arena import GRANULE_BYTES, TABLE_BYTES, Arena
 from pdx.store.store import Claim, Store
 
 KEYS = 512
@@ -30,7 +30,7 @@ class Bed:
     def __init__(self, folder: Path, chunks: int) -> None:
         path, nbytes = folder / str(chunks), chunks * GRANULE_BYTES
         with path.open("wb") as file:
-            file.truncate(nbytes + chunks * 8)  # sparse
+            file.truncate(nbytes + chunks * TABLE_BYTES)  # sparse
         self.arena = Arena(path, nbytes, writable_generations=True)
         self.store = Store(self.arena)
         self.keys: list[bytes] = []

@@ -28,6 +28,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14: map all pages now instead of at the fir
 _POPULATE_BYTES = 64 << 20
 _GENERATION_BYTES = 8
 _FILLED_BYTES = 2
+TABLE_BYTES = _GENERATION_BYTES + _FILLED_BYTES  # of the file, for each granule
 NEVER = (1 << 16) - 1  # stands for the number of filled slices where the others will never be
 _FILL_GENERATIONS = 1 << 17
 LAST_GENERATION = (1 << 63) - 1  # the next one is 0: a message can carry no more
@@ -77,7 +78,7 @@ class Arena:
         self.nbytes = nbytes
         total = self._file_bytes(nbytes)
         generation_bytes = nbytes // GRANULE_BYTES * _GENERATION_BYTES
-        table_bytes = nbytes // GRANULE_BYTES * (_GENERATION_BYTES + _FILLED_BYTES)
+        table_bytes = nbytes // GRANULE_BYTES * TABLE_BYTES
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(fd).st_size != total:
@@ -97,7 +98,7 @@ class Arena:
 
     @classmethod
     def _file_bytes(cls, nbytes: int) -> int:
-        table_bytes = nbytes // GRANULE_BYTES * (_GENERATION_BYTES + _FILLED_BYTES)
+        table_bytes = nbytes // GRANULE_BYTES * TABLE_BYTES
         return (nbytes if cls._has_data_in_file else 0) + table_bytes
 
     @classmethod

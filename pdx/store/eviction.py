@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pdx.store.chunk import Chunk
 from pdx.store.policies.policy import EvictionPolicy
@@ -50,22 +50,17 @@ class EvictionOrder:
         """
         if chunk.is_in_order:
             return
-        over: list[Chunk] = []
+        over = None
         if self._quota is not None and not chunk.keeps_place:  # else it was not used
             over = self._quota.use(chunk, before)
             chunk.is_over = False
             for each in over:
                 each.is_over = True
-        level = OVER if chunk.is_over else ENDS if goes_first else chunk.hints.priority
+        level = ENDS if goes_first else chunk.hints.priority
+        if chunk.is_over:
+            level = OVER
         if chunk.key in self._wanted:
             level = WANTED
-        self._insert(chunk, before, level)
-        for each in over:
-            if each.is_in_order and each is not chunk and each.level != WANTED:
-                self.hold(each)
-                self._insert(each, None, OVER)
-
-    def _insert(self, chunk: Chunk, before: Chunk | None, level: int) -> None:
         if level != chunk.level:
             self.hold(chunk)
             self._leave(chunk)
@@ -77,19 +72,33 @@ class EvictionOrder:
             policy.insert(chunk, before if before is not None and before.level == level else None)
         chunk.is_in_order = True
         self.nbytes += chunk.room_bytes
+        if over:
+            self._go_first([each for each in over if each is not chunk])
+
+    def _go_first(self, chunks: Iterable[Chunk]) -> None:
+        """These are over their quota from now on."""
+        for chunk in chunks:
+            if chunk.is_in_order and chunk.level != WANTED:
+                self._levels[chunk.level].hold(chunk)
+                self._leave(chunk)
+                chunk.level = OVER
+                (self._levels.get(OVER) or self._new_level(OVER)).insert(chunk, None)
 
     def hold(self, chunk: Chunk, *, is_use: bool = False, keeps_place: bool = False) -> None:
         """The chunk may not be evicted for now: it is read or pinned. `is_use`: a request has found it.
 
         `keeps_place`: when it is inserted again, without another `hold` before that, all is as if nothing had been.
         """
-        is_known = chunk.is_in_order or chunk.keeps_place
         if chunk.is_in_order:
             chunk.is_in_order = False
             self.nbytes -= chunk.room_bytes
-        if is_known and not keeps_place:
+            if keeps_place:
+                chunk.keeps_place = True
+            else:
+                self._levels[chunk.level].hold(chunk)
+        elif chunk.keeps_place and not keeps_place:
+            chunk.keeps_place = False
             self._levels[chunk.level].hold(chunk)
-        chunk.keeps_place = is_known and keeps_place
         if is_use and self._heeds_uses and chunk.level in self._levels:
             self._levels[chunk.level].access(chunk)
 
