@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pdx.bench.harness.interrupts import Steps
 from pdx.bench.harness.timing import spread_ms
+from pdx.bench.store import find, tiers
 from pdx.bench.store import run as store_run
-from pdx.bench.store import tiers
 from pdx.bench.store.engine_memory import SMALLEST, EngineMemory, Load
 from pdx.bench.store.run import Settings, StoreRun
 from pdx.bench.store.tiers import OwnArena, Stopwatch, Tier
@@ -199,3 +199,11 @@ def test_a_spread_is_within_its_samples(samples: list[float]) -> None:
     found = spread_ms(samples)
     assert min(samples) - 1e-3 <= found.p50_ms <= found.p99_ms + 1e-3 <= max(samples) + 2e-3
     assert found.count == len(samples)
+
+
+def test_the_bench_of_finding_fills_a_store_and_finds_in_it(tmp_path: Path) -> None:
+    bed = find.Bed(tmp_path, 2 * find.KEYS)
+    try:
+        assert bed.find_ms() > 0
+    finally:
+        bed.arena.close()
