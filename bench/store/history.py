@@ -2,8 +2,7 @@
 
 Two engines, each with a node of its own: one loads what is known before its step, the other one while the step
 computes the rest, layer by layer (`load_in_step`). For each history and rest, in turns: a new prompt is computed, and
-then another rest behind its history is asked for. The figures are
-times to the first token.
+then another rest behind its history is asked for. The figures are times to the first token.
 
 With `--disk FOLDER` there is one engine, whose node has little more memory than one prompt needs and keeps chunks
 there: a new prompt drives what was known out of memory, and then what is known comes from the disk. The last line is

@@ -30,9 +30,8 @@ from pdx.bench.breakdown.command import make_bed
 from pdx.bench.harness.ask import ask, completion, session
 from pdx.bench.harness.prompts import Prompts
 from pdx.bench.harness.report import SCRATCH, console, show_rows
-from pdx.bench.systems.baselines import Ports
-from pdx.bench.systems.pdx import PdxAlone
-from pdx.bench.systems.system import Bed, Command
+from pdx.bench.systems.pdx import PdxWith
+from pdx.bench.systems.system import Bed
 from pdx.cli.ports import free_ports
 from pdx.client.api import connect
 
@@ -111,18 +110,6 @@ def redis(folder: Path) -> Iterator[int]:
             process.terminate()
 
 
-class PdxWithRemote(PdxAlone):
-    """One engine, its node, and a remote store at this port."""
-
-    def __init__(self, port: int, options: tuple[str, ...]) -> None:
-        super().__init__()
-        self._options = (*options, "--remote", f"redis://127.0.0.1:{port}")
-
-    def store_command(self, bed: Bed, ports: Ports) -> Command:
-        command = super().store_command(bed, ports)
-        return replace(command, options=(*command.options, *self._options))
-
-
 def counter(node: str, name: str) -> int:
     with connect(node, timeout_s=10.0) as attached:
         return attached.status().counters.get(name, 0)
@@ -182,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     bed = replace(bed, arena=chosen.arena)
     with tempfile.TemporaryDirectory() as folder, redis(Path(folder)) as port:
         relay = Relay(port)
-        system = PdxWithRemote(relay.port, ())
+        system = PdxWith("remote", "with a remote store", {}, ("--remote", f"redis://127.0.0.1:{relay.port}"))
         running = system.start(bed)
         try:
             rates = tuple(float(rate) * 1e6 for rate in chosen.mb_s.split(","))

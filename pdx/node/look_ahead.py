@@ -10,6 +10,7 @@ section 3.3: of the queue as many requests are looked at as there is room for.
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -32,31 +33,29 @@ ARRIVAL_S = 30.0  # a request that the proxy has told of comes by then
 SPARE = 64  # numbers of requests that are gone are tolerated up to so many, and as many again as there are
 
 
-def is_client(session: Session) -> bool:
-    """Whether its keys are names that say nothing of the bytes."""
-    return session.hello.kind == "client"
+class Wanted(msgspec.Struct, frozen=True):
+    """What a request will ask for, or the last one of a session has asked for."""
 
-
-class Expected(msgspec.Struct, eq=False):
-    """One request in a queue."""
-
-    request: str
-    number: int  # its place in the order in which they came
     keys: Sequence[bytes]
     shards: int
     arenas: Sequence[int]
     is_named: bool  # the keys are a client's names
+
+    @classmethod
+    def of(cls, session: Session, ask: Admit | Expect, arenas: Sequence[int]) -> Wanted:
+        """What this session says."""
+        return cls(ask.keys, ask.shards, arenas, session.hello.kind == "client")
+
+
+class Expected(msgspec.Struct, eq=False):
+    """One request in a queue, or on its way."""
+
+    request: str
+    number: int  # its place in the order in which they came
+    wanted: Wanted
+    until: float  # then it is given up
     nbytes: int = 0  # of its chunks that were here, or were being loaded, when that was looked up
     copies: list[Copy] = []
-
-
-class Last(msgspec.Struct, frozen=True):
-    """What the last request of a session asked for."""
-
-    keys: Sequence[bytes]
-    shards: int
-    arenas: Sequence[int]
-    is_named: bool
 
 
 class LookAhead:
@@ -79,10 +78,9 @@ class LookAhead:
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
         self._nbytes = 0  # of all that were looked up
         self._clock = clock
-        self._last: OrderedDict[str, Last] = OrderedDict()  # by session, the one that came last at the end
+        self._last: OrderedDict[str, Wanted] = OrderedDict()  # by session, the one that came last at the end
         self._last_keys = 0  # of all of them
-        self._arrivals: Deadlines[str] = Deadlines()  # sessions of which a request is to come …
-        self._until: dict[str, float] = {}  # … and when that is over
+        self._arrivals: Deadlines[str] = Deadlines()  # sessions of which a request is to come
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -91,26 +89,25 @@ class LookAhead:
         """A request of this session waits for its turn, or, without keys, does so no more; whether it is heeded."""
         if not ask.keys:
             return self._end(session.number, ask.request, is_over=True)
-        return self._add(session.number, ask.request, Last(ask.keys, ask.shards, arenas, is_client(session)))
+        return self._add(session.number, ask.request, Wanted.of(session, ask, arenas))
 
     def arriving(self, session: str) -> None:
         """A request of this session is on its way, as the proxy says."""
         last = self._last.get(session)
-        if last is not None and self._add(NODE, session, last):
+        until = self._clock() + ARRIVAL_S
+        if last is not None and self._add(NODE, session, last, until):
             self._counters["arrivals"] += 1
-            until = self._until[session] = self._clock() + ARRIVAL_S
             self._arrivals.add((session,), until)
 
     def came(self, session: Session, ask: Admit, arenas: Sequence[int]) -> None:
         """A request of a session (`ask.hints`) asks for what it needs; the next one will need that, too."""
         name = ask.hints.session
-        if self._end(NODE, name, is_over=False):
-            self._arrivals.discard(name, self._until.pop(name))
+        self._end(NODE, name, is_over=False)
         known = self._last.pop(name, None)
         self._last_keys -= len(known.keys) if known is not None else 0
         if len(ask.keys) > MAX_KEYS:
             return
-        self._last[name] = Last(ask.keys, ask.shards, arenas, is_client(session))
+        self._last[name] = Wanted.of(session, ask, arenas)
         self._last_keys += len(ask.keys)
         while len(self._last) > MAX_SESSIONS or self._last_keys > MAX_KEYS:
             self._last_keys -= len(self._last.popitem(last=False)[1].keys)
@@ -118,23 +115,20 @@ class LookAhead:
     def tick(self) -> None:
         """Give up what has not come in time."""
         for session in self._arrivals.take(self._clock()):
-            del self._until[session]
             self._end(NODE, session, is_over=True)
 
-    def _add(self, session: int, request: str, wanted: Last) -> bool:
+    def _add(self, session: int, request: str, wanted: Wanted, until: float = math.inf) -> bool:
         name = session, request
         full = len(self._expected) >= MAX_REQUESTS or self._keys + len(wanted.keys) > MAX_KEYS
         if full or name in self._expected:
             self._counters["expected_too_many"] += full
             return False
         self._numbers += 1
-        expected = self._expected[name] = Expected(
-            request, self._numbers, wanted.keys, wanted.shards, wanted.arenas, wanted.is_named
-        )
+        expected = self._expected[name] = Expected(request, self._numbers, wanted, until)
         self._by_number[self._numbers] = expected
         self._of_session.setdefault(session, {})[request] = None
         self._keys += len(wanted.keys)
-        self._store.want(expected.keys, expected.number)
+        self._store.want(wanted.keys, expected.number)
         heapq.heappush(self._due, expected.number)
         return True
 
@@ -156,8 +150,9 @@ class LookAhead:
         del of_session[request]
         if not of_session:
             del self._of_session[session]
-        self._keys -= len(expected.keys)
-        self._store.want_no_more(expected.keys, expected.number)
+        self._arrivals.discard(request, expected.until)
+        self._keys -= len(expected.wanted.keys)
+        self._store.want_no_more(expected.wanted.keys, expected.number)
         if is_over:
             self._counters["prefetches_cancelled"] += self._tiers.give_up(expected.copies)
         self._nbytes -= expected.nbytes
@@ -181,15 +176,16 @@ class LookAhead:
                 self._nbytes += expected.nbytes
 
     def _look_up(self, expected: Expected, room_bytes: int) -> None:
-        hits = self._store.find(expected.keys, expected.shards, expected.arenas)
+        wanted = expected.wanted
+        hits = self._store.find(wanted.keys, wanted.shards, wanted.arenas)
         expected.nbytes = sum(chunk.room_bytes for chunks in hits for chunk in chunks)
-        if any(expected.arenas) or len(hits) == len(expected.keys):
+        if any(wanted.arenas) or len(hits) == len(wanted.keys):
             return
         copies = self._tiers.prefetch(
-            expected.keys[len(hits) :],
-            expected.shards,
+            wanted.keys[len(hits) :],
+            wanted.shards,
             room_bytes - expected.nbytes,
-            is_named=expected.is_named,
+            is_named=wanted.is_named,
             who=f"request {expected.request}, ahead of its turn",
         )
         expected.copies += copies

@@ -73,12 +73,12 @@ class EvictionOrder:
         chunk.is_in_order = True
         self.nbytes += chunk.room_bytes
         if over:
-            self._go_first([each for each in over if each is not chunk])
+            self._go_first(over)
 
     def _go_first(self, chunks: Iterable[Chunk]) -> None:
         """These are over their quota from now on."""
         for chunk in chunks:
-            if chunk.is_in_order and chunk.level != WANTED:
+            if chunk.is_in_order and chunk.level not in (OVER, WANTED):
                 self._levels[chunk.level].hold(chunk)
                 self._leave(chunk)
                 chunk.level = OVER

@@ -99,7 +99,7 @@ class Storing:
 
     def turn(self) -> None:
         """Store what is to be stored, as far as the tiers keep up. To be called after each turn of the control loop."""
-        if self._choice == "write-back" and self._evicted != self._store.counters["evicted"]:
+        if self._evicted != self._store.counters["evicted"]:
             self.look_ahead()
         full: set[Tier] = set()  # what waits for room there is not overtaken by others
         for name in list(self._sealed):
@@ -114,8 +114,8 @@ class Storing:
 
     def look_ahead(self) -> None:
         """Store what will be evicted next. To be called a few times a second; after evictions `turn` does."""
+        self._evicted = self._store.counters["evicted"]
         if self._choice == "write-back":
-            self._evicted = self._store.counters["evicted"]
             for pool in self._store.pools:
                 for chunk in self._next_victims(pool):
                     self._wait(chunk, self._next(chunk))

@@ -165,8 +165,7 @@ class Tiers:
         count = self._paying(found, shards, chunk_s)
         if count < len(found):
             self._counters["loads_not_worth"] += len(found) - count
-            with self._holding(keys[:hits] if self._may_probe(found[-1][1]) else (), shards, arenas):
-                self._probe(found[-1], shards, is_named)
+            self._probe(found[-1], keys[:hits], shards, arenas, is_named)
         deadline = self._clock() + min(self._load_s, max(MIN_LOAD_S, LATE * count * chunk_s))
         if count:
             with self._holding(keys[:hits], shards, arenas):
@@ -246,14 +245,21 @@ class Tiers:
         seconds = rate.seconds(nbytes + self._copies.loading_bytes(tier.name))
         return seconds * MARGIN + LOAD_S if rate.is_known else 0.0
 
-    def _may_probe(self, tier: Tier) -> bool:
-        return self._clock() - self._probed_at.get(tier.name, -math.inf) >= PROBE_S
-
-    def _probe(self, found: tuple[bytes, Tier, Held], shards: int, is_named: bool) -> None:
+    def _probe(
+        self,
+        found: tuple[bytes, Tier, Held],
+        hits: Sequence[bytes],
+        shards: int,
+        arenas: Sequence[int],
+        is_named: bool,
+    ) -> None:
         """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
-        if self._may_probe(found[1]):
-            now = self._probed_at[found[1].name] = self._clock()
-            self._load([found], shards, Priority.PREFETCH, now + self._load_s, is_named, "a look how fast the tier is")
+        now, name = self._clock(), found[1].name
+        if now - self._probed_at.get(name, -math.inf) >= PROBE_S:
+            self._probed_at[name] = now
+            with self._holding(hits, shards, arenas):
+                deadline, who = now + self._load_s, "a look how fast the tier is"
+                self._load([found], shards, Priority.PREFETCH, deadline, is_named, who)
 
     def _load(
         self,
