@@ -37,12 +37,14 @@ MAX_TRANSFER_S = 600.0
 
 
 class Waiter(msgspec.Struct, frozen=True):
-    """One question: the message `seq` of a session; `hits` keys of it were found when somebody looked last."""
+    """One question: the message `seq` of a session; `hits` keys of it were found when somebody looked last, and `key`
+    may come next."""
 
     session: Session
     seq: int
     ask: Admit
     hits: int
+    key: bytes
     since: float
     deadline: float
     load_s: float = 0.0  # it is answered so long before the last slice is filled
@@ -50,13 +52,14 @@ class Waiter(msgspec.Struct, frozen=True):
     @property
     def topics(self) -> tuple[Hashable, ...]:
         """What may change the answer: the next chunk, the transfer, and the fetch from a peer."""
-        return self.ask.keys[self.hits], self.ask.transfer, ("fetch", self.ask.keys[self.ask.sought - 1])
+        return self.key, self.ask.transfer, ("fetch", self.ask.keys[self.ask.sought - 1])
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """There may be more than these hits, which is worth so many seconds of waiting."""
+    """There may be more than these hits: `key` comes next, which is worth so many seconds of waiting."""
 
     hits: int
+    key: bytes
     seconds: float
 
 
@@ -180,7 +183,7 @@ class Admissions:
         now = self._clock()
         deadline = now + min(ask.wait_s, answer.seconds)
         load_s = self._load_s(session, ask)
-        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, now, deadline, load_s))
+        self._waiting.add(Waiter(session, session.last_seq, ask, answer.hits, answer.key, now, deadline, load_s))
         return None
 
     @staticmethod
@@ -234,15 +237,11 @@ class Admissions:
         ask = waiter.ask
         arenas = self._sessions.arenas(waiter.session, ask.shards)
         hits = waiter.hits + len(self._store.find(itertools.islice(ask.keys, waiter.hits, None), ask.shards, arenas))
-        patience_s = 0.0
-        if now < waiter.deadline and hits < ask.sought:
-            patience_s = self._may_come(waiter.session, ask, hits, arenas)
-        if patience_s:
-            early = self._early(waiter.session, ask, arenas)
-            if not early:
-                deadline = min(waiter.deadline, now + patience_s)
-                self._waiting.add(msgspec.structs.replace(waiter, hits=hits, deadline=deadline))
-                return None
+        more = self._more(waiter.session, ask, hits, arenas) if now < waiter.deadline else None
+        if more is not None and not self._early(waiter.session, ask, arenas):
+            deadline = min(waiter.deadline, now + more.seconds)
+            self._waiting.add(msgspec.structs.replace(waiter, hits=hits, key=more.key, deadline=deadline))
+            return None
         answer = self._look(waiter.session, ask, now - waiter.since)
         return Admitted(answer.hits, waiting=True) if isinstance(answer, Patience) else answer
 
@@ -251,13 +250,15 @@ class Admissions:
         hits = self._store.find(ask.keys, ask.shards, arenas)
         chunks = [chunk for shards in hits for chunk in shards]
         early: list[tuple[Chunk, ...]] = []
-        if len(hits) < ask.sought and (patience_s := self._may_come(session, ask, len(hits), arenas)):
+        if (more := self._more(session, ask, len(hits), arenas)) is not None:
             early = self._early(session, ask, arenas)
             if not early:
                 self._store.refresh(chunks)
-                return Patience(len(hits), patience_s)
+                return more
             hits, chunks = early, [chunk for shards in early for chunk in shards]
             self._counters["early_answers"] += 1
+        if ask.blocks:
+            self._tell_names(ask, hits)
         part, part_blocks = self._part(ask, len(hits), arenas)
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
@@ -315,12 +316,20 @@ class Admissions:
 
     def _part(self, ask: Admit, hits: int, arenas: Sequence[int]) -> tuple[Sequence[Chunk], int]:
         """The chunk behind the hits that has the most of the prompt's next blocks, in every shard, and how many."""
-        width = ask.chunk_blocks * KEY_BYTES
-        names = ask.blocks[hits * width : (hits + 1) * width]
+        names = ask.names(hits)
         if not (names and ask.lease_s):
             return (), 0
-        found = self._store.part(ask.keys[hits - 1] if hits else ask.parent, names, ask.shards, arenas)
+        found = self._store.part(ask.before(hits), names, ask.shards, arenas)
         return found if found is not None else ((), 0)
+
+    def _tell_names(self, ask: Admit, hits: Sequence[tuple[Chunk, ...]]) -> None:
+        """What has come from elsewhere does not say what its blocks are."""
+        for at, chunks in enumerate(hits):
+            names = b"" if chunks[0].blocks else ask.names(at)
+            if names and len(names) == ask.chunk_blocks * KEY_BYTES:
+                self._store.name(chunks, ask.before(at), names)
+                if chunks[0].is_stored:
+                    self._tiers.name(chunks[0])
 
     def _end_lease(self, lease: int, session: Session) -> None:
         if lease:
@@ -352,7 +361,7 @@ class Admissions:
                 tail_nbytes=ask.tail_nbytes if end == len(ask.keys) else 0,
                 blocks=ask.blocks[hits * width :],
                 chunk_blocks=ask.chunk_blocks,
-                parent=ask.keys[hits - 1] if hits else ask.parent,
+                parent=ask.before(hits),
                 partial=ask.partial,
                 is_named=session.hello.kind == "client",
                 transfer=ask.writes,
@@ -392,6 +401,28 @@ class Admissions:
             counted(log, self._counters, "push_impossible", "%s", error)  # a wrong name comes with every request
             return False
         return True
+
+    def _more(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> Patience | None:
+        """What may still come behind these hits: whole chunks first."""
+        if hits < ask.sought and (seconds := self._may_come(session, ask, hits, arenas)):
+            return Patience(hits, ask.keys[hits], seconds)
+        return self._part_may_come(session, ask, hits, arenas)
+
+    def _part_may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> Patience | None:
+        """A chunk that begins with more of the prompt's next blocks than one that is here, and is in a tier."""
+        names = ask.names(hits)
+        if not (names and ask.lease_s and ask.wait_s):
+            return None
+        key, count = self._tiers.part(ask.before(hits), names, ask.shards)
+        if not count or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole
+            return None
+        count -= self._part(ask, hits, arenas)[1]
+        if count <= 0:
+            return None
+        chunk_s = self._sessions.chunk_s(session, ask.shards) * count / ask.chunk_blocks
+        keys = [*ask.keys[:hits], key]
+        seconds = self._tiers.may_come(keys, hits, ask.shards, arenas, who=_who(session, ask), chunk_s=chunk_s)
+        return Patience(hits, key, seconds) if seconds else None
 
     def _may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> float:
         """For how many seconds to wait for what is missing; 0: nothing comes."""

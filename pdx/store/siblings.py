@@ -37,6 +37,19 @@ class Siblings:
     def __len__(self) -> int:
         return len(self._known)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._known
+
+    @property
+    def oldest(self) -> bytes:
+        """The key that is here for longest."""
+        return next(iter(self._known))
+
+    def names(self, key: bytes) -> tuple[bytes, bytes]:
+        """The key that leads up to this one, and the names of its blocks."""
+        parent, blocks, _ = self._known[key][0]
+        return parent, blocks
+
     def add(self, parent: bytes, blocks: bytes, key: bytes) -> None:
         """A chunk of this key is sealed: one shard, in one arena. What the first one said holds for all."""
         entry, count = self._known.get(key, ((parent, blocks, key), 0))

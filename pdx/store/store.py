@@ -166,6 +166,13 @@ class Store:
                 return chunks, count
         return None
 
+    def name(self, chunks: Iterable[Chunk], parent: bytes, blocks: bytes) -> None:
+        """Sealed chunks of one key have these blocks: what came from elsewhere does not say so itself."""
+        for chunk in chunks:
+            if chunk.state is State.SEALED and not chunk.blocks:
+                chunk.parent, chunk.blocks = parent, blocks
+                self._index.siblings.add(parent, blocks, chunk.key)
+
     def of(self, key: bytes) -> Sequence[Chunk]:
         """The chunks of `key`, filling or sealed, in all shards and arenas."""
         return self._index.of(key)

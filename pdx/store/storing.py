@@ -152,6 +152,7 @@ class Storing:
                 break
             elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again
                 wanted.append(key)
+                self._tiers.name(chunks[0])
                 held += nbytes
             del keys[key]
         if wanted:

@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from pdx.config import StoreChoice
+from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
+from pdx.store.siblings import Siblings
 from pdx.store.store import Store
 from pdx.store.storing import Storing
 from pdx.store.tier import Held, Tier
@@ -33,6 +35,7 @@ LATE = 2.0  # times the time of computing, and a load is given up …
 MIN_LOAD_S = 0.25  # … but not sooner than that
 PROBE_S = 10.0
 SOME = 64  # keys that a tier is asked for at once
+MAX_NAMED = 1 << 17  # chunks whose blocks are known when memory has them no more: about 64 MB
 
 
 class Tiers:
@@ -77,6 +80,7 @@ class Tiers:
         self._load_s = load_s
         self._counters = counters
         self._clock = clock
+        self._named = Siblings()  # chunks that were stored, or loaded, and may still be in a tier
         self._chunk_bytes = 0  # of all shards of the last chunk that was found below
         self._probed_at: dict[str, float] = {}  # by tier
 
@@ -115,6 +119,33 @@ class Tiers:
             if self._copies.is_filled_here(missing, shards):
                 return math.inf  # on its way to the first arena, and then on
         return self._from_below(keys, hits, shards, arenas, is_named, who, chunk_s)
+
+    def name(self, chunk: Chunk) -> None:
+        """A tier has this chunk, or gets it: that it begins as a prompt does is known also when memory has it no
+        more."""
+        if chunk.blocks and not chunk.tail and chunk.key not in self._named:
+            self._named.add(chunk.parent, chunk.blocks, chunk.key)
+            if len(self._named) > MAX_NAMED:
+                self._named.discard(self._named.oldest)
+
+    def part(self, parent: bytes, blocks: bytes, shards: int) -> tuple[bytes, int]:
+        """The key behind `parent` that begins with the most of these blocks, of those that a tier may have, and with
+        how many: 0 if there is none."""
+        for key, count in self._named.like(parent, blocks):
+            is_below = any(tier.find([key], shards) or not self._knows(tier) for tier in self._all())
+            chunks = self._store.of(key)
+            self._store.name(chunks, *self._named.names(key))
+            if is_below or chunks:
+                return key, count
+            self._named.discard(key)  # a tier has evicted it
+        return b"", 0
+
+    def _all(self) -> Iterator[Tier]:
+        return itertools.chain.from_iterable(self.below)
+
+    def _knows(self, tier: Tier) -> bool:
+        """Whether what it does not find is not there."""
+        return tier.is_ready and not tier.is_shared and not self._is_late(tier)
 
     @contextlib.contextmanager
     def _holding(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int]) -> Iterator[None]:
@@ -306,7 +337,7 @@ class Tiers:
 
     def statuses(self) -> list[TierStatus]:
         """For `pdx node --status`, the fastest first."""
-        found = [(tier.name, tier.status()) for tier in itertools.chain.from_iterable(self.below)]
+        found = [(tier.name, tier.status()) for tier in self._all()]
         return [
             replace(
                 status,
@@ -324,6 +355,6 @@ class Tiers:
 
     def close(self) -> None:
         """End all jobs of all tiers. Idempotent."""
-        for tier in [self.arenas, *itertools.chain.from_iterable(self.below)]:
+        for tier in [self.arenas, *self._all()]:
             if tier is not None:
                 tier.close()

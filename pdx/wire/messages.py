@@ -192,6 +192,15 @@ class Admit(Message, frozen=True):
         """The transfer that what is granted belongs to."""
         return self.transfer if self.part == "writes" else None
 
+    def names(self, index: int) -> bytes:
+        """Of the full blocks behind the first `index` keys, as many as a chunk has; empty: not told."""
+        width = self.chunk_blocks * KEY_BYTES
+        return self.blocks[index * width : (index + 1) * width]
+
+    def before(self, index: int) -> bytes:
+        """The key that leads up to `keys[index]`, or to what is behind the last one."""
+        return self.keys[index - 1] if index else self.parent
+
     @property
     def awaits(self) -> TransferId | None:
         """The transfer that may bring what is missing."""
