@@ -161,7 +161,7 @@ class Admissions:
         self._faults = faults
         self._clock = clock
         self._waiting = Waiting()
-        self.explanations = Explanations(store, tiers, sessions.chunk_s)
+        self.explanations = Explanations(store, tiers, sessions.chunk_s, peers.why_not)
 
     def ask(self, session: Session, ask: Admit) -> Admitted | None:
         """The answer; None: it comes later.
@@ -446,7 +446,7 @@ class Admissions:
         if patience_s:
             return patience_s
         try:
-            return math.inf if self._peers.may_come(ask, hits) else 0.0
+            return math.inf if self._peers.may_come(ask, hits, chunk_s) else 0.0
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "fetch_impossible", "%s", error)
             return 0.0

@@ -27,9 +27,16 @@ class Explanations:
     To explain costs a look at each chunk that is hit, and at the first that are not, once, when it is answered.
     """
 
-    def __init__(self, store: Store, tiers: Tiers, chunk_s: Callable[[Session, int], float]) -> None:
-        """`chunk_s`: see `Sessions.chunk_s`."""
+    def __init__(
+        self,
+        store: Store,
+        tiers: Tiers,
+        chunk_s: Callable[[Session, int], float],
+        why_not_fetched: Callable[[Admit, int, float], str],
+    ) -> None:
+        """`chunk_s`: see `Sessions.chunk_s`; `why_not_fetched`: see `Peers.why_not`."""
         self._chunk_s = chunk_s
+        self._why_not_fetched = why_not_fetched
         self._store = store
         self._tiers = tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
@@ -94,15 +101,17 @@ class Explanations:
 
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
         end = min(ask.sought, first + MAX_EXPLAINED)
-        why = [self._why(session, ask, index, now) for index in range(first, end)]
+        chunk_s = self._chunk_s(session, ask.shards)
+        slow = self._why_not_fetched(ask, ask.sought - first, chunk_s)
+        why = [self._why(session, ask, index, now, chunk_s, slow) for index in range(first, end)]
         why += [("gap", "behind the first that are missing")] * (ask.sought - end)
         for (kind, text), run in itertools.groupby(why):
             count = len(list(run))
             yield Reason(first, count, False, kind, printable(text))
             first += count
 
-    def _why(self, session: Session, ask: Admit, index: int, now: float) -> tuple[str, str]:
-        """In one word, and in a sentence."""
+    def _why(self, session: Session, ask: Admit, index: int, now: float, chunk_s: float, slow: str) -> tuple[str, str]:
+        """In one word, and in a sentence. `slow`: why its peer was not asked."""
         key = ask.keys[index]
         chunks = self._store.of(key)
         shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
@@ -112,8 +121,8 @@ class Explanations:
             return "gap", "here, but behind one that is missing"
         if shards:
             return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
-        is_named, chunk_s = session.hello.kind == "client", self._chunk_s(session, ask.shards)
-        below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s)
+        is_named = session.hello.kind == "client"
+        below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s) or slow
         if below:
             return "tier", below
         gone = self._store.history.why(key)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from pdx.config import StoreChoice
+from pdx.store import paying
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
@@ -28,12 +29,7 @@ from pdx.store.storing import Storing
 from pdx.store.tier import Held, Tier
 from pdx.wire.messages import TierStatus
 
-MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
-LOAD_S = 0.005  # … and so much more, for what comes with any load
 ANSWER_SHARE = 0.1  # of the time of computing may pass until a tier has said whether it has something
-LATE = 2.0  # times the time of computing, and a load is given up …
-MIN_LOAD_S = 0.25  # … but not sooner than that
-PROBE_S = 10.0
 SOME = 64  # keys that a tier is asked for at once
 MAX_NAMED = 1 << 17  # chunks whose blocks are known when memory has them no more: about 64 MB
 
@@ -197,7 +193,7 @@ class Tiers:
         if count < len(found):
             self._counters["loads_not_worth"] += len(found) - count
             self._probe(found[-1], keys[:hits], shards, arenas, is_named)
-        deadline = self._clock() + min(self._load_s, max(MIN_LOAD_S, LATE * count * chunk_s))
+        deadline = self._clock() + paying.patience_s(count * chunk_s, self._load_s)
         if count:
             with self._holding(keys[:hits], shards, arenas):
                 if self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
@@ -272,9 +268,7 @@ class Tiers:
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:
         """Seconds until so many bytes more would be loaded; 0: not known."""
-        rate = self._copies.rate(tier.name)
-        seconds = rate.seconds(nbytes + self._copies.loading_bytes(tier.name))
-        return seconds * MARGIN + LOAD_S if rate.is_known else 0.0
+        return paying.takes_s(self._copies.rate(tier.name), nbytes + self._copies.loading_bytes(tier.name))
 
     def _probe(
         self,
@@ -286,7 +280,7 @@ class Tiers:
     ) -> None:
         """Load one chunk for which nobody waits, now and then: else nobody would learn that the tier is faster now."""
         now, name = self._clock(), found[1].name
-        if now - self._probed_at.get(name, -math.inf) >= PROBE_S:
+        if now - self._probed_at.get(name, -math.inf) >= paying.PROBE_S:
             self._probed_at[name] = now
             with self._holding(hits, shards, arenas):
                 deadline, who = now + self._load_s, "a look how fast the tier is"

@@ -7,7 +7,7 @@ import pytest
 from test_tiers import Stage, key
 
 from pdx.memory.arena import GRANULE_BYTES
-from pdx.store import tiers
+from pdx.store import paying, tiers
 from pdx.store.chunk import NODE
 from pdx.telemetry.rate import HALF_BYTES, Rate
 
@@ -110,7 +110,7 @@ def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
     job = stage.tier.jobs[0][1]
     job.start_ns, job.end_ns = stage.ns + 1, stage.ns + 2
     stage.end()
-    stage.now += tiers.PROBE_S
+    stage.now += paying.PROBE_S
     stage.forget([2])
     for _ in range(5):  # each look counts as much as the slow load before it
         assert not ask(stage, [0, 1, 2], chunk_s=0.0051)
@@ -120,7 +120,7 @@ def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
             job.start_ns, job.end_ns = stage.ns, stage.ns + 1
             stage.end()
         stage.forget([2])
-        stage.now += tiers.PROBE_S
+        stage.now += paying.PROBE_S
     assert ask(stage, [0, 1, 2], chunk_s=0.05), "it is faster now"
     stage.end_all()
 
@@ -128,7 +128,7 @@ def test_now_and_then_one_chunk_is_loaded_that_nobody_waits_for(stage):
 def test_a_load_that_is_late_by_the_time_of_computing_is_given_up_and_is_a_measurement(stage):
     below(stage, [0, 1])
     assert ask(stage, [0, 1], chunk_s=0.5)
-    stage.now += tiers.LATE * 2 * 0.5 + 0.01
+    stage.now += paying.LATE * 2 * 0.5 + 0.01
     stage.tiers.storing.changed(stage.store.expire())
     stage.copies.tick(stage.now)
     stage.turn()
@@ -145,7 +145,7 @@ def test_a_short_load_has_a_quarter_of_a_second_at_least(stage):
     below(stage, [0])
     assert ask(stage, [0], chunk_s=1e-5)
     [copy] = stage.copies.of("below")
-    assert copy.deadline == stage.now + tiers.MIN_LOAD_S
+    assert copy.deadline == stage.now + paying.MIN_LOAD_S
     stage.end_all()
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -32,6 +33,11 @@ obstore.put(MemoryStore(), "warm", b"")  # it has threads and descriptors of its
 UP_S = 60.0
 HANGS_S = 60.0
 KEY_ID, SECRET = "pdx-tests", "not-a-secret-of-anybody"
+
+
+def program(name):
+    """Where it is; beside this Python, too, whose folder is on no PATH where nobody has activated it."""
+    return shutil.which(name, path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
 
 
 def free_port():
@@ -187,7 +193,7 @@ class SeaweedFs(Server):
         (self.folder / "s3.json").write_text(json.dumps({"identities": [rights]}))
         ports = [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), self.others, strict=True)]
         return [
-            "weed",
+            program("weed"),
             "server",
             f"-dir={self.folder}",
             "-ip=127.0.0.1",
@@ -251,8 +257,8 @@ class SeaweedFs(Server):
 
 def why_not(kind):
     """Why such a server cannot be started here; empty if it can."""
-    program = {"s3": "weed"}.get(kind, "redis-server")
-    return "" if shutil.which(program) else f"there is no {program} here (.ci/run installs it)"
+    name = {"s3": "weed"}.get(kind, "redis-server")
+    return "" if program(name) else f"there is no {name} here (.ci/run installs it)"
 
 
 def made(kind, folder):

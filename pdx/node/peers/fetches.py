@@ -1,16 +1,22 @@
-"""What this node has asked peers for: a fetch is a push that its receiver starts. No sockets here."""
+"""What this node has asked peers for: a fetch is a push that its receiver starts. No sockets here.
+
+What a peer would send later than it is computed is not asked for, by the rate of what it has sent lately.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container
 from enum import StrEnum
 
 import msgspec
 
 from pdx.node.peers.connection import ConnectionState, PeerConnection
+from pdx.store import paying
 from pdx.store.deadlines import Deadlines
+from pdx.telemetry.rate import Rate
 from pdx.wire.messages import Admit, Push
 
 KEPT_S = 2.0  # how long it is known that a peer had nothing, so that nobody asks it again at every step
@@ -25,11 +31,14 @@ class FetchState(StrEnum):
 
 
 class Fetch(msgspec.Struct):
-    """One question to one peer, named by the last key asked for: the hash chain makes it name all before it."""
+    """One question to one peer. `name`: the last key asked for, which the hash chain makes name all before it; none, of
+    a look how fast the peer is."""
 
     number: int
     source: str
+    name: bytes
     push: Push
+    since: float
     state: FetchState
     deadline: float
     is_sent: bool = False
@@ -39,37 +48,68 @@ class Fetches:
     """All questions to all peers. Owned by the control loop; the clock is a parameter. Each call costs what it changes,
     or how many questions that are not over were put to the peer that it names."""
 
-    def __init__(self, dial: Callable[[str], PeerConnection], fetch_s: float) -> None:
+    def __init__(self, dial: Callable[[str], PeerConnection], fetch_s: float, counters: Counter[str]) -> None:
         self._dial = dial
         self._fetch_s = fetch_s
+        self._counters = counters
         self._numbers = itertools.count(1)
         self._fetches: dict[tuple[str, bytes], Fetch] = {}
         self._by_number: dict[int, Fetch] = {}
         self._by_transfer: defaultdict[tuple[str, str], dict[int, Fetch]] = defaultdict(dict)
         self._asked: defaultdict[str, dict[int, Fetch]] = defaultdict(dict)  # of each peer: those that are not over
         self._deadlines: Deadlines[int] = Deadlines()
+        self._rates: defaultdict[str, Rate] = defaultdict(Rate)  # by peer
+        self._chunk_bytes: Counter[str] = Counter()  # of all shards of the chunk that came last, by peer
+        self._probed_at: dict[str, float] = {}  # by peer
         self.ended: list[bytes] = []  # their last keys; whoever tells those who wait empties it
 
     def __len__(self) -> int:
         return sum(map(len, self._asked.values()))
 
-    def is_waiting(self, ask: Admit, hits: int, now: float) -> bool:
+    def is_waiting(self, ask: Admit, hits: int, now: float, chunk_s: float = math.inf) -> bool:
         """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
+
+        `chunk_s`: how long computing one of them takes: what would come later is not asked for, unless a transfer
+        brings it: it is computed there.
 
         :raises PeerUnknown, ConfigError: it cannot be asked.
         """
-        place = (ask.source, ask.keys[ask.sought - 1])
-        fetch = self._fetches.get(place)
+        name = ask.keys[ask.sought - 1]
+        fetch = self._fetches.get((ask.source, name))
         if fetch is None:
-            peer, number = self._dial(ask.source), next(self._numbers)
-            push = Push(list(ask.keys[hits : ask.sought]), "", ask.shards, ask.awaits)
-            fetch = self._fetches[place] = Fetch(number, ask.source, push, FetchState.ASKING, now + self._fetch_s)
-            self._by_number[number] = self._asked[ask.source][number] = fetch
-            self._deadlines.add([number], fetch.deadline)
-            if push.transfer is not None:
-                self._by_transfer[ask.source, push.transfer][number] = fetch
-            self._send(fetch, peer)
+            keys, deadline = ask.keys[hits : ask.sought], now + self._fetch_s
+            if ask.awaits is None:
+                deadline = now + paying.patience_s(len(keys) * chunk_s, self._fetch_s)
+                if self.takes_s(ask.source, len(keys)) > len(keys) * chunk_s:
+                    self._counters["fetches_not_worth"] += len(keys)
+                    self._probe(ask, now)
+                    return False
+            fetch = self._begin(name, ask, Push(list(keys), "", ask.shards, ask.awaits), now, deadline)
         return fetch.state is not FetchState.OVER and now < fetch.deadline
+
+    def takes_s(self, name: str, count: int) -> float:
+        """Seconds until so many chunks of a peer are here, behind those that were asked for; 0: not known."""
+        coming = sum(len(fetch.push.keys) for fetch in self._asked.get(name, {}).values() if not fetch.push.transfer)
+        rate = self._rates.get(name, Rate())
+        return paying.takes_s(rate, (coming + count) * self._chunk_bytes[name])
+
+    def _probe(self, ask: Admit, now: float) -> None:
+        """Ask for one chunk for which nobody waits, now and then: else nobody would learn that the peer is faster."""
+        is_due = now - self._probed_at.get(ask.source, -math.inf) >= paying.PROBE_S
+        if is_due and (ask.source, b"") not in self._fetches:
+            self._probed_at[ask.source] = now
+            push = Push([ask.keys[ask.sought - 1]], "", ask.shards)
+            self._begin(b"", ask, push, now, now + self._fetch_s)
+
+    def _begin(self, name: bytes, ask: Admit, push: Push, now: float, deadline: float) -> Fetch:
+        peer, number = self._dial(ask.source), next(self._numbers)
+        fetch = Fetch(number, ask.source, name, push, now, FetchState.ASKING, deadline)
+        self._fetches[ask.source, name] = self._by_number[number] = self._asked[ask.source][number] = fetch
+        self._deadlines.add([number], deadline)
+        if push.transfer is not None:
+            self._by_transfer[ask.source, push.transfer][number] = fetch
+        self._send(fetch, peer)
+        return fetch
 
     def ready(self, peer: PeerConnection) -> None:
         """Ask what waited for the connection."""
@@ -99,6 +139,21 @@ class Fetches:
         for fetch in ended.values():
             self._end(fetch, now)
 
+    def landed(self, name: str, chunk_bytes: int, nbytes: int, since: float, now: float) -> None:
+        """So many bytes have come in answer to a question, from when there was room for them. `chunk_bytes`: of all
+        shards."""
+        self._chunk_bytes[name] = chunk_bytes
+        self._measure(name, nbytes, since, now)
+
+    def _measure(self, name: str, nbytes: int, since: float, now: float) -> None:
+        self._rates[name].moved(nbytes, int(since * 1e9), int(now * 1e9))
+
+    def forget(self, known: Container[str]) -> None:
+        """Peers of other names than these are not there any more."""
+        for name in [name for name in self._rates if name not in known and name not in self._asked]:
+            del self._rates[name], self._chunk_bytes[name]
+            self._probed_at.pop(name, None)
+
     def lost(self, name: str, now: float) -> None:
         """The peer is gone."""
         for fetch in list(self._asked.get(name, {}).values()):
@@ -113,12 +168,14 @@ class Fetches:
                 self._forget(fetch)
             else:
                 late += 1
+                if fetch.push.transfer is None and fetch.is_sent:  # of a transfer, chunks come as they are computed
+                    self._measure(fetch.source, 0, fetch.since, now)
                 self._end(fetch, now)
         return late
 
     def _forget(self, fetch: Fetch) -> None:
         name, push = fetch.source, fetch.push
-        del self._fetches[name, push.keys[-1]]
+        del self._fetches[name, fetch.name]
         del self._by_number[fetch.number]
         if push.transfer is not None:
             of_transfer = self._by_transfer[name, push.transfer]

@@ -137,7 +137,7 @@ class Peers:
             faults=self._faults,
         )
         self.connections.check_self(self._name)
-        self.fetches = Fetches(self.connections.dial, config.fetch_s)
+        self.fetches = Fetches(self.connections.dial, config.fetch_s, self._counters)
         self.tiers = PeerTiers(
             config,
             arena=self._arena,
@@ -172,14 +172,25 @@ class Peers:
             return 0
         return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
 
-    def may_come(self, ask: Admit, hits: int) -> bool:
-        """Whether what is missing here may still come from the peer that a question names.
+    def may_come(self, ask: Admit, hits: int, chunk_s: float) -> bool:
+        """Whether what is missing here may still come from the peer that a question names. `chunk_s`: how long
+        computing one chunk takes.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
         if ask.source in ("", self._name):
             return False
-        return self.fetches.is_waiting(ask, hits, self._clock())
+        return self.fetches.is_waiting(ask, hits, self._clock(), chunk_s)
+
+    def why_not(self, ask: Admit, count: int, chunk_s: float) -> str:
+        """Why the peer that a question names was not asked for what is missing, `count` chunks; empty: it may have
+        been."""
+        if ask.source in ("", self._name) or ask.awaits is not None or not count:
+            return ""
+        takes_s, computing_s = self.fetches.takes_s(ask.source, count), count * chunk_s
+        if takes_s <= computing_s:
+            return ""
+        return f"not asked of node {ask.source}: it would take {takes_s:.3g} s, and computing takes {computing_s:.3g} s"
 
     @property
     def ended_fetches(self) -> list[bytes]:
@@ -375,8 +386,11 @@ class Peers:
         counted(log, self._counters, "notifications_dropped", about, scheme, printable(text))
 
     def _landing_over(self, landing: Landing) -> None:
-        offer = landing.offer
-        self.fetches.over(landing.session.name, offer.want, offer.transfer, self._clock())
+        offer, now = landing.offer, self._clock()
+        if offer.want and offer.transfer is None and landing.landed_bytes:
+            name, chunk_bytes = landing.session.name, offer.nbytes * offer.shards
+            self.fetches.landed(name, chunk_bytes, landing.landed_bytes, landing.opened_at, now)
+        self.fetches.over(landing.session.name, offer.want, offer.transfer, now)
         if offer.transfer is not None and landing.landed_bytes:
             self._mark(offer.transfer, Event.LANDED, landing.landed_bytes, time.monotonic_ns())
 
@@ -420,6 +434,7 @@ class Peers:
     def _warm_up(self) -> None:
         """Dial the peers there are before the first request needs them, unless they are many."""
         self.tiers.forget_strangers()
+        self.fetches.forget(self.connections.names)
         for name in self.receiver.landed_bytes.keys() - set(self.connections.names):
             if self.connections.of(name) is None:
                 del self.receiver.landed_bytes[name]

@@ -94,6 +94,7 @@ class Landing:
         self.chunks: dict[int, Chunk] = {}
         self.lacking = 0.0  # bytes that it found no room for; nobody looks for its room while fewer are available …
         self.look_at = 0.0  # … or before this
+        self.opened_at = 0.0  # when it got its room
         self.landed_bytes = 0
         self.is_let_go = False  # its writer writes nothing more, or is dead; what it wrote may still be on its way in
 
@@ -301,7 +302,7 @@ class Receiver:
             self._bytes_of[session.name] += round_up(slot.nbytes)
         self._granted_by[landing.scheme] += len(slots)
         self._step(landing, ReceiverStep.GRANT)
-        landing.deadline = now + self._push_s
+        landing.opened_at, landing.deadline = now, now + self._push_s
         self._deadlines.add([landing.place], landing.deadline)
         if offer.transfer is not None:
             self._transfers.open(offer.transfer, slots, landing.deadline, landing.session.source)

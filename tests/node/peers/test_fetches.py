@@ -1,6 +1,7 @@
 """What this node asks peers for: once, until it is answered, over or late, and not again at once."""
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -39,14 +40,19 @@ def dialled():
 
 
 @pytest.fixture
-def fetches(link, dialled):
+def counters():
+    return Counter()
+
+
+@pytest.fixture
+def fetches(link, dialled, counters):
     def dial(name):
         if name != link.name:
             raise PeerUnknown(name)
         dialled.append(name)
         return link
 
-    return Fetches(dial, FETCH_S)
+    return Fetches(dial, FETCH_S, counters)
 
 
 def test_a_peer_is_asked_once_for_what_is_missing(fetches, link, dialled):
@@ -212,3 +218,73 @@ def test_what_is_asked_of_one_peer_costs_nothing_where_time_passes_or_another_pe
     assert fetches.tick(0.2 + KEPT_S) == 0
     assert not fetches._fetches
     assert not fetches._by_number
+
+
+# ---- what a peer sends later than it is computed (invariant 10) ----------------------------------------------------
+
+CHUNK = 100 << 20
+
+
+def measured(fetches, chunk_s):
+    """The peer has sent one chunk in so long."""
+    fetches.landed("b", CHUNK, CHUNK, 0.0, chunk_s)
+
+
+@pytest.mark.parametrize(("computing_s", "asks"), [(2.0, True), (1.2, True), (1.0, False), (0.1, False)])
+def test_what_computing_is_faster_than_is_not_asked_for(fetches, link, counters, computing_s, asks):
+    measured(fetches, 1.0)
+    assert fetches.is_waiting(ASK, 1, 10.0, chunk_s=computing_s) is asks
+    assert counters["fetches_not_worth"] == (0 if asks else 3)
+    assert link.sent == [(1, Push(KEYS[1:] if asks else KEYS[-1:]))]
+
+
+def test_what_is_on_its_way_already_comes_first(fetches, link):
+    measured(fetches, 1.0)
+    assert fetches.is_waiting(ASK, 1, 10.0, chunk_s=2.0)
+    other = Admit([b"x" * 16], source="b")
+    assert not fetches.is_waiting(other, 0, 10.0, chunk_s=2.0), "three are to come before it, and the look"
+    assert fetches.is_waiting(other, 0, 10.0, chunk_s=6.0)
+
+
+def test_a_peer_that_was_not_measured_is_asked_and_not_waited_for_much_longer_than_computing_takes(fetches, link):
+    assert fetches.is_waiting(ASK, 1, 0.0, chunk_s=0.5)
+    assert fetches.is_waiting(ASK, 1, 2.9, chunk_s=0.5)
+    assert not fetches.is_waiting(ASK, 1, 3.1, chunk_s=0.5), "twice as long"
+    assert fetches.tick(3.1) == 1
+    assert not fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 3.1, chunk_s=0.5), "nothing came in that time"
+
+
+def test_one_chunk_is_asked_for_now_and_then_so_that_a_faster_peer_is_noticed(fetches, link):
+    measured(fetches, 1.0)
+    assert not fetches.is_waiting(ASK, 0, 10.0, chunk_s=0.1)
+    assert link.sent == [(1, Push(KEYS[-1:]))]
+    fetches.answered(link, 1, 1, 10.0)
+    assert not fetches.is_waiting(ASK, 0, 10.1, chunk_s=0.1), "nobody waits for it"
+    fetches.landed("b", CHUNK, CHUNK, 10.0, 10.05)
+    fetches.over("b", 1, None, 10.05)
+    assert not fetches.is_waiting(ASK, 0, 10.2, chunk_s=0.1), "it is not that fast"
+    assert len(link.sent) == 1
+    fetches.tick(20.5)
+    assert not fetches.is_waiting(ASK, 0, 20.5, chunk_s=0.1)
+    assert link.sent[1:] == [(2, Push(KEYS[-1:]))]
+    for number in range(3):
+        fetches.landed("b", CHUNK, CHUNK, 21.0 + number, 21.01 + number)
+    assert fetches.is_waiting(ASK, 0, 25.0, chunk_s=0.1)
+    assert link.sent[2:] == [(3, Push(KEYS))]
+
+
+def test_what_a_transfer_brings_is_waited_for_whatever_the_rate(fetches, link):
+    measured(fetches, 1.0)
+    ask = Admit(KEYS, source="b", transfer=TRANSFER)
+    assert fetches.is_waiting(ask, 0, 10.0, chunk_s=0.1)
+    assert not fetches.is_waiting(ask, 0, 10.0 + FETCH_S, chunk_s=0.1)
+    fetches.tick(10.0 + FETCH_S)
+    assert fetches.takes_s("b", 1) == pytest.approx(1.105), "what is late may still be being computed"
+
+
+def test_rates_of_peers_that_are_gone_are_forgotten(fetches):
+    measured(fetches, 1.0)
+    fetches.forget(["b"])
+    assert fetches.takes_s("b", 1) > 1.0
+    fetches.forget([])
+    assert fetches.takes_s("b", 1) == 0.0

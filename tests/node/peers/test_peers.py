@@ -1,6 +1,8 @@
 """What peers that dialled may ask for: what is here, as far as it may be held for one of them."""
 
 import itertools
+import math
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -158,17 +160,17 @@ def test_a_peer_asks_for_no_more_pushes_than_may_be(stage, monkeypatch, caplog):
 def test_what_was_asked_over_a_connection_that_this_node_leaves_is_not_waited_for(stage):
     """It may have been asked after the channel broke, and before nothing was written by it any more."""
     peers = stage.peers
-    peers.fetches = Fetches(lambda name: stage.peer, 5.0)
+    peers.fetches = Fetches(lambda name: stage.peer, 5.0, Counter())
     peers.connections = SimpleNamespace(leave=lambda peer: None)
     peers.regions = SimpleNamespace(listeners={})
     peers.receiver = SimpleNamespace(session_over=lambda peer, now, is_dead: None)
     asked = []
     stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: asked.append(body)
     ask = Admit([key(0)], source="b")
-    assert peers.may_come(ask, 0)
+    assert peers.may_come(ask, 0, math.inf)
     assert asked == [Push([key(0)])]
     peers._leave(stage.peer)
-    assert not peers.may_come(ask, 0)
+    assert not peers.may_come(ask, 0, math.inf)
     assert peers.fetches.ended == [key(0)]
 
 

@@ -12,7 +12,7 @@ from pdx.config import NodeConfig
 from pdx.errors import ChunkExists, ChunkMissing, NodeError
 from pdx.node.peers.connection import ConnectionState
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Bye, Cancel, Fill
+from pdx.wire.messages import Admit, Bye, Cancel, Fill, Ping, Why
 
 CHUNK = 600 << 10  # one of them fits into an arena of 1 MiB
 TRANSFER = "transfer-0123456789"
@@ -98,6 +98,30 @@ def test_sealed_chunks_are_pushed_and_fetched_in_both_directions(cluster_of, cha
     with pytest.raises(ChunkMissing):
         a.push("a-one", "nothing", to="b")
     cluster.settle()
+
+
+def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(cluster_of, channel):
+    cluster = cluster_of("ab", channels=[channel])
+    keys = [bytes([number]) * 16 for number in range(3)]
+    with (
+        attached(cluster.address("b")) as b,
+        attached(cluster.address("a"), kind="worker", engine="one", name="one") as worker,
+        attached(cluster.address("a"), kind="scheduler", engine="one", name="one") as scheduler,
+    ):
+        there = b.ask(Admit(keys, nbytes=MIB, layers=1))
+        b.ask(Fill(there.granted_slots, layers=1, seal=True))
+
+        def hits(key):
+            return scheduler.ask(Admit([key], lease_s=5.0, wait_s=20.0, source="b", request=key.hex())).hits
+
+        assert hits(keys[0]) == 1, "how fast it is was not known"
+        worker.ask(Ping(chunk_s=1e-9))
+        assert hits(keys[1]) == 0
+        assert cluster.counter("a", "fetches_not_worth") == 1
+        ((told,),) = [each.reasons for each in scheduler.ask(Why(keys[1].hex())).requests]
+        assert (told.kind, told.text.split(":")[0]) == ("tier", "not asked of node b")
+        worker.ask(Ping(chunk_s=60.0))
+        assert hits(keys[2]) == 1
 
 
 def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of, channel):

@@ -1,0 +1,26 @@
+"""When a load is sooner than computing, by what was measured of both (invariant 10). Pure functions.
+
+docs/adr/0047-loads-that-pay.md says why these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pdx.telemetry.rate import Rate
+
+PROBE_S = 10.0  # after so long, one chunk of a source that does not pay is loaded for nobody
+MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
+LOAD_S = 0.005  # … and so much more, for what comes with any load
+LATE = 2.0  # times the time of computing, and a load is given up …
+MIN_LOAD_S = 0.25  # … but not sooner than that
+
+
+def takes_s(rate: Rate, nbytes: int) -> float:
+    """Seconds until so many bytes are loaded, on the safe side; 0: nothing is known of the source."""
+    return rate.seconds(nbytes) * MARGIN + LOAD_S if rate.is_known else 0.0
+
+
+def patience_s(computing_s: float, most_s: float = math.inf) -> float:
+    """For how long a load is waited for that replaces so much computing."""
+    return min(most_s, max(MIN_LOAD_S, LATE * computing_s))
