@@ -1,10 +1,16 @@
 """What looking ahead in the queue is worth: `python -m pdx.bench.store.queueing FOLDER`, real vLLM, a disk at FOLDER.
 
-One engine that runs two requests at once, and its node, whose memory holds half of what is asked for. A batch of
-requests comes at once; the beginning of each lies on the disk, most of them on the disk alone. The same batch, with
-other ends, comes to a node that heeds the engine's queue and to one that does not (`look_ahead.SHARE` 0: a stand-in
-for a system without it), in turns. The figures are the time until all are answered, and the mean time to the first
-token. The last line is JSON.
+Engines that run two requests at once, each with a node, are busy with two long answers when a batch of requests comes.
+The beginning of each request lies on the disk alone, and the node's memory has room for all of them. The same batch,
+with other ends, comes in turns to:
+
+- `ahead`: PDX as it is,
+- `early`: a node that does not heed the queue (`look_ahead.SHARE` 0); the first requests of a queue still ask when they
+  come,
+- `turn`: the same, and every request asks at its turn alone (`scheduler.EARLY` -1), as in a system without a prefetch.
+
+The figures are the time until all are answered, from when the engine is free for them and from when they came, and the
+mean time to the first token. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import time
@@ -28,9 +35,12 @@ from pdx.bench.store.paying import counter
 from pdx.bench.systems.baselines import Ports
 from pdx.bench.systems.pdx import PdxWith
 from pdx.bench.systems.system import Bed, Command
+from pdx.client.api import connect
 
-HISTORY, REST, REQUESTS, ROUNDS = 2048, 64, 24, 5
+HISTORY, REST, REQUESTS, ROUNDS, BUSY = 2048, 64, 24, 5, 320
+FILLERS = 16
 BLIND = "import pdx.node.look_ahead as ahead; ahead.SHARE = 0.0; from pdx.cli.main import main; main()"
+AT_ITS_TURN = "import pdx.engine.scheduler as scheduler; scheduler.EARLY = -1"
 
 
 class Blind(PdxWith):
@@ -41,20 +51,46 @@ class Blind(PdxWith):
         return replace(command, program=(sys.executable, "-P", "-c", BLIND, *command.program[4:]))
 
 
+class AtItsTurn(Blind):
+    """Nor does its engine ask for anything before a request's turn: each of its processes begins with `AT_ITS_TURN`."""
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        folder = bed.logs / self.name / "site"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sitecustomize.py").write_text(AT_ITS_TURN)
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        return [
+            replace(command, env={**command.env, "PYTHONPATH": path}) for command in super().engine_commands(bed, ports)
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One round of one system."""
 
     system: str
     turn: int
-    all_s: float
+    free_s: float  # from the end of what kept the engine busy until all are answered
+    all_s: float  # from when they came
     ttft_s: float  # mean
+    busy_s: float  # from when they came until the engine was free
     prefetched: int
     loaded: int  # chunks from the disk
 
 
-async def measure(systems: dict[str, tuple[str, str]], served_name: str, rounds: int) -> list[Row]:
-    """`systems`: URL and node of each."""
+def forget(node: str) -> None:
+    """Once all is on the disk, something else takes the room of whatever is in memory, and leaves it."""
+    with connect(node, timeout_s=30.0) as attached:
+        while any(tier.copies for tier in attached.status().tiers):
+            time.sleep(0.1)
+        with ExitStack() as undo:
+            piece = attached.status().arena_bytes // FILLERS
+            for number in range(FILLERS):
+                undo.enter_context(attached.reserve(f"filler {number}", piece - (1 << 20)))
+
+
+async def measure(systems: dict[str, tuple[str, str]], served_name: str, rounds: int, busy_tokens: int) -> list[Row]:
+    """`systems`: URL and node of each. `busy_tokens`: how long the answers are that keep the engine busy."""
     prompts = Prompts(None)
     known = [str(prompts.make(HISTORY, f"history {number}")) for number in range(REQUESTS)]
     rows: list[Row] = []
@@ -63,25 +99,35 @@ async def measure(systems: dict[str, tuple[str, str]], served_name: str, rounds:
         async def ttft(url: str, prompt: str, name: str) -> float:
             return (await ask(client, url, completion(served_name, prompt, 4), name)).ttft_ms / 1e3
 
-        for name, (url, _) in systems.items():
+        async def occupy(url: str, name: str) -> None:
+            await ask(client, url, completion(served_name, str(prompts.make(REST, name)), busy_tokens), name)
+
+        for name, (url, node) in systems.items():
             for number, history in enumerate(known):
                 await ttft(url, history + str(prompts.make(REST, "first")), f"first-{name}-{number}")
-        await asyncio.sleep(5.0)  # all of it is stored
+            await asyncio.to_thread(forget, node)
         for turn in range(rounds):
             for name in list(systems) if turn % 2 else [*systems][::-1]:
                 url, node = systems[name]
                 before = [counter(node, each) for each in ("prefetched_chunks", "disk_loaded")]
+                keeping = [asyncio.create_task(occupy(url, f"busy-{name}-{turn}-{number}")) for number in range(2)]
+                await asyncio.sleep(0.5)  # both run
                 start = time.monotonic()
                 ends = [history + str(prompts.make(REST, f"{turn}")) for history in known]
-                times = await asyncio.gather(
-                    *(ttft(url, prompt, f"{name}-{turn}-{number}") for number, prompt in enumerate(ends))
-                )
+                asked = [
+                    asyncio.create_task(ttft(url, prompt, f"{name}-{turn}-{number}"))
+                    for number, prompt in enumerate(ends)
+                ]
+                await asyncio.gather(*keeping)
+                busy_s = time.monotonic() - start
+                times = await asyncio.gather(*asked)
                 all_s = time.monotonic() - start
                 after = [counter(node, each) for each in ("prefetched_chunks", "disk_loaded")]
                 told: Any = (late - early for late, early in zip(after, before, strict=True))
-                rows.append(Row(name, turn, round(all_s, 3), round(statistics.mean(times), 3), *told))
+                figures: Any = (all_s - busy_s, all_s, statistics.mean(times), busy_s)
+                rows.append(Row(name, turn, *(round(figure, 3) for figure in figures), *told))
                 console.print(rows[-1])
-                await asyncio.sleep(3.0)
+                await asyncio.to_thread(forget, node)
     return rows
 
 
@@ -90,13 +136,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pdx.bench.store.queueing", description="Looking ahead.")
     parser.add_argument("folder", help="on the disk")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    parser.add_argument("--busy", type=int, default=BUSY, help="tokens of two answers before; default: %(default)s")
     chosen = parser.parse_args(arguments)
     flags = ("--no-enable-prefix-caching", "--max-num-seqs", "2")
     bed = make_bed(None, SCRATCH / "bench" / "queueing", flags, longest=HISTORY + REST + 16, together=3)
-    bed = replace(bed, arena=f"{HISTORY * REQUESTS * KIB_PER_TOKEN // 2}KiB")
+    bed = replace(bed, arena=f"{(HISTORY + 2 * REST) * (REQUESTS + 2) * KIB_PER_TOKEN}KiB")
     systems = {
-        "ahead": PdxWith("ahead", "looks ahead", {}, ("--disk", f"{chosen.folder}/ahead")),
-        "blind": Blind("blind", "does not", {}, ("--disk", f"{chosen.folder}/blind")),
+        name: kind(name, title, {}, ("--disk", f"{chosen.folder}/{name}", "--disk-limit", "24GiB"))
+        for name, title, kind in (
+            ("ahead", "as it is", PdxWith),
+            ("early", "a node that does not heed the queue", Blind),
+            ("turn", "each request asks at its turn", AtItsTurn),
+        )
     }
     with ExitStack() as undo:
         asked: dict[str, tuple[str, str]] = {}
@@ -104,15 +155,20 @@ def main(arguments: list[str] | None = None) -> None:
             running = system.start(bed)
             undo.callback(running.close)
             asked[name] = running.url, system.node
-        rows = asyncio.run(measure(asked, bed.served_name, chosen.rounds))
+        rows = asyncio.run(measure(asked, bed.served_name, chosen.rounds, chosen.busy))
     show_rows(rows, f"{REQUESTS} requests at once, each with {HISTORY} tokens that lie on a disk")
+    whats = ("free_s", "all_s", "ttft_s")
     figures = {
-        f"{name}_{what}": statistics.median(getattr(row, what) for row in rows if row.system == name and row.turn)
+        f"{name}_{what}": statistics.median(getattr(row, what) for row in rows if row.system == name)
         for name in systems
-        for what in ("all_s", "ttft_s")
+        for what in whats
     }
-    ratios = {what: round(figures[f"blind_{what}"] / figures[f"ahead_{what}"], 3) for what in ("all_s", "ttft_s")}
-    console.print(f"without over with looking ahead, medians without the first round: {ratios}")
+    ratios = {
+        f"{name}_{what}_ratio": round(figures[f"{name}_{what}"] / figures[f"ahead_{what}"], 3)
+        for name in ("early", "turn")
+        for what in whats
+    }
+    console.print(f"over PDX as it is, medians: {ratios}")
     print(json.dumps({"bench": "queueing", **figures, **ratios, "rows": [asdict(row) for row in rows]}))
 
 
