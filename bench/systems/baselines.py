@@ -175,12 +175,18 @@ class LMCache(Plain):
         install="pip install lmcache (it pins many packages: a virtual environment of its own is safer)",
     )
 
-    def __init__(self) -> None:
-        super().__init__("lmcache", "LMCache")
+    def __init__(self, chunk_tokens: int | None = None) -> None:
+        """`chunk_tokens`: not those of its default; its hits end with a chunk, so fewer mean less to compute."""
+        if chunk_tokens is None:
+            super().__init__("lmcache", "LMCache")
+            self._chunks: tuple[str, ...] = ()
+        else:
+            super().__init__(f"lmcache-{chunk_tokens}", f"LMCache, chunks of {chunk_tokens} tokens")
+            self._chunks = ("--chunk-size", str(chunk_tokens))
 
     def store_command(self, bed: Bed, ports: Ports) -> Command:
         gib = parse_bytes(bed.arena) / (1 << 30)
-        size = ("--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU")
+        size = ("--l1-size-gb", f"{gib:g}", "--eviction-policy", "LRU", *self._chunks)
         here = ("--host", "127.0.0.1", "--http-host", "127.0.0.1")
         name = f"pdx-bench-{ports.prefill_side}"
         # A server by default lets no engine copy, and has no shared memory to copy through.
@@ -379,6 +385,7 @@ def baselines() -> list[System]:
             ),
         ),
         LMCache(),
+        LMCache(128),
         Plain(),
     ]
 

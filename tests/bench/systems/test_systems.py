@@ -24,10 +24,10 @@ ORDER = [
     *("pdx", "pdx-tcp", "pdx-shm", "pdx-nixl", "pdx-ucx", "pdx-together", "pdx-together-shm"),
     *("pdx-gpu", "pdx-cuda_ipc"),
     *("pdx-both", "pdx-both-128"),
-    *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "plain"),
+    *("nixl", "nixl-yield", "nixl-push", "mooncake", "offloading", "simple-offload", "lmcache", "lmcache-128", "plain"),
 ]
 PAIRS = ["nixl", "nixl-yield", "nixl-push", "mooncake"]
-WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache"]  # a process beside the engine
+WITH_STORE = ["pdx-both", "pdx-both-128", "lmcache", "lmcache-128"]  # a process beside the engine
 # Argument: port, then what to do instead of serving. Serves /health and whatever else with its own port.
 SERVER = """
 import http.server, json, sys
@@ -70,6 +70,7 @@ def test_names_and_order():
         "offloading",
         "simple-offload",
         "lmcache",
+        "lmcache-128",
     ]
 
 
