@@ -45,8 +45,11 @@ def runtime_folder() -> Path:
 def private_folder(folder: Path) -> None:
     """Create `folder` for this user alone, or check that it already is so.
 
-    :raises ConfigError: it belongs to somebody else or others may enter it, or it cannot be made.
+    :raises ConfigError: it belongs to somebody else or others may enter it, it is a link, or it cannot be made.
     """
+    if folder.is_symlink():
+        where = os.path.realpath(folder)
+        raise ConfigError(f"{folder} is a symbolic link, which is not followed; name the folder itself: {where}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

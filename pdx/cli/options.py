@@ -123,8 +123,8 @@ _OF_NODES = (
         "--store",
         default="all",
         type=click.Choice(get_args(StoreChoice)),
-        help="What goes to --disk and --remote: all chunks, those that a second request has found or computed again, or those "
-        "that leave memory next.",
+        help="What goes to --disk and --remote: all chunks, those that a second request has found or computed again, "
+        "or those that leave memory next.",
     ),
     option(
         "--store-window",
