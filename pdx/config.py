@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 FolderName = Annotated[str, Meta(max_length=4096)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0)]
 StoreChoice = Literal["all", "twice-seen", "write-back"]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -44,8 +45,11 @@ def runtime_folder() -> Path:
 def private_folder(folder: Path) -> None:
     """Create `folder` for this user alone, or check that it already is so.
 
-    :raises ConfigError: it belongs to somebody else or others may enter it, or it cannot be made.
+    :raises ConfigError: it belongs to somebody else or others may enter it, it is a link, or it cannot be made.
     """
+    if folder.is_symlink():
+        where = os.path.realpath(folder)
+        raise ConfigError(f"{folder} is a symbolic link, which is not followed; name the folder itself: {where}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -144,7 +148,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are sent together until a write has so much
     window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # written to a peer and not acknowledged
     peer_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the arena that one peer may be writing at a time
-    pin_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.8  # of the arenas that pins may keep from being evicted
+    pin_share: ShareOrNone = 0.8  # of the arenas that pins may keep from being evicted
     metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT on this host for Prometheus; empty: nowhere
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
@@ -188,10 +192,14 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
+    remote_timeout: PositiveSeconds = 5.0  # NodeConfig.remote_s …
+    remote_lookup_timeout: PositiveSeconds = 0.25  # … and remote_lookup_s …
+    fetch_timeout: PositiveSeconds = 5.0  # … and fetch_s
     store: StoreChoice = "all"
     store_window: Share = 0.1
     policy: Annotated[str, Meta(max_length=256)] = "lru"
     salt_quota: Share = 1.0
+    pin_share: ShareOrNone = 0.8
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
 
@@ -212,10 +220,14 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "remote_ttl_s": self.remote_ttl,
             "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
             "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",
+            "remote_s": self.remote_timeout,
+            "remote_lookup_s": self.remote_lookup_timeout,
+            "fetch_s": self.fetch_timeout,
             "store": self.store,
             "store_window": self.store_window,
             "policy": self.policy,
             "salt_quota": self.salt_quota,
+            "pin_share": self.pin_share,
             "numa": self.numa,
             "metrics": self.metrics,
         }

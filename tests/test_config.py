@@ -122,9 +122,13 @@ def test_the_runtime_folder_without_xdg_is_per_user(monkeypatch, tmp_path):
     assert config.runtime_folder() == tmp_path / f"pdx-{os.getuid()}"
 
 
-def test_a_link_in_the_place_of_a_private_folder_is_not_followed(tmp_path):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_in_the_place_of_a_private_folder_is_not_followed(tmp_path, is_there):
     """In /tmp another user may have put it there."""
-    private_folder(tmp_path / "mine")
+    if is_there:
+        private_folder(tmp_path / "mine")
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="must belong to user"):
+    words = f"{tmp_path}/link is a symbolic link, which is not followed; name the folder itself: {tmp_path}/mine"
+    with pytest.raises(ConfigError, match=f"^{words}$"):
         private_folder(tmp_path / "link")
+    assert (tmp_path / "mine").exists() is is_there

@@ -147,20 +147,29 @@ def run_disk(folder: str, points: list[tuple[int, int]], turns: int) -> None:
     print(json.dumps({"bench": "history", "disk": True, "rows": [asdict(row) for row in rows]}))
 
 
+def _points(text: str) -> list[tuple[int, int]]:
+    """Tokens of history and rest: 1024+128,4096+128."""
+    points = [(int(history), int(rest)) for history, rest in (each.split("+") for each in text.split(","))]
+    if min(map(min, points)) < 1:
+        raise ValueError(text)
+    return points
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, and show the rows."""
     parser = argparse.ArgumentParser(prog="python -m pdx.bench.store.history", description="Loads beside computing.")
     points = ",".join(f"{history}+{rest}" for history, rest in POINTS)
-    parser.add_argument("--points", default=points, help="tokens of history and rest; default: %(default)s")
+    parser.add_argument(
+        "--points", default=points, type=_points, help="tokens of history and rest; default: %(default)s"
+    )
     parser.add_argument("--turns", type=int, default=TURNS, help="default: %(default)s")
     parser.add_argument("--disk", default="", metavar="FOLDER", help="measure loads from there")
     chosen = parser.parse_args(arguments)
-    wanted = [(int(a), int(b)) for a, b in (each.split("+") for each in chosen.points.split(","))]
     if chosen.disk:
-        run_disk(chosen.disk, wanted, chosen.turns)
+        run_disk(chosen.disk, chosen.points, chosen.turns)
         return
     out = SCRATCH / "bench" / "history"
-    longest = max(map(sum, wanted)) + 16
+    longest = max(map(sum, chosen.points)) + 16
     bed = make_bed(None, out, ("--no-enable-prefix-caching",), longest=longest, together=2)
     with ExitStack() as undo:
         running: dict[str, Running] = {}
@@ -169,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
             undo.callback(running[name].close)
         urls = {name: each.url for name, each in running.items()}
         started = time.monotonic()
-        rows = asyncio.run(measure(urls, bed.served_name, wanted, chosen.turns))
+        rows = asyncio.run(measure(urls, bed.served_name, chosen.points, chosen.turns))
         console.print(f"{time.monotonic() - started:.0f} s")
     show_rows(rows, "Time to the first token where the beginning of a prompt is known")
     print(json.dumps({"bench": "history", "rows": [asdict(row) for row in rows]}))

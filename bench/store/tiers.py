@@ -35,9 +35,9 @@ from pdx.transports.registry import FOR_GPUS, INSIDE_ONE_PROCESS, find, schemes
 from pdx.wire.messages import Admit, Ping, Release
 
 OWN, GPU = "host", "gpu"
-NOT_YET = {
-    "disk": "not part of this bench yet: python -m pdx.bench.store.disk FOLDER measures it",
-    "remote": "not part of PDX yet: behind a node there are other nodes only, no object store and no file server",
+ELSEWHERE = {  # what needs a folder on a disk, or a store
+    "disk": "measured by python -m pdx.bench.store.disk FOLDER",
+    "remote": "measured by python -m pdx.bench.store.lookup (questions) and python -m pdx.bench.store.paying (loads)",
 }
 FIRST_GPU = "0"
 HERE = "a"  # the name of the engine's own node, where there is another one
@@ -192,12 +192,12 @@ class OtherNode(Tier):
 
 
 def why_missing(name: str) -> str:
-    """Why the tier of that name (`OWN`, `GPU`, `NOT_YET`, or a channel) cannot be measured here; empty if it can.
+    """Why the tier of that name (`OWN`, `GPU`, `ELSEWHERE`, or a channel) is not measured here; empty if it can.
 
     :raises ConfigError: there is none of that name.
     """
-    if name in NOT_YET:
-        return NOT_YET[name]
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
     if name == OWN:
         return ""
     if name in (GPU, FOR_GPUS):
@@ -213,7 +213,7 @@ def why_missing(name: str) -> str:
 
 def all_tiers() -> list[str]:
     """The names of all, whether they work here or not."""
-    return [OWN, GPU, *(name for name in schemes() if name not in INSIDE_ONE_PROCESS), *NOT_YET]
+    return [OWN, GPU, *(name for name in schemes() if name not in INSIDE_ONE_PROCESS), *ELSEWHERE]
 
 
 def title(name: str) -> str:

@@ -14,6 +14,7 @@ from pdx.config import NodeOptions, StoreChoice
 from pdx.errors import ConfigError
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
+_SECONDS = click.FloatRange(0.0, 86_400.0, min_open=True)  # pdx.config.PositiveSeconds
 
 
 def option(*names: str, **settings: Any) -> Callable[..., Any]:
@@ -98,11 +99,32 @@ _OF_NODES = (
     option("--remote-ca", default="", metavar="FILE", help="Certificates that sign the remote store's own."),
     option("--remote-credentials", default="", metavar="FILE", help="For the remote store; else the environment's."),
     option(
+        "--remote-timeout",
+        default=5.0,
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="A load from the remote store, or a store there, that takes longer has failed.",
+    ),
+    option(
+        "--remote-lookup-timeout",
+        default=0.25,
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="A question whether chunks are there that takes longer has failed. More, for a store that is far away.",
+    ),
+    option(
+        "--fetch-timeout",
+        default=5.0,
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="A request waits this long for chunks from a disk, the remote store or another node.",
+    ),
+    option(
         "--store",
         default="all",
         type=click.Choice(get_args(StoreChoice)),
-        help="What goes to --disk and --remote: all chunks, those that a second request has found, or those that leave "
-        "memory next.",
+        help="What goes to --disk and --remote: all chunks, those that a second request has found or computed again, "
+        "or those that leave memory next.",
     ),
     option(
         "--store-window",
@@ -123,6 +145,13 @@ _OF_NODES = (
         type=click.FloatRange(0.0, 1.0, min_open=True),
         metavar="SHARE",
         help="Where memory is full, chunks of one cache salt that take more than this share of it go first.",
+    ),
+    option(
+        "--pin-share",
+        default=0.8,
+        type=click.FloatRange(0.0, 1.0),
+        metavar="SHARE",
+        help="So much of memory may pins keep; a pin of more is refused.",
     ),
     option(
         "--numa",
@@ -162,6 +191,6 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
     """The command line that gives `node_options` these values."""
     flags: list[str] = []
     for name, value in options.items():
-        for each in value if isinstance(value, list) else [value] if value else []:
+        for each in value if isinstance(value, list) else [] if value == "" else [value]:
             flags += [f"--{name.replace('_', '-')}" if name != "gpus" else "--gpu", str(each)]
     return flags

@@ -1,4 +1,5 @@
-"""Why chunks that were here are not any more: of the last ones, so that a miss can be explained."""
+"""Why chunks that were here are not any more: of the last ones, so that a miss can be explained, and what is computed
+again is known."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import msgspec
 from pdx.store.chunk import Chunk
 
 MAX_GONE = 1 << 16  # keys that are remembered
+_OUTLIVED = ("evicted", "expired")  # so begins why, where nobody asked for it to go
 
 
 class Gone(msgspec.Struct, frozen=True, gc=False):
@@ -38,3 +40,8 @@ class History:
     def why(self, key: bytes) -> Gone | None:
         """What became of the last chunk of this key; None: it never was here, or that is forgotten."""
         return self._gone.get(key)
+
+    def is_missed(self, key: bytes) -> bool:
+        """Whether the last chunk of this key was whole, and left memory for others or by its age: nobody deleted it."""
+        gone = self._gone.get(key)
+        return gone is not None and gone.why.startswith(_OUTLIVED)

@@ -1,8 +1,8 @@
 """What is stored in the tiers beside and below the arenas, and when.
 
 A chunk that is sealed in an arena of a GPU is copied to the node's first arena, and what is sealed there is stored in
-the tiers below it, as long as each keeps up: at once, or when a second request has found it, or when it is among the
-next that will be evicted. No sockets, no threads, no I/O here.
+the tiers below it, as long as each keeps up: at once, or when a second request has found it or computed it again, or
+when it is among the next that will be evicted. No sockets, no threads, no I/O here.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Storing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`spills`: whether the first arena is there for what is sealed in others. `choice`: `all` chunks are stored;
-        below the arenas, those that a request has found (`twice-seen`); or (`write-back`) those that will be evicted
-        next, so that `window` of each arena is always free or stored. A store that takes longer than `store_s` is given
-        up.
+        below the arenas, those that a request has found, or that are sealed again after they left memory, as far as the
+        store's history goes back (`twice-seen`); or (`write-back`) those that will be evicted next, so that `window` of
+        each arena is always free or stored. A store that takes longer than `store_s` is given up.
         """
         self._tiers = tiers
         self.spills = spills
@@ -88,7 +88,7 @@ class Storing:
         if any(chunk.arenas):
             if self._tiers.arenas is not None and self.spills:
                 yield self._tiers.arenas
-        elif self._choice != "twice-seen":
+        elif self._choice != "twice-seen" or self._store.history.is_missed(chunk.key):
             yield from self._below(chunk)
 
     def _below(self, chunk: Chunk) -> Iterator[Tier]:

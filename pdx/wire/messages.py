@@ -77,7 +77,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
 
     session: Annotated[str, Meta(max_length=64)]  # requests of one session share their beginning; empty: none
     priority: Annotated[int, Meta(ge=0, le=9)] = 0  # more is more important
-    reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again; 0: not known
+    reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again, which nobody weighs; 0: not known
     salt: Annotated[bytes, Meta(max_length=16)] = b""  # a digest of the cache salt; empty: it has none
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 from click.testing import CliRunner
 
+from pdx.cli import up
 from pdx.cli.main import main
 from pdx.config import ConnectorConfig, NodeConfig, NodeOptions, parse
+from pdx.errors import ConfigError
 
 
 def pdx(*arguments: str):
@@ -40,6 +45,11 @@ disk-limit = "500GiB"
 disk_reserve = 1048576
 remote = "valkey://h:6379"
 remote-ttl = 60
+remote-timeout = 20
+remote_lookup_timeout = 1.5
+fetch-timeout = 9
+pin-share = 0
+store = "write-back"
 policy = "s3fifo"
 numa = "none"
 metrics = "127.0.0.1:9400"
@@ -62,6 +72,8 @@ def test_a_file_has_the_words_of_the_command_line(run, file):
         "s3fifo",
         "none",
     )
+    assert (config.remote_s, config.remote_lookup_s, config.fetch_s) == (20.0, 1.5, 9.0)
+    assert (config.pin_share, config.store) == (0.0, "write-back")
     assert (config.metrics, config.name, config.digests) == ("127.0.0.1:9400", "here", "always")
     assert (config.channels, config.trusted_network) == (["tcp"], True)
 
@@ -84,6 +96,9 @@ def test_the_command_line_comes_first(run, file):
         ("arena = ", "is not TOML"),
         ("digests = 'sometimes'", "sometimes"),
         ("arena = 'much'", "'much' is not a size"),
+        ("pin-share = 1.5", "1.5 is not in the range 0.0<=x<=1.0"),
+        ("remote-timeout = 0", "0.0 is not in the range 0.0<x<=86400.0"),
+        ("fetch_s = 1", "'fetch_s' is no option of a node"),
         ("disk = ['/a', '/b', '/a']", "each folder has its own part; name each once"),
     ],
 )
@@ -127,3 +142,89 @@ def test_the_connector_takes_one_folder_or_several():
         config = parse(ConnectorConfig, {"disk": disk})
         assert config.settings()["disks"] == folders
     assert parse(NodeOptions, {"disk": ["/a"]}).settings()["disks"] == ["/a"]
+
+
+def of_node(run, monkeypatch, *options):
+    assert pdx("node", "--address", "ipc:///run/x/node.sock", *options).exit_code == 0
+    return run[-1]
+
+
+def of_serve(run, monkeypatch, *options):
+    executed = []
+    monkeypatch.setattr("os.execvp", lambda name, command: executed.append(command))
+    assert pdx("serve", "both", "MODEL", *options).exit_code == 0
+    (command,) = executed
+    said = json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    return parse(NodeConfig, {"address": "ipc:///x", **parse(ConnectorConfig, said).settings()})
+
+
+def of_up(run, monkeypatch, *options):
+    """By way of the command line that `pdx up` makes for its node."""
+    started = []
+
+    def nodes_of(*arguments):
+        started.extend(made(*arguments))
+        raise ConfigError("enough is known")
+
+    made = up.nodes_of
+    monkeypatch.setattr(up, "nodes_of", nodes_of)
+    assert "enough is known" in pdx("up", "MODEL", *options).output
+    (node,) = started
+    return of_node(run, monkeypatch, *node.options)
+
+
+@pytest.mark.parametrize("settings_of", [of_node, of_serve, of_up])
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (["--remote", "valkey://10.0.0.5:6379/2?prefix=team"], {"remote": "valkey://10.0.0.5:6379/2?prefix=team"}),
+        (
+            ["--remote", "rediss://[fd00::1]:6380", "--remote-ca", "ca.pem", "--remote-credentials", "secret.toml"],
+            {
+                "remote": "rediss://[fd00::1]:6380",
+                "remote_ca": os.path.abspath("ca.pem"),
+                "remote_credentials": os.path.abspath("secret.toml"),
+            },
+        ),
+        (
+            ["--remote", "s3://kv-cache/team", "--remote-ttl", "3600", "--remote-timeout", "30"],
+            {"remote": "s3://kv-cache/team", "remote_ttl_s": 3600.0, "remote_s": 30.0},
+        ),
+        (["--remote-lookup-timeout", "1.5", "--fetch-timeout", "9"], {"remote_lookup_s": 1.5, "fetch_s": 9.0}),
+        (["--store", "all"], {"store": "all"}),
+        (["--store", "twice-seen"], {"store": "twice-seen"}),
+        (["--store", "write-back", "--store-window", "0.3"], {"store": "write-back", "store_window": 0.3}),
+        (["--pin-share", "0"], {"pin_share": 0.0}),
+        (["--pin-share", "0.25", "--salt-quota", "0.5"], {"pin_share": 0.25, "salt_quota": 0.5}),
+    ],
+)
+def test_every_command_that_starts_a_node_gives_it_what_is_said(run, monkeypatch, settings_of, options, settings):
+    config = settings_of(run, monkeypatch, *options)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("command", [["node"], ["serve", "both", "MODEL"], ["up", "MODEL"]])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--remote-timeout", "0"),
+        ("--remote-lookup-timeout", "-1"),
+        ("--fetch-timeout", "nan"),
+        ("--pin-share", "1.5"),
+        ("--store", "sometimes"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_before_anything_starts(run, monkeypatch, command, option, value):
+    monkeypatch.setattr("os.execvp", lambda name, command: pytest.fail("started"))
+    result = pdx(*command, option, value)
+    assert (result.exit_code in (1, 2), run) == (True, [])
+    assert option.strip("-") in result.output or option.strip("-").replace("-", "_") in result.output
+
+
+def test_each_option_of_a_node_has_the_default_of_its_setting():
+    assert parse(NodeConfig, {"address": "ipc:///x", **NodeOptions().settings()}) == NodeConfig(address="ipc:///x")
+
+
+def test_the_defaults_of_the_command_line_are_those_of_the_settings(run):
+    pdx("node", "--address", "ipc:///run/x/node.sock", "--proxy", "")
+    assert run == [NodeConfig(address="ipc:///run/x/node.sock")]

@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from pdx.bench.store import disk, kills
+from pdx.bench.store import count, disk, kills
 
 
 def test_the_bench_compares_the_tier_with_plain_files(monkeypatch, tmp_path, capsys):
@@ -26,3 +26,17 @@ def test_a_node_that_is_killed_while_it_writes(tmp_path):
     assert found["read"] >= 2
     assert [found[name] for name in ("wrong", "bad_files", "most_bytes_above_the_cap")] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_that_counts_its_files(tmp_path):
+    done = CliRunner().invoke(count.main, [str(tmp_path), "--files", "600"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["files"], found["counted"]) == (600, 600)
+    assert 0 < found["longest_stop_s"] < found["taken_s"]
+    assert "memory_mb" in found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_chunks_nothing_is_counted(tmp_path):
+    assert CliRunner().invoke(count.main, [str(tmp_path), "--files", "0"]).exit_code == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,12 +72,13 @@ def test_a_small_run_has_every_figure(place: Path) -> None:
 def test_missing_tiers_are_named_with_the_reason(place: Path) -> None:
     result = store("--tiers", "disk,remote", "--index", "", "--out", str(place))
     assert result.exit_code == 1
-    assert "not part of PDX yet" in result.stdout
-    assert "nothing was measured: disk: not part of this bench yet" in result.stderr
+    assert "nothing was measured: disk: measured by python -m pdx.bench.store.disk" in result.stderr
     missing = json.loads((place / "store.json").read_text())["details"]["missing"]
     assert set(missing) == {"disk", "remote"}
-    assert missing["disk"].startswith("not part of this bench yet: ")
-    assert missing["remote"].startswith("not part of PDX yet: ")
+    for why in missing.values():
+        named = re.findall(r"python -m (pdx\.bench\.store\.\w+)", why)
+        assert named
+        assert all(importlib.util.find_spec(module) for module in named)
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
