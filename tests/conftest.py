@@ -39,6 +39,24 @@ _kept_by_drivers: set[str] = set()  # kinds that were seen in a test on a GPU: e
 _HARMLESS_CHILDREN = ("resource_tracker", "forkserver")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--part`: `make test` runs most tests side by side (`-n`), and then those that need the machine to themselves."""
+    parser.addoption("--part", choices=["beside", "alone"], help="tests that may run beside others, or the others")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Engines use all cores, and tests marked `alone` measure, or count what is free on the whole machine."""
+    part = config.getoption("part")
+    if part is None:
+        return
+    kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        is_alone = any(item.get_closest_marker(name) for name in ("engine", "alone"))
+        kept[is_alone == (part == "alone")].append(item)
+    config.hook.pytest_deselected(items=kept[False])
+    items[:] = kept[True]
+
+
 def _fds() -> Counter[str]:
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):

@@ -8,11 +8,15 @@ from hypothesis import strategies as st
 
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address, check_listen, needs_ipv6
-from pdx.security.curve_keys import KeyPair
 from pdx.security.roster import Roster, RosterFile
 from pdx.wire.messages import PeerEntry
 
-KEYS = [KeyPair.make().public for _ in range(3)]
+# Always the same, so that the tests have the same names in each process.
+KEYS = [
+    ")6q8r8-+Gb4--!7Cb@ep5+Ai]>-#=4Q.2e@QER<Z",
+    "^uHN>/64<BR:xwKL^xCEdKwjNw.:27e}50plQ=ts",
+    "GiG2+OElT6Lv6Ia[M%D*jC:.T9.-zKS=M<BVTkBf",
+]
 HERE = ["ipc:///run/pdx/a.sock", "tcp://127.0.0.1:7700", "tcp://[::1]:7700", "tcp://127.8.9.1:1"]
 BEYOND = ["tcp://10.0.0.1:7700", "tcp://[fe80::1]:7700", "tcp://192.168.1.1:65535", "tcp://[::ffff:10.0.0.1]:1"]
 NAMES = ["tcp://node7:7700", "tcp://node-7.cluster.example:1", "tcp://localhost:1"]

@@ -44,7 +44,10 @@ from pdx.bench.harness.report import (
 from pdx.bench.harness.timing import measure  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
-NOTHING_VISIBLE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+# What these tests start runs beside nothing, also where they themselves do.
+NOTHING_VISIBLE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")} | {
+    "CUDA_VISIBLE_DEVICES": ""
+}
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
