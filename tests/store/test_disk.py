@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdx.errors import ConfigError
 from pdx.store.disk import chunk_file
-from pdx.store.disk.tier import THREADS
+from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
 
 CHARGE = 40_960  # of the cap, for a chunk of 32 KiB: a header, the bytes, and perhaps a list of its blocks

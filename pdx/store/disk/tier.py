@@ -1,8 +1,8 @@
 """The disk tier: chunks in files, found again by the next node that is given the same folder.
 
 The control loop owns the index, which says what is on the disk and in which order it was used, and the account of the
-bytes. A few threads read, write and remove the files (`pdx.store.disk.chunk_file`) and post what became of it. Loads go
-first; one thread is left for them whatever is to be stored or removed.
+bytes. A few threads (`pdx.store.disk.workers`) read, write and remove the files (`pdx.store.disk.chunk_file`) and post
+what became of it.
 
     <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
 
@@ -20,15 +20,12 @@ import itertools
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from pdx.config import private_folder
 from pdx.errors import ConfigError, TierError
@@ -37,6 +34,7 @@ from pdx.security.socket_lock import owned
 from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
+from pdx.store.disk.workers import Task, Workers, file_of
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import COUNTING, TierStatus
@@ -44,7 +42,6 @@ from pdx.wire.messages import COUNTING, TierStatus
 log = logging.getLogger("pdx.node")
 
 MIB = 1 << 20
-THREADS = 8  # while one compares digests, the others keep the disk busy
 MAX_ERRORS = 3  # writes that may fail one after the other before there is a pause
 PAUSE_S = 10.0
 FULL_S = 60.0
@@ -58,27 +55,6 @@ _LEFT_OUT = {
     "too_large": "a chunk is larger than all of the cap",
     "busy": "all files that could make room are being written or removed",
 }
-
-
-class _Task(msgspec.Struct, eq=False):
-    """Work for a thread: a job, or only files to remove. The thread sets `left` and `error`."""
-
-    job: Job | None = None
-    is_load: bool = False
-    victims: Sequence[ChunkFile] = ()  # to be removed first
-    reused: ChunkFile | None = None  # the last of them, if it is written anew instead
-    hold: int = 0  # bytes of the cap that are its own until it is over
-    charge: int = 0  # of these, what its file takes
-    is_cancelled: bool = False
-    forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
-    left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
-    error: TierError | None = None
-
-    @property
-    def part(self) -> Part:
-        """What the job is about."""
-        assert self.job is not None
-        return self.job.parts[0]
 
 
 class DiskTier(Tier):
@@ -111,10 +87,8 @@ class DiskTier(Tier):
         self._root = root
         self._counters = counters
         self._faults = Faults(counters, clock)
-        self._reserve_bytes = reserve_bytes
-        self.limit_bytes = self._attainable(limit_bytes)
+        self.limit_bytes = self._attainable(limit_bytes, reserve_bytes)
         self.is_direct = False  # whether files are read and written without the page cache
-        self._arenas = arenas
         self._post = post
         self._on_done = on_done
         self._clock = clock
@@ -127,9 +101,9 @@ class DiskTier(Tier):
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
         self._found_bytes = 0  # … and files that can be found
         self._stuck: dict[ChunkFile, int] = {}  # … and what cannot be found, nor removed: until it is replaced
-        self._busy: dict[bytes, dict[int, _Task]] = {}  # files that are being written or removed
+        self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
-        self._under_way: dict[int, dict[_Task, None]] = {}  # by copy
+        self._under_way: dict[int, dict[Task, None]] = {}  # by copy
         self._read: Counter[tuple[bytes, int]] = Counter()  # files that are being read
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
@@ -142,34 +116,30 @@ class DiskTier(Tier):
         self.is_counted = False  # whether the index has all files
         self._is_scanning = True
         self._evicted_meanwhile: set[bytes] = set()
-        self._condition = threading.Condition()  # guards the next five
-        self._loads: deque[_Task] = deque()
-        self._removals: deque[_Task] = deque()
-        self._stores: deque[_Task] = deque()
-        self._writing = 0  # threads that store or remove
-        self._is_closing = False
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(owned(root / "tier", self._taken))
         with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
             self.is_direct = chunk_file.takes_direct(root)
         if not self.is_direct:
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
-        self._threads = [
-            threading.Thread(target=target, name=f"pdx-disk-{number}", daemon=True)
-            for number, target in enumerate([self._scan] + [self._work] * THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = Workers(
+            root,
+            arenas,
+            is_direct=self.is_direct,
+            reserve_bytes=reserve_bytes,
+            on_over=lambda task: post(partial(self._over, task)),
+        )
+        self._workers.start(self._scan)
 
     def _taken(self, owner: str) -> ConfigError:
         what = f"{self._root} is the disk tier of another node (process {owner})"
         return ConfigError(f"{what}; two nodes cannot share one: name another folder with --disk, or end that node")
 
-    def _attainable(self, limit_bytes: int) -> int:
+    def _attainable(self, limit_bytes: int, reserve_bytes: int) -> int:
         """The cap, or what the file system has in all without the reserve."""
         disk = os.statvfs(self._root)
         total_bytes = disk.f_blocks * disk.f_frsize
-        most = max(0, total_bytes - self._reserve_bytes)
+        most = max(0, total_bytes - reserve_bytes)
         if limit_bytes > most:
             self._counters["disk_cap_lowered"] += 1
             text = (
@@ -260,14 +230,14 @@ class DiskTier(Tier):
             return self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
         victims = self._oldest(lack)
         freed = sum(file.charge for file in victims)
-        task = _Task(job, victims=victims, hold=max(charge, freed), charge=charge)
+        task = Task(job, victims=victims, hold=max(charge, freed), charge=charge)
         self._reuse(task)
         self.used_bytes += task.hold - freed
         self._take_out(victims, task)
         self._busy.setdefault(part.key, {})[part.shard] = task
-        return self._give(task, self._stores)
+        return self._give(task, self._workers.stores)
 
-    def _reuse(self, task: _Task) -> None:
+    def _reuse(self, task: Task) -> None:
         """Write one of the victims anew, if it is of the same size and nobody reads it."""
         size = task.part.slot.nbytes, task.part.layers
         for file in task.victims:
@@ -285,7 +255,7 @@ class DiskTier(Tier):
             nbytes -= sum(file.charge for file in of_key)
         return files
 
-    def _take_out(self, files: Iterable[ChunkFile], task: _Task) -> None:
+    def _take_out(self, files: Iterable[ChunkFile], task: Task) -> None:
         """These cannot be found any more; `task` removes them."""
         for file in files:
             self._index.pop(file.key, None)
@@ -298,14 +268,12 @@ class DiskTier(Tier):
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
         self._read[job.parts[0].key, job.parts[0].shard] += 1
-        self._give(_Task(job, is_load=True), self._loads)
+        self._give(Task(job, is_load=True), self._workers.loads)
 
-    def _give(self, task: _Task, queue: deque[_Task]) -> None:
+    def _give(self, task: Task, queue: deque[Task]) -> None:
         self._under_way.setdefault(task.job.number if task.job is not None else 0, {})[task] = None
-        with self._condition:
-            queue.append(task)
-            self._condition.notify_all()
-        if self._is_closing:
+        self._workers.give(task, queue)
+        if self._workers.is_closing:
             self._end_queued()
 
     def cancel(self, copy: Copy) -> None:
@@ -343,40 +311,34 @@ class DiskTier(Tier):
 
     def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:
         if files:
-            task = _Task(victims=files, hold=sum(file.charge for file in files))
+            task = Task(victims=files, hold=sum(file.charge for file in files))
             if is_forgotten:
                 task.forgotten.update(file.key for file in files)
             self._take_out(files, task)
             self._leaving += task.hold
-            self._give(task, self._removals)
+            self._give(task, self._workers.removals)
 
     def close(self) -> None:
         """See `Tier.close`. What was forgotten is removed first, as far as the disk answers."""
-        with self._condition:
-            self._is_closing = True
-            self._condition.notify_all()
-        end = time.monotonic() + JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        has_ended = self._workers.close(JOIN_S)
         self._end_queued()
-        if not any(thread.is_alive() for thread in self._threads):
+        if has_ended:
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
 
     def _end_queued(self) -> None:
         """The tier is closed: what no thread has begun is over."""
-        for queue in (self._loads, self._removals, self._stores):
-            while queue:
-                task = queue.popleft()
-                task.left += task.victims
-                task.error = TierError("the disk tier is closed", "cancelled")
-                self._post(partial(self._over, task))
+        workers = self._workers
+        for task in workers.take_back(workers.loads, workers.removals, workers.stores):
+            task.left += task.victims
+            task.error = TierError("the disk tier is closed", "cancelled")
+            self._post(partial(self._over, task))
         for job in itertools.chain.from_iterable(self._later.values()):
             self._post(partial(self._on_done, self.name, job, TierError("the disk tier is closed", "cancelled")))
         self._later.clear()
 
     # ---- what became of it, on the control loop ---------------------------------------------
 
-    def _over(self, task: _Task) -> None:
+    def _over(self, task: Task) -> None:
         """A thread is done with this."""
         _take(self._under_way, task.job.number if task.job is not None else 0, task)
         self.used_bytes -= task.hold
@@ -414,9 +376,9 @@ class DiskTier(Tier):
         self.num_chunks += 1
         self._found_bytes += file.charge
 
-    def _stored(self, task: _Task) -> None:
+    def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
-        file = _file(part)
+        file = file_of(part)
         if error is None:
             self._errors = 0
             self._counters["disk_stored"] += 1
@@ -478,7 +440,7 @@ class DiskTier(Tier):
         """There is a newer file of the same chunk with another size: this one could not be removed in its time."""
         self.used_bytes += file.charge
         self._leaving += file.charge
-        self._give(_Task(victims=[file], hold=file.charge, forgotten={file.key}), self._removals)
+        self._give(Task(victims=[file], hold=file.charge, forgotten={file.key}), self._workers.removals)
 
     def _scanned(self, error: TierError | None) -> None:
         """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
@@ -491,72 +453,14 @@ class DiskTier(Tier):
             used, limit = self.used_bytes / MIB, self.limit_bytes / MIB
             log.info("disk tier %s: %d chunks, %.0f of %.0f MiB", self._root, self.num_chunks, used, limit)
 
-    # ---- on the threads ---------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (task := self._next()) is not None:
-            try:
-                self._do(task)
-            except TierError as error:  # a traceback would keep the arena's memory mapped
-                task.error = TierError(str(error), error.kind, is_left=error.is_left)
-            except Exception as error:  # the thread's root: a job must end, and the thread must not
-                log.exception("the disk tier failed")
-                task.error = TierError(f"{type(error).__name__}: {error}", "failed")
-            if not task.is_load:
-                with self._condition:
-                    self._writing -= 1
-                    self._condition.notify_all()
-            self._post(partial(self._over, task))
-
-    def _next(self) -> _Task | None:
-        with self._condition:
-            while True:
-                if self._loads and not self._is_closing:
-                    return self._loads.popleft()
-                queue = self._removals or (not self._is_closing and self._stores)
-                if queue and (self._writing < THREADS - 1 or self._is_closing):
-                    self._writing += 1
-                    return queue.popleft()
-                if self._is_closing:
-                    return None
-                self._condition.wait()
-
-    def _do(self, task: _Task) -> None:
-        for file in task.victims:
-            old = self._path(file)
-            try:
-                if file is task.reused and task.error is None:
-                    chunk_file.reuse(old, self._path(_file(task.part)))
-                else:
-                    chunk_file.remove(old)
-            except TierError as error:
-                task.left.append(file)
-                task.error = TierError(str(error), error.kind)
-        if task.job is None or task.error is not None:
-            return
-        part = task.part
-        path, arena = self._path(_file(part)), self._arenas[part.slot.arena]
-
-        def is_over() -> bool:
-            return task.is_cancelled or self._is_closing
-
-        task.job.start_ns = time.monotonic_ns()
-        if task.is_load:
-            chunk_file.read(path, part, arena, is_over, is_direct=self.is_direct)
-        else:
-            reserve = self._reserve_bytes
-            chunk_file.write(path, part, arena, is_over, is_direct=self.is_direct, reserve_bytes=reserve)
-        task.job.end_ns = time.monotonic_ns()
-
-    def _path(self, file: ChunkFile) -> Path:
-        return chunk_file.path_of(self._root, file)
+    # ---- on a thread ----------------------------------------------------------------------
 
     def _scan(self) -> None:
         """Tell the control loop of all files from before."""
         why: TierError | None = None
         try:
-            files = chunk_file.listed(self._root, lambda: self._is_closing)
-            while not self._is_closing and (batch := list(itertools.islice(files, _BATCH))):
+            files = chunk_file.listed(self._root, lambda: self._workers.is_closing)
+            while not self._workers.is_closing and (batch := list(itertools.islice(files, _BATCH))):
                 self._post(partial(self._found, batch))
         except OSError as error:
             text = f"{self._root} cannot be listed: {error.strerror}; nothing is stored there"
@@ -564,13 +468,8 @@ class DiskTier(Tier):
         except Exception as error:  # the thread's root
             log.exception("the disk tier failed")
             why = TierError(f"{self._root} is not read: {type(error).__name__}; nothing is stored there", "failed")
-        if not self._is_closing:
+        if not self._workers.is_closing:
             self._post(partial(self._scanned, why))
-
-
-def _file(part: Part) -> ChunkFile:
-    """The file of a whole chunk of one shard."""
-    return ChunkFile(part.key, part.shard, part.layers, part.slot.nbytes)
 
 
 def _take(groups: dict[Any, dict[Any, Any]], name: object, member: object) -> None:
