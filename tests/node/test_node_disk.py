@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import stat
+import subprocess
 import time
 
 import pytest
+from disk_bed import is_root, small_disk
 from node_harness import MIB, refused_node
 
 from pdx.client.api import connect
@@ -181,6 +183,24 @@ def test_a_folder_that_cannot_be_used_is_refused(address, place, what):
     assert refused.returncode == 1
     assert str(path) in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@is_root
+def test_a_node_reads_a_disk_that_is_read_only(start_node, place):
+    with small_disk(place / "disk", 16 * MIB) as folder:
+        settings = {"disks": [str(folder)], "disk_reserve_bytes": 0}
+        node = start_node(**settings)
+        fill(node.address, NAMES[:2])
+        node.kill()
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        node = start_node(**settings)
+        wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
+        assert [read(node.address, name) for name in NAMES[:2]] == [content(name) for name in NAMES[:2]]
+        with connect(node.address, timeout_s=30) as client:
+            put(client, NAMES[2], content(NAMES[2]))
+        assert node.status().tiers[0].state == "read-only"
+        assert node.status().counters["disk_read_only"] == 1
+        node.close()
 
 
 def test_several_disks_have_a_part_each_and_all_of_it_is_found_again(start_node, place):

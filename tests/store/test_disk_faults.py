@@ -13,10 +13,11 @@ from disk_bed import MIB, Bed, content, is_root, key, small_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdx.errors import TierError
+from pdx.errors import ConfigError, TierError
 from pdx.store import chunk_format
 from pdx.store.disk import chunk_file
-from pdx.store.disk.tier import FULL_S, MAX_ERRORS, PAUSE_S
+from pdx.store.disk.health import MAX_ERRORS, PAUSE_S
+from pdx.store.disk.tier import FULL_S
 
 _GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
@@ -484,6 +485,46 @@ def test_a_read_only_disk_is_read(tmp_path):
             finally:
                 subprocess.run(["umount", "-l", str(folder)], check=True)
             assert bed.store(2)
+        finally:
+            bed.close()
+
+
+@contextmanager
+def read_only(folder):
+    """The file system of this folder can be read only."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@is_root
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, has_lock):
+    with small_disk(tmp_path / "tier", MIB) as folder:
+        bed = Bed(folder.parent)
+        try:
+            assert bed.store(1)
+            bed.close_tier()
+            if not has_lock:
+                (folder / "tier.lock").unlink()
+            with read_only(folder):
+                bed.open()
+                assert bed.load(1) is None
+                assert not bed.tier.takes_stores
+                assert not bed.store(2)
+                assert bed.counters["disk_read_only"] == 1
+                assert bed.tier.status().state == "read-only"
+                assert sum("read-only" in one.message.lower() for one in caplog.records) == 1
+                bed.now += PAUSE_S
+                assert not bed.store(2)
+                if has_lock:
+                    with pytest.raises(ConfigError, match="another node"):
+                        bed.open()
+            bed.now += PAUSE_S
+            assert bed.store(2) == has_lock, "a folder that is not this node's alone is never written to"
         finally:
             bed.close()
 

@@ -34,6 +34,7 @@ from pdx.security.socket_lock import owned
 from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
+from pdx.store.disk.health import Health
 from pdx.store.disk.workers import Task, Workers, file_of
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
@@ -42,8 +43,6 @@ from pdx.wire.messages import COUNTING, TierStatus
 log = logging.getLogger("pdx.node")
 
 MIB = 1 << 20
-MAX_ERRORS = 3  # writes that may fail one after the other before there is a pause
-PAUSE_S = 10.0
 FULL_S = 60.0
 JOIN_S = 10.0
 _BATCH = 256
@@ -108,16 +107,17 @@ class DiskTier(Tier):
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
         self._places = itertools.count(1)
-        self._errors = 0  # writes that failed since the last one that did not
-        self._paused_until = 0.0
-        self._blind_until = 0.0  # nothing is found until then
+        self._health = Health(clock)
         self._reached = self.limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
         self._reached_until = 0.0
         self.is_counted = False  # whether the index has all files
         self._is_scanning = True
         self._evicted_meanwhile: set[bytes] = set()
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(owned(root / "tier", self._taken))
+        lock = self._lock.enter_context(owned(root / "tier", self._taken, may_be_read_only=True))
+        if not lock.is_written:
+            self._health.begins_read_only(is_ours=lock.is_held)
+            self._warn(TierError(f"{root} is read-only: chunks are loaded from there, and none stored", "read_only"))
         with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
             self.is_direct = chunk_file.takes_direct(root)
         if not self.is_direct:
@@ -150,11 +150,11 @@ class DiskTier(Tier):
 
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
-        state = "ok" if self.is_direct else "by way of the page cache"
-        if self._clock() < self._paused_until:
-            state = "paused: writes failed"
-        elif not self.is_counted:
+        state = self._health.text
+        if not state and not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
+        elif not state:
+            state = "ok" if self.is_direct else "by way of the page cache"
         return TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
 
     # ---- the tier ---------------------------------------------------------------------------
@@ -162,12 +162,12 @@ class DiskTier(Tier):
     @property
     def takes_stores(self) -> bool:
         """See `Tier.takes_stores`."""
-        return self.is_counted and self._clock() >= self._paused_until
+        return self.is_counted and self._health.takes_stores
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """See `Tier.find`. What is found counts as used."""
         found: list[Held] = []
-        for key in keys if self._clock() >= self._blind_until else ():
+        for key in keys if self._health.takes_loads else ():
             held = self._held(key, shards)
             if held is None:
                 break
@@ -380,7 +380,7 @@ class DiskTier(Tier):
         part, error = task.part, task.error
         file = file_of(part)
         if error is None:
-            self._errors = 0
+            self._health.wrote()
             self._counters["disk_stored"] += 1
             self.used_bytes -= self._stuck.pop(file, 0)
             self._insert(file)
@@ -392,11 +392,10 @@ class DiskTier(Tier):
             self._insert(file, is_forgotten=True)
         if error.kind != "cancelled":
             self._warn(error)
-            self._errors += error.kind in _DISK_FAULTS
+            if error.kind in _DISK_FAULTS:
+                self._health.not_written(is_read_only=error.kind == "read_only")
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
                 self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
-            if self._errors >= MAX_ERRORS:
-                self._paused_until = self._clock() + PAUSE_S
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.get(part.key, ())
@@ -408,7 +407,7 @@ class DiskTier(Tier):
             if self._has(part.key, part.shard) or error.kind != "missing":
                 self._warn(error)
             if error.kind in _NOT_OF_THE_FILE:
-                self._blind_until = self._clock() + PAUSE_S  # whoever waits would have it loaded at once again
+                self._health.pause_reads()  # whoever waits would have it loaded at once again
             else:
                 self._remove(files, is_forgotten=True)
 
