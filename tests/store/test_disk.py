@@ -119,6 +119,7 @@ def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
     assert bed.load(1) is None
     assert bed.tier.status().state == "by way of the page cache"
     assert "no direct I/O" in caplog.text
+    assert bed.counters["disk_not_direct"] == 1
 
 
 def test_a_chunk_is_there_when_all_its_shards_are(bed):

@@ -1,12 +1,12 @@
 """Each fault of a disk costs a miss and a counter. The faults are real but for those that a test's name calls fake."""
 
 import array
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import subprocess
-from contextlib import contextmanager
 
 import pytest
 from disk_bed import MIB, Bed, content, is_root, key, small_disk
@@ -29,7 +29,7 @@ def bed(tmp_path):
     bed.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def immutable(path):
     """Nothing can be made or removed in this folder, not even by root."""
     fd = os.open(path, os.O_RDONLY)
@@ -489,7 +489,7 @@ def test_a_read_only_disk_is_read(tmp_path):
             bed.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def read_only(folder):
     """The file system of this folder can be read only."""
     subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
@@ -516,6 +516,7 @@ def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, h
                 assert not bed.tier.takes_stores
                 assert not bed.store(2)
                 assert bed.counters["disk_read_only"] == 1
+                assert bed.tier.is_direct
                 assert bed.tier.status().state == "read-only"
                 assert sum("read-only" in one.message.lower() for one in caplog.records) == 1
                 bed.now += PAUSE_S
@@ -525,6 +526,28 @@ def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, h
                         bed.open()
             bed.now += PAUSE_S
             assert bed.store(2) == has_lock, "a folder that is not this node's alone is never written to"
+        finally:
+            bed.close()
+
+
+@is_root
+def test_a_disk_that_is_full_when_a_node_starts_is_not_used_through_the_page_cache(tmp_path, caplog):
+    with small_disk(tmp_path / "tier", MIB) as folder:
+        bed = Bed(folder.parent)
+        try:
+            assert bed.tier.is_direct, "else there is nothing to see here"
+            assert bed.store(1)
+            bed.close_tier()
+            with (folder / "of-others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            bed.open()
+            assert bed.tier.is_direct
+            assert bed.tier.status().state == "ok"
+            assert not bed.counters["disk_not_direct"]
+            assert "direct" not in caplog.text
+            assert bed.load(1) is None
+            assert not (folder / "direct").exists()
         finally:
             bed.close()
 

@@ -378,9 +378,10 @@ def _read_all(fd: int, buffers: list[memoryview], offset: int) -> int:
 
 
 def takes_direct(root: Path) -> bool:
-    """Whether the file system of a folder reads and writes without its page cache.
+    """Whether the file system of a folder reads and writes without its page cache; also where it is full or read-only,
+    if it has a file.
 
-    :raises OSError: nothing can be written there.
+    :raises OSError: nothing can be written there, and there is nothing to read.
     """
     path = root / "direct"
     try:
@@ -391,9 +392,35 @@ def takes_direct(root: Path) -> bool:
             os.close(fd)
             os.unlink(path)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        some = _some_file(root)
+        if some is None:
+            raise
+        return _reads_direct(some)
+
+
+def _some_file(root: Path) -> Path | None:
+    """A tier's own: its lock, or a chunk."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name == "tier.lock" or _NAME.fullmatch(name):
+                return Path(folder, name)
+    return None
+
+
+def _reads_direct(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+        try:
+            os.preadv(fd, [_aligned(HEADER_BYTES)], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return False
+    return True
 
 
 def remove(path: Path) -> None:

@@ -121,6 +121,7 @@ class DiskTier(Tier):
         with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
             self.is_direct = chunk_file.takes_direct(root)
         if not self.is_direct:
+            counters["disk_not_direct"] += 1
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
         self._workers = Workers(
             root,
