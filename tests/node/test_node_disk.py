@@ -16,7 +16,7 @@ from pdx.client.api import connect
 from pdx.errors import ChunkExists, ChunkMissing
 from pdx.telemetry import trace
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Fill, Ping, Why
+from pdx.wire.messages import Admit, Fill, Ping, Release, Why
 
 NAMES = [f"chunk {number}" for number in range(12)]
 
@@ -201,6 +201,58 @@ def test_a_node_reads_a_disk_that_is_read_only(start_node, place):
         assert node.status().tiers[0].state == "read-only"
         assert node.status().counters["disk_read_only"] == 1
         node.close()
+
+
+HANGS = """
+import os, threading
+real = os.preadv
+def preadv(*args):
+    if os.path.exists({flag!r}):
+        threading.Event().wait()
+    return real(*args)
+os.preadv = preadv
+"""
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_once_and_keeps_no_node_from_ending(
+    start_node, attach, place, disk, monkeypatch
+):
+    (place / "sitecustomize.py").write_text(HANGS.format(flag=str(place / "hangs")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
+    node = start_node(arena_bytes=MIB, disks=[disk])
+    engine = {"engine": "an engine"}
+    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
+
+    def hits(numbers, request):
+        keys = [number.to_bytes(16, "big") for number in numbers]
+        found = scheduler.ask(Admit(keys, MIB // 16, 4, lease_s=20.0, request=request, wait_s=20.0, partial=True))
+        if found.granted_slots:
+            worker.ask(Fill(found.granted_slots, layers=4, seal=True))
+        scheduler.ask(Release(found.lease))
+        return found.hits
+
+    hits(range(8), "first")
+    wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == 8, what="all of it is stored")
+    hits(range(100, 116), "others")
+    wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == 24, what="all of it is stored")
+    assert hits(range(1), "while it answers") == 1
+    (place / "hangs").touch()
+    begin = time.monotonic()
+    assert hits(range(4, 5), "waits") == 0
+    first_s = time.monotonic() - begin
+    assert first_s < 15.0, "fetch_s is five"
+    wait_until(lambda: scheduler.status().tiers[0].state == "does not answer", what="the node notices")
+    begin = time.monotonic()
+    for number in range(5, 8):
+        assert hits([number], f"does not wait {number}") == 0
+    assert time.monotonic() - begin < first_s, "three of them together"
+    counters = scheduler.status().counters
+    assert counters["disk_silent"] == 1
+    assert counters["disk_loaded"] == 1
+    begin = time.monotonic()
+    node.close()
+    assert time.monotonic() - begin < 15.0
+    assert node.log.count("does not answer") == 1
 
 
 def test_several_disks_have_a_part_each_and_all_of_it_is_found_again(start_node, place):

@@ -118,6 +118,27 @@ def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless
     yield from ((_hits(time_ns), file) for time_ns, file in heapq.merge(*found, reverse=True))
 
 
+def place_of(root: Path) -> tuple[int, int]:
+    """The folder itself, whatever its name leads to later.
+
+    :raises OSError: there is none.
+    """
+    info = os.stat(root)
+    return info.st_dev, info.st_ino
+
+
+def check_place(root: Path, place: tuple[int, int]) -> None:
+    """:raises TierError: the folder was removed, or its disk unmounted, and something else may be there now."""
+    try:
+        is_there = place_of(root) == place
+    except FileNotFoundError:
+        is_there = False
+    except OSError as error:
+        raise TierError(f"{root} cannot be read: {error.strerror}", "read_failed") from error
+    if not is_there:
+        raise TierError(f"{root} is not there any more", "gone")
+
+
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Whether it is a folder of chunks; a disk's own `lost+found` is none."""
     return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)

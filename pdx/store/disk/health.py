@@ -59,7 +59,7 @@ class Health:
         self._num_read += 1
         self._unread.pop(key, None)
         self._read_errors = 0
-        self._doubt_no_more()
+        self.doubt = ""
 
     def not_read(self, key: bytes) -> bool:
         """A file could not be read; whether that is the file's own fault: twice, and others were read in between."""
@@ -118,10 +118,7 @@ class Health:
     def answers(self) -> None:
         """A call has come back that had taken too long."""
         if self.doubt == SILENT:
-            self._doubt_no_more()
-
-    def _doubt_no_more(self) -> None:
-        self.doubt = ""
+            self.doubt = ""
 
     def begins_probe(self) -> bool:
         """Whether a file is to be read now to see if that works; `probed` is to be called then."""
@@ -131,11 +128,11 @@ class Health:
         self._is_probing = True
         return True
 
-    def probed(self, *, works: bool, is_gone: bool = False) -> None:
+    def probed(self, *, works: bool) -> None:
         """A probe is over."""
         self._is_probing = False
         if works:
             self._read_errors = 0
-            self._doubt_no_more()
+            self.doubt = ""
         elif self.doubt:
-            self.doubts(GONE if is_gone else self.doubt)
+            self.doubts(self.doubt)

@@ -34,7 +34,7 @@ from pdx.security.socket_lock import owned
 from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
-from pdx.store.disk.health import Health
+from pdx.store.disk.health import GONE, SILENT, Health
 from pdx.store.disk.workers import Task, Workers, file_of
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
@@ -45,12 +45,17 @@ log = logging.getLogger("pdx.node")
 MIB = 1 << 20
 FULL_S = 60.0
 JOIN_S = 10.0
+SILENT_JOIN_S = 1.0  # … where the disk does not answer
+SILENT_S = 5.0  # for so long a system call may take
+_PROBED = 64  # files, those that were used last, one of which is read for a probe
 _BATCH = 256
-_DISK_FAULTS = ("full", "denied", "read_only", "write_failed")
-_NOT_OF_THE_FILE = ("exhausted", "failed")  # why a load fails though its file may be good
+_DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
+# Why a load fails though its file may be good: for no reason of the disk, …
+_NOT_OF_THE_DISK = ("exhausted", "failed")
+_OF_THE_DISK = ("read_failed", "denied")  # … or for one that may hold for others, too
 _LEFT_OUT = {
     "not_counted": "the files from before are not counted yet",
-    "paused": "writes failed, and none are tried for some seconds",
+    "paused": "reads or writes failed, and none are tried for some seconds",
     "too_large": "a chunk is larger than all of the cap",
     "busy": "all files that could make room are being written or removed",
 }
@@ -129,6 +134,7 @@ class DiskTier(Tier):
             is_direct=self.is_direct,
             reserve_bytes=reserve_bytes,
             on_over=lambda task: post(partial(self._over, task)),
+            clock=clock,
         )
         self._workers.start(self._scan)
 
@@ -151,6 +157,7 @@ class DiskTier(Tier):
 
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
+        self._look()
         state = self._health.text
         if not state and not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
@@ -163,14 +170,16 @@ class DiskTier(Tier):
     @property
     def takes_stores(self) -> bool:
         """See `Tier.takes_stores`."""
+        self._look()
         return self.is_counted and self._health.takes_stores
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """See `Tier.find`. What is found counts as used."""
+        self._look()
         found: list[Held] = []
         for key in keys if self._health.takes_loads else ():
             held = self._held(key, shards)
-            if held is None:
+            if held is None or self._health.hides(key):
                 break
             found.append(held)
         self._touch(keys[: len(found)])
@@ -182,6 +191,24 @@ class DiskTier(Tier):
         if len(sizes) != 1 or len(files) != shards or {file.shard for file in files} != set(range(shards)):
             return None
         return Held(*sizes.pop())
+
+    def _look(self) -> None:
+        """Notice what takes too long, and find out whether a disk in doubt works again."""
+        if self._workers.silent(self._clock() - SILENT_S):
+            text = f"{self._root} does not answer: nothing is loaded from there or stored until it does"
+            self._warn(TierError(text, "silent"))
+            self._doubt(SILENT)
+        if self._health.begins_probe():
+            last_used = itertools.islice(reversed(self._index.values()), _PROBED)
+            files = [file for of_key in last_used for file in of_key]
+            file = files[self._health.probes % len(files)] if files else None  # another one each time
+            self._give(Task(is_probe=True, probed=file), self._workers.loads)
+
+    def _doubt(self, why: str) -> None:
+        """What waits for a thread is given up: it would keep memory, and those who wait for it."""
+        self._health.doubts(why)
+        workers = self._workers
+        self._end(workers.take_back(workers.loads, workers.stores), "paused")
 
     def hits(self, key: bytes) -> int:
         """How often this chunk was loaded, also by nodes before this one."""
@@ -218,6 +245,8 @@ class DiskTier(Tier):
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
         part = job.parts[0]
+        if self._health.doubt:
+            return self._refuse(job, "paused")
         is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
         if is_forgotten or self._has(part.key, part.shard):
             return self._post(partial(self._on_done, self.name, job, None))
@@ -228,7 +257,7 @@ class DiskTier(Tier):
         lack = self.used_bytes + charge - limit_bytes
         if lack > self._found_bytes:
             self._leave_out("busy", 1)
-            return self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
+            return self._refuse(job, "busy")
         victims = self._oldest(lack)
         freed = sum(file.charge for file in victims)
         task = Task(job, victims=victims, hold=max(charge, freed), charge=charge)
@@ -237,6 +266,10 @@ class DiskTier(Tier):
         self._take_out(victims, task)
         self._busy.setdefault(part.key, {})[part.shard] = task
         return self._give(task, self._workers.stores)
+
+    def _refuse(self, job: Job, why: str) -> None:
+        error = TierError(f"{self._root} leaves it out: {_LEFT_OUT[why]}", why)
+        self._post(partial(self._on_done, self.name, job, error))
 
     def _reuse(self, task: Task) -> None:
         """Write one of the victims anew, if it is of the same size and nobody reads it."""
@@ -261,6 +294,7 @@ class DiskTier(Tier):
         for file in files:
             self._index.pop(file.key, None)
             self._hits.pop(file.key, None)
+            self._health.forget(file.key)
             self._busy.setdefault(file.key, {})[file.shard] = task
             self.num_chunks -= 1
             self._found_bytes -= file.charge
@@ -268,8 +302,12 @@ class DiskTier(Tier):
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
+        self._look()
+        if not self._health.takes_loads:
+            self._counters["disk_paused"] += 1
+            return self._refuse(job, "paused")
         self._read[job.parts[0].key, job.parts[0].shard] += 1
-        self._give(Task(job, is_load=True), self._workers.loads)
+        return self._give(Task(job, is_load=True), self._workers.loads)
 
     def _give(self, task: Task, queue: deque[Task]) -> None:
         self._under_way.setdefault(task.job.number if task.job is not None else 0, {})[task] = None
@@ -321,7 +359,8 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """See `Tier.close`. What was forgotten is removed first, as far as the disk answers."""
-        has_ended = self._workers.close(JOIN_S)
+        self._look()
+        has_ended = self._workers.close(SILENT_JOIN_S if self._health.doubt == SILENT else JOIN_S)
         self._end_queued()
         if has_ended:
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
@@ -329,13 +368,17 @@ class DiskTier(Tier):
     def _end_queued(self) -> None:
         """The tier is closed: what no thread has begun is over."""
         workers = self._workers
-        for task in workers.take_back(workers.loads, workers.removals, workers.stores):
-            task.left += task.victims
-            task.error = TierError("the disk tier is closed", "cancelled")
-            self._post(partial(self._over, task))
+        self._end(workers.take_back(workers.loads, workers.removals, workers.stores), "cancelled")
         for job in itertools.chain.from_iterable(self._later.values()):
             self._post(partial(self._on_done, self.name, job, TierError("the disk tier is closed", "cancelled")))
         self._later.clear()
+
+    def _end(self, tasks: Iterable[Task], kind: str) -> None:
+        """No thread begins these."""
+        for task in tasks:
+            task.left += task.victims
+            task.error = TierError("the disk tier is closed" if kind == "cancelled" else "the disk is in doubt", kind)
+            self._post(partial(self._over, task))
 
     # ---- what became of it, on the control loop ---------------------------------------------
 
@@ -345,7 +388,14 @@ class DiskTier(Tier):
         self.used_bytes -= task.hold
         for file in task.left:
             self._insert(file, is_forgotten=file.key in task.forgotten)
-        if task.job is None:
+        kind = task.error.kind if task.error is not None else ""
+        if kind == "gone":
+            self._doubt(GONE)
+        elif task.is_silent and kind in ("", "cancelled", "stale"):
+            self._health.answers()
+        if task.is_probe:
+            self._probed(task.error)
+        elif task.job is None:
             self._leaving -= task.hold
             if task.error is not None:
                 self._warn(task.error)
@@ -365,6 +415,13 @@ class DiskTier(Tier):
                     self.store(job)
         if task.job is not None:
             self._on_done(self.name, task.job, task.error)
+
+    def _probed(self, error: TierError | None) -> None:
+        kind = error.kind if error is not None else ""
+        is_of_file = kind not in ("", "gone", "paused", "cancelled", *_OF_THE_DISK, *_NOT_OF_THE_DISK)
+        self._health.probed(works=error is None or is_of_file)
+        if error is not None and kind in _OF_THE_DISK:
+            self._warn(error)
 
     def _insert(self, file: ChunkFile, *, is_forgotten: bool = False) -> None:
         """There is this file; it counts as not used for longest."""
@@ -401,15 +458,21 @@ class DiskTier(Tier):
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.get(part.key, ())
         if error is None:
+            self._health.read(part.key)
             self._counters["disk_loaded"] += 1
             if part.key in self._index and part.shard == 0:
                 self._hits[part.key] = self.hits(part.key) + 1
+        elif error.kind == "paused":
+            self._counters["disk_paused"] += 1
         elif error.kind not in ("cancelled", "stale"):
             if self._has(part.key, part.shard) or error.kind != "missing":
                 self._warn(error)
-            if error.kind in _NOT_OF_THE_FILE:
+            if error.kind in _NOT_OF_THE_DISK:
                 self._health.pause_reads()  # whoever waits would have it loaded at once again
-            else:
+            elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key):
+                if self._health.doubt:
+                    self._doubt(self._health.doubt)
+            elif error.kind != "gone":
                 self._remove(files, is_forgotten=True)
 
     def _warn(self, error: TierError) -> None:

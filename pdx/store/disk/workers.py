@@ -6,11 +6,13 @@ that is done with one calls `on_over`, which posts it back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,10 +29,12 @@ THREADS = 8  # while one compares digests, the others keep the disk busy
 
 
 class Task(msgspec.Struct, eq=False):
-    """Work for a thread: a job, or only files to remove. The thread sets `left` and `error`."""
+    """Work for a thread: a job, or only files to remove, or a probe. The thread sets `left`, `error` and `seen_at`."""
 
     job: Job | None = None
     is_load: bool = False
+    is_probe: bool = False  # whether the folder is there, and a file of it can be read: …
+    probed: ChunkFile | None = None  # … this one, if there is one
     victims: Sequence[ChunkFile] = ()  # to be removed first
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
@@ -39,6 +43,8 @@ class Task(msgspec.Struct, eq=False):
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
     left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
     error: TierError | None = None
+    seen_at: float = 0.0  # when the last system call came back, by the tier's clock
+    is_silent: bool = False  # that was long ago, as the control loop knows
 
     @property
     def part(self) -> Part:
@@ -63,13 +69,17 @@ class Workers:
         is_direct: bool,
         reserve_bytes: int,
         on_over: Callable[[Task], None],
+        clock: Callable[[], float],
     ) -> None:
         """`on_over` is called on a thread. The rest: see `DiskTier`."""
         self._root = root
+        self._place = chunk_file.place_of(root)
         self._arenas = arenas
         self._is_direct = is_direct
         self._reserve_bytes = reserve_bytes
         self._on_over = on_over
+        self._clock = clock
+        self._at_work: list[Task | None] = [None] * THREADS
         self.is_closing = False
         self.loads: deque[Task] = deque()
         self.removals: deque[Task] = deque()
@@ -80,7 +90,8 @@ class Workers:
 
     def start(self, also: Callable[[], None]) -> None:
         """To be called once. `also` is called on a thread of its own."""
-        for number, target in enumerate([also] + [self._work] * THREADS):
+        targets: list[Callable[[], None]] = [also, *(partial(self._work, number) for number in range(THREADS))]
+        for number, target in enumerate(targets):
             self._threads.append(threading.Thread(target=target, name=f"pdx-disk-{number}", daemon=True))
             self._threads[-1].start()
 
@@ -98,6 +109,13 @@ class Workers:
                 queue.clear()
         return tasks
 
+    def silent(self, before: float) -> list[Task]:
+        """What threads are at whose last system call has not come back since `before`, each once."""
+        found = [task for task in self._at_work if task is not None and task.seen_at < before and not task.is_silent]
+        for task in found:
+            task.is_silent = True
+        return found
+
     def close(self, timeout_s: float) -> bool:
         """Begin no load or store any more, remove what is to be removed, and wait; whether all threads have ended."""
         with self._condition:
@@ -110,8 +128,10 @@ class Workers:
 
     # ---- on the threads ---------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, number: int) -> None:
         while (task := self._next()) is not None:
+            task.seen_at = self._clock()
+            self._at_work[number] = task
             try:
                 self._do(task)
             except TierError as error:  # a traceback would keep the arena's memory mapped
@@ -119,7 +139,8 @@ class Workers:
             except Exception as error:  # the thread's root: a job must end, and the thread must not
                 log.exception("the disk tier failed")
                 task.error = TierError(f"{type(error).__name__}: {error}", "failed")
-            if not task.is_load:
+            self._at_work[number] = None
+            if not (task.is_load or task.is_probe):
                 with self._condition:
                     self._writing -= 1
                     self._condition.notify_all()
@@ -139,6 +160,14 @@ class Workers:
                 self._condition.wait()
 
     def _do(self, task: Task) -> None:
+        try:
+            chunk_file.check_place(self._root, self._place)
+        except TierError:
+            task.left += task.victims
+            raise
+        if task.probed is not None:
+            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
+                chunk_file.verify(self._path(task.probed), is_direct=self._is_direct)
         for file in task.victims:
             old = self._path(file)
             try:
@@ -155,6 +184,7 @@ class Workers:
         path, arena = self._path(file_of(part)), self._arenas[part.slot.arena]
 
         def is_over() -> bool:
+            task.seen_at = self._clock()
             return task.is_cancelled or self.is_closing
 
         task.job.start_ns = time.monotonic_ns()
