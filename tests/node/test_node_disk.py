@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import random
 import stat
@@ -16,7 +17,7 @@ from pdx.client.api import connect
 from pdx.errors import ChunkExists, ChunkMissing
 from pdx.telemetry import trace
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Fill, Ping, Release, Why
+from pdx.wire.messages import COUNTING, Admit, Fill, Ping, Release, Why
 
 NAMES = [f"chunk {number}" for number in range(12)]
 
@@ -130,6 +131,7 @@ def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
             client.reserve(NAMES[0], 1000)
         assert client.delete(NAMES[0])
         assert not client.delete(NAMES[0])
+    wait_until(lambda: len(glob.glob(f"{disk}/??/*")) == 1, what="its file is removed")
     node.kill()
     node = start_node(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
@@ -335,6 +337,27 @@ def test_with_write_back_only_what_leaves_memory_next_is_stored(start_node, disk
         assert "evicted_unstored" not in counters
     for number in range(26):
         assert read(node.address, f"chunk {number}") == content(f"chunk {number}")
+
+
+def test_what_memory_hits_all_the_time_is_not_the_first_to_leave_the_disk(start_node, disk):
+    settings = {"arena_bytes": 4 * MIB, "disks": [disk], "disk_limit_bytes": 12 * MIB, "disk_reserve_bytes": 0}
+    node = start_node(**settings)
+    with connect(node.address, timeout_s=30) as client:
+        put(client, "hot", content("hot"))
+        for number in range(40):  # the disk has room for 23
+            put(client, f"cold {number}", content(f"cold {number}"))
+            assert bytes(client.get("hot").view) == content("hot")
+            wait_until(
+                lambda number=number: client.status().counters.get("disk_stored", 0) >= number + 1, what="it is stored"
+            )
+        counters = client.status().counters
+        assert counters["disk_removed"] > 10
+        assert "disk_loaded" not in counters, "memory has had it all the time"
+    node.kill()
+    node = start_node(**settings)
+    wait_until(lambda: node.status().tiers[0].state != COUNTING, what="the index is read")
+    assert read(node.address, "cold 0") is None
+    assert read(node.address, "hot") == content("hot")
 
 
 def test_only_what_a_second_request_has_found_is_stored(start_node, disk):

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdx.errors import ConfigError
 from pdx.store.disk import chunk_file
+from pdx.store.disk.tier import MAX_SPARED
 from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
 
@@ -182,6 +183,49 @@ def test_what_was_not_used_for_longest_makes_room(make):
     assert [bed.has(number) for number in (0, 1, 2, 3, 4)] == [True, False, True, True, True]
     assert not bed.file(1).exists()
     assert bed.counters["disk_removed"] == 1
+
+
+def test_what_memory_hits_counts_as_used(make):
+    """The disk is not asked for it as long as memory has it."""
+    hit, removed = {key(0), key(2)}, []
+    bed = make(limit_bytes=4 * CHARGE, is_used=hit.__contains__, on_removed=removed.extend)
+    for number in range(4):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, number * 1000))
+    assert [bed.load(0) for _ in range(3)] == [None] * 3
+    os.utime(bed.file(0), ns=(0, 3))
+    assert bed.store(4)
+    assert bed.store(5)
+    assert removed == [key(1), key(3)]
+    assert sorted(bed.files) == sorted(bed.file(number) for number in (0, 2, 4, 5))
+    hit.clear()
+    bed.restart()
+    assert bed.tier.hits(key(0)) == 3
+    bed.limit_bytes = 3 * CHARGE
+    bed.restart()
+    bed.settle()
+    assert sorted(bed.files) == sorted(bed.file(number) for number in (2, 4, 5)), "the order outlives the process"
+
+
+def test_where_memory_hits_all_of_it_the_oldest_makes_room(make):
+    removed = []
+    bed = make(limit_bytes=4 * CHARGE, is_used=lambda one: True, on_removed=removed.extend)
+    for number in range(8):
+        assert bed.store(number)
+    assert removed == [key(number) for number in range(4)]
+    assert len(bed.files) == 4
+
+
+def test_a_store_asks_for_few_chunks_whether_memory_hits_them(make):
+    asked = []
+    bed = make(limit_bytes=100 * CHARGE, is_used=lambda one: asked.append(one) or True)
+    for number in range(100):
+        assert bed.store(number)
+    assert not asked
+    assert bed.store(100)
+    assert asked == [key(number) for number in range(MAX_SPARED)]
+    assert not bed.has(MAX_SPARED)
+    assert all(bed.has(number) for number in range(MAX_SPARED))
 
 
 def test_a_file_that_makes_room_is_written_anew_unless_it_is_read(make, gate):

@@ -201,6 +201,13 @@ def _set_used(fd: int, hits: int) -> None:
     os.utime(fd, ns=(now_ns, now_ns - _hits(now_ns) + min(hits, MAX_HITS)))
 
 
+def touch(path: Path) -> None:
+    """The chunk was used just now, and not loaded for that. Where the file cannot say so, the order of use is lost."""
+    with contextlib.suppress(OSError):
+        hits, now_ns = _hits(os.stat(path, follow_symlinks=False).st_mtime_ns), time.time_ns()
+        os.utime(path, ns=(now_ns, now_ns - _hits(now_ns) + hits), follow_symlinks=False)
+
+
 def write(
     path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False, reserve_bytes: int = 0
 ) -> None:

@@ -47,6 +47,7 @@ FULL_S = 60.0
 JOIN_S = 10.0
 SILENT_JOIN_S = 1.0  # … where the disk does not answer
 SILENT_S = 5.0  # for so long a system call may take
+MAX_SPARED = 32  # chunks that are not removed for one store, because memory has them for requests
 _PROBED = 64  # files, those that were used last, one of which is read for a probe
 _BATCH = 256
 _DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
@@ -79,10 +80,13 @@ class DiskTier(Tier):
         counters: Counter[str],
         reserve_bytes: int = 0,
         name: str = "disk",
+        is_used: Callable[[bytes], bool] = lambda key: False,
+        on_removed: Callable[[Sequence[bytes]], None] = lambda keys: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` has the control loop call something; `on_done` is `Copies.done`. `reserve_bytes` of the file system
-        are left to others, whatever the cap.
+        are left to others, whatever the cap. `is_used` says of a key whether memory has it for requests, which so do
+        not ask for it here. `on_removed` is told of the keys that are not here any more.
 
         :raises ConfigError: the folder cannot be this node's alone.
         """
@@ -95,6 +99,8 @@ class DiskTier(Tier):
         self.is_direct = False  # whether files are read and written without the page cache
         self._post = post
         self._on_done = on_done
+        self._is_used = is_used
+        self._on_removed = on_removed
         self._clock = clock
         self._index: OrderedDict[bytes, tuple[ChunkFile, ...]] = (
             OrderedDict()
@@ -258,9 +264,9 @@ class DiskTier(Tier):
         if lack > self._found_bytes:
             self._leave_out("busy", 1)
             return self._refuse(job, "busy")
-        victims = self._oldest(lack)
+        victims, used = self._oldest(lack)
         freed = sum(file.charge for file in victims)
-        task = Task(job, victims=victims, hold=max(charge, freed), charge=charge)
+        task = Task(job, used=used, victims=victims, hold=max(charge, freed), charge=charge)
         self._reuse(task)
         self.used_bytes += task.hold - freed
         self._take_out(victims, task)
@@ -280,16 +286,31 @@ class DiskTier(Tier):
                 task.victims = [*(each for each in task.victims if each is not file), file]
                 return
 
-    def _oldest(self, nbytes: int) -> list[ChunkFile]:
-        """So many bytes of files that were not used for longest."""
+    def _oldest(self, nbytes: int) -> tuple[list[ChunkFile], list[ChunkFile]]:
+        """So many bytes of files that were not used for longest; and files that would have been among them, but for
+        requests that find their chunks in memory: these count as used now."""
         files: list[ChunkFile] = []
-        of_keys = iter(self._index.values())
-        while nbytes > 0 and (of_key := next(of_keys, None)) is not None:
+        spared: list[bytes] = []
+        for key, of_key in self._index.items() if nbytes > 0 else ():
+            if len(spared) < MAX_SPARED and self._is_used(key):
+                spared.append(key)
+                continue
             files += of_key
             nbytes -= sum(file.charge for file in of_key)
-        return files
+            if nbytes <= 0:
+                break
+        used: list[ChunkFile] = []
+        for key in spared:
+            of_key = self._index[key]
+            if nbytes > 0:  # there are no others
+                files += of_key
+                nbytes -= sum(file.charge for file in of_key)
+            else:
+                used += of_key
+                self._index.move_to_end(key)
+        return files, used
 
-    def _take_out(self, files: Iterable[ChunkFile], task: Task) -> None:
+    def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
         """These cannot be found any more; `task` removes them."""
         for file in files:
             self._index.pop(file.key, None)
@@ -299,6 +320,7 @@ class DiskTier(Tier):
             self.num_chunks -= 1
             self._found_bytes -= file.charge
             self._counters["disk_removed"] += 1
+        self._on_removed(list(dict.fromkeys(file.key for file in files)))
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
@@ -497,7 +519,8 @@ class DiskTier(Tier):
                     self._hits[file.key] = hits
             if file.key in self._evicted_meanwhile:
                 self.evict([file.key])
-        self._remove(self._oldest(self.used_bytes - self._leaving - self.limit_bytes), is_forgotten=False)
+        surplus, _ = self._oldest(self.used_bytes - self._leaving - self.limit_bytes)
+        self._remove(surplus, is_forgotten=False)
 
     def _remove_outdone(self, file: ChunkFile) -> None:
         """There is a newer file of the same chunk with another size: this one could not be removed in its time."""

@@ -35,6 +35,7 @@ class Task(msgspec.Struct, eq=False):
     is_load: bool = False
     is_probe: bool = False  # whether the folder is there, and a file of it can be read: …
     probed: ChunkFile | None = None  # … this one, if there is one
+    used: Sequence[ChunkFile] = ()  # whose files are to say so
     victims: Sequence[ChunkFile] = ()  # to be removed first
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
@@ -168,6 +169,8 @@ class Workers:
         if task.probed is not None:
             with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
                 chunk_file.verify(self._path(task.probed), is_direct=self._is_direct)
+        for file in task.used:
+            chunk_file.touch(self._path(file))
         for file in task.victims:
             old = self._path(file)
             try:
