@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdx.errors import ConfigError
-from pdx.store.disk import chunk_file
+from pdx.store.disk import chunk_file, tier
 from pdx.store.disk.tier import MAX_SPARED
 from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
@@ -258,6 +258,44 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(make):
     assert len(bed.tier.find([key(number) for number in range(4)], 1)) == 4
     assert bed.store(9)
     assert [bed.has(number) for number in range(4)] == [True, True, True, False]
+
+
+def test_the_index_is_bounded(bed, monkeypatch, caplog):
+    for number in range(8):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, number))
+    monkeypatch.setattr(tier, "MAX_FILES", 5)
+    bed.restart()
+    bed.settle()
+    assert sorted(bed.files) == sorted(bed.file(number) for number in range(3, 8))
+    assert bed.store(8)
+    assert [number for number in range(9) if bed.has(number)] == [4, 5, 6, 7, 8]
+    assert len(bed.files) == bed.tier.num_chunks == 5
+    assert bed.tier.used_bytes == 5 * bed.charge
+    assert bed.counters["disk_index_full"] == 4
+    assert sum("disk_index_full" in one.message for one in caplog.records) == 1
+    copies = [bed.start_store(number, at=number) for number in range(9, 14)]
+    assert bed.tier.num_chunks == 0, "each has a place before it is written"
+    assert [bed.end(copy) for copy in copies] == [None] * 5
+    bed.settle()
+    assert len(bed.files) == bed.tier.num_chunks == 5
+
+
+def test_many_more_files_than_the_index_takes_are_not_all_kept_until_they_are_sorted(bed, monkeypatch):
+    most = chunk_file.most_of_folder(5)
+    for number in range(most + 6):
+        bed.file(number).parent.mkdir(mode=0o700, exist_ok=True)
+        bed.file(number).write_bytes(bytes(36_864))
+        os.utime(bed.file(number), ns=(0, number * 1000))
+    monkeypatch.setattr(tier, "MAX_FILES", 5)
+    files, useless = chunk_file._listed(str(bed.root / "00"), lambda: False, 5)
+    assert (len(files), len(useless)) == (most, 6)
+    assert len(bed.files) == most
+    bed.limit_bytes = 100 * MIB
+    bed.restart()
+    bed.settle()
+    assert len(bed.files) == 5
+    assert bed.has(most + 5)
 
 
 def test_a_chunk_larger_than_the_cap_is_left_out(make):

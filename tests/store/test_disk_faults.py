@@ -404,6 +404,36 @@ def test_a_folder_that_was_removed_is_not_made_again_and_not_written_to(bed, cap
     assert bed.store(9)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_folder_in_whose_place_there_is_a_link_is_not_written_to(bed, tmp_path, is_full):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    assert bed.store(0x0101)
+    if is_full:
+        bed.limit_bytes = bed.charge
+        bed.restart()
+    (bed.root / "00").symlink_to(outside)
+    assert not bed.store(1)
+    assert bed.counters["disk_foreign"] == 1
+    assert not list(outside.iterdir())
+    assert bed.tier.used_bytes == len(bed.files) * bed.charge
+    assert bed.store(0x0102)
+    bed.restart()
+    assert bed.has(0x0102)
+
+
+def test_a_link_under_the_name_of_a_chunk_is_not_followed_when_a_node_starts(bed, tmp_path):
+    assert bed.store(1)
+    assert bed.store(2)
+    bed.file(1).rename(tmp_path / "elsewhere")
+    bed.file(1).symlink_to(tmp_path / "elsewhere")
+    bed.restart()
+    assert not bed.has(1)
+    assert bed.counters["disk_corrupt"] == 1
+    assert bed.files == [bed.file(2)]
+    assert (tmp_path / "elsewhere").exists()
+
+
 @is_root
 def test_a_disk_that_is_unmounted_for_a_while_is_used_again(tmp_path):
     other = tmp_path / "elsewhere"

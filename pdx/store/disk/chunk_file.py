@@ -64,6 +64,8 @@ _READ_KINDS = {
     errno.ENOMEM: "exhausted",
 }
 MAX_HITS = 999  # that are counted
+_FOLDERS = 256
+_SPREAD = 64  # files of a folder, at the least, so that few of them need not be even
 _LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
 
 
@@ -101,9 +103,16 @@ class Useless(msgspec.Struct, frozen=True):
     nbytes: int = 0
 
 
-def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless]]:
+def most_of_folder(max_files: int) -> int:
+    """How many files of one folder are kept in memory, where `max_files` of all of them are kept in the end: keys are
+    spread evenly over the folders."""
+    return _SPREAD + 2 * max_files // _FOLDERS
+
+
+def listed(root: Path, is_over: Over, max_files: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
     """All files in the tier's folders, those that were used last first, each with the number of its hits. Those of no
-    use come before them, and are removed. What a file holds is looked at when it is read.
+    use come before them, and are removed; so are those used longest ago where there are far more than `max_files`.
+    What a file holds is looked at when it is read.
 
     :raises OSError: they cannot be listed.
     """
@@ -111,7 +120,7 @@ def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless
         names = [each.path for each in folders if is_folder(each)]
     found: list[list[tuple[int, ChunkFile]]] = []
     with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
-        for files, useless in pool.map(lambda name: _listed(name, is_over), names):
+        for files, useless in pool.map(lambda name: _listed(name, is_over, max_files), names):
             found.append(files)
             yield from ((0, each) for each in useless)
     # Merging lists lets other threads run in between, as sorting all at once does not.
@@ -144,7 +153,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
     return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
-def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
+def _listed(folder: str, is_over: Over, max_files: int) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
     files: list[tuple[int, ChunkFile]] = []
     useless: list[Useless] = []
     with os.scandir(folder) as entries:
@@ -158,7 +167,12 @@ def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], li
             else:
                 files.append((time_ns, file))
     files.sort(reverse=True)
-    return files, useless
+    most = most_of_folder(max_files)
+    for _, file in files[most:]:
+        path = path_of(Path(folder).parent, file)
+        why = TierError(f"{path} is one file too many", "index_full")
+        useless.append(Useless(why, 0 if _is_gone(path) else file.charge))
+    return files[:most], useless
 
 
 def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Useless]:

@@ -47,6 +47,7 @@ FULL_S = 60.0
 JOIN_S = 10.0
 SILENT_JOIN_S = 1.0  # … where the disk does not answer
 SILENT_S = 5.0  # for so long a system call may take
+MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
 MAX_SPARED = 32  # chunks that are not removed for one store, because memory has them for requests
 _PROBED = 64  # files, those that were used last, one of which is read for a probe
 _BATCH = 256
@@ -107,6 +108,7 @@ class DiskTier(Tier):
         )  # of all shards; the last used is at the end
         self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
         self.num_chunks = 0  # that can be found, each shard counted
+        self._coming = 0  # files that are being written
         self.used_bytes = 0  # of the cap: what may be on the disk …
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
         self._found_bytes = 0  # … and files that can be found
@@ -261,14 +263,17 @@ class DiskTier(Tier):
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers)
         limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
         lack = self.used_bytes + charge - limit_bytes
-        if lack > self._found_bytes:
+        surplus = self.num_chunks + self._coming + 1 - MAX_FILES
+        if lack > self._found_bytes or surplus > self.num_chunks:
             self._leave_out("busy", 1)
             return self._refuse(job, "busy")
-        victims, used = self._oldest(lack)
+        self._index_is_full(surplus)
+        victims, used = self._oldest(lack, surplus)
         freed = sum(file.charge for file in victims)
         task = Task(job, used=used, victims=victims, hold=max(charge, freed), charge=charge)
         self._reuse(task)
         self.used_bytes += task.hold - freed
+        self._coming += 1
         self._take_out(victims, task)
         self._busy.setdefault(part.key, {})[part.shard] = task
         return self._give(task, self._workers.stores)
@@ -286,25 +291,33 @@ class DiskTier(Tier):
                 task.victims = [*(each for each in task.victims if each is not file), file]
                 return
 
-    def _oldest(self, nbytes: int) -> tuple[list[ChunkFile], list[ChunkFile]]:
-        """So many bytes of files that were not used for longest; and files that would have been among them, but for
-        requests that find their chunks in memory: these count as used now."""
+    def _index_is_full(self, surplus: int) -> None:
+        """So many files are removed for that, if any."""
+        if surplus > 0:
+            if not self._counters["disk_index_full"]:
+                text = "%s has more than %d files: what was not used for longest is removed, counted as disk_index_full"
+                log.warning(text, self._root, MAX_FILES)
+            self._counters["disk_index_full"] += surplus
+
+    def _oldest(self, nbytes: int, count: int) -> tuple[list[ChunkFile], list[ChunkFile]]:
+        """So many bytes of files, and so many files at the least, that were not used for longest; and files that would
+        have been among them, but for requests that find their chunks in memory: these count as used now."""
         files: list[ChunkFile] = []
         spared: list[bytes] = []
-        for key, of_key in self._index.items() if nbytes > 0 else ():
+        for key, of_key in self._index.items() if nbytes > 0 or count > 0 else ():
             if len(spared) < MAX_SPARED and self._is_used(key):
                 spared.append(key)
                 continue
             files += of_key
-            nbytes -= sum(file.charge for file in of_key)
-            if nbytes <= 0:
+            nbytes, count = nbytes - sum(file.charge for file in of_key), count - len(of_key)
+            if nbytes <= 0 and count <= 0:
                 break
         used: list[ChunkFile] = []
         for key in spared:
             of_key = self._index[key]
-            if nbytes > 0:  # there are no others
+            if nbytes > 0 or count > 0:  # there are no others
                 files += of_key
-                nbytes -= sum(file.charge for file in of_key)
+                nbytes, count = nbytes - sum(file.charge for file in of_key), count - len(of_key)
             else:
                 used += of_key
                 self._index.move_to_end(key)
@@ -458,6 +471,7 @@ class DiskTier(Tier):
 
     def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
+        self._coming -= 1
         file = file_of(part)
         if error is None:
             self._health.wrote()
@@ -506,7 +520,9 @@ class DiskTier(Tier):
         for hits, file in batch:
             if isinstance(file, Useless):
                 self.used_bytes += file.nbytes
-                if file.why.kind in ("unfinished", "foreign"):
+                if file.why.kind == "index_full":
+                    self._index_is_full(1)
+                elif file.why.kind in ("unfinished", "foreign"):
                     self._counters[f"disk_{file.why.kind}"] += 1
                 else:
                     self._warn(file.why)
@@ -519,8 +535,10 @@ class DiskTier(Tier):
                     self._hits[file.key] = hits
             if file.key in self._evicted_meanwhile:
                 self.evict([file.key])
-        surplus, _ = self._oldest(self.used_bytes - self._leaving - self.limit_bytes)
-        self._remove(surplus, is_forgotten=False)
+        surplus = self.num_chunks - MAX_FILES
+        self._index_is_full(surplus)
+        files, _ = self._oldest(self.used_bytes - self._leaving - self.limit_bytes, surplus)
+        self._remove(files, is_forgotten=False)
 
     def _remove_outdone(self, file: ChunkFile) -> None:
         """There is a newer file of the same chunk with another size: this one could not be removed in its time."""
@@ -545,7 +563,7 @@ class DiskTier(Tier):
         """Tell the control loop of all files from before."""
         why: TierError | None = None
         try:
-            files = chunk_file.listed(self._root, lambda: self._workers.is_closing)
+            files = chunk_file.listed(self._root, lambda: self._workers.is_closing, MAX_FILES)
             while not self._workers.is_closing and (batch := list(itertools.islice(files, _BATCH))):
                 self._post(partial(self._found, batch))
         except OSError as error:
