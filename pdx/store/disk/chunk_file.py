@@ -234,7 +234,7 @@ def write(
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # what `reuse` has put there is overwritten
     is_direct = is_direct and not arena.gpu
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _make_folder(path.parent)
         fd = os.open(partial, flags | (os.O_DIRECT if is_direct else 0), 0o600)
         try:
             if not os.fstat(fd).st_blocks:
@@ -257,6 +257,15 @@ def write(
         raise TierError(str(error), error.kind, is_left=is_left) from error
 
 
+def _make_folder(path: Path) -> None:
+    """:raises TierError: a link is there, which leads where nothing is counted."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if path.is_symlink():
+            raise TierError(f"{path} is a link, which no tier has made", "foreign") from None
+
+
 def _leave(nbytes: int, fd: int) -> None:
     """:raises TierError: the disk has less than that."""
     disk = os.fstatvfs(fd)
@@ -272,7 +281,7 @@ def reuse(old: Path, path: Path) -> None:
     :raises TierError: it is there still.
     """
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _make_folder(path.parent)
         os.rename(old, path.with_suffix(PARTIAL))
     except FileNotFoundError:
         pass
