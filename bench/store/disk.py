@@ -27,7 +27,8 @@ from pdx.bench.harness.report import show_rows
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.memory.slot import Slot
 from pdx.store.disk import chunk_file
-from pdx.store.disk.tier import THREADS, DiskTier
+from pdx.store.disk.tier import DiskTier
+from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
 
 TOTAL_BYTES = 256 << 20

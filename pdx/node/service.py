@@ -185,6 +185,8 @@ class Service:
                 config.disk_limit_bytes,
                 reserve_bytes=config.disk_reserve_bytes,
                 name="disk" if len(config.disks) == 1 else f"disk {folder}",
+                is_used=self.store.is_found,
+                on_removed=self.tiers.storing.removed,
                 **common,
             )
             self.tiers.below[0].append(disk)

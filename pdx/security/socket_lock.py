@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -13,37 +14,48 @@ from pathlib import Path
 from pdx.errors import ConfigError, PdxError
 from pdx.security.unix_peer import peer_of
 
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # why nothing can be written
+
 
 class Lock:
-    """The lock beside a path, held."""
+    """The lock beside a path, held.
 
-    def __init__(self, fd: int) -> None:
+    Where nothing can be written, and somebody may own it all the same: `is_written`, whether the file names this
+    process; `is_held`, whether there is a file at all, so that no other process has the lock.
+    """
+
+    def __init__(self, fd: int | None, *, is_written: bool = True) -> None:
         self._fd = fd
+        self.is_held = fd is not None
+        self.is_written = is_written
 
     def touch(self) -> None:
         """The file is in use: programs that clean up old files leave it alone."""
+        assert self._fd is not None
         os.utime(self._fd)
 
 
 @contextlib.contextmanager
-def owned(path: Path, taken: Callable[[str], PdxError]) -> Iterator[Lock]:
+def owned(path: Path, taken: Callable[[str], PdxError], *, may_be_read_only: bool = False) -> Iterator[Lock]:
     """Own this path inside the block; the lock beside it (`….lock`) is also given back when the process dies.
 
-    Who listens there although the lock was removed is its owner, too.
+    Who listens there although the lock was removed is its owner, too. `may_be_read_only`: see `Lock`.
 
     :raises PdxError: it has an owner; `taken` makes the error from that process's id.
     :raises ConfigError: there is no room for the lock, or it is no file.
     """
-    fd = _locked(path, taken)
+    fd, is_written = _locked(path, taken, may_be_read_only)
     try:
         owner = _listener(path)
         if owner is not None:
             raise taken(owner)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        yield Lock(fd)
+        if fd is not None and is_written:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+        yield Lock(fd, is_written=is_written)
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 def remove_socket(path: Path) -> None:
@@ -60,13 +72,19 @@ def remove_socket(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _locked(path: Path, taken: Callable[[str], PdxError]) -> int:
-    """The descriptor of the lock file that lies at the path and nowhere else."""
+def _locked(path: Path, taken: Callable[[str], PdxError], may_be_read_only: bool) -> tuple[int | None, bool]:
+    """The descriptor of the lock file that lies at the path and nowhere else, and whether it can be written."""
     name = f"{path}.lock"
+    flags, is_written = os.O_RDWR | os.O_CREAT, True
     while True:
         try:
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
+            if may_be_read_only and is_written and error.errno in READ_ONLY:
+                flags, is_written = os.O_RDONLY, False
+                continue
+            if not is_written and error.errno == errno.ENOENT:
+                return None, False
             raise ConfigError(f"the lock {name} cannot be had: {error.strerror}; see what is there") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +94,7 @@ def _locked(path: Path, taken: Callable[[str], PdxError]) -> int:
             raise taken(owner) from error
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), os.stat(name, follow_symlinks=False)):
-                return fd
+                return fd, is_written
         os.close(fd)  # it was removed between the two calls, and somebody else may have the new one
 
 

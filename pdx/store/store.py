@@ -177,6 +177,10 @@ class Store:
         """The chunks of `key`, filling or sealed, in all shards and arenas."""
         return self._index.of(key)
 
+    def is_found(self, key: bytes) -> bool:
+        """Whether a chunk of `key` is here, and a request has found it since it is."""
+        return any(chunk.is_found for chunk in self._index.of(key))
+
     def known(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> list[Chunk] | None:
         """The chunk of every shard of `key`, sealed or being filled; None where one is missing."""
         chunks = self._index.of(key, shards, arenas)

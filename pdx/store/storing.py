@@ -61,6 +61,7 @@ class Storing:
         self._counters = counters
         self._clock = clock
         self._evicted = -1  # chunks, when the windows were last looked at
+        self._again: OrderedDict[bytes, None] = OrderedDict()  # keys that a tier had, and are not stored there any more
         # (where to, shards, arenas) -> keys that are to be stored; it holds none of them
         self._sealed: OrderedDict[tuple[Tier, int, tuple[int, ...]], OrderedDict[bytes, None]] = OrderedDict()
 
@@ -77,6 +78,16 @@ class Storing:
                 chunk.is_found = True
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.arenas):
                     self._wait(chunk, self._below(chunk))
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        """A tier below has these no more: those that memory has are stored there again before they leave it."""
+        for key in keys:
+            for chunk in self._store.of(key):
+                if chunk.is_stored and not any(chunk.arenas):
+                    chunk.is_stored = False
+                    self._again[key] = None
+        while len(self._again) > MAX_WAITING:
+            self._again.popitem(last=False)
 
     def _wait(self, chunk: Chunk, where: Iterable[Tier]) -> None:
         for tier in where:
@@ -115,10 +126,15 @@ class Storing:
     def look_ahead(self) -> None:
         """Store what will be evicted next. To be called a few times a second; after evictions `turn` does."""
         self._evicted = self._store.counters["evicted"]
-        if self._choice == "write-back":
+        while self._again and not self._store.of(key := next(iter(self._again))):
+            del self._again[key]
+        if self._choice == "write-back" or self._again:
             for pool in self._store.pools:
                 for chunk in self._next_victims(pool):
-                    self._wait(chunk, self._next(chunk))
+                    if self._again.pop(chunk.key, chunk) is None:
+                        self._wait(chunk, self._below(chunk))
+                    elif self._choice == "write-back":
+                        self._wait(chunk, self._next(chunk))
 
     def _next_victims(self, pool: SlotPool) -> list[Chunk]:
         """Those in the window of this arena that are not stored."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import random
 import stat
+import subprocess
 import time
 
 import pytest
+from disk_bed import is_root, small_disk
 from node_harness import MIB, refused_node
 
 from pdx.client.api import connect
 from pdx.errors import ChunkExists, ChunkMissing
 from pdx.telemetry import trace
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Fill, Ping, Why
+from pdx.wire.messages import COUNTING, Admit, Fill, Ping, Release, Why
 
 NAMES = [f"chunk {number}" for number in range(12)]
 
@@ -128,6 +131,7 @@ def test_what_is_deleted_or_written_anew_is_not_found_again(start_node, disk):
             client.reserve(NAMES[0], 1000)
         assert client.delete(NAMES[0])
         assert not client.delete(NAMES[0])
+    wait_until(lambda: len(glob.glob(f"{disk}/??/*")) == 1, what="its file is removed")
     node.kill()
     node = start_node(disks=[disk])
     wait_until(lambda: node.status().tiers[0].chunks == 1, what="the index is read")
@@ -181,6 +185,76 @@ def test_a_folder_that_cannot_be_used_is_refused(address, place, what):
     assert refused.returncode == 1
     assert str(path) in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@is_root
+def test_a_node_reads_a_disk_that_is_read_only(start_node, place):
+    with small_disk(place / "disk", 16 * MIB) as folder:
+        settings = {"disks": [str(folder)], "disk_reserve_bytes": 0}
+        node = start_node(**settings)
+        fill(node.address, NAMES[:2])
+        node.kill()
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        node = start_node(**settings)
+        wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
+        assert [read(node.address, name) for name in NAMES[:2]] == [content(name) for name in NAMES[:2]]
+        with connect(node.address, timeout_s=30) as client:
+            put(client, NAMES[2], content(NAMES[2]))
+        assert node.status().tiers[0].state == "read-only"
+        assert node.status().counters["disk_read_only"] == 1
+        node.close()
+
+
+HANGS = """
+import os, threading
+real = os.preadv
+def preadv(*args):
+    if os.path.exists({flag!r}):
+        threading.Event().wait()
+    return real(*args)
+os.preadv = preadv
+"""
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_once_and_keeps_no_node_from_ending(
+    start_node, attach, place, disk, monkeypatch
+):
+    (place / "sitecustomize.py").write_text(HANGS.format(flag=str(place / "hangs")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
+    node = start_node(arena_bytes=MIB, disks=[disk])
+    engine = {"engine": "an engine"}
+    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
+
+    def hits(numbers, request):
+        keys = [number.to_bytes(16, "big") for number in numbers]
+        found = scheduler.ask(Admit(keys, MIB // 16, 4, lease_s=20.0, request=request, wait_s=20.0, partial=True))
+        if found.granted_slots:
+            worker.ask(Fill(found.granted_slots, layers=4, seal=True))
+        scheduler.ask(Release(found.lease))
+        return found.hits
+
+    hits(range(8), "first")
+    wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == 8, what="all of it is stored")
+    hits(range(100, 116), "others")
+    wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == 24, what="all of it is stored")
+    assert hits(range(1), "while it answers") == 1
+    (place / "hangs").touch()
+    begin = time.monotonic()
+    assert hits(range(4, 5), "waits") == 0
+    first_s = time.monotonic() - begin
+    assert first_s < 15.0, "fetch_s is five"
+    wait_until(lambda: scheduler.status().tiers[0].state == "does not answer", what="the node notices")
+    begin = time.monotonic()
+    for number in range(5, 8):
+        assert hits([number], f"does not wait {number}") == 0
+    assert time.monotonic() - begin < first_s, "three of them together"
+    counters = scheduler.status().counters
+    assert counters["disk_silent"] == 1
+    assert counters["disk_loaded"] == 1
+    begin = time.monotonic()
+    node.close()
+    assert time.monotonic() - begin < 15.0
+    assert node.log.count("does not answer") == 1
 
 
 def test_several_disks_have_a_part_each_and_all_of_it_is_found_again(start_node, place):
@@ -263,6 +337,27 @@ def test_with_write_back_only_what_leaves_memory_next_is_stored(start_node, disk
         assert "evicted_unstored" not in counters
     for number in range(26):
         assert read(node.address, f"chunk {number}") == content(f"chunk {number}")
+
+
+def test_what_memory_hits_all_the_time_is_not_the_first_to_leave_the_disk(start_node, disk):
+    settings = {"arena_bytes": 4 * MIB, "disks": [disk], "disk_limit_bytes": 12 * MIB, "disk_reserve_bytes": 0}
+    node = start_node(**settings)
+    with connect(node.address, timeout_s=30) as client:
+        put(client, "hot", content("hot"))
+        for number in range(40):  # the disk has room for 23
+            put(client, f"cold {number}", content(f"cold {number}"))
+            assert bytes(client.get("hot").view) == content("hot")
+            wait_until(
+                lambda number=number: client.status().counters.get("disk_stored", 0) >= number + 1, what="it is stored"
+            )
+        counters = client.status().counters
+        assert counters["disk_removed"] > 10
+        assert "disk_loaded" not in counters, "memory has had it all the time"
+    node.kill()
+    node = start_node(**settings)
+    wait_until(lambda: node.status().tiers[0].state != COUNTING, what="the index is read")
+    assert read(node.address, "cold 0") is None
+    assert read(node.address, "hot") == content("hot")
 
 
 def test_only_what_a_second_request_has_found_is_stored(start_node, disk):

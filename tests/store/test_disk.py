@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdx.errors import ConfigError
-from pdx.store.disk import chunk_file
-from pdx.store.disk.tier import THREADS
+from pdx.store.disk import chunk_file, tier
+from pdx.store.disk.tier import MAX_SPARED
+from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
 
 CHARGE = 40_960  # of the cap, for a chunk of 32 KiB: a header, the bytes, and perhaps a list of its blocks
@@ -119,6 +120,7 @@ def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
     assert bed.load(1) is None
     assert bed.tier.status().state == "by way of the page cache"
     assert "no direct I/O" in caplog.text
+    assert bed.counters["disk_not_direct"] == 1
 
 
 def test_a_chunk_is_there_when_all_its_shards_are(bed):
@@ -183,6 +185,49 @@ def test_what_was_not_used_for_longest_makes_room(make):
     assert bed.counters["disk_removed"] == 1
 
 
+def test_what_memory_hits_counts_as_used(make):
+    """The disk is not asked for it as long as memory has it."""
+    hit, removed = {key(0), key(2)}, []
+    bed = make(limit_bytes=4 * CHARGE, is_used=hit.__contains__, on_removed=removed.extend)
+    for number in range(4):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, number * 1000))
+    assert [bed.load(0) for _ in range(3)] == [None] * 3
+    os.utime(bed.file(0), ns=(0, 3))
+    assert bed.store(4)
+    assert bed.store(5)
+    assert removed == [key(1), key(3)]
+    assert sorted(bed.files) == sorted(bed.file(number) for number in (0, 2, 4, 5))
+    hit.clear()
+    bed.restart()
+    assert bed.tier.hits(key(0)) == 3
+    bed.limit_bytes = 3 * CHARGE
+    bed.restart()
+    bed.settle()
+    assert sorted(bed.files) == sorted(bed.file(number) for number in (2, 4, 5)), "the order outlives the process"
+
+
+def test_where_memory_hits_all_of_it_the_oldest_makes_room(make):
+    removed = []
+    bed = make(limit_bytes=4 * CHARGE, is_used=lambda one: True, on_removed=removed.extend)
+    for number in range(8):
+        assert bed.store(number)
+    assert removed == [key(number) for number in range(4)]
+    assert len(bed.files) == 4
+
+
+def test_a_store_asks_for_few_chunks_whether_memory_hits_them(make):
+    asked = []
+    bed = make(limit_bytes=100 * CHARGE, is_used=lambda one: asked.append(one) or True)
+    for number in range(100):
+        assert bed.store(number)
+    assert not asked
+    assert bed.store(100)
+    assert asked == [key(number) for number in range(MAX_SPARED)]
+    assert not bed.has(MAX_SPARED)
+    assert all(bed.has(number) for number in range(MAX_SPARED))
+
+
 def test_a_file_that_makes_room_is_written_anew_unless_it_is_read(make, gate):
     bed = make()
     bed.limit_bytes = 2 * bed.charge
@@ -213,6 +258,44 @@ def test_the_end_of_a_prompt_goes_before_its_beginning(make):
     assert len(bed.tier.find([key(number) for number in range(4)], 1)) == 4
     assert bed.store(9)
     assert [bed.has(number) for number in range(4)] == [True, True, True, False]
+
+
+def test_the_index_is_bounded(bed, monkeypatch, caplog):
+    for number in range(8):
+        assert bed.store(number)
+        os.utime(bed.file(number), ns=(0, number))
+    monkeypatch.setattr(tier, "MAX_FILES", 5)
+    bed.restart()
+    bed.settle()
+    assert sorted(bed.files) == sorted(bed.file(number) for number in range(3, 8))
+    assert bed.store(8)
+    assert [number for number in range(9) if bed.has(number)] == [4, 5, 6, 7, 8]
+    assert len(bed.files) == bed.tier.num_chunks == 5
+    assert bed.tier.used_bytes == 5 * bed.charge
+    assert bed.counters["disk_index_full"] == 4
+    assert sum("disk_index_full" in one.message for one in caplog.records) == 1
+    copies = [bed.start_store(number, at=number) for number in range(9, 14)]
+    assert bed.tier.num_chunks == 0, "each has a place before it is written"
+    assert [bed.end(copy) for copy in copies] == [None] * 5
+    bed.settle()
+    assert len(bed.files) == bed.tier.num_chunks == 5
+
+
+def test_many_more_files_than_the_index_takes_are_not_all_kept_until_they_are_sorted(bed, monkeypatch):
+    most = chunk_file.most_of_folder(5)
+    for number in range(most + 6):
+        bed.file(number).parent.mkdir(mode=0o700, exist_ok=True)
+        bed.file(number).write_bytes(bytes(36_864))
+        os.utime(bed.file(number), ns=(0, number * 1000))
+    monkeypatch.setattr(tier, "MAX_FILES", 5)
+    files, useless = chunk_file._listed(str(bed.root / "00"), lambda: False, 5)
+    assert (len(files), len(useless)) == (most, 6)
+    assert len(bed.files) == most
+    bed.limit_bytes = 100 * MIB
+    bed.restart()
+    bed.settle()
+    assert len(bed.files) == 5
+    assert bed.has(most + 5)
 
 
 def test_a_chunk_larger_than_the_cap_is_left_out(make):

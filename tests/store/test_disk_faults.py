@@ -1,22 +1,27 @@
 """Each fault of a disk costs a miss and a counter. The faults are real but for those that a test's name calls fake."""
 
 import array
+import contextlib
 import errno
 import fcntl
 import logging
 import os
+import shutil
 import subprocess
-from contextlib import contextmanager
+import threading
+import time
 
 import pytest
 from disk_bed import MIB, Bed, content, is_root, key, small_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdx.errors import TierError
+from pdx.errors import ConfigError, TierError
 from pdx.store import chunk_format
 from pdx.store.disk import chunk_file
-from pdx.store.disk.tier import FULL_S, MAX_ERRORS, PAUSE_S
+from pdx.store.disk.health import MAX_ERRORS, PAUSE_S
+from pdx.store.disk.tier import FULL_S, JOIN_S, SILENT_S
+from pdx.store.disk.workers import THREADS
 
 _GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
@@ -28,7 +33,7 @@ def bed(tmp_path):
     bed.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def immutable(path):
     """Nothing can be made or removed in this folder, not even by root."""
     fd = os.open(path, os.O_RDONLY)
@@ -166,17 +171,299 @@ def test_a_folder_that_is_gone_costs_misses_and_comes_back_with_the_next_store(b
     lost(bed, 1, "missing")
 
 
-@pytest.mark.parametrize("fake", [errno.EIO, errno.ETIMEDOUT])
-def test_a_fake_read_error_is_a_miss(bed, monkeypatch, fake):
-    assert bed.store(1)
-    real = os.preadv
+# ---- a disk that reads nothing, or does not answer -------------------------------------------
 
-    def failing(fd, buffers, offset):
-        monkeypatch.setattr(os, "preadv", real)
+
+def fail_reads(patch, fake=errno.EIO, *, only=None):
+    """Reading fails from now on, or reading chunk `only` does; the numbers of the calls that did."""
+    real, failed = os.preadv, []
+
+    def failing(fd, *args):
+        if only is not None and key(only).hex() not in os.readlink(f"/proc/self/fd/{fd}"):
+            return real(fd, *args)
+        failed.append(fd)
         raise OSError(fake, os.strerror(fake))
 
-    monkeypatch.setattr(os, "preadv", failing)
-    lost(bed, 1, "read_failed")
+    patch.setattr(os, "preadv", failing)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("fake", "kind"), [(errno.EIO, "read_failed"), (errno.ETIMEDOUT, "read_failed"), (1, "denied")]
+)
+def test_a_fake_read_error_costs_a_miss_and_no_file(bed, monkeypatch, fake, kind):
+    assert bed.store(1)
+    assert bed.store(2)
+    with monkeypatch.context() as patch:
+        fail_reads(patch, fake)
+        assert bed.load(1).kind == kind
+    assert bed.counters[f"disk_{kind}"] == 1
+    assert not bed.has(1), "whoever waits for it would have it loaded at once again"
+    assert bed.load(2) is None
+    bed.now += PAUSE_S
+    assert bed.load(1) is None
+    assert bed.tier.used_bytes == 2 * bed.charge
+
+
+def test_a_file_that_fails_by_a_fake_error_again_and_again_while_others_are_read_is_removed(bed, monkeypatch):
+    assert bed.store(1)
+    assert bed.store(2)
+    fail_reads(monkeypatch, only=1)
+    assert bed.load(1).kind == "read_failed"
+    bed.now += PAUSE_S
+    assert bed.load(1).kind == "read_failed"
+    assert bed.file(1).exists(), "nothing else was read meanwhile: it may be the disk"
+    assert bed.load(2) is None
+    bed.now += PAUSE_S
+    assert bed.load(1).kind == "read_failed"
+    assert bed.files == [bed.file(2)]
+    assert bed.tier.used_bytes == bed.charge
+    assert bed.tier.status().state == "ok"
+
+
+def test_a_disk_that_reads_nothing_by_a_fake_error_keeps_its_files_and_is_tried_again(bed, monkeypatch, caplog):
+    for number in range(8):
+        assert bed.store(number)
+    with monkeypatch.context() as patch:
+        failed = fail_reads(patch)
+        assert [bed.load(number).kind for number in range(MAX_ERRORS)] == ["read_failed"] * MAX_ERRORS
+        for _ in range(3):
+            assert not any(bed.has(number) for number in range(8))
+            assert not bed.store(9)
+            bed.settle()
+            assert bed.tier.status().state == "paused: reads failed"
+            assert len(failed) <= MAX_ERRORS
+            failed.clear()
+            bed.now += PAUSE_S
+    assert not bed.has(7), "a probe is made, which no request waits for"
+    bed.settle()
+    assert bed.tier.status().state == "ok"
+    bed.now += PAUSE_S
+    assert [bed.load(number) for number in range(8)] == [None] * 8
+    assert sum("cannot be read" in one.message for one in caplog.records) == 1
+
+
+def test_loads_that_wait_when_a_disk_begins_to_fail_are_not_tried(bed, monkeypatch):
+    for number in range(3 * THREADS):
+        assert bed.store(number)
+    may_fail = threading.Semaphore(MAX_ERRORS)
+    failed = fail_reads(monkeypatch)
+    failing = os.preadv
+
+    def late(*args):
+        assert may_fail.acquire(timeout=60)
+        failing(*args)
+
+    monkeypatch.setattr(os, "preadv", late)
+    copies = [bed.start_load(number, at=number % 16) for number in range(3 * THREADS)]
+    while bed.tier.status().state == "ok":
+        bed.turn()
+    may_fail.release(3 * THREADS)
+    kinds = [bed.end(copy).kind for copy in copies]
+    assert set(kinds) == {"read_failed", "paused"}
+    assert kinds.count("read_failed") == len(failed) <= MAX_ERRORS + THREADS
+    assert len(bed.files) == 3 * THREADS
+
+
+class Hang:
+    """Calls of `os.preadv` and `os.pwritev` do not return before `end`, as far as it has room for them."""
+
+    def __init__(self, patch, room=1 << 30):
+        self.room = room
+        self.begun = threading.Semaphore(0)
+        self.num_begun = 0
+        self._ended = threading.Event()
+        for name in ("preadv", "pwritev"):
+            patch.setattr(os, name, self._late(getattr(os, name)))
+
+    def _late(self, real):
+        def call(*args):
+            if self.room:
+                self.room -= 1
+                self.num_begun += 1
+                self.begun.release()
+                assert self._ended.wait(60)
+            return real(*args)
+
+        return call
+
+    def end(self):
+        self.room = 0
+        self._ended.set()
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    hangs = []
+
+    def make(**settings):
+        hangs.append(Hang(monkeypatch, **settings))
+        return hangs[-1]
+
+    yield make
+    for one in hangs:
+        one.end()
+
+
+def test_a_disk_that_does_not_answer_is_said_and_keeps_nobody_waiting(bed, hang, caplog):
+    for number in range(4):
+        assert bed.store(number)
+    disk = hang()
+    first = bed.start_load(1)
+    assert disk.begun.acquire(timeout=60)
+    bed.tier.cancel(first)
+    bed.now += SILENT_S / 2
+    assert bed.has(2)
+    assert bed.tier.status().state == "ok"
+    bed.now += SILENT_S
+    assert not bed.has(2)
+    assert bed.tier.status().state == "does not answer"
+    assert bed.end(bed.start_load(2, at=3)).kind == "paused"
+    assert bed.start_store(9) is None
+    assert bed.counters["disk_silent"] == 1
+    assert disk.num_begun == 1
+    for _ in range(5):
+        bed.now += PAUSE_S
+        assert not bed.has(2)
+    assert disk.begun.acquire(timeout=60)
+    assert disk.num_begun == 2, "one more is tried, and no other as long as that is under way"
+    disk.end()
+    bed.end(first)
+    bed.settle()
+    assert bed.tier.status().state == "ok"
+    assert bed.load(2) is None
+    assert bed.store(9)
+    assert len(bed.files) == 5
+    assert sum("does not answer" in one.message for one in caplog.records) == 1
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_disk_whose_one_call_never_returns_is_used_again_when_others_do(bed, hang, what):
+    for number in range(4):
+        assert bed.store(number)
+    disk = hang(room=1)
+    hung = bed.start_load(1) if what == "load" else bed.start_store(9)
+    assert disk.begun.acquire(timeout=60)
+    bed.now += 2 * SILENT_S
+    assert not bed.has(2)
+    bed.now += PAUSE_S
+    while not bed.has(2):
+        bed.turn()
+    assert bed.end(bed.start_load(2, at=3)) is None
+    assert bed.tier.status().state == "ok"
+    assert hung.number not in bed.over
+
+
+def test_what_waits_for_a_disk_that_does_not_answer_is_given_up(bed, hang):
+    for number in range(THREADS + 4):
+        assert bed.store(number)
+    disk = hang()
+    loads = [bed.start_load(number, at=number) for number in range(THREADS + 4)]
+    for _ in range(THREADS):
+        assert disk.begun.acquire(timeout=60)
+    stored = bed.start_store(99, at=15)
+    bed.now += 2 * SILENT_S
+    assert not bed.has(1)
+    assert [bed.end(copy).kind for copy in [*loads[THREADS:], stored]] == ["paused"] * 5
+    assert not any(copy.number in bed.over for copy in loads[:THREADS]), "the disk may still write there"
+    disk.end()
+    assert [bed.end(copy) for copy in loads[:THREADS]] == [None] * THREADS
+
+
+def test_a_disk_that_does_not_answer_keeps_no_node_from_ending(bed, hang):
+    assert bed.store(1)
+    disk = hang()
+    bed.start_load(1)
+    assert disk.begun.acquire(timeout=60)
+    bed.now += 2 * SILENT_S
+    begin = time.monotonic()
+    bed.close_tier()
+    assert time.monotonic() - begin < JOIN_S / 2
+
+
+# ---- a folder that is not there any more -----------------------------------------------------
+
+
+def test_a_folder_that_was_removed_is_not_made_again_and_not_written_to(bed, caplog):
+    for number in range(4):
+        assert bed.store(number)
+    shutil.rmtree(bed.root)
+    assert bed.load(1).kind == "gone"
+    assert not bed.has(2)
+    assert not bed.store(9)
+    assert bed.tier.status().state == "not there"
+    bed.root.mkdir(mode=0o700)
+    bed.now += PAUSE_S
+    assert not bed.has(2)
+    bed.settle()
+    assert not bed.store(9)
+    assert bed.tier.status().state == "not there", "that is another folder, and nobody has its lock"
+    assert not list(bed.root.iterdir())
+    assert sum("not there" in one.message for one in caplog.records) == 1
+    bed.restart()
+    assert bed.store(9)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_folder_in_whose_place_there_is_a_link_is_not_written_to(bed, tmp_path, is_full):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    assert bed.store(0x0101)
+    if is_full:
+        bed.limit_bytes = bed.charge
+        bed.restart()
+    (bed.root / "00").symlink_to(outside)
+    assert not bed.store(1)
+    assert bed.counters["disk_foreign"] == 1
+    assert not list(outside.iterdir())
+    assert bed.tier.used_bytes == len(bed.files) * bed.charge
+    assert bed.store(0x0102)
+    bed.restart()
+    assert bed.has(0x0102)
+
+
+def test_a_link_under_the_name_of_a_chunk_is_not_followed_when_a_node_starts(bed, tmp_path):
+    assert bed.store(1)
+    assert bed.store(2)
+    bed.file(1).rename(tmp_path / "elsewhere")
+    bed.file(1).symlink_to(tmp_path / "elsewhere")
+    bed.restart()
+    assert not bed.has(1)
+    assert bed.counters["disk_corrupt"] == 1
+    assert bed.files == [bed.file(2)]
+    assert (tmp_path / "elsewhere").exists()
+
+
+@is_root
+def test_a_disk_that_is_unmounted_for_a_while_is_used_again(tmp_path):
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    with small_disk(tmp_path / "tier", MIB) as folder:
+        bed = Bed(folder.parent)
+        try:
+            for number in range(4):
+                assert bed.store(number)
+            subprocess.run(["mount", "--bind", str(folder), str(other)], check=True)
+            try:
+                subprocess.run(["umount", "-l", str(folder)], check=True)
+                assert not bed.store(9)
+                assert bed.counters["disk_gone"] == 1
+                assert not bed.has(1)
+                bed.tier.evict([key(3)])
+                bed.settle()
+                assert bed.tier.status().state == "not there"
+                assert not list(folder.iterdir()), "nothing is written to the file system below"
+                subprocess.run(["mount", "--bind", str(other), str(folder)], check=True)
+            finally:
+                subprocess.run(["umount", "-l", str(other)], check=True)
+            bed.now += PAUSE_S
+            while not bed.has(1):
+                bed.turn()
+            assert [bed.load(number) for number in range(3)] == [None] * 3
+            assert not bed.has(3), "what was forgotten meanwhile is not found again"
+            assert bed.store(9)
+        finally:
+            bed.close()
 
 
 # ---- writing --------------------------------------------------------------------------------
@@ -484,6 +771,69 @@ def test_a_read_only_disk_is_read(tmp_path):
             finally:
                 subprocess.run(["umount", "-l", str(folder)], check=True)
             assert bed.store(2)
+        finally:
+            bed.close()
+
+
+@contextlib.contextmanager
+def read_only(folder):
+    """The file system of this folder can be read only."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@is_root
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_disk_that_is_read_only_when_a_node_starts_is_read(tmp_path, caplog, has_lock):
+    with small_disk(tmp_path / "tier", MIB) as folder:
+        bed = Bed(folder.parent)
+        try:
+            assert bed.store(1)
+            bed.close_tier()
+            if not has_lock:
+                (folder / "tier.lock").unlink()
+            with read_only(folder):
+                bed.open()
+                assert bed.load(1) is None
+                assert not bed.tier.takes_stores
+                assert not bed.store(2)
+                assert bed.counters["disk_read_only"] == 1
+                assert bed.tier.is_direct
+                assert bed.tier.status().state == "read-only"
+                assert sum("read-only" in one.message.lower() for one in caplog.records) == 1
+                bed.now += PAUSE_S
+                assert not bed.store(2)
+                if has_lock:
+                    with pytest.raises(ConfigError, match="another node"):
+                        bed.open()
+            bed.now += PAUSE_S
+            assert bed.store(2) == has_lock, "a folder that is not this node's alone is never written to"
+        finally:
+            bed.close()
+
+
+@is_root
+def test_a_disk_that_is_full_when_a_node_starts_is_not_used_through_the_page_cache(tmp_path, caplog):
+    with small_disk(tmp_path / "tier", MIB) as folder:
+        bed = Bed(folder.parent)
+        try:
+            assert bed.tier.is_direct, "else there is nothing to see here"
+            assert bed.store(1)
+            bed.close_tier()
+            with (folder / "of-others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            bed.open()
+            assert bed.tier.is_direct
+            assert bed.tier.status().state == "ok"
+            assert not bed.counters["disk_not_direct"]
+            assert "direct" not in caplog.text
+            assert bed.load(1) is None
+            assert not (folder / "direct").exists()
         finally:
             bed.close()
 

@@ -109,6 +109,34 @@ def test_what_was_not_stored_because_it_failed_is_a_miss_later(stage):
     assert not stage.may_come([gone])
 
 
+@pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
+def test_what_a_tier_has_removed_is_stored_again_before_it_leaves_memory(tmp_path, choice):
+    stage = Stage(tmp_path, choice=choice, window=4 / GRANULES)
+    try:
+        stage.save(range(GRANULES))
+        for number in range(GRANULES):
+            stage.tiers.storing.found_by_request(stage.store.find([key(number)], 1)[0])
+        look(stage)
+        stage.end_all()
+        before = sorted(int(name) for name, _ in stage.tier.chunks)
+        assert {12, 13, 14, 15} <= set(before)
+        for number in (3, 14):
+            stage.tier.chunks.pop((key(number), 0), None)
+            stage.tiers.storing.removed([key(number)])
+        assert not stage.store.find([key(14)], 1)[0][0].is_stored
+        look(stage)
+        assert stored(stage) == [number for number in before if number != 3], "the other has time"
+        for number in range(20, 32):
+            stage.save([number])
+            look(stage)
+            stage.end_all()
+        assert 3 in stored(stage)
+        assert stage.store.counters["evicted_unstored"] == 0
+        assert not stage.tiers.storing._again, "nothing is looked for that is stored"
+    finally:
+        stage.close()
+
+
 @pytest.mark.parametrize("window", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("name", MODELS)
 @given(accesses=st.lists(st.integers(0, 25), max_size=80))

@@ -64,6 +64,8 @@ _READ_KINDS = {
     errno.ENOMEM: "exhausted",
 }
 MAX_HITS = 999  # that are counted
+_FOLDERS = 256
+_SPREAD = 64  # files of a folder, at the least, so that few of them need not be even
 _LISTERS = 2  # more of them fight for the interpreter when the file system has all in memory
 
 
@@ -101,9 +103,16 @@ class Useless(msgspec.Struct, frozen=True):
     nbytes: int = 0
 
 
-def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless]]:
+def most_of_folder(max_files: int) -> int:
+    """How many files of one folder are kept in memory, where `max_files` of all of them are kept in the end: keys are
+    spread evenly over the folders."""
+    return _SPREAD + 2 * max_files // _FOLDERS
+
+
+def listed(root: Path, is_over: Over, max_files: int) -> Iterator[tuple[int, ChunkFile | Useless]]:
     """All files in the tier's folders, those that were used last first, each with the number of its hits. Those of no
-    use come before them, and are removed. What a file holds is looked at when it is read.
+    use come before them, and are removed; so are those used longest ago where there are far more than `max_files`.
+    What a file holds is looked at when it is read.
 
     :raises OSError: they cannot be listed.
     """
@@ -111,11 +120,32 @@ def listed(root: Path, is_over: Over) -> Iterator[tuple[int, ChunkFile | Useless
         names = [each.path for each in folders if is_folder(each)]
     found: list[list[tuple[int, ChunkFile]]] = []
     with ThreadPoolExecutor(_LISTERS, "pdx-disk-list") as pool:  # a file system reads what it knows of a file in turn
-        for files, useless in pool.map(lambda name: _listed(name, is_over), names):
+        for files, useless in pool.map(lambda name: _listed(name, is_over, max_files), names):
             found.append(files)
             yield from ((0, each) for each in useless)
     # Merging lists lets other threads run in between, as sorting all at once does not.
     yield from ((_hits(time_ns), file) for time_ns, file in heapq.merge(*found, reverse=True))
+
+
+def place_of(root: Path) -> tuple[int, int]:
+    """The folder itself, whatever its name leads to later.
+
+    :raises OSError: there is none.
+    """
+    info = os.stat(root)
+    return info.st_dev, info.st_ino
+
+
+def check_place(root: Path, place: tuple[int, int]) -> None:
+    """:raises TierError: the folder was removed, or its disk unmounted, and something else may be there now."""
+    try:
+        is_there = place_of(root) == place
+    except FileNotFoundError:
+        is_there = False
+    except OSError as error:
+        raise TierError(f"{root} cannot be read: {error.strerror}", "read_failed") from error
+    if not is_there:
+        raise TierError(f"{root} is not there any more", "gone")
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -123,7 +153,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
     return _FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
-def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
+def _listed(folder: str, is_over: Over, max_files: int) -> tuple[list[tuple[int, ChunkFile]], list[Useless]]:
     files: list[tuple[int, ChunkFile]] = []
     useless: list[Useless] = []
     with os.scandir(folder) as entries:
@@ -137,7 +167,12 @@ def _listed(folder: str, is_over: Over) -> tuple[list[tuple[int, ChunkFile]], li
             else:
                 files.append((time_ns, file))
     files.sort(reverse=True)
-    return files, useless
+    most = most_of_folder(max_files)
+    for _, file in files[most:]:
+        path = path_of(Path(folder).parent, file)
+        why = TierError(f"{path} is one file too many", "index_full")
+        useless.append(Useless(why, 0 if _is_gone(path) else file.charge))
+    return files[:most], useless
 
 
 def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Useless]:
@@ -180,6 +215,13 @@ def _set_used(fd: int, hits: int) -> None:
     os.utime(fd, ns=(now_ns, now_ns - _hits(now_ns) + min(hits, MAX_HITS)))
 
 
+def touch(path: Path) -> None:
+    """The chunk was used just now, and not loaded for that. Where the file cannot say so, the order of use is lost."""
+    with contextlib.suppress(OSError):
+        hits, now_ns = _hits(os.stat(path, follow_symlinks=False).st_mtime_ns), time.time_ns()
+        os.utime(path, ns=(now_ns, now_ns - _hits(now_ns) + hits), follow_symlinks=False)
+
+
 def write(
     path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False, reserve_bytes: int = 0
 ) -> None:
@@ -192,7 +234,7 @@ def write(
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # what `reuse` has put there is overwritten
     is_direct = is_direct and not arena.gpu
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _make_folder(path.parent)
         fd = os.open(partial, flags | (os.O_DIRECT if is_direct else 0), 0o600)
         try:
             if not os.fstat(fd).st_blocks:
@@ -215,6 +257,15 @@ def write(
         raise TierError(str(error), error.kind, is_left=is_left) from error
 
 
+def _make_folder(path: Path) -> None:
+    """:raises TierError: a link is there, which leads where nothing is counted."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if path.is_symlink():
+            raise TierError(f"{path} is a link, which no tier has made", "foreign") from None
+
+
 def _leave(nbytes: int, fd: int) -> None:
     """:raises TierError: the disk has less than that."""
     disk = os.fstatvfs(fd)
@@ -230,7 +281,7 @@ def reuse(old: Path, path: Path) -> None:
     :raises TierError: it is there still.
     """
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _make_folder(path.parent)
         os.rename(old, path.with_suffix(PARTIAL))
     except FileNotFoundError:
         pass
@@ -378,9 +429,10 @@ def _read_all(fd: int, buffers: list[memoryview], offset: int) -> int:
 
 
 def takes_direct(root: Path) -> bool:
-    """Whether the file system of a folder reads and writes without its page cache.
+    """Whether the file system of a folder reads and writes without its page cache; also where it is full or read-only,
+    if it has a file.
 
-    :raises OSError: nothing can be written there.
+    :raises OSError: nothing can be written there, and there is nothing to read.
     """
     path = root / "direct"
     try:
@@ -391,9 +443,35 @@ def takes_direct(root: Path) -> bool:
             os.close(fd)
             os.unlink(path)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        some = _some_file(root)
+        if some is None:
+            raise
+        return _reads_direct(some)
+
+
+def _some_file(root: Path) -> Path | None:
+    """A tier's own: its lock, or a chunk."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name == "tier.lock" or _NAME.fullmatch(name):
+                return Path(folder, name)
+    return None
+
+
+def _reads_direct(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+        try:
+            os.preadv(fd, [_aligned(HEADER_BYTES)], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return False
+    return True
 
 
 def remove(path: Path) -> None:

@@ -1,8 +1,8 @@
 """The disk tier: chunks in files, found again by the next node that is given the same folder.
 
 The control loop owns the index, which says what is on the disk and in which order it was used, and the account of the
-bytes. A few threads read, write and remove the files (`pdx.store.disk.chunk_file`) and post what became of it. Loads go
-first; one thread is left for them whatever is to be stored or removed.
+bytes. A few threads (`pdx.store.disk.workers`) read, write and remove the files (`pdx.store.disk.chunk_file`) and post
+what became of it.
 
     <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
 
@@ -20,15 +20,12 @@ import itertools
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from pdx.config import private_folder
 from pdx.errors import ConfigError, TierError
@@ -37,6 +34,8 @@ from pdx.security.socket_lock import owned
 from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
+from pdx.store.disk.health import GONE, SILENT, Health
+from pdx.store.disk.workers import Task, Workers, file_of
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import COUNTING, TierStatus
@@ -44,41 +43,24 @@ from pdx.wire.messages import COUNTING, TierStatus
 log = logging.getLogger("pdx.node")
 
 MIB = 1 << 20
-THREADS = 8  # while one compares digests, the others keep the disk busy
-MAX_ERRORS = 3  # writes that may fail one after the other before there is a pause
-PAUSE_S = 10.0
 FULL_S = 60.0
 JOIN_S = 10.0
+SILENT_JOIN_S = 1.0  # … where the disk does not answer
+SILENT_S = 5.0  # for so long a system call may take
+MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
+MAX_SPARED = 32  # chunks that are not removed for one store, because memory has them for requests
+_PROBED = 64  # files, those that were used last, one of which is read for a probe
 _BATCH = 256
-_DISK_FAULTS = ("full", "denied", "read_only", "write_failed")
-_NOT_OF_THE_FILE = ("exhausted", "failed")  # why a load fails though its file may be good
+_DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
+# Why a load fails though its file may be good: for no reason of the disk, …
+_NOT_OF_THE_DISK = ("exhausted", "failed")
+_OF_THE_DISK = ("read_failed", "denied")  # … or for one that may hold for others, too
 _LEFT_OUT = {
     "not_counted": "the files from before are not counted yet",
-    "paused": "writes failed, and none are tried for some seconds",
+    "paused": "reads or writes failed, and none are tried for some seconds",
     "too_large": "a chunk is larger than all of the cap",
     "busy": "all files that could make room are being written or removed",
 }
-
-
-class _Task(msgspec.Struct, eq=False):
-    """Work for a thread: a job, or only files to remove. The thread sets `left` and `error`."""
-
-    job: Job | None = None
-    is_load: bool = False
-    victims: Sequence[ChunkFile] = ()  # to be removed first
-    reused: ChunkFile | None = None  # the last of them, if it is written anew instead
-    hold: int = 0  # bytes of the cap that are its own until it is over
-    charge: int = 0  # of these, what its file takes
-    is_cancelled: bool = False
-    forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
-    left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
-    error: TierError | None = None
-
-    @property
-    def part(self) -> Part:
-        """What the job is about."""
-        assert self.job is not None
-        return self.job.parts[0]
 
 
 class DiskTier(Tier):
@@ -99,10 +81,13 @@ class DiskTier(Tier):
         counters: Counter[str],
         reserve_bytes: int = 0,
         name: str = "disk",
+        is_used: Callable[[bytes], bool] = lambda key: False,
+        on_removed: Callable[[Sequence[bytes]], None] = lambda keys: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` has the control loop call something; `on_done` is `Copies.done`. `reserve_bytes` of the file system
-        are left to others, whatever the cap.
+        are left to others, whatever the cap. `is_used` says of a key whether memory has it for requests, which so do
+        not ask for it here. `on_removed` is told of the keys that are not here any more.
 
         :raises ConfigError: the folder cannot be this node's alone.
         """
@@ -111,65 +96,65 @@ class DiskTier(Tier):
         self._root = root
         self._counters = counters
         self._faults = Faults(counters, clock)
-        self._reserve_bytes = reserve_bytes
-        self.limit_bytes = self._attainable(limit_bytes)
+        self.limit_bytes = self._attainable(limit_bytes, reserve_bytes)
         self.is_direct = False  # whether files are read and written without the page cache
-        self._arenas = arenas
         self._post = post
         self._on_done = on_done
+        self._is_used = is_used
+        self._on_removed = on_removed
         self._clock = clock
         self._index: OrderedDict[bytes, tuple[ChunkFile, ...]] = (
             OrderedDict()
         )  # of all shards; the last used is at the end
         self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
         self.num_chunks = 0  # that can be found, each shard counted
+        self._coming = 0  # files that are being written
         self.used_bytes = 0  # of the cap: what may be on the disk …
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
         self._found_bytes = 0  # … and files that can be found
         self._stuck: dict[ChunkFile, int] = {}  # … and what cannot be found, nor removed: until it is replaced
-        self._busy: dict[bytes, dict[int, _Task]] = {}  # files that are being written or removed
+        self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
-        self._under_way: dict[int, dict[_Task, None]] = {}  # by copy
+        self._under_way: dict[int, dict[Task, None]] = {}  # by copy
         self._read: Counter[tuple[bytes, int]] = Counter()  # files that are being read
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
         self._places = itertools.count(1)
-        self._errors = 0  # writes that failed since the last one that did not
-        self._paused_until = 0.0
-        self._blind_until = 0.0  # nothing is found until then
+        self._health = Health(clock)
         self._reached = self.limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
         self._reached_until = 0.0
         self.is_counted = False  # whether the index has all files
         self._is_scanning = True
         self._evicted_meanwhile: set[bytes] = set()
-        self._condition = threading.Condition()  # guards the next five
-        self._loads: deque[_Task] = deque()
-        self._removals: deque[_Task] = deque()
-        self._stores: deque[_Task] = deque()
-        self._writing = 0  # threads that store or remove
-        self._is_closing = False
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(owned(root / "tier", self._taken))
+        lock = self._lock.enter_context(owned(root / "tier", self._taken, may_be_read_only=True))
+        if not lock.is_written:
+            self._health.begins_read_only(is_ours=lock.is_held)
+            self._warn(TierError(f"{root} is read-only: chunks are loaded from there, and none stored", "read_only"))
         with contextlib.suppress(OSError):  # a folder that nothing can be written to is read as it can be
             self.is_direct = chunk_file.takes_direct(root)
         if not self.is_direct:
+            counters["disk_not_direct"] += 1
             log.warning("%s is read and written through the page cache: no direct I/O there", root)
-        self._threads = [
-            threading.Thread(target=target, name=f"pdx-disk-{number}", daemon=True)
-            for number, target in enumerate([self._scan] + [self._work] * THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = Workers(
+            root,
+            arenas,
+            is_direct=self.is_direct,
+            reserve_bytes=reserve_bytes,
+            on_over=lambda task: post(partial(self._over, task)),
+            clock=clock,
+        )
+        self._workers.start(self._scan)
 
     def _taken(self, owner: str) -> ConfigError:
         what = f"{self._root} is the disk tier of another node (process {owner})"
         return ConfigError(f"{what}; two nodes cannot share one: name another folder with --disk, or end that node")
 
-    def _attainable(self, limit_bytes: int) -> int:
+    def _attainable(self, limit_bytes: int, reserve_bytes: int) -> int:
         """The cap, or what the file system has in all without the reserve."""
         disk = os.statvfs(self._root)
         total_bytes = disk.f_blocks * disk.f_frsize
-        most = max(0, total_bytes - self._reserve_bytes)
+        most = max(0, total_bytes - reserve_bytes)
         if limit_bytes > most:
             self._counters["disk_cap_lowered"] += 1
             text = (
@@ -180,11 +165,12 @@ class DiskTier(Tier):
 
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
-        state = "ok" if self.is_direct else "by way of the page cache"
-        if self._clock() < self._paused_until:
-            state = "paused: writes failed"
-        elif not self.is_counted:
+        self._look()
+        state = self._health.text
+        if not state and not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
+        elif not state:
+            state = "ok" if self.is_direct else "by way of the page cache"
         return TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
 
     # ---- the tier ---------------------------------------------------------------------------
@@ -192,14 +178,16 @@ class DiskTier(Tier):
     @property
     def takes_stores(self) -> bool:
         """See `Tier.takes_stores`."""
-        return self.is_counted and self._clock() >= self._paused_until
+        self._look()
+        return self.is_counted and self._health.takes_stores
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """See `Tier.find`. What is found counts as used."""
+        self._look()
         found: list[Held] = []
-        for key in keys if self._clock() >= self._blind_until else ():
+        for key in keys if self._health.takes_loads else ():
             held = self._held(key, shards)
-            if held is None:
+            if held is None or self._health.hides(key):
                 break
             found.append(held)
         self._touch(keys[: len(found)])
@@ -211,6 +199,24 @@ class DiskTier(Tier):
         if len(sizes) != 1 or len(files) != shards or {file.shard for file in files} != set(range(shards)):
             return None
         return Held(*sizes.pop())
+
+    def _look(self) -> None:
+        """Notice what takes too long, and find out whether a disk in doubt works again."""
+        if self._workers.silent(self._clock() - SILENT_S):
+            text = f"{self._root} does not answer: nothing is loaded from there or stored until it does"
+            self._warn(TierError(text, "silent"))
+            self._doubt(SILENT)
+        if self._health.begins_probe():
+            last_used = itertools.islice(reversed(self._index.values()), _PROBED)
+            files = [file for of_key in last_used for file in of_key]
+            file = files[self._health.probes % len(files)] if files else None  # another one each time
+            self._give(Task(is_probe=True, probed=file), self._workers.loads)
+
+    def _doubt(self, why: str) -> None:
+        """What waits for a thread is given up: it would keep memory, and those who wait for it."""
+        self._health.doubts(why)
+        workers = self._workers
+        self._end(workers.take_back(workers.loads, workers.stores), "paused")
 
     def hits(self, key: bytes) -> int:
         """How often this chunk was loaded, also by nodes before this one."""
@@ -247,6 +253,8 @@ class DiskTier(Tier):
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
         part = job.parts[0]
+        if self._health.doubt:
+            return self._refuse(job, "paused")
         is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
         if is_forgotten or self._has(part.key, part.shard):
             return self._post(partial(self._on_done, self.name, job, None))
@@ -255,19 +263,26 @@ class DiskTier(Tier):
         charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers)
         limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
         lack = self.used_bytes + charge - limit_bytes
-        if lack > self._found_bytes:
+        surplus = self.num_chunks + self._coming + 1 - MAX_FILES
+        if lack > self._found_bytes or surplus > self.num_chunks:
             self._leave_out("busy", 1)
-            return self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
-        victims = self._oldest(lack)
+            return self._refuse(job, "busy")
+        self._index_is_full(surplus)
+        victims, used = self._oldest(lack, surplus)
         freed = sum(file.charge for file in victims)
-        task = _Task(job, victims=victims, hold=max(charge, freed), charge=charge)
+        task = Task(job, used=used, victims=victims, hold=max(charge, freed), charge=charge)
         self._reuse(task)
         self.used_bytes += task.hold - freed
+        self._coming += 1
         self._take_out(victims, task)
         self._busy.setdefault(part.key, {})[part.shard] = task
-        return self._give(task, self._stores)
+        return self._give(task, self._workers.stores)
 
-    def _reuse(self, task: _Task) -> None:
+    def _refuse(self, job: Job, why: str) -> None:
+        error = TierError(f"{self._root} leaves it out: {_LEFT_OUT[why]}", why)
+        self._post(partial(self._on_done, self.name, job, error))
+
+    def _reuse(self, task: Task) -> None:
         """Write one of the victims anew, if it is of the same size and nobody reads it."""
         size = task.part.slot.nbytes, task.part.layers
         for file in task.victims:
@@ -276,36 +291,63 @@ class DiskTier(Tier):
                 task.victims = [*(each for each in task.victims if each is not file), file]
                 return
 
-    def _oldest(self, nbytes: int) -> list[ChunkFile]:
-        """So many bytes of files that were not used for longest."""
-        files: list[ChunkFile] = []
-        of_keys = iter(self._index.values())
-        while nbytes > 0 and (of_key := next(of_keys, None)) is not None:
-            files += of_key
-            nbytes -= sum(file.charge for file in of_key)
-        return files
+    def _index_is_full(self, surplus: int) -> None:
+        """So many files are removed for that, if any."""
+        if surplus > 0:
+            if not self._counters["disk_index_full"]:
+                text = "%s has more than %d files: what was not used for longest is removed, counted as disk_index_full"
+                log.warning(text, self._root, MAX_FILES)
+            self._counters["disk_index_full"] += surplus
 
-    def _take_out(self, files: Iterable[ChunkFile], task: _Task) -> None:
+    def _oldest(self, nbytes: int, count: int) -> tuple[list[ChunkFile], list[ChunkFile]]:
+        """So many bytes of files, and so many files at the least, that were not used for longest; and files that would
+        have been among them, but for requests that find their chunks in memory: these count as used now."""
+        files: list[ChunkFile] = []
+        spared: list[bytes] = []
+        for key, of_key in self._index.items() if nbytes > 0 or count > 0 else ():
+            if len(spared) < MAX_SPARED and self._is_used(key):
+                spared.append(key)
+                continue
+            files += of_key
+            nbytes, count = nbytes - sum(file.charge for file in of_key), count - len(of_key)
+            if nbytes <= 0 and count <= 0:
+                break
+        used: list[ChunkFile] = []
+        for key in spared:
+            of_key = self._index[key]
+            if nbytes > 0 or count > 0:  # there are no others
+                files += of_key
+                nbytes, count = nbytes - sum(file.charge for file in of_key), count - len(of_key)
+            else:
+                used += of_key
+                self._index.move_to_end(key)
+        return files, used
+
+    def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
         """These cannot be found any more; `task` removes them."""
         for file in files:
             self._index.pop(file.key, None)
             self._hits.pop(file.key, None)
+            self._health.forget(file.key)
             self._busy.setdefault(file.key, {})[file.shard] = task
             self.num_chunks -= 1
             self._found_bytes -= file.charge
             self._counters["disk_removed"] += 1
+        self._on_removed(list(dict.fromkeys(file.key for file in files)))
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
+        self._look()
+        if not self._health.takes_loads:
+            self._counters["disk_paused"] += 1
+            return self._refuse(job, "paused")
         self._read[job.parts[0].key, job.parts[0].shard] += 1
-        self._give(_Task(job, is_load=True), self._loads)
+        return self._give(Task(job, is_load=True), self._workers.loads)
 
-    def _give(self, task: _Task, queue: deque[_Task]) -> None:
+    def _give(self, task: Task, queue: deque[Task]) -> None:
         self._under_way.setdefault(task.job.number if task.job is not None else 0, {})[task] = None
-        with self._condition:
-            queue.append(task)
-            self._condition.notify_all()
-        if self._is_closing:
+        self._workers.give(task, queue)
+        if self._workers.is_closing:
             self._end_queued()
 
     def cancel(self, copy: Copy) -> None:
@@ -343,46 +385,52 @@ class DiskTier(Tier):
 
     def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:
         if files:
-            task = _Task(victims=files, hold=sum(file.charge for file in files))
+            task = Task(victims=files, hold=sum(file.charge for file in files))
             if is_forgotten:
                 task.forgotten.update(file.key for file in files)
             self._take_out(files, task)
             self._leaving += task.hold
-            self._give(task, self._removals)
+            self._give(task, self._workers.removals)
 
     def close(self) -> None:
         """See `Tier.close`. What was forgotten is removed first, as far as the disk answers."""
-        with self._condition:
-            self._is_closing = True
-            self._condition.notify_all()
-        end = time.monotonic() + JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        self._look()
+        has_ended = self._workers.close(SILENT_JOIN_S if self._health.doubt == SILENT else JOIN_S)
         self._end_queued()
-        if not any(thread.is_alive() for thread in self._threads):
+        if has_ended:
             self._lock.close()  # else the disk hangs, and no other node may have the folder until this process is gone
 
     def _end_queued(self) -> None:
         """The tier is closed: what no thread has begun is over."""
-        for queue in (self._loads, self._removals, self._stores):
-            while queue:
-                task = queue.popleft()
-                task.left += task.victims
-                task.error = TierError("the disk tier is closed", "cancelled")
-                self._post(partial(self._over, task))
+        workers = self._workers
+        self._end(workers.take_back(workers.loads, workers.removals, workers.stores), "cancelled")
         for job in itertools.chain.from_iterable(self._later.values()):
             self._post(partial(self._on_done, self.name, job, TierError("the disk tier is closed", "cancelled")))
         self._later.clear()
 
+    def _end(self, tasks: Iterable[Task], kind: str) -> None:
+        """No thread begins these."""
+        for task in tasks:
+            task.left += task.victims
+            task.error = TierError("the disk tier is closed" if kind == "cancelled" else "the disk is in doubt", kind)
+            self._post(partial(self._over, task))
+
     # ---- what became of it, on the control loop ---------------------------------------------
 
-    def _over(self, task: _Task) -> None:
+    def _over(self, task: Task) -> None:
         """A thread is done with this."""
         _take(self._under_way, task.job.number if task.job is not None else 0, task)
         self.used_bytes -= task.hold
         for file in task.left:
             self._insert(file, is_forgotten=file.key in task.forgotten)
-        if task.job is None:
+        kind = task.error.kind if task.error is not None else ""
+        if kind == "gone":
+            self._doubt(GONE)
+        elif task.is_silent and kind in ("", "cancelled", "stale"):
+            self._health.answers()
+        if task.is_probe:
+            self._probed(task.error)
+        elif task.job is None:
             self._leaving -= task.hold
             if task.error is not None:
                 self._warn(task.error)
@@ -403,6 +451,13 @@ class DiskTier(Tier):
         if task.job is not None:
             self._on_done(self.name, task.job, task.error)
 
+    def _probed(self, error: TierError | None) -> None:
+        kind = error.kind if error is not None else ""
+        is_of_file = kind not in ("", "gone", "paused", "cancelled", *_OF_THE_DISK, *_NOT_OF_THE_DISK)
+        self._health.probed(works=error is None or is_of_file)
+        if error is not None and kind in _OF_THE_DISK:
+            self._warn(error)
+
     def _insert(self, file: ChunkFile, *, is_forgotten: bool = False) -> None:
         """There is this file; it counts as not used for longest."""
         self.used_bytes += file.charge
@@ -414,11 +469,12 @@ class DiskTier(Tier):
         self.num_chunks += 1
         self._found_bytes += file.charge
 
-    def _stored(self, task: _Task) -> None:
+    def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
-        file = _file(part)
+        self._coming -= 1
+        file = file_of(part)
         if error is None:
-            self._errors = 0
+            self._health.wrote()
             self._counters["disk_stored"] += 1
             self.used_bytes -= self._stuck.pop(file, 0)
             self._insert(file)
@@ -430,24 +486,29 @@ class DiskTier(Tier):
             self._insert(file, is_forgotten=True)
         if error.kind != "cancelled":
             self._warn(error)
-            self._errors += error.kind in _DISK_FAULTS
+            if error.kind in _DISK_FAULTS:
+                self._health.not_written(is_read_only=error.kind == "read_only")
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
                 self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
-            if self._errors >= MAX_ERRORS:
-                self._paused_until = self._clock() + PAUSE_S
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.get(part.key, ())
         if error is None:
+            self._health.read(part.key)
             self._counters["disk_loaded"] += 1
             if part.key in self._index and part.shard == 0:
                 self._hits[part.key] = self.hits(part.key) + 1
+        elif error.kind == "paused":
+            self._counters["disk_paused"] += 1
         elif error.kind not in ("cancelled", "stale"):
             if self._has(part.key, part.shard) or error.kind != "missing":
                 self._warn(error)
-            if error.kind in _NOT_OF_THE_FILE:
-                self._blind_until = self._clock() + PAUSE_S  # whoever waits would have it loaded at once again
-            else:
+            if error.kind in _NOT_OF_THE_DISK:
+                self._health.pause_reads()  # whoever waits would have it loaded at once again
+            elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key):
+                if self._health.doubt:
+                    self._doubt(self._health.doubt)
+            elif error.kind != "gone":
                 self._remove(files, is_forgotten=True)
 
     def _warn(self, error: TierError) -> None:
@@ -459,7 +520,9 @@ class DiskTier(Tier):
         for hits, file in batch:
             if isinstance(file, Useless):
                 self.used_bytes += file.nbytes
-                if file.why.kind in ("unfinished", "foreign"):
+                if file.why.kind == "index_full":
+                    self._index_is_full(1)
+                elif file.why.kind in ("unfinished", "foreign"):
                     self._counters[f"disk_{file.why.kind}"] += 1
                 else:
                     self._warn(file.why)
@@ -472,13 +535,16 @@ class DiskTier(Tier):
                     self._hits[file.key] = hits
             if file.key in self._evicted_meanwhile:
                 self.evict([file.key])
-        self._remove(self._oldest(self.used_bytes - self._leaving - self.limit_bytes), is_forgotten=False)
+        surplus = self.num_chunks - MAX_FILES
+        self._index_is_full(surplus)
+        files, _ = self._oldest(self.used_bytes - self._leaving - self.limit_bytes, surplus)
+        self._remove(files, is_forgotten=False)
 
     def _remove_outdone(self, file: ChunkFile) -> None:
         """There is a newer file of the same chunk with another size: this one could not be removed in its time."""
         self.used_bytes += file.charge
         self._leaving += file.charge
-        self._give(_Task(victims=[file], hold=file.charge, forgotten={file.key}), self._removals)
+        self._give(Task(victims=[file], hold=file.charge, forgotten={file.key}), self._workers.removals)
 
     def _scanned(self, error: TierError | None) -> None:
         """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
@@ -491,72 +557,14 @@ class DiskTier(Tier):
             used, limit = self.used_bytes / MIB, self.limit_bytes / MIB
             log.info("disk tier %s: %d chunks, %.0f of %.0f MiB", self._root, self.num_chunks, used, limit)
 
-    # ---- on the threads ---------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (task := self._next()) is not None:
-            try:
-                self._do(task)
-            except TierError as error:  # a traceback would keep the arena's memory mapped
-                task.error = TierError(str(error), error.kind, is_left=error.is_left)
-            except Exception as error:  # the thread's root: a job must end, and the thread must not
-                log.exception("the disk tier failed")
-                task.error = TierError(f"{type(error).__name__}: {error}", "failed")
-            if not task.is_load:
-                with self._condition:
-                    self._writing -= 1
-                    self._condition.notify_all()
-            self._post(partial(self._over, task))
-
-    def _next(self) -> _Task | None:
-        with self._condition:
-            while True:
-                if self._loads and not self._is_closing:
-                    return self._loads.popleft()
-                queue = self._removals or (not self._is_closing and self._stores)
-                if queue and (self._writing < THREADS - 1 or self._is_closing):
-                    self._writing += 1
-                    return queue.popleft()
-                if self._is_closing:
-                    return None
-                self._condition.wait()
-
-    def _do(self, task: _Task) -> None:
-        for file in task.victims:
-            old = self._path(file)
-            try:
-                if file is task.reused and task.error is None:
-                    chunk_file.reuse(old, self._path(_file(task.part)))
-                else:
-                    chunk_file.remove(old)
-            except TierError as error:
-                task.left.append(file)
-                task.error = TierError(str(error), error.kind)
-        if task.job is None or task.error is not None:
-            return
-        part = task.part
-        path, arena = self._path(_file(part)), self._arenas[part.slot.arena]
-
-        def is_over() -> bool:
-            return task.is_cancelled or self._is_closing
-
-        task.job.start_ns = time.monotonic_ns()
-        if task.is_load:
-            chunk_file.read(path, part, arena, is_over, is_direct=self.is_direct)
-        else:
-            reserve = self._reserve_bytes
-            chunk_file.write(path, part, arena, is_over, is_direct=self.is_direct, reserve_bytes=reserve)
-        task.job.end_ns = time.monotonic_ns()
-
-    def _path(self, file: ChunkFile) -> Path:
-        return chunk_file.path_of(self._root, file)
+    # ---- on a thread ----------------------------------------------------------------------
 
     def _scan(self) -> None:
         """Tell the control loop of all files from before."""
         why: TierError | None = None
         try:
-            files = chunk_file.listed(self._root, lambda: self._is_closing)
-            while not self._is_closing and (batch := list(itertools.islice(files, _BATCH))):
+            files = chunk_file.listed(self._root, lambda: self._workers.is_closing, MAX_FILES)
+            while not self._workers.is_closing and (batch := list(itertools.islice(files, _BATCH))):
                 self._post(partial(self._found, batch))
         except OSError as error:
             text = f"{self._root} cannot be listed: {error.strerror}; nothing is stored there"
@@ -564,13 +572,8 @@ class DiskTier(Tier):
         except Exception as error:  # the thread's root
             log.exception("the disk tier failed")
             why = TierError(f"{self._root} is not read: {type(error).__name__}; nothing is stored there", "failed")
-        if not self._is_closing:
+        if not self._workers.is_closing:
             self._post(partial(self._scanned, why))
-
-
-def _file(part: Part) -> ChunkFile:
-    """The file of a whole chunk of one shard."""
-    return ChunkFile(part.key, part.shard, part.layers, part.slot.nbytes)
 
 
 def _take(groups: dict[Any, dict[Any, Any]], name: object, member: object) -> None:

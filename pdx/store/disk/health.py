@@ -1,0 +1,138 @@
+"""What a disk does just now: whether anything may be loaded from it, or stored there. No I/O, no threads here.
+
+Reads and writes that fail are not repeated at once. A disk is in doubt when it does not answer, when nothing can be
+read, or when its folder is not there: then nothing is found and nothing stored, and one file at a time is read for a
+probe, which keeps no request waiting, until that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+MAX_ERRORS = 3  # reads, or writes, that may fail one after the other before there is a pause
+PAUSE_S = 10.0
+SILENT, FAILING, GONE = "does not answer", "paused: reads failed", "not there"
+
+
+class Health:
+    """Owned by the control loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.doubt = ""  # in words, for whoever asks for the status
+        self.probes = 0  # that were made since the doubt began
+        self._is_probing = False
+        self._probe_at = 0.0
+        self._read_errors = 0  # since the last file that was read
+        self._reads_from = 0.0  # nothing is found before
+        self._num_read = 0
+        # by key of a file that could not be read: how many had been read before, and when it is found again
+        self._unread: dict[bytes, tuple[int, float]] = {}
+        self._write_errors = 0  # since the last file that was written
+        self._writes_from = 0.0  # nothing is stored before
+        self._is_read_only = False
+        self._is_ours = True
+
+    @property
+    def text(self) -> str:
+        """What is wrong, in words; empty: nothing."""
+        if self.doubt:
+            return self.doubt
+        if self._is_read_only:
+            return "read-only"
+        return "paused: writes failed" if self._clock() < self._writes_from else ""
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    @property
+    def takes_loads(self) -> bool:
+        """Whether something may be loaded now."""
+        return not self.doubt and self._clock() >= self._reads_from
+
+    def hides(self, key: bytes) -> bool:
+        """Whether a file of this chunk could not be read a moment ago: who waits for it would have it loaded at once
+        again."""
+        return key in self._unread and self._clock() < self._unread[key][1]
+
+    def read(self, key: bytes) -> None:
+        """A file was read."""
+        self._num_read += 1
+        self._unread.pop(key, None)
+        self._read_errors = 0
+        self.doubt = ""
+
+    def not_read(self, key: bytes) -> bool:
+        """A file could not be read; whether that is the file's own fault: twice, and others were read in between."""
+        num_read, _ = self._unread.get(key, (self._num_read, 0.0))
+        if num_read < self._num_read:
+            return True
+        self._unread[key] = (num_read, self._clock() + PAUSE_S)
+        self._read_errors += 1
+        if self._read_errors >= MAX_ERRORS:
+            self.doubts(FAILING)
+        return False
+
+    def pause_reads(self) -> None:
+        """What failed has nothing to do with the disk, and may be over in some seconds."""
+        self._reads_from = self._clock() + PAUSE_S
+
+    def forget(self, key: bytes) -> None:
+        """There is no such file any more."""
+        self._unread.pop(key, None)
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    @property
+    def takes_stores(self) -> bool:
+        """Whether something may be stored now."""
+        return self._is_ours and not self.doubt and self._clock() >= self._writes_from
+
+    def wrote(self) -> None:
+        """A file was written."""
+        self._write_errors = 0
+        self._is_read_only = False
+
+    def not_written(self, *, is_read_only: bool) -> None:
+        """A file could not be written, for a reason that holds for others, too."""
+        self._write_errors += 1
+        self._is_read_only = is_read_only
+        if self._write_errors >= MAX_ERRORS:
+            self._writes_from = self._clock() + PAUSE_S
+
+    def begins_read_only(self, *, is_ours: bool) -> None:
+        """Nothing can be written there, as was found when the node started. `is_ours`: no other node has the folder,
+        so that something may be stored once that is possible."""
+        self._is_read_only, self._is_ours = True, is_ours
+        self._write_errors = MAX_ERRORS
+        self._writes_from = self._clock() + PAUSE_S
+
+    # ---- doubt ------------------------------------------------------------------------------
+
+    def doubts(self, why: str) -> None:
+        """Nothing of the disk may be waited for until a probe has succeeded."""
+        if not self.doubt:
+            self.probes = 0
+        self.doubt = why
+        self._probe_at = self._clock() + PAUSE_S
+
+    def answers(self) -> None:
+        """A call has come back that had taken too long."""
+        if self.doubt == SILENT:
+            self.doubt = ""
+
+    def begins_probe(self) -> bool:
+        """Whether a file is to be read now to see if that works; `probed` is to be called then."""
+        if not self.doubt or self._is_probing or self._clock() < self._probe_at:
+            return False
+        self.probes += 1
+        self._is_probing = True
+        return True
+
+    def probed(self, *, works: bool) -> None:
+        """A probe is over."""
+        self._is_probing = False
+        if works:
+            self._read_errors = 0
+            self.doubt = ""
+        elif self.doubt:
+            self.doubts(self.doubt)

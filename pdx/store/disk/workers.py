@@ -1,0 +1,202 @@
+"""The threads of a disk tier: they read, write and remove its files, and say what became of it.
+
+Loads go first; one thread is left for them whatever is to be stored or removed. The control loop gives tasks; a thread
+that is done with one calls `on_over`, which posts it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from pdx.errors import TierError
+from pdx.memory.arena import Arena
+from pdx.store.disk import chunk_file
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.tier import Job, Part
+
+log = logging.getLogger("pdx.node")
+
+THREADS = 8  # while one compares digests, the others keep the disk busy
+
+
+class Task(msgspec.Struct, eq=False):
+    """Work for a thread: a job, or only files to remove, or a probe. The thread sets `left`, `error` and `seen_at`."""
+
+    job: Job | None = None
+    is_load: bool = False
+    is_probe: bool = False  # whether the folder is there, and a file of it can be read: …
+    probed: ChunkFile | None = None  # … this one, if there is one
+    used: Sequence[ChunkFile] = ()  # whose files are to say so
+    victims: Sequence[ChunkFile] = ()  # to be removed first
+    reused: ChunkFile | None = None  # the last of them, if it is written anew instead
+    hold: int = 0  # bytes of the cap that are its own until it is over
+    charge: int = 0  # of these, what its file takes
+    is_cancelled: bool = False
+    forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
+    left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
+    error: TierError | None = None
+    seen_at: float = 0.0  # when the last system call came back, by the tier's clock
+    is_silent: bool = False  # that was long ago, as the control loop knows
+
+    @property
+    def part(self) -> Part:
+        """What the job is about."""
+        assert self.job is not None
+        return self.job.parts[0]
+
+
+def file_of(part: Part) -> ChunkFile:
+    """The file of a whole chunk of one shard."""
+    return ChunkFile(part.key, part.shard, part.layers, part.slot.nbytes)
+
+
+class Workers:
+    """Owned by the control loop, whose methods never wait but `close`."""
+
+    def __init__(
+        self,
+        root: Path,
+        arenas: Sequence[Arena],
+        *,
+        is_direct: bool,
+        reserve_bytes: int,
+        on_over: Callable[[Task], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`on_over` is called on a thread. The rest: see `DiskTier`."""
+        self._root = root
+        self._place = chunk_file.place_of(root)
+        self._arenas = arenas
+        self._is_direct = is_direct
+        self._reserve_bytes = reserve_bytes
+        self._on_over = on_over
+        self._clock = clock
+        self._at_work: list[Task | None] = [None] * THREADS
+        self.is_closing = False
+        self.loads: deque[Task] = deque()
+        self.removals: deque[Task] = deque()
+        self.stores: deque[Task] = deque()
+        self._writing = 0  # threads that store or remove
+        self._condition = threading.Condition()  # guards the four above
+        self._threads: list[threading.Thread] = []
+
+    def start(self, also: Callable[[], None]) -> None:
+        """To be called once. `also` is called on a thread of its own."""
+        targets: list[Callable[[], None]] = [also, *(partial(self._work, number) for number in range(THREADS))]
+        for number, target in enumerate(targets):
+            self._threads.append(threading.Thread(target=target, name=f"pdx-disk-{number}", daemon=True))
+            self._threads[-1].start()
+
+    def give(self, task: Task, queue: deque[Task]) -> None:
+        """Have this done."""
+        with self._condition:
+            queue.append(task)
+            self._condition.notify_all()
+
+    def take_back(self, *queues: deque[Task]) -> list[Task]:
+        """What no thread has begun of these, and never will."""
+        with self._condition:
+            tasks = [task for queue in queues for task in queue]
+            for queue in queues:
+                queue.clear()
+        return tasks
+
+    def silent(self, before: float) -> list[Task]:
+        """What threads are at whose last system call has not come back since `before`, each once."""
+        found = [task for task in self._at_work if task is not None and task.seen_at < before and not task.is_silent]
+        for task in found:
+            task.is_silent = True
+        return found
+
+    def close(self, timeout_s: float) -> bool:
+        """Begin no load or store any more, remove what is to be removed, and wait; whether all threads have ended."""
+        with self._condition:
+            self.is_closing = True
+            self._condition.notify_all()
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # ---- on the threads ---------------------------------------------------------------------
+
+    def _work(self, number: int) -> None:
+        while (task := self._next()) is not None:
+            task.seen_at = self._clock()
+            self._at_work[number] = task
+            try:
+                self._do(task)
+            except TierError as error:  # a traceback would keep the arena's memory mapped
+                task.error = TierError(str(error), error.kind, is_left=error.is_left)
+            except Exception as error:  # the thread's root: a job must end, and the thread must not
+                log.exception("the disk tier failed")
+                task.error = TierError(f"{type(error).__name__}: {error}", "failed")
+            self._at_work[number] = None
+            if not (task.is_load or task.is_probe):
+                with self._condition:
+                    self._writing -= 1
+                    self._condition.notify_all()
+            self._on_over(task)
+
+    def _next(self) -> Task | None:
+        with self._condition:
+            while True:
+                if self.loads and not self.is_closing:
+                    return self.loads.popleft()
+                queue = self.removals or (not self.is_closing and self.stores)
+                if queue and (self._writing < THREADS - 1 or self.is_closing):
+                    self._writing += 1
+                    return queue.popleft()
+                if self.is_closing:
+                    return None
+                self._condition.wait()
+
+    def _do(self, task: Task) -> None:
+        try:
+            chunk_file.check_place(self._root, self._place)
+        except TierError:
+            task.left += task.victims
+            raise
+        if task.probed is not None:
+            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
+                chunk_file.verify(self._path(task.probed), is_direct=self._is_direct)
+        for file in task.used:
+            chunk_file.touch(self._path(file))
+        for file in task.victims:
+            old = self._path(file)
+            try:
+                if file is task.reused and task.error is None:
+                    chunk_file.reuse(old, self._path(file_of(task.part)))
+                else:
+                    chunk_file.remove(old)
+            except TierError as error:
+                task.left.append(file)
+                task.error = TierError(str(error), error.kind)
+        if task.job is None or task.error is not None:
+            return
+        part = task.part
+        path, arena = self._path(file_of(part)), self._arenas[part.slot.arena]
+
+        def is_over() -> bool:
+            task.seen_at = self._clock()
+            return task.is_cancelled or self.is_closing
+
+        task.job.start_ns = time.monotonic_ns()
+        if task.is_load:
+            chunk_file.read(path, part, arena, is_over, is_direct=self._is_direct)
+        else:
+            reserve = self._reserve_bytes
+            chunk_file.write(path, part, arena, is_over, is_direct=self._is_direct, reserve_bytes=reserve)
+        task.job.end_ns = time.monotonic_ns()
+
+    def _path(self, file: ChunkFile) -> Path:
+        return chunk_file.path_of(self._root, file)
