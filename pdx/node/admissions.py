@@ -288,6 +288,8 @@ class Admissions:
             self._counters["looked_up_chunks"] += ask.sought
             self._counters["hit_chunks"] += min(len(hits), ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
+            if len(hits) < ask.sought:
+                self._tiers.missed(ask.keys[len(hits)], is_named=session.hello.kind == "client")
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         answer = Admitted(len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early))

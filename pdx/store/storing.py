@@ -75,6 +75,7 @@ class Storing:
         for chunk in chunks:
             if not chunk.is_found:
                 chunk.is_found = True
+                self._tiers.hit(chunk)
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.arenas):
                     self._wait(chunk, self._below(chunk))
 
@@ -135,6 +136,7 @@ class Storing:
     def _drop(self, tier: Tier) -> None:
         self._counters["stores_dropped"] += 1
         self._counters[f"{tier.kind}_dropped"] += 1
+        tier.tally.dropped += 1
 
     def _spill(self, tier: Tier, shards: int, arenas: tuple[int, ...]) -> None:
         keys = self._sealed[tier, shards, arenas]

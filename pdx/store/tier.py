@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -67,6 +68,28 @@ class Grant(msgspec.Struct, frozen=True):
     slots: Sequence[Slot] | None = None
 
 
+class Tally(msgspec.Struct):
+    """What a tier has done since its node started: what `TierStatus` says under the same names."""
+
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    stores: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    dropped: int = 0
+    errors: int = 0
+
+    def moved(self, job: Job, *, is_load: bool) -> None:
+        """A job has ended well; one that found its bytes there already has moved nothing."""
+        if job.end_ns and is_load:
+            self.loads += len(job.parts)
+            self.loaded_bytes += job.nbytes
+        elif job.end_ns:
+            self.stores += len(job.parts)
+            self.stored_bytes += job.nbytes
+
+
 class Tier(ABC):
     """Owned by the control loop, which alone calls it; no method waits or does I/O.
 
@@ -82,6 +105,11 @@ class Tier(ABC):
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
     answer_s: float = 0.0  # how long a question took lately that `seeks` has asked
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
+
+    @cached_property
+    def tally(self) -> Tally:
+        """What is counted of this tier alone; the node's counters are by kind."""
+        return Tally()
 
     @property
     def is_ready(self) -> bool:

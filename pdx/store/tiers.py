@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from pdx.config import StoreChoice
 from pdx.store import paying
@@ -329,17 +329,38 @@ class Tiers:
                 else:
                     yield tier
 
+    def hit(self, chunk: Chunk) -> None:
+        """A request has found this for the first time since it is here: if a tier below had it, count that."""
+        if chunk.shard:
+            return
+        here = next((each for each in self._store.of(chunk.key) if not each.slot.arena), chunk)  # it came by way of it
+        names = [[tier.name for tier in level] for level in self.below]
+        where = next((at for at, level in enumerate(names) if here.origin.name in level), None)
+        if where is not None:
+            self.below[where][names[where].index(here.origin.name)].tally.hits += 1
+            self._missed(chunk.key, self.below[:where], is_named=chunk.is_named)
+
+    def missed(self, key: bytes, *, is_named: bool) -> None:
+        """A request was answered without this one, the first that it lacks."""
+        self._missed(key, self.below, is_named=is_named)
+
+    def _missed(self, key: bytes, levels: Sequence[Sequence[Tier]], *, is_named: bool) -> None:
+        for level in levels:
+            tier = level[key[-1] % len(level)]
+            tier.tally.misses += not (is_named and tier.is_shared)
+
     def statuses(self) -> list[TierStatus]:
         """For `pdx node --status`, the fastest first."""
-        found = [(tier.name, tier.status()) for tier in self._all()]
+        found = [(tier, tier.status()) for tier in self._all()]
         return [
             replace(
                 status,
-                copies=len(self._copies.of(name)),
-                load_gb_s=self._copies.rate(name).gb_s,
-                store_gb_s=self._copies.rate(name, is_load=False).gb_s,
+                copies=len(self._copies.of(tier.name)),
+                load_gb_s=self._copies.rate(tier.name).gb_s,
+                store_gb_s=self._copies.rate(tier.name, is_load=False).gb_s,
+                **asdict(tier.tally),
             )
-            for name, status in found
+            for tier, status in found
             if status is not None
         ]
 

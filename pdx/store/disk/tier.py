@@ -185,7 +185,15 @@ class DiskTier(Tier):
             state = "paused: writes failed"
         elif not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
-        return TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
+        return TierStatus(
+            self.name,
+            str(self._root),
+            self.num_chunks,
+            self.used_bytes,
+            self.limit_bytes,
+            state,
+            is_up=(self.is_counted or self._is_scanning) and self._clock() >= self._blind_until,
+        )
 
     # ---- the tier ---------------------------------------------------------------------------
 
@@ -242,6 +250,7 @@ class DiskTier(Tier):
 
     def _leave_out(self, why: str, chunks: int) -> None:
         self._counters[f"disk_{why}"] += chunks
+        self.tally.dropped += chunks
         self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {_LEFT_OUT[why]}")
 
     def store(self, job: Job) -> None:
@@ -452,6 +461,7 @@ class DiskTier(Tier):
 
     def _warn(self, error: TierError) -> None:
         self._counters[f"disk_{error.kind}"] += 1
+        self.tally.errors += 1
         self._faults.warn(f"disk {error.kind}", f"the disk tier: {error}; further ones count as disk_{error.kind}")
 
     def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:

@@ -116,7 +116,8 @@ class RemoteTier(Tier):
 
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
-        return TierStatus(self.name, self._backend.place, state="ok" if self._is_open else self._why)
+        state = "ok" if self._is_open else self._why
+        return TierStatus(self.name, self._backend.place, state=state, is_up=self._is_open)
 
     # ---- whether it answers -----------------------------------------------------------------
 
@@ -156,6 +157,7 @@ class RemoteTier(Tier):
 
     def _warn(self, error: TierError, then: str) -> None:
         self._counters[f"remote_{error.kind}"] += 1
+        self.tally.errors += 1
         text = f"the remote store: {error}; {then}; further ones count as remote_{error.kind}"
         self._faults.warn(f"remote {error.kind}", text)
 
@@ -276,6 +278,7 @@ class RemoteTier(Tier):
         """See `Tier.admit`."""
         if not self.takes_stores:
             self._counters["remote_left_out"] += len(copy.keys)
+            self.tally.dropped += len(copy.keys)
             return Grant([])
         return Grant([at for at, key in enumerate(copy.keys) if not self.find([key], copy.shards)])
 
