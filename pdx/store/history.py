@@ -1,4 +1,4 @@
-"""Why chunks that were here are not any more: of the last ones, so that a miss can be explained."""
+"""Why chunks that were here, or in a tier, are not any more: of the last ones, so that a miss can be explained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 import msgspec
-
-from pdx.store.chunk import Chunk
 
 MAX_GONE = 1 << 16  # keys that are remembered
 
@@ -17,6 +15,11 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
 
     at: float
     why: str
+    is_stored: bool = True  # when it was evicted from memory, the tiers below had been given it
+
+    def told(self, now: float) -> str:
+        """In a sentence."""
+        return f"{self.why}, {ago(now - self.at)}"
 
 
 class History:
@@ -25,16 +28,21 @@ class History:
     def __init__(self) -> None:
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
 
-    def note(self, chunks: Iterable[Chunk], why: str, now: float) -> None:
+    def note(self, keys: Iterable[bytes], why: str, now: float, *, is_stored: bool = True) -> None:
         """These are gone from now on."""
-        gone = Gone(now, why)
-        for chunk in chunks:
-            if chunk.key in self._gone:
-                self._gone.move_to_end(chunk.key)
-            self._gone[chunk.key] = gone
+        gone = Gone(now, why, is_stored)
+        for key in keys:
+            if key in self._gone:
+                self._gone.move_to_end(key)
+            self._gone[key] = gone
         while len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
 
     def why(self, key: bytes) -> Gone | None:
         """What became of the last chunk of this key; None: it never was here, or that is forgotten."""
         return self._gone.get(key)
+
+
+def ago(seconds: float) -> str:
+    """How long something is over."""
+    return f"{seconds:.1f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"

@@ -16,6 +16,7 @@ import msgspec
 
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
+from pdx.store.history import History
 
 if TYPE_CHECKING:
     from pdx.store.copy import Copy
@@ -111,6 +112,11 @@ class Tier(ABC):
         """What is counted of this tier alone; the node's counters are by kind."""
         return Tally()
 
+    @cached_property
+    def history(self) -> History:
+        """What became of keys that are not here: removed, or never stored, and why."""
+        return History()
+
     @property
     def is_ready(self) -> bool:
         """Whether copies may be admitted and jobs given now; where that changes, `Copies.ready` is to be called."""
@@ -138,6 +144,13 @@ class Tier(ABC):
     def asked_s(self, key: bytes) -> float:
         """For how many seconds it has been asking for this key already."""
         return 0.0
+
+    def why_not(self, key: bytes) -> str:
+        """Why this key may be here though `find` does not tell of it, in words that follow the tier's name.
+
+        Empty: it is not here, and `history` may say why.
+        """
+        return ""
 
     @abstractmethod
     def admit(self, copy: Copy) -> Grant | None:

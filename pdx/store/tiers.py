@@ -23,9 +23,10 @@ from pdx.store import paying
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
+from pdx.store.history import Gone
 from pdx.store.siblings import Siblings
 from pdx.store.store import Store
-from pdx.store.storing import Storing
+from pdx.store.storing import DROPPED, Storing
 from pdx.store.tier import Held, Tier
 from pdx.wire.messages import TierStatus
 
@@ -303,8 +304,6 @@ class Tiers:
             for tier in level:
                 if not tier.find([key], shards) or (is_named and tier.is_shared):
                     continue
-                if not tier.is_ready:
-                    return f"on {tier.name}, which is paused"
                 if self._is_late(tier):
                     return f"on {tier.name}, which was too slow a moment ago"
                 rate = self._copies.rate(tier.name)
@@ -313,6 +312,28 @@ class Tiers:
                     return f"on {tier.name}, but computing it is faster: {loads}"
                 return f"on {tier.name}, but the arena had no room for it"
         return ""
+
+    def lacking(self, key: bytes, gone: Gone | None, *, is_named: bool) -> Iterator[tuple[str, str]]:
+        """What there is to say of a key that neither memory has nor a tier is known to have: why it may be there all
+        the same, why it was not stored, why it went. `gone`: what became of it in memory.
+
+        :returns: pairs, in one word and in a sentence.
+        """
+        for tier in self._all():
+            if is_named and tier.is_shared:
+                continue
+            if self._is_late(tier) and not self._knows(tier) and tier.is_shared:
+                yield "tier", f"{tier.name} was not asked, because it was too slow a moment ago"
+            elif why := tier.why_not(key):
+                yield "tier", f"{tier.name} {why}"
+            elif self.storing.waits(tier, key):
+                state = "does not keep up" if tier.takes_stores else "takes nothing now"
+                yield "policy", f"{tier.name} was to get it, and {state}"
+            elif (then := tier.history.why(key)) is not None:
+                kind = "policy" if then.why == DROPPED else "tier" if then.why.startswith("not stored") else "evicted"
+                yield kind, f"{tier.name}: {then.told(self._clock())}"
+        if why := self.storing.why_not(gone):
+            yield "policy", why
 
     def _is_late(self, tier: Tier) -> bool:
         return self._clock() - self._copies.late_at.get(tier.name, -math.inf) < self._load_s

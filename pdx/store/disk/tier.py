@@ -185,15 +185,9 @@ class DiskTier(Tier):
             state = "paused: writes failed"
         elif not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
-        return TierStatus(
-            self.name,
-            str(self._root),
-            self.num_chunks,
-            self.used_bytes,
-            self.limit_bytes,
-            state,
-            is_up=(self.is_counted or self._is_scanning) and self._clock() >= self._blind_until,
-        )
+        is_up = (self.is_counted or self._is_scanning) and self._clock() >= self._blind_until
+        found = TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
+        return msgspec.structs.replace(found, is_up=is_up)
 
     # ---- the tier ---------------------------------------------------------------------------
 
@@ -224,6 +218,14 @@ class DiskTier(Tier):
         """How often this chunk was loaded, also by nodes before this one."""
         return self._hits.get(key, 0)
 
+    def why_not(self, key: bytes) -> str:
+        """See `Tier.why_not`."""
+        if key in self._index:
+            return "is not read for some seconds, because a load failed" if self._clock() < self._blind_until else ""
+        if self.is_counted:
+            return ""
+        return "has not counted its files yet" if self._is_scanning else "could not be listed"
+
     def _has(self, key: bytes, shard: int) -> bool:
         return any(file.shard == shard for file in self._index.get(key, ()))
 
@@ -243,14 +245,15 @@ class DiskTier(Tier):
             charge = sum(chunk_file.disk_bytes(chunk.slot.nbytes, chunk.layers) for chunk in chunks)
             if not self.takes_stores or charge > self.limit_bytes:
                 why = "too_large" if self.takes_stores else "paused" if self.is_counted else "not_counted"
-                self._leave_out(why, len(copy.keys) - index)
+                self._leave_out(why, copy.keys[index:])
                 break
             granted.append(index)
         return Grant(granted)
 
-    def _leave_out(self, why: str, chunks: int) -> None:
-        self._counters[f"disk_{why}"] += chunks
-        self.tally.dropped += chunks
+    def _leave_out(self, why: str, keys: Sequence[bytes]) -> None:
+        self._counters[f"disk_{why}"] += len(keys)
+        self.tally.dropped += len(keys)
+        self.history.note(keys, f"not stored: {_LEFT_OUT[why]}", self._clock())
         self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {_LEFT_OUT[why]}")
 
     def store(self, job: Job) -> None:
@@ -265,7 +268,7 @@ class DiskTier(Tier):
         limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
         lack = self.used_bytes + charge - limit_bytes
         if lack > self._found_bytes:
-            self._leave_out("busy", 1)
+            self._leave_out("busy", [part.key])
             return self._post(partial(self._on_done, self.name, job, TierError("there is no room now", "busy")))
         victims = self._oldest(lack)
         freed = sum(file.charge for file in victims)
@@ -303,6 +306,8 @@ class DiskTier(Tier):
             self.num_chunks -= 1
             self._found_bytes -= file.charge
             self._counters["disk_removed"] += 1
+            why = "deleted, or broken" if file.key in task.forgotten else "removed to make room"
+            self.history.note([file.key], why, self._clock())
 
     def load(self, job: Job) -> None:
         """See `Tier.load`."""
@@ -439,6 +444,7 @@ class DiskTier(Tier):
             self._insert(file, is_forgotten=True)
         if error.kind != "cancelled":
             self._warn(error)
+            self.history.note([part.key], f"not stored: {error}", self._clock())
             self._errors += error.kind in _DISK_FAULTS
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
                 self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
