@@ -88,12 +88,28 @@ class Explanations:
             if reasons[0].kind == "new" and (text := self._begun.differs(session.hello, ask)):
                 notes.append(printable(text))
         self._begun.note(session.hello, ask)
-        whose = session.hello.engine or session.hello.name
+        whose = _whose(session)
         told = Explanation(ask.request, whose, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
         self._of_request[whose, ask.request] = now, told
         self._of_request.move_to_end((whose, ask.request))
         while len(self._of_request) > MAX_REQUESTS:
             self._of_request.popitem(last=False)
+
+    def amend(self, session: Session, request: str, first: int) -> None:
+        """The engine could not load chunk `first` of a request, and computed it and all behind it."""
+        at, told = self._of_request.get((_whose(session), request), (0.0, None))
+        if told is None:
+            return
+        reasons: list[Reason] = []
+        for each in told.reasons:
+            loaded = min(each.count, max(0, first - each.first)) if each.is_hit else each.count
+            if loaded:
+                reasons.append(replace(each, count=loaded))
+            if loaded < each.count:
+                text = f"its engine could not load it: evicted before that, never filled, or out of reach; {each.text}"
+                reasons.append(Reason(each.first + loaded, each.count - loaded, False, "failed", text))
+        amended = replace(told, hits=min(told.hits, first), reasons=reasons[:MAX_REASONS])
+        self._of_request[_whose(session), request] = at, amended
 
     def _holders(self) -> list[str]:
         """Who keeps most from being evicted, the first of them."""
@@ -167,6 +183,10 @@ _KINDS = {
     "never whole": "unfinished",
     "not filled": "unfinished",
 }
+
+
+def _whose(session: Session) -> str:
+    return session.hello.engine or session.hello.name
 
 
 def _kind(origin: Origin) -> str:

@@ -259,10 +259,13 @@ class Release(Message, frozen=True):
     """End a lease. From a peer: of what this `Admit` of it was granted it writes nothing more, now and ever.
 
     `complete`: all that was granted was written.
+    `request`: it could not load what was leased for it, from chunk `failed_chunk` of its keys on, and computes that.
     """
 
     lease: Number
     complete: bool = False
+    request: Name = ""
+    failed_chunk: Count = 0
 
 
 class Chosen(Message, frozen=True):

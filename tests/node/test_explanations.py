@@ -6,7 +6,7 @@ import os
 import pytest
 
 from pdx.config import NodeConfig
-from pdx.errors import TierError
+from pdx.errors import ChunkMissing, TierError
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node import explanations
 from pdx.node.service import Service
@@ -446,6 +446,36 @@ def test_a_load_that_failed_says_from_where_and_how(service, session, below, clo
     assert first_of(service, session, "a") == (
         False, "failed", "not loaded from below: its digest is another, 1.0 s ago",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failed_chunk", "parts"),
+    [
+        (0, [(0, 4, False, "failed"), (4, 1, False, "new")]),
+        (3, [(0, 3, True, "memory"), (3, 1, False, "failed"), (4, 1, False, "new")]),
+        (4, [(0, 4, True, "memory"), (4, 1, False, "new")]),
+    ],
+)
+def test_what_its_engine_could_not_load_is_no_hit_any_more(service, session, failed_chunk, parts):
+    keep(service, session, range(4), "a")
+    lease = service.handle(session, Admit(keys(range(5)), lease_s=1.0, request="b")).lease
+    service.handle(session, Release(lease, request="b", failed_chunk=failed_chunk))
+    report = why(service, session, "b")
+    assert [(one.first, one.count, one.is_hit, one.kind) for one in report.reasons] == parts
+    assert report.hits == failed_chunk
+    failed = [one.text for one in report.reasons if one.kind == "failed"]
+    assert all(text.endswith("out of reach; from engine one, 0.0 s ago") for text in failed)
+
+
+def test_a_load_may_fail_because_its_lease_has_ended_or_of_a_request_that_nobody_knows(service, session, clock):
+    keep(service, session, range(4), "a")
+    lease = service.handle(session, Admit(keys(range(4)), lease_s=1.0, request="b")).lease
+    clock.now += 2.0
+    service.store.expire()
+    for request in ("b", "who"):
+        with pytest.raises(ChunkMissing):
+            service.handle(session, Release(lease, request=request, failed_chunk=1))
+    assert why(service, session, "b").hits == 1
 
 
 @pytest.mark.parametrize("service", [{"policy": "ttl:60"}], indirect=True)
