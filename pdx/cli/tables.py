@@ -91,7 +91,15 @@ def _tier(tier: TierStatus) -> str:
     ]
     under_way = [f"{tier.copies} copies under way"] if tier.copies else []
     state = [tier.state] if tier.state != "ok" else []
-    return "; ".join([f"{tier.name} {tier.place}{held}", *rates, *under_way, *state])
+    now = "; ".join([f"{tier.name} {tier.place}{held}", *rates, *under_way, *state])
+    counts = [f"{count} {what}" for what, count in (("dropped", tier.dropped), ("errors", tier.errors)) if count]
+    since = [
+        f"{tier.hits} hits, {tier.misses} misses",
+        f"loaded {tier.loads}, {size(tier.loaded_bytes)}",
+        f"stored {tier.stores}, {size(tier.stored_bytes)}",
+        *counts,
+    ]
+    return f"{now}\n    {'; '.join(since)}"
 
 
 def _peers(status: NodeStatus) -> Table:

@@ -144,7 +144,7 @@ class TrackedRequest:
         self.is_stale = False  # its blocks were computed before the cache was reset: nothing of them is saved
         self.in_step = False  # what was hit is loaded in the step that computes the rest
         self.loading = False
-        self.load_failed = False
+        self.failed_block: int | None = None  # the first of its blocks that could not be loaded
         self.loaded_for = -1  # the request's count of preemptions when its load was planned
         self._tail: tuple[bytes, int] | None = None
         self._tail_tokens = -1  # how many tokens led up to it

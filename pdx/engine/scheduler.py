@@ -167,7 +167,7 @@ class SchedulerHalf:
         if tracked.in_step or not num_external:
             self._running.add(request.request_id)
         if num_external:
-            tracked.loading, tracked.load_failed = True, False
+            tracked.loading, tracked.failed_block = True, None
             tracked.loaded_for = request.num_preemptions
             self._loading[request.request_id] = tracked
             self._loads.append(tracked.plan_load(num_external))
@@ -179,7 +179,9 @@ class SchedulerHalf:
     def not_loaded(self, block_ids: Set[int]) -> None:
         """Workers could not load these blocks: the engine computes them."""
         for tracked in self._loading.values():
-            tracked.load_failed = tracked.load_failed or not block_ids.isdisjoint(tracked.block_ids)
+            failed = [at for at, block_id in enumerate(tracked.block_ids) if block_id in block_ids]
+            before = [] if tracked.failed_block is None else [tracked.failed_block]
+            tracked.failed_block = min([*failed, *before], default=None)
 
     def heard(self, news: Sequence[WorkerNews]) -> None:
         """What the worker halves told after a step, one for each."""
@@ -207,9 +209,10 @@ class SchedulerHalf:
         tracked.loading = False
         self._running.add(request_id)
         self._lookup.release(tracked, connection)
+        has_failed, tracked.failed_block = tracked.failed_block is not None, None
         if connection is None or connection.epoch != tracked.epoch:
             return
-        if tracked.load_failed:
+        if has_failed:
             self._lookup.reserve_again(tracked, connection)
             self._due.add(request_id)
         if tracked.is_decode and not tracked.in_step:

@@ -427,7 +427,11 @@ class StoreLookup:
     def release(self, tracked: TrackedRequest, connection: Connection | None) -> None:
         """The request's hits are loaded or not needed."""
         if tracked.lease and connection is not None and connection.epoch == tracked.epoch:
-            connection.tell(Release(tracked.lease))
+            told = Release(tracked.lease)
+            if tracked.failed_block is not None:
+                failed_chunk = tracked.failed_block // self._layout.blocks_per_chunk
+                told = Release(tracked.lease, request=tracked.request.request_id[:MAX_NAME], failed_chunk=failed_chunk)
+            connection.tell(told)
         tracked.lease = 0
         tracked.forget_hits()
 

@@ -161,7 +161,7 @@ class Admissions:
         self._faults = faults
         self._clock = clock
         self._waiting = Waiting()
-        self.explanations = Explanations(store, tiers, sessions.chunk_s, peers.why_not)
+        self.explanations = Explanations(store, tiers, sessions, peers.why_not)
 
     def ask(self, session: Session, ask: Admit) -> Admitted | None:
         """The answer; None: it comes later.
@@ -288,6 +288,8 @@ class Admissions:
             self._counters["looked_up_chunks"] += ask.sought
             self._counters["hit_chunks"] += min(len(hits), ask.sought)
             self._counters["part_hit_blocks"] += part_blocks
+            if len(hits) < ask.sought:
+                self._tiers.missed(ask.keys[len(hits)], is_named=session.hello.kind == "client")
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
         answer = Admitted(len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early))
@@ -367,7 +369,7 @@ class Admissions:
                 transfer=ask.writes,
                 deadline=now + self._config.reserve_s,
                 hints=ask.hints,
-                origin=Origin(_name(session)),
+                origin=Origin(session.title),
                 who=_who(session, ask),
             )
             found, slots, full = self._store.reserve(claim)
@@ -457,11 +459,5 @@ def _is_of(transfer: str, chunks: Sequence[Chunk]) -> bool:
     return all(chunk.state is State.SEALED or chunk.transfer == transfer for chunk in chunks)
 
 
-def _name(session: Session) -> str:
-    """Of whoever asks, for explanations."""
-    hello = session.hello
-    return f"engine {hello.engine}" if hello.engine else f"{hello.kind} {hello.name or hello.pid}"
-
-
 def _who(session: Session, ask: Admit) -> str:
-    return f"request {ask.request}" if ask.request else _name(session)
+    return f"request {ask.request}" if ask.request else session.title

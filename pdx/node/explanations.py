@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from pdx.node.sessions import Session
+from pdx.node.begun import Begun
+from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk, Origin
+from pdx.store.history import ago
 from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
@@ -18,6 +20,7 @@ from pdx.wire.messages import MAX_REASONS, Admit, Admitted, Explained, Explanati
 
 MAX_REQUESTS = 4096  # that are remembered
 MAX_SHOWN = 32  # in one answer
+MAX_HOLDERS = 4  # of room that another request did not find
 MAX_EXPLAINED = 64  # chunks that a request lacks
 
 
@@ -31,15 +34,16 @@ class Explanations:
         self,
         store: Store,
         tiers: Tiers,
-        chunk_s: Callable[[Session, int], float],
+        sessions: Sessions,
         why_not_fetched: Callable[[Admit, int, float], str],
     ) -> None:
-        """`chunk_s`: see `Sessions.chunk_s`; `why_not_fetched`: see `Peers.why_not`."""
-        self._chunk_s = chunk_s
+        """`why_not_fetched`: see `Peers.why_not`."""
+        self._sessions = sessions
         self._why_not_fetched = why_not_fetched
         self._store = store
         self._tiers = tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
+        self._begun = Begun()
 
     def reasons(
         self,
@@ -73,17 +77,48 @@ class Explanations:
             lack = len(ask.keys) - answer.hits - len(answer.granted)
             pool = self._store.pools[session.home]
             taken = f"{pool.total_bytes - pool.available_bytes} of {pool.total_bytes} bytes"
-            notes.append(f"{lack} chunks found no room: {taken} are leased, pinned or being filled")
+            held = f"{lack} chunks found no room: {taken} are leased, pinned or being filled"
+            notes.append(printable("; ".join([held, *self._holders()])))
         elif not ask.nbytes:
             notes.append("it asked for no room: nothing of it is stored by this request")
-        if reasons and not reasons[0].is_hit and session.unshared:
-            notes.append(printable(f"its engine shares no chunks {session.unshared}"))
-        whose = session.hello.engine or session.hello.name
+        if reasons and not reasons[0].is_hit:
+            differs = session.unshared or session.unshared_before
+            if differs:
+                notes.append(printable(f"its engine shares no chunks {differs}"))
+            if reasons[0].kind == "new" and (text := self._begun.differs(session.hello, ask)):
+                notes.append(printable(text))
+        self._begun.note(session.hello, ask)
+        whose = _whose(session)
         told = Explanation(ask.request, whose, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
         self._of_request[whose, ask.request] = now, told
         self._of_request.move_to_end((whose, ask.request))
         while len(self._of_request) > MAX_REQUESTS:
             self._of_request.popitem(last=False)
+
+    def amend(self, session: Session, request: str, first: int) -> None:
+        """The engine could not load chunk `first` of a request, and computed it and all behind it."""
+        at, told = self._of_request.get((_whose(session), request), (0.0, None))
+        if told is None:
+            return
+        reasons: list[Reason] = []
+        for each in told.reasons:
+            loaded = min(each.count, max(0, first - each.first)) if each.is_hit else each.count
+            if loaded:
+                reasons.append(replace(each, count=loaded))
+            if loaded < each.count:
+                text = f"its engine could not load it: evicted before that, never filled, or out of reach; {each.text}"
+                reasons.append(Reason(each.first + loaded, each.count - loaded, False, "failed", text))
+        amended = replace(told, hits=min(told.hits, first), reasons=reasons[:MAX_REASONS])
+        self._of_request[_whose(session), request] = at, amended
+
+    def _holders(self) -> list[str]:
+        """Who keeps most from being evicted, the first of them."""
+        leased, filled = self._store.holders()
+        of_session = {session.number: session.title for session in self._sessions}
+        held = Counter({f"leased by {of_session.get(number, 'a peer')}": nbytes for number, nbytes in leased.items()})
+        held.update({f"being filled for {name or 'others'}": nbytes for name, nbytes in filled.items() if nbytes > 0})
+        held["pinned"] += self._store.pinned_bytes
+        return [f"{nbytes} {what}" for what, nbytes in held.most_common(MAX_HOLDERS) if nbytes]
 
     def of(self, request: str, now: float) -> Explained:
         """The last requests whose name contains this, the newest first."""
@@ -101,7 +136,7 @@ class Explanations:
 
     def _of_misses(self, session: Session, ask: Admit, first: int, now: float) -> Iterator[Reason]:
         end = min(ask.sought, first + MAX_EXPLAINED)
-        chunk_s = self._chunk_s(session, ask.shards)
+        chunk_s = self._sessions.chunk_s(session, ask.shards)
         slow = self._why_not_fetched(ask, ask.sought - first, chunk_s)
         why = [self._why(session, ask, index, now, chunk_s, slow) for index in range(first, end)]
         why += [("gap", "behind the first that are missing")] * (ask.sought - end)
@@ -126,10 +161,16 @@ class Explanations:
         if below:
             return "tier", below
         gone = self._store.history.why(key)
-        if gone is None:
-            return "new", "never stored here under this key"
-        kind = next((kind for start, kind in _KINDS.items() if gone.why.startswith(start)), "gone")
-        return kind, f"{gone.why}, {_ago(now - gone.at)}"
+        lacking = dict(self._tiers.lacking(key, gone, is_named=is_named))  # the first of each kind
+        if gone is not None:
+            kind = next((kind for start, kind in _KINDS.items() if gone.why.startswith(start)), "gone")
+            text = gone.told(now)
+        elif lacking:
+            kind, text = next(iter(lacking)), "never in memory here"
+        else:
+            kind, text = "new", "never stored here under this key"
+        kind = next((each for each in ("tier", "policy") if each in lacking), kind)
+        return kind, "; ".join([text, *lacking.values()])
 
 
 # By how the history's words begin.
@@ -144,6 +185,10 @@ _KINDS = {
 }
 
 
+def _whose(session: Session) -> str:
+    return session.hello.engine or session.hello.name
+
+
 def _kind(origin: Origin) -> str:
     first = origin.name.partition(" ")[0]
     return {"disk": "disk", "remote": "remote", "node": "peer"}.get(first, "memory")
@@ -153,8 +198,4 @@ def _came_from(origin: Origin, now: float) -> str:
     if not origin.sealed_at:
         return f"from {origin.name or 'memory'}, while it was being filled"
     rate = f" at {origin.gb_s:.2f} GB/s" if origin.gb_s else ""
-    return f"from {origin.name or 'memory'}{rate}, {_ago(now - origin.sealed_at)}"
-
-
-def _ago(seconds: float) -> str:
-    return f"{seconds:.1f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+    return f"from {origin.name or 'memory'}{rate}, {ago(now - origin.sealed_at)}"

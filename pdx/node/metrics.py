@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from pdx.errors import ConfigError
 from pdx.node.peers.connection import ConnectionState
 from pdx.security.address import check_listen
+from pdx.store.tier import Tally
 from pdx.wire.messages import NodeStatus, PeerStatus, TierStatus
 
 log = logging.getLogger("pdx.node")
@@ -53,15 +54,24 @@ class _Status(Collector):
         yield _by_peer(status.peers, "up", "1: the connection to the peer is up.")
         for name in ("pushes", "landing", "sent_bytes", "landed_bytes"):
             yield _by_peer(status.peers, name, f"{name} of the peers in pdx node --status --json")
-        for name in ("chunks", "used_bytes", "limit_bytes", "copies", "load_gb_s", "store_gb_s"):
-            yield _by_tier(status.tiers, name, f"{name} of the tiers in pdx node --status --json")
-        yield _by_tier(status.tiers, "up", "1: the tier is as it should be.")
+        for name in (
+            "chunks",
+            "used_bytes",
+            "limit_bytes",
+            "copies",
+            "load_gb_s",
+            "store_gb_s",
+            *Tally.__struct_fields__,
+        ):
+            yield _by_tier(status.tiers, name, name, f"{name} of the tiers in pdx node --status --json")
+        yield _by_tier(status.tiers, "up", "is_up", "1: the tier answers.")
 
 
-def _by_tier(tiers: list[TierStatus], name: str, text: str) -> Metric:
-    found = GaugeMetricFamily(f"pdx_node_tier_{name}", text, labels=["tier"])
+def _by_tier(tiers: list[TierStatus], name: str, field: str, text: str) -> Metric:
+    family = CounterMetricFamily if name in Tally.__struct_fields__ else GaugeMetricFamily
+    found = family(f"pdx_node_tier_{name}", text, labels=["tier"])
     for tier in tiers:
-        found.add_metric([tier.name], float(tier.state == "ok" if name == "up" else getattr(tier, name)))
+        found.add_metric([tier.name], float(getattr(tier, field)))
     return found
 
 

@@ -365,6 +365,8 @@ class Service:
                 self.store.release(answer.lease, session.number)
 
     def _release(self, session: Session, ask: Release) -> Answer:
+        if ask.request:  # it may have failed because the lease has ended
+            self.admissions.explanations.amend(session, ask.request, ask.failed_chunk)
         self.store.release(ask.lease, session.number)
         return Done(1)
 

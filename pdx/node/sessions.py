@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import select
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from pdx.wire.messages import Hello
 
 MAX_SESSIONS = 4096
 MAX_OF_ONE_PROCESS = 256
+MAX_GONE = 256  # models whose last engine is remembered
 
 
 class Session:
@@ -40,12 +41,19 @@ class Session:
         self.chunk_s = 0.0  # how long its engine computes for a chunk; 0: not known
         self.load_s = 0.0  # how long it copies a chunk into its KV cache; 0: not known
         self.home = 0  # the arena that its process reads and writes
-        self.unshared = ""  # with which engine of its model it cannot share chunks, and why
+        self.unshared = ""  # with which engine of its model it cannot share chunks, and why …
+        self.unshared_before = ""  # … and with which that has gone
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone
         self.ticket = secrets.token_bytes(TICKET_BYTES)  # what its process shows to map memory of a GPU
 
     def __repr__(self) -> str:
         return f"<Session {self.number} {self.hello.kind} {self.hello.engine!r} pid={self.hello.pid}>"
+
+    @property
+    def title(self) -> str:
+        """Who this is, for explanations."""
+        hello = self.hello
+        return f"engine {hello.engine}" if hello.engine else f"{hello.kind} {hello.name or hello.pid}"
 
     @property
     def source(self) -> str:
@@ -72,6 +80,7 @@ class Sessions:
         self._workers: dict[tuple[str, int], Session] = {}
         self._by_pid: Counter[int] = Counter()
         self._by_model: dict[str, Session] = {}  # the engine of each model that was attached last
+        self._gone: OrderedDict[str, Hello] = OrderedDict()  # the last engine of each model that has gone
         self.numbers = itertools.count(1)  # of peers, too
         self._deaths = select.epoll()
         self.fd = self._deaths.fileno()
@@ -154,18 +163,12 @@ class Sessions:
         return session
 
     def _compare(self, session: Session, model: str) -> None:
-        other = self._by_model.get(model)
+        other, gone = self._by_model.get(model), self._gone.get(model)
         self._by_model[model] = session
-        if other is None:
-            return
-        mine, others = session.hello.shape, other.hello.shape
-        fields = [
-            f"{name} {mine.get(name, '')[:64]!r} and {others.get(name, '')[:64]!r}"
-            for name in sorted(mine.keys() | others.keys())
-            if mine.get(name) != others.get(name)
-        ]
-        if fields:
-            session.unshared = f"with engine {other.hello.engine!r}: {', '.join(fields)}"
+        if other is not None and (fields := differing(session.hello, other.hello)):
+            session.unshared = f"with engine {other.hello.engine!r}: {fields}"
+        elif other is None and gone is not None and (fields := differing(session.hello, gone)):
+            session.unshared_before = f"with engine {gone.engine!r}, which has gone: {fields}"
 
     def detach(self, session: Session) -> None:
         """Forget a session and close its pidfd."""
@@ -181,12 +184,25 @@ class Sessions:
         model = session.hello.shape.get("model", "")
         if self._by_model.get(model) is session:
             del self._by_model[model]
+            self._gone[model] = session.hello
+            self._gone.move_to_end(model)
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
 
     def close(self) -> None:
         """The node ends: stop watching the processes."""
         for session in self:
             self.detach(session)
         self._deaths.close()
+
+
+def differing(mine: Hello, other: Hello) -> str:
+    """The fields in which the layouts of two engines differ, with both values; empty: in none."""
+    return ", ".join(
+        f"{name} {mine.shape.get(name, '')[:64]!r} and {other.shape.get(name, '')[:64]!r}"
+        for name in sorted(mine.shape.keys() | other.shape.keys())
+        if mine.shape.get(name) != other.shape.get(name)
+    )
 
 
 def _watched(claimed: int, pid: int) -> int:

@@ -421,6 +421,7 @@ class Copies:
             copy.under_way -= 1
             if error is None:
                 copy.copied(job)
+                copy.tier.tally.moved(job, is_load=copy.is_load)
                 if copy.is_load:
                     copy.chunks[0].origin.moved(job.nbytes, job.start_ns, job.end_ns)
                     queue.loading_bytes -= job.nbytes

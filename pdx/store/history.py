@@ -1,5 +1,5 @@
-"""Why chunks that were here are not any more: of the last ones, so that a miss can be explained, and what is computed
-again is known."""
+"""Why chunks that were here, or in a tier, are not any more: of the last ones, so that a miss can be explained, and
+what is computed again is known."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 import msgspec
-
-from pdx.store.chunk import Chunk
 
 MAX_GONE = 1 << 16  # keys that are remembered
 _OUTLIVED = ("evicted", "expired")  # so begins why, where nobody asked for it to go
@@ -19,6 +17,11 @@ class Gone(msgspec.Struct, frozen=True, gc=False):
 
     at: float
     why: str
+    is_stored: bool = True  # when it was evicted from memory, the tiers below had been given it
+
+    def told(self, now: float) -> str:
+        """In a sentence."""
+        return f"{self.why}, {ago(now - self.at)}"
 
 
 class History:
@@ -27,13 +30,13 @@ class History:
     def __init__(self) -> None:
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
 
-    def note(self, chunks: Iterable[Chunk], why: str, now: float) -> None:
+    def note(self, keys: Iterable[bytes], why: str, now: float, *, is_stored: bool = True) -> None:
         """These are gone from now on."""
-        gone = Gone(now, why)
-        for chunk in chunks:
-            if chunk.key in self._gone:
-                self._gone.move_to_end(chunk.key)
-            self._gone[chunk.key] = gone
+        gone = Gone(now, why, is_stored)
+        for key in keys:
+            if key in self._gone:
+                self._gone.move_to_end(key)
+            self._gone[key] = gone
         while len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
 
@@ -45,3 +48,8 @@ class History:
         """Whether the last chunk of this key was whole, and left memory for others or by its age: nobody deleted it."""
         gone = self._gone.get(key)
         return gone is not None and gone.why.startswith(_OUTLIVED)
+
+
+def ago(seconds: float) -> str:
+    """How long something is over."""
+    return f"{seconds:.1f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"

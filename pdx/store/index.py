@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from pdx.store.chunk import Chunk
@@ -37,6 +37,11 @@ class Groups(Generic[Key]):
     def of(self, key: Key) -> list[Chunk]:
         """The chunks of a group, in the order in which they came."""
         return list(self._groups.get(key, ()))
+
+    def sizes(self) -> Iterator[tuple[Key, Chunk, int]]:
+        """Of each group its first chunk, and how many it has."""
+        for key, group in self._groups.items():
+            yield key, next(iter(group)), len(group)
 
 
 class Index:

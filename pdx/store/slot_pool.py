@@ -99,14 +99,21 @@ class SlotPool:
         unstored = sum(not (chunk.is_stored or chunk.tail) for chunk in victims)
         if unstored:
             self._counters["evicted_unstored"] += unstored
-        over = [chunk for chunk in victims if chunk.is_over]
-        self._history.note(over, f"{why}, being over the quota of its cache salt", self._clock())
-        self._history.note((chunk for chunk in victims if not chunk.is_over), why, self._clock())
+        self._note(victims, why)
         self.free(victims, Step.EVICT)
+
+    def _note(self, victims: Sequence[Chunk], why: str) -> None:
+        """These are evicted."""
+        alike: dict[tuple[bool, bool], list[bytes]] = {}
+        for chunk in victims:
+            alike.setdefault((chunk.is_over, chunk.is_stored), []).append(chunk.key)
+        for (is_over, is_stored), keys in alike.items():
+            text = f"{why}, being over the quota of its cache salt" if is_over else why
+            self._history.note(keys, text, self._clock(), is_stored=is_stored)
 
     def drop(self, chunk: Chunk, why: str) -> None:
         """Have a sealed chunk forgotten now, and its room free as soon as nobody reads it."""
-        self._history.note((chunk,), why, self._clock())
+        self._history.note((chunk.key,), why, self._clock())
         if chunk.leases:  # the last of those who read it frees it
             self._index.step([chunk], Step.DELETE)
         else:

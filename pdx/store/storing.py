@@ -17,6 +17,7 @@ from pdx.config import StoreChoice
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Priority
+from pdx.store.history import Gone
 from pdx.store.lifecycle import State
 from pdx.store.slot_pool import SlotPool
 from pdx.store.store import Store
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 BACKLOG_SHARE = 0.25  # of the arenas of chunks: so many of their bytes may be held because they wait for one tier
 MAX_WAITING = 1 << 16  # chunks that may wait before that, held by nobody
+DROPPED = "not stored: it did not keep up, and the chunk was evicted before its turn"
 MAX_LOOKS = 512  # at chunks of one arena that will be evicted next, each time
 
 
@@ -76,6 +78,7 @@ class Storing:
         for chunk in chunks:
             if not chunk.is_found:
                 chunk.is_found = True
+                self._tiers.hit(chunk)
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.arenas):
                     self._wait(chunk, self._below(chunk))
 
@@ -120,8 +123,7 @@ class Storing:
                 if keys:
                     full.add(tier)
             while len(keys) > MAX_WAITING:
-                keys.popitem(last=False)
-                self._drop(tier)
+                self._drop(tier, keys.popitem(last=False)[0])
 
     def look_ahead(self) -> None:
         """Store what will be evicted next. To be called a few times a second; after evictions `turn` does."""
@@ -148,9 +150,25 @@ class Storing:
                 found.append(chunk)
         return found
 
-    def _drop(self, tier: Tier) -> None:
+    def why_not(self, gone: Gone | None) -> str:
+        """Why what is gone from memory was never to be stored below; empty: it was, or nothing is known of it."""
+        if gone is None or gone.is_stored or not self._tiers.below:
+            return ""
+        why = {
+            "twice-seen": "no second request had found it (--store twice-seen)",
+            "write-back": "its turn had not come (--store write-back)",
+        }
+        return f"not stored below, because {why.get(self._choice, 'it ended a prompt')}"
+
+    def waits(self, tier: Tier, key: bytes) -> bool:
+        """Whether this is still to be stored there, as soon as the tier takes more."""
+        return any(key in keys for (where, _, _), keys in self._sealed.items() if where is tier)
+
+    def _drop(self, tier: Tier, key: bytes) -> None:
+        tier.history.note([key], DROPPED, self._clock())
         self._counters["stores_dropped"] += 1
         self._counters[f"{tier.kind}_dropped"] += 1
+        tier.tally.dropped += 1
 
     def _spill(self, tier: Tier, shards: int, arenas: tuple[int, ...]) -> None:
         keys = self._sealed[tier, shards, arenas]
@@ -163,7 +181,7 @@ class Storing:
             chunks = self._store.known(key, shards, arenas)
             nbytes = sum(chunk.slot.nbytes for chunk in chunks or ())
             if chunks is None:  # it was evicted meanwhile
-                self._drop(tier)
+                self._drop(tier, key)
             elif held and held + nbytes > most:  # a chunk that is larger than that goes alone
                 break
             elif all(chunk.state is State.SEALED for chunk in chunks):  # else the last shard brings it here again

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
+from pdx.store.history import History
 
 if TYPE_CHECKING:
     from pdx.store.copy import Copy
@@ -67,6 +69,28 @@ class Grant(msgspec.Struct, frozen=True):
     slots: Sequence[Slot] | None = None
 
 
+class Tally(msgspec.Struct):
+    """What a tier has done since its node started: what `TierStatus` says under the same names."""
+
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    stores: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    dropped: int = 0
+    errors: int = 0
+
+    def moved(self, job: Job, *, is_load: bool) -> None:
+        """A job has ended well; one that found its bytes there already has moved nothing."""
+        if job.end_ns and is_load:
+            self.loads += len(job.parts)
+            self.loaded_bytes += job.nbytes
+        elif job.end_ns:
+            self.stores += len(job.parts)
+            self.stored_bytes += job.nbytes
+
+
 class Tier(ABC):
     """Owned by the control loop, which alone calls it; no method waits or does I/O.
 
@@ -82,6 +106,16 @@ class Tier(ABC):
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
     answer_s: float = 0.0  # how long a question took lately that `seeks` has asked
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
+
+    @cached_property
+    def tally(self) -> Tally:
+        """What is counted of this tier alone; the node's counters are by kind."""
+        return Tally()
+
+    @cached_property
+    def history(self) -> History:
+        """What became of keys that are not here: removed, or never stored, and why."""
+        return History()
 
     @property
     def is_ready(self) -> bool:
@@ -110,6 +144,13 @@ class Tier(ABC):
     def asked_s(self, key: bytes) -> float:
         """For how many seconds it has been asking for this key already."""
         return 0.0
+
+    def why_not(self, key: bytes) -> str:
+        """Why this key may be here though `find` does not tell of it, in words that follow the tier's name.
+
+        Empty: it is not here, and `history` may say why.
+        """
+        return ""
 
     @abstractmethod
     def admit(self, copy: Copy) -> Grant | None:

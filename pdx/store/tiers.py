@@ -16,16 +16,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from pdx.config import StoreChoice
 from pdx.store import paying
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
+from pdx.store.history import Gone
 from pdx.store.siblings import Siblings
 from pdx.store.store import Store
-from pdx.store.storing import Storing
+from pdx.store.storing import DROPPED, Storing
 from pdx.store.tier import Held, Tier
 from pdx.wire.messages import TierStatus
 
@@ -303,8 +304,6 @@ class Tiers:
             for tier in level:
                 if not tier.find([key], shards) or (is_named and tier.is_shared):
                     continue
-                if not tier.is_ready:
-                    return f"on {tier.name}, which is paused"
                 if self._is_late(tier):
                     return f"on {tier.name}, which was too slow a moment ago"
                 rate = self._copies.rate(tier.name)
@@ -313,6 +312,28 @@ class Tiers:
                     return f"on {tier.name}, but computing it is faster: {loads}"
                 return f"on {tier.name}, but the arena had no room for it"
         return ""
+
+    def lacking(self, key: bytes, gone: Gone | None, *, is_named: bool) -> Iterator[tuple[str, str]]:
+        """What there is to say of a key that neither memory has nor a tier is known to have: why it may be there all
+        the same, why it was not stored, why it went. `gone`: what became of it in memory.
+
+        :returns: pairs, in one word and in a sentence.
+        """
+        for tier in self._all():
+            if is_named and tier.is_shared:
+                continue
+            if self._is_late(tier) and not self._knows(tier) and tier.is_shared:
+                yield "tier", f"{tier.name} was not asked, because it was too slow a moment ago"
+            elif why := tier.why_not(key):
+                yield "tier", f"{tier.name} {why}"
+            elif self.storing.waits(tier, key):
+                state = "does not keep up" if tier.takes_stores else "takes nothing now"
+                yield "policy", f"{tier.name} was to get it, and {state}"
+            elif (then := tier.history.why(key)) is not None:
+                kind = "policy" if then.why == DROPPED else "tier" if then.why.startswith("not stored") else "evicted"
+                yield kind, f"{tier.name}: {then.told(self._clock())}"
+        if why := self.storing.why_not(gone):
+            yield "policy", why
 
     def _is_late(self, tier: Tier) -> bool:
         return self._clock() - self._copies.late_at.get(tier.name, -math.inf) < self._load_s
@@ -329,17 +350,38 @@ class Tiers:
                 else:
                     yield tier
 
+    def hit(self, chunk: Chunk) -> None:
+        """A request has found this for the first time since it is here: if a tier below had it, count that."""
+        if chunk.shard:
+            return
+        here = next((each for each in self._store.of(chunk.key) if not each.slot.arena), chunk)  # it came by way of it
+        names = [[tier.name for tier in level] for level in self.below]
+        where = next((at for at, level in enumerate(names) if here.origin.name in level), None)
+        if where is not None:
+            self.below[where][names[where].index(here.origin.name)].tally.hits += 1
+            self._missed(chunk.key, self.below[:where], is_named=chunk.is_named)
+
+    def missed(self, key: bytes, *, is_named: bool) -> None:
+        """A request was answered without this one, the first that it lacks."""
+        self._missed(key, self.below, is_named=is_named)
+
+    def _missed(self, key: bytes, levels: Sequence[Sequence[Tier]], *, is_named: bool) -> None:
+        for level in levels:
+            tier = level[key[-1] % len(level)]
+            tier.tally.misses += not (is_named and tier.is_shared)
+
     def statuses(self) -> list[TierStatus]:
         """For `pdx node --status`, the fastest first."""
-        found = [(tier.name, tier.status()) for tier in self._all()]
+        found = [(tier, tier.status()) for tier in self._all()]
         return [
             replace(
                 status,
-                copies=len(self._copies.of(name)),
-                load_gb_s=self._copies.rate(name).gb_s,
-                store_gb_s=self._copies.rate(name, is_load=False).gb_s,
+                copies=len(self._copies.of(tier.name)),
+                load_gb_s=self._copies.rate(tier.name).gb_s,
+                store_gb_s=self._copies.rate(tier.name, is_load=False).gb_s,
+                **asdict(tier.tally),
             )
-            for name, status in found
+            for tier, status in found
             if status is not None
         ]
 

@@ -259,10 +259,13 @@ class Release(Message, frozen=True):
     """End a lease. From a peer: of what this `Admit` of it was granted it writes nothing more, now and ever.
 
     `complete`: all that was granted was written.
+    `request`: it could not load what was leased for it, from chunk `failed_chunk` of its keys on, and computes that.
     """
 
     lease: Number
     complete: bool = False
+    request: Name = ""
+    failed_chunk: Count = 0
 
 
 class Chosen(Message, frozen=True):
@@ -470,7 +473,11 @@ COUNTING = "counting the files"  # the state of a disk whose index is not comple
 
 class TierStatus(msgspec.Struct, frozen=True):
     """One tier below the arenas. `used_bytes` count what is being written and removed, too; 0: not known, as of a store
-    that others use as well. `state`: "ok", or what is the matter."""
+    that others use as well. `state`: "ok", or what is the matter; `is_up`: it answers all the same.
+
+    What follows is counted since the node started, for this tier alone. Chunks are those of one shard, but for `hits`,
+    `misses` and `dropped`, which count keys.
+    """
 
     name: str
     place: str
@@ -481,6 +488,15 @@ class TierStatus(msgspec.Struct, frozen=True):
     copies: int = 0  # under way, or waiting for their turn
     load_gb_s: float = 0.0  # as last measured; 0: not yet
     store_gb_s: float = 0.0
+    is_up: bool = True
+    hits: int = 0  # chunks that a request found, for the first time since they came from here
+    misses: int = 0  # first chunks that a request lacked, or got from a tier below this one
+    loads: int = 0  # chunks that were read …
+    stores: int = 0  # … and written
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    dropped: int = 0  # chunks that were not stored: the tier did not keep up, or took none
+    errors: int = 0  # calls that failed, and what was not the chunk that it should be
 
 
 class NodeStatus(Message, frozen=True):

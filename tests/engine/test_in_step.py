@@ -10,6 +10,7 @@ import pytest
 from test_toy_engine import at_rest, tokens
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
 
+import pdx
 from pdx.engine import loader, scheduler, worker
 from pdx.engine.plan import WorkerNews
 from pdx.memory.arena import Arena
@@ -185,6 +186,8 @@ def test_a_chunk_that_went_is_computed_and_nothing_of_the_step_is_saved(
     assert engine.match(third) == 0
     engine.finish(third)
     wait_until(lambda: engines.node.status().counters.get("degraded_load_failed") == 1, what="the node is told")
+    with pdx.connect(engines.node.address) as node:
+        assert node.why("again").requests[0].hits == at, "of what the node gave, so much was loaded"
 
 
 def test_what_is_computed_behind_a_failed_load_is_saved_when_it_is_known(

@@ -202,7 +202,11 @@ def test_chunk_evicted_before_it_is_loaded_is_reported_and_recomputed(engines: C
     wait_until(lambda: not engines.node.status().leases, what="the lease has expired")
     with pdx.connect(engines.node.address) as node, node.reserve("all", engines.node.config.arena_bytes):
         failed = engine.finish_load(again)
+        wait_until(lambda: node.why("b").requests[0].hits == 0, what="the node knows that nothing was loaded")
+        [reason] = node.why("b").requests[0].reasons
     assert failed == set(again.block_ids[: 3 * CHUNK // BLOCK])
+    assert (reason.first, reason.count, reason.is_hit, reason.kind) == (0, 3, False, "failed")
+    assert reason.text.startswith("its engine could not load it: evicted before that, never filled, or out of reach; ")
     assert engine.match(again) == 0, "not loaded twice: recomputed"
     engine.finish(again)
     wait_until(lambda: at_rest(engines), what="at rest")

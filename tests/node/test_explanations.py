@@ -1,13 +1,16 @@
 """What a node says of why each chunk of a request was a hit, or was not: from the service, with a clock of its own."""
 
+import itertools
 import os
 
 import pytest
 
 from pdx.config import NodeConfig
+from pdx.errors import ChunkMissing, TierError
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node import explanations
 from pdx.node.service import Service
+from pdx.store.tier import Grant, Held, Tier
 from pdx.wire.messages import (
     MAX_REASONS,
     VERSION,
@@ -17,6 +20,7 @@ from pdx.wire.messages import (
     Delete,
     Fill,
     Hello,
+    Hints,
     Pin,
     Release,
     Why,
@@ -177,8 +181,28 @@ def test_room_that_was_not_there_is_a_note(service, session):
     keep(service, session, [1000, 1001, 1002], "b")
     assert why(service, session, "b").notes == [
         f"2 chunks found no room: {CHUNKS * GRANULE_BYTES} of {CHUNKS * GRANULE_BYTES} bytes are leased, pinned "
-        f"or being filled"
+        f"or being filled; {(CHUNKS - 1) * GRANULE_BYTES} pinned; {GRANULE_BYTES} being filled for engine one"
     ]
+
+
+def test_who_holds_the_room_that_another_lacks_is_named_with_transfers_for_themselves(service, session):
+    other = attach(service, "two")
+    service.handle(other, Admit(keys(range(100)), GRANULE_BYTES, 1, partial=True))
+    transfer = "t" * 20
+    service.handle(other, Admit(keys(range(100, 156)), GRANULE_BYTES, 1, transfer=transfer, part="writes"))
+    answer = service.handle(session, Admit(keys(range(200, 300)), GRANULE_BYTES, 1, partial=True))
+    service.handle(worker(service, session), Fill(answer.granted_slots, 0, 1, True))
+    service.handle(session, Admit(keys(range(200, 290)), lease_s=60.0))
+    keep(service, session, range(1000, 1020), "late")
+    [note] = why(service, session, "late").notes
+    assert note.startswith("10 chunks found no room")
+    held = [
+        f"{100 * GRANULE_BYTES} being filled for engine two",
+        f"{90 * GRANULE_BYTES} leased by engine one",
+        f"{56 * GRANULE_BYTES} being filled for transfer {transfer}",
+        f"{10 * GRANULE_BYTES} being filled for engine one",
+    ]
+    assert note.split("; ")[1:] == held
 
 
 def test_a_question_that_asks_for_no_room_says_that_nothing_is_stored_by_it(service, session):
@@ -196,6 +220,262 @@ def test_engines_that_share_nothing_are_told_of_where_nothing_is_found(service, 
     service.handle(session, Admit(keys([1]), lease_s=1.0, request="a"))
     notes = why(service, session, "a").notes
     assert any("its engine shares no chunks" in note and "dtype" in note for note in notes), notes
+
+
+def test_an_engine_that_has_gone_is_compared_with_as_well(service, clock):
+    shape = {"model": "m", "dtype": "bf16"}
+    for engine, dtype in (("one", "bf16"), ("two", "fp8")):
+        hello = Hello(VERSION, os.getpid(), "scheduler", engine=engine, shape=shape | {"dtype": dtype})
+        session, _ = service.attach(engine.encode(), hello, os.getpid())
+        service.handle(session, Admit(keys([1]), lease_s=1.0, request=engine))
+        told_of = why(service, session, engine).notes
+        service.handle(session, Bye())
+    assert "its engine shares no chunks with engine 'one', which has gone: dtype 'fp8' and 'bf16'" in told_of
+    assert not service.counters["engine_layouts_differ"], "nobody is there to share with"
+
+
+def ask_for(service, session, request, block, parent=b"root" * 4, salt=b""):
+    blocks = block.encode() * 16
+    service.handle(
+        session,
+        Admit(
+            [f"{block}{parent.decode()}{salt.decode()}"[:16].ljust(16).encode()],
+            lease_s=1.0,
+            request=request,
+            blocks=blocks,
+            chunk_blocks=1,
+            parent=parent,
+            hints=Hints("", salt=salt),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "asks", "differs"),
+    [
+        ([], {"block": "a"}, None),
+        ([{"block": "a"}], {"block": "a"}, None),
+        ([{"block": "a"}], {"block": "b"}, "the tokens differ, or what its engine hashes with them"),
+        ([{"block": "a"}], {"block": "b", "salt": b"x"}, "its cache salt is new here"),
+        ([{"block": "a", "salt": b"x"}], {"block": "b"}, "it has no cache salt, and all before it had one"),
+        (
+            [{"block": "a", "salt": b"x"}, {"block": "b"}],
+            {"block": "c"},
+            "the tokens differ, or what its engine hashes with them, or the cache salt, of which there are several",
+        ),
+    ],
+)
+def test_in_what_a_prompt_differs_from_those_before_it_is_told_as_far_as_names_tell(
+    service, session, before, asks, differs
+):
+    for at, one in enumerate(before):
+        ask_for(service, session, f"before {at}", **one)
+    ask_for(service, session, "this one", **asks)
+    notes = [note for note in why(service, session, "this one").notes if "room" not in note]
+    assert notes == ([f"no prompt before it began with its first block: {differs}"] if differs else [])
+
+
+def test_the_same_blocks_under_another_layout_name_the_fields(service):
+    for engine, dtype in (("one", "bf16"), ("two", "fp8")):
+        hello = Hello(VERSION, os.getpid(), "scheduler", engine=engine, shape={"model": f"of {engine}", "dtype": dtype})
+        session, _ = service.attach(engine.encode(), hello, os.getpid())
+        ask_for(service, session, engine, "a", parent=engine.encode().ljust(16))
+    fields = "dtype 'fp8' and 'bf16', model 'of two' and 'of one'"
+    text = f"engine 'one' has had the same first block, but under other keys: {fields}"
+    assert text in why(service, session, "two").notes
+
+
+class Below(Tier):
+    """A fake tier that says what it is told to, and stores nothing by itself."""
+
+    kind = name = "below"
+    is_whole = True
+    takes_stores = True
+
+    def __init__(self, service):
+        self.has, self.says, self.jobs, self.service = set(), "", [], service
+
+    def find(self, keys, shards):
+        return [Held(GRANULE_BYTES, 1) for key in itertools.takewhile(self.has.__contains__, keys)]
+
+    def why_not(self, key):
+        return self.says
+
+    def admit(self, copy):
+        return Grant(range(len(copy.keys)))
+
+    def store(self, job):
+        self.jobs.append(job)
+
+    load = store
+
+    def end(self, error=None):
+        """All jobs are over."""
+        while self.jobs:
+            self.service.copies.done(self.name, self.jobs.pop(), error)
+
+    def cancel(self, copy):
+        pass
+
+    def over(self, copy):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def below(service):
+    tier = Below(service)
+    service.tiers.below.append([tier])
+    return tier
+
+
+def evict(service, session, clock):
+    """Everything that is here."""
+    keep(service, session, range(1000, 1000 + CHUNKS), "greedy")
+    clock.now += 3.0
+
+
+def first_of(service, session, request):
+    reason = why(service, session, request).reasons[0]
+    return reason.is_hit, reason.kind, reason.text
+
+
+GONE = "evicted for request greedy, 3.0 s ago"
+
+
+@pytest.mark.parametrize(
+    ("service", "kind", "text"),
+    [
+        (
+            {"store": "twice-seen"},
+            "policy",
+            "not stored below, because no second request had found it (--store twice-seen)",
+        ),
+        ({"store": "write-back"}, "policy", "not stored below, because its turn had not come (--store write-back)"),
+    ],
+    indirect=["service"],
+)
+def test_what_the_choice_of_what_is_stored_has_left_out_says_so(service, session, below, clock, kind, text):
+    keep(service, session, [1], "a")
+    evict(service, session, clock)
+    keep(service, session, [1], "b")
+    assert first_of(service, session, "b") == (False, kind, f"{GONE}; {text}")
+
+
+@pytest.mark.parametrize("service", [{"store": "twice-seen"}], indirect=True)
+def test_what_was_found_twice_is_stored_and_not_said_to_be_refused(service, session, below, clock):
+    keep(service, session, [1], "a")
+    keep(service, session, [1], "again")
+    service.turn()
+    below.end()
+    evict(service, session, clock)
+    keep(service, session, [1], "b")
+    assert first_of(service, session, "b") == (False, "evicted", GONE)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_what_a_tier_did_not_keep_up_with_says_so(service, session, below, clock, is_over):
+    below.takes_stores = False
+    keep(service, session, [1], "a")
+    service.turn()
+    evict(service, session, clock)
+    if is_over:
+        below.takes_stores = True
+        service.turn()
+    keep(service, session, [1], "b")
+    text = "below: not stored: it did not keep up, and the chunk was evicted before its turn, 0.0 s ago"
+    text = text if is_over else "below was to get it, and takes nothing now"
+    assert first_of(service, session, "b") == (False, "policy", f"{GONE}; {text}")
+
+
+def test_a_tier_that_cannot_say_what_it_has_is_named_behind_what_became_of_it_here(service, session, below, clock):
+    keep(service, session, [1], "a")
+    service.turn()
+    below.end()
+    evict(service, session, clock)
+    below.says = "does not answer: unreachable"
+    keep(service, session, [1], "b")
+    keep(service, session, [2], "new")
+    assert first_of(service, session, "b") == (False, "tier", f"{GONE}; below does not answer: unreachable")
+    assert first_of(service, session, "new") == (
+        False,
+        "tier",
+        "never in memory here; below does not answer: unreachable",
+    )
+
+
+def test_what_a_tier_removed_is_told_with_its_time(service, session, below, clock):
+    below.history.note(keys([1, 2]), "removed to make room", clock.now)
+    clock.now += 2.0
+    keep(service, session, [2], "other life")
+    assert first_of(service, session, "other life") == (
+        False, "evicted", "never in memory here; below: removed to make room, 2.0 s ago",
+    )  # fmt: skip
+
+
+def test_a_tier_that_was_too_slow_is_not_asked_and_says_so(service, session, below, clock):
+    service.copies.late_at["below"] = clock.now
+    below.has.update(keys([1]))
+    keep(service, session, [1], "it has it")
+    assert first_of(service, session, "it has it") == (False, "tier", "on below, which was too slow a moment ago")
+    below.is_shared = True  # what it has is not known here
+    keep(service, session, [2], "who knows")
+    text = "never in memory here; below was not asked, because it was too slow a moment ago"
+    assert first_of(service, session, "who knows") == (False, "tier", text)
+
+
+@pytest.mark.parametrize("service", [{"pin_share": 1.0}], indirect=True)
+def test_what_a_tier_has_and_memory_has_no_room_for(service, session, below):
+    keep(service, session, range(1000, 1000 + CHUNKS), "all")
+    service.handle(session, Pin(keys(range(1000, 1000 + CHUNKS))))
+    below.has.update(keys([1]))
+    keep(service, session, [1], "a")
+    assert first_of(service, session, "a") == (False, "tier", "on below, but the arena had no room for it")
+
+
+def test_a_load_that_failed_says_from_where_and_how(service, session, below, clock):
+    below.has.update(keys([1]))
+    assert service.handle(session, Admit(keys([1]), lease_s=1.0, wait_s=5.0)) is None
+    service.turn()
+    below.has.clear()
+    below.end(TierError("its digest is another", "corrupt"))
+    clock.now += 1.0
+    keep(service, session, [1], "a")
+    assert first_of(service, session, "a") == (
+        False, "failed", "not loaded from below: its digest is another, 1.0 s ago",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failed_chunk", "parts"),
+    [
+        (0, [(0, 4, False, "failed"), (4, 1, False, "new")]),
+        (3, [(0, 3, True, "memory"), (3, 1, False, "failed"), (4, 1, False, "new")]),
+        (4, [(0, 4, True, "memory"), (4, 1, False, "new")]),
+    ],
+)
+def test_what_its_engine_could_not_load_is_no_hit_any_more(service, session, failed_chunk, parts):
+    keep(service, session, range(4), "a")
+    lease = service.handle(session, Admit(keys(range(5)), lease_s=1.0, request="b")).lease
+    service.handle(session, Release(lease, request="b", failed_chunk=failed_chunk))
+    report = why(service, session, "b")
+    assert [(one.first, one.count, one.is_hit, one.kind) for one in report.reasons] == parts
+    assert report.hits == failed_chunk
+    failed = [one.text for one in report.reasons if one.kind == "failed"]
+    assert all(text.endswith("out of reach; from engine one, 0.0 s ago") for text in failed)
+
+
+def test_a_load_may_fail_because_its_lease_has_ended_or_of_a_request_that_nobody_knows(service, session, clock):
+    keep(service, session, range(4), "a")
+    lease = service.handle(session, Admit(keys(range(4)), lease_s=1.0, request="b")).lease
+    clock.now += 2.0
+    service.store.expire()
+    for request in ("b", "who"):
+        with pytest.raises(ChunkMissing):
+            service.handle(session, Release(lease, request=request, failed_chunk=1))
+    assert why(service, session, "b").hits == 1
 
 
 @pytest.mark.parametrize("service", [{"policy": "ttl:60"}], indirect=True)

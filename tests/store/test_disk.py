@@ -119,6 +119,7 @@ def test_a_file_system_without_direct_io_is_said(make, monkeypatch, caplog):
     assert bed.store(1)
     assert bed.load(1) is None
     assert bed.tier.status().state == "by way of the page cache"
+    assert bed.tier.status().is_up
     assert "no direct I/O" in caplog.text
     assert bed.counters["disk_not_direct"] == 1
 

@@ -54,6 +54,14 @@ class Health:
         again."""
         return key in self._unread and self._clock() < self._unread[key][1]
 
+    def why_not(self, key: bytes) -> str:
+        """Why a file of this chunk is not loaded now; empty: it may be."""
+        if self.doubt:
+            return self.doubt
+        if not self.takes_loads:
+            return "is not read for some seconds, because a load failed"
+        return "could not read its file a moment ago" if self.hides(key) else ""
+
     def read(self, key: bytes) -> None:
         """A file was read."""
         self._num_read += 1

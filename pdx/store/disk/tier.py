@@ -27,6 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pdx.config import private_folder
 from pdx.errors import ConfigError, TierError
 from pdx.memory.arena import Arena
@@ -171,7 +173,9 @@ class DiskTier(Tier):
             state = COUNTING if self._is_scanning else "not readable"
         elif not state:
             state = "ok" if self.is_direct else "by way of the page cache"
-        return TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
+        is_up = (self.is_counted or self._is_scanning) and self._health.takes_loads
+        found = TierStatus(self.name, str(self._root), self.num_chunks, self.used_bytes, self.limit_bytes, state)
+        return msgspec.structs.replace(found, is_up=is_up)
 
     # ---- the tier ---------------------------------------------------------------------------
 
@@ -222,6 +226,14 @@ class DiskTier(Tier):
         """How often this chunk was loaded, also by nodes before this one."""
         return self._hits.get(key, 0)
 
+    def why_not(self, key: bytes) -> str:
+        """See `Tier.why_not`."""
+        if key in self._index:
+            return self._health.why_not(key)
+        if self.is_counted:
+            return ""
+        return "has not counted its files yet" if self._is_scanning else "could not be listed"
+
     def _has(self, key: bytes, shard: int) -> bool:
         return any(file.shard == shard for file in self._index.get(key, ()))
 
@@ -241,13 +253,15 @@ class DiskTier(Tier):
             charge = sum(chunk_file.disk_bytes(chunk.slot.nbytes, chunk.layers) for chunk in chunks)
             if not self.takes_stores or charge > self.limit_bytes:
                 why = "too_large" if self.takes_stores else "paused" if self.is_counted else "not_counted"
-                self._leave_out(why, len(copy.keys) - index)
+                self._leave_out(why, copy.keys[index:])
                 break
             granted.append(index)
         return Grant(granted)
 
-    def _leave_out(self, why: str, chunks: int) -> None:
-        self._counters[f"disk_{why}"] += chunks
+    def _leave_out(self, why: str, keys: Sequence[bytes]) -> None:
+        self._counters[f"disk_{why}"] += len(keys)
+        self.tally.dropped += len(keys)
+        self.history.note(keys, f"not stored: {_LEFT_OUT[why]}", self._clock())
         self._faults.warn(f"disk {why}", f"the disk tier {self._root} leaves out chunks: {_LEFT_OUT[why]}")
 
     def store(self, job: Job) -> None:
@@ -265,7 +279,7 @@ class DiskTier(Tier):
         lack = self.used_bytes + charge - limit_bytes
         surplus = self.num_chunks + self._coming + 1 - MAX_FILES
         if lack > self._found_bytes or surplus > self.num_chunks:
-            self._leave_out("busy", 1)
+            self._leave_out("busy", [part.key])
             return self._refuse(job, "busy")
         self._index_is_full(surplus)
         victims, used = self._oldest(lack, surplus)
@@ -333,6 +347,8 @@ class DiskTier(Tier):
             self.num_chunks -= 1
             self._found_bytes -= file.charge
             self._counters["disk_removed"] += 1
+            why = "deleted, or broken" if file.key in task.forgotten else "removed to make room"
+            self.history.note([file.key], why, self._clock())
         self._on_removed(list(dict.fromkeys(file.key for file in files)))
 
     def load(self, job: Job) -> None:
@@ -486,6 +502,7 @@ class DiskTier(Tier):
             self._insert(file, is_forgotten=True)
         if error.kind != "cancelled":
             self._warn(error)
+            self.history.note([part.key], f"not stored: {error}", self._clock())
             if error.kind in _DISK_FAULTS:
                 self._health.not_written(is_read_only=error.kind == "read_only")
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
@@ -513,6 +530,7 @@ class DiskTier(Tier):
 
     def _warn(self, error: TierError) -> None:
         self._counters[f"disk_{error.kind}"] += 1
+        self.tally.errors += 1
         self._faults.warn(f"disk {error.kind}", f"the disk tier: {error}; further ones count as disk_{error.kind}")
 
     def _found(self, batch: Sequence[tuple[int, ChunkFile | Useless]]) -> None:

@@ -67,6 +67,7 @@ class _Known(msgspec.Struct, frozen=True, gc=False):
     until: float
     shards: int
     held: Held | None
+    why: str = ""  # nothing was found out, because the question failed
 
 
 class RemoteTier(Tier):
@@ -107,16 +108,18 @@ class RemoteTier(Tier):
         self._closed_until = 0.0  # nothing is asked before …
         self._is_open = False  # … nor until it has answered
         self._is_pinging = False
+        self._failed = 0.0, ""  # what there is to say until then of keys that a question was about which failed
         self._stores_from = 0.0  # nothing is stored before that
         self._is_over = False
-        self._why = "not asked yet"
+        self._why = "no answer yet"
         self._readers = ThreadPoolExecutor(THREADS, "pdx-remote-load")
         self._writers = ThreadPoolExecutor(THREADS, "pdx-remote-store")
         self._ping()
 
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
-        return TierStatus(self.name, self._backend.place, state="ok" if self._is_open else self._why)
+        state = "ok" if self._is_open else self._why
+        return TierStatus(self.name, self._backend.place, state=state, is_up=self._is_open)
 
     # ---- whether it answers -----------------------------------------------------------------
 
@@ -156,6 +159,7 @@ class RemoteTier(Tier):
 
     def _warn(self, error: TierError, then: str) -> None:
         self._counters[f"remote_{error.kind}"] += 1
+        self.tally.errors += 1
         text = f"the remote store: {error}; {then}; further ones count as remote_{error.kind}"
         self._faults.warn(f"remote {error.kind}", text)
 
@@ -201,6 +205,20 @@ class RemoteTier(Tier):
         self._submit(self._readers, partial(self._seek, list(keys), shards), then)
         return True
 
+    def why_not(self, key: bytes) -> str:
+        """See `Tier.why_not`."""
+        known = self._known.get(key)
+        if not self._is_open:
+            return f"does not answer: {self._why}"
+        if key in self._sought:
+            return "was asked, and had not answered yet"
+        if known is not None and known.until >= self._clock():
+            return known.why
+        until, why = self._failed
+        if until >= self._clock():
+            return why
+        return "was not asked, because too many questions wait for it" if self._seeking >= MAX_SOUGHT else ""
+
     def asked_s(self, key: bytes) -> float:
         """See `Tier.asked_s`."""
         _, since = self._sought.get(key, (0, self._clock()))
@@ -240,10 +258,10 @@ class RemoteTier(Tier):
                 break
         self._on_found(keys)
 
-    def _know(self, key: bytes, shards: int, held: Held | None) -> None:
+    def _know(self, key: bytes, shards: int, held: Held | None, why: str = "") -> None:
         self._sought.pop(key, None)
         until = self._clock() + (NOT_THERE_S if held is None else THERE_S)
-        self._known[key] = _Known(until, shards, held)
+        self._known[key] = _Known(until, shards, held, why)
         self._known.move_to_end(key)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
@@ -259,7 +277,8 @@ class RemoteTier(Tier):
             self._warn(error, "what was asked for counts as missing")
             first = next((key for key in keys if key in self._sought), None)
             if first is not None:  # who waits for it would have it asked for at once again
-                self._know(first, shards, None)
+                self._failed = self._clock() + NOT_THERE_S, f"did not say whether it has it: {error.kind}: {error}"
+                self._know(first, shards, None, self._failed[1])
         for key in keys:
             if self._sought.get(key) == (number, asked_at):
                 del self._sought[key]
@@ -276,6 +295,8 @@ class RemoteTier(Tier):
         """See `Tier.admit`."""
         if not self.takes_stores:
             self._counters["remote_left_out"] += len(copy.keys)
+            self.tally.dropped += len(copy.keys)
+            self.history.note(copy.keys, "not stored: it did not answer", self._clock())
             return Grant([])
         return Grant([at for at, key in enumerate(copy.keys) if not self.find([key], copy.shards)])
 
@@ -330,6 +351,8 @@ class RemoteTier(Tier):
                 self._went(error)
             else:  # what is there can be loaded
                 self._stores_from = self._clock() + PAUSE_S
+            if not is_load:
+                self.history.note([key], f"not stored: {error}", self._clock())
         if is_load and error is not None and error.kind in _OF_CHUNKS and key in self._known:
             self._know(key, self._known[key].shards, None)
         elif not is_load and error is None:  # of which other shards are there nobody knows

@@ -1,0 +1,124 @@
+"""What a real node counts of each tier, and tells of it: in its status, on its page, and to Prometheus."""
+
+import os
+import re
+import urllib.request
+
+import pytest
+from click.testing import CliRunner
+from node_harness import MIB, Wire, attached
+from prometheus_client.parser import text_string_to_metric_families
+from remote_bed import made
+
+from pdx.cli.main import main
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Admit, Fill, Release
+
+CHUNK_BYTES = 64 << 10
+LAYERS = 4
+COUNTED = ("hits", "misses", "loads", "stores", "loaded_bytes", "stored_bytes", "dropped", "errors")
+
+
+def keys(numbers):
+    return [number.to_bytes(4, "big") * 4 for number in numbers]
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = made("redis", tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def node(start_node, place, redis):
+    disks = [str(place / name) for name in "ab"]
+    node = start_node(arena_bytes=MIB, disks=disks, remote=redis.url, metrics="127.0.0.1:0")
+    wait_until(lambda: [tier.state for tier in node.status().tiers] == ["ok"] * 3, what="all tiers are ready")
+    return node
+
+
+@pytest.fixture
+def ask(node):
+    """A request for these chunks: those that are there, or come in time, and the others are computed and saved."""
+    with Wire(node.address) as scheduler:
+        scheduler.hello(kind="scheduler", engine="e")
+        with attached(node.address, kind="worker", engine="e") as worker:
+
+            def ask(numbers):
+                wanted = Admit(keys(numbers), CHUNK_BYTES, LAYERS, lease_s=20.0, wait_s=20.0, partial=True)
+                answer = scheduler.ask(wanted)
+                if answer.granted_slots:
+                    worker.ask(Fill(answer.granted_slots, 0, LAYERS, seal=True))
+                if answer.lease:
+                    scheduler.ask(Release(answer.lease))
+                return answer.hits
+
+            yield ask
+
+
+def counted(node):
+    """By tier: its chunks that were found, missed, loaded and stored, those left out, and errors."""
+    return {
+        tier.name.split("/")[-1]: (tier.hits, tier.misses, tier.loads, tier.stores, tier.dropped, tier.errors)
+        for tier in node.status().tiers
+    }
+
+
+def stored(node, chunks):
+    wait_until(lambda: [tier.stores for tier in node.status().tiers] == chunks, what="all are stored")
+
+
+def told(node):
+    """By Prometheus's name and tier."""
+    url = re.search(r"http://[\d.:]+/metrics", node.log).group()
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        (each.name, each.labels["tier"]): each.value
+        for family in families
+        for each in family.samples
+        if "tier" in each.labels
+    }
+
+
+def test_each_tier_is_counted_for_itself_and_told_everywhere(node, ask, place, redis):
+    assert ask(range(8)) == 0
+    stored(node, [4, 4, 8])
+    assert counted(node) == {"a": (0, 1, 0, 4, 0, 0), "b": (0, 0, 0, 4, 0, 0), "remote": (0, 1, 0, 8, 0, 0)}
+    assert ask(range(100, 116)) == 0, "all of memory is for these"
+    stored(node, [12, 12, 24])
+    [damaged] = place.glob(f"b/*/{keys([1])[0].hex()}*")
+    with open(damaged, "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"damage")
+    assert ask(range(8)) == 8
+    stored(node, [12, 13, 24])  # chunk 1 has come from the store that others share, and goes to its disk again
+    assert counted(node) == {"a": (4, 2, 4, 12, 0, 0), "b": (3, 1, 3, 13, 0, 1), "remote": (1, 2, 1, 24, 0, 0)}
+    found, names = told(node), {tier.name: tier for tier in node.status().tiers}
+    assert len(names) == 3
+    for name, tier in names.items():
+        assert {each: found[f"pdx_node_tier_{each}_total", name] for each in COUNTED} == {
+            each: getattr(tier, each) for each in COUNTED
+        }
+        assert tier.loaded_bytes == tier.loads * CHUNK_BYTES
+        assert tier.stored_bytes == tier.stores * CHUNK_BYTES
+        for gauge in ("chunks", "used_bytes", "limit_bytes", "copies"):
+            assert found[f"pdx_node_tier_{gauge}", name] == getattr(tier, gauge)
+        assert found["pdx_node_tier_load_gb_s", name] == pytest.approx(tier.load_gb_s)
+        assert found["pdx_node_tier_store_gb_s", name] == pytest.approx(tier.store_gb_s)
+        assert found["pdx_node_tier_up", name] == 1
+    page = CliRunner().invoke(main, ["node", "--status", "--address", node.address], env={"COLUMNS": "300"}).output
+    assert "4 hits, 2 misses; loaded 4, 256.0 KiB; stored 12, 768.0 KiB" in page
+    assert "3 hits, 1 misses; loaded 3, 192.0 KiB; stored 13, 832.0 KiB; 1 errors" in page
+
+
+def test_a_tier_that_does_not_answer_is_not_up_and_a_slow_or_full_one_is(node, ask, redis):
+    redis.kill()
+    for number in range(200, 204):
+        ask([number])
+    wait_until(lambda: "unreachable" in node.status().tiers[-1].state, what="it is given up for a while")
+    up = {name: value for (family, name), value in told(node).items() if family == "pdx_node_tier_up"}
+    assert sorted(up.values()) == [0, 1, 1]
+    assert up["remote"] == 0
+    assert node.status().tiers[-1].errors >= 3

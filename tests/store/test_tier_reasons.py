@@ -1,0 +1,169 @@
+"""What a tier says of keys that it does not find: that it cannot know, or what became of them."""
+
+import errno
+import os
+import threading
+
+import disk_bed
+import pytest
+import remote_bed
+from disk_bed import key
+
+from pdx.errors import TierError
+from pdx.store.disk import chunk_file
+from pdx.store.disk.health import PAUSE_S
+from pdx.store.remote import tier as remote_tier
+from pdx.store.remote.tier import NOT_THERE_S
+
+
+def said(bed, number):
+    """Of one key: why it may be there, and what became of it."""
+    gone = bed.tier.history.why(key(number))
+    return bed.tier.why_not(key(number)), gone and gone.told(bed.now)
+
+
+# ---- a disk ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path):
+    bed = disk_bed.Bed(tmp_path)
+    yield bed
+    bed.close()
+
+
+def test_a_disk_that_has_not_counted_its_files_says_so_and_one_that_has_lacks_what_it_does_not_find(disk, monkeypatch):
+    assert disk.store(1)
+    assert said(disk, 2) == ("", None)
+    disk.close_tier()
+    go_on, real = threading.Event(), chunk_file.salvage
+    monkeypatch.setattr(chunk_file, "salvage", lambda *args: go_on.wait(60) and real(*args))
+    disk.open(wait=False)
+    try:
+        assert said(disk, 1) == ("has not counted its files yet", None)
+    finally:
+        go_on.set()
+    while not disk.is_counted:
+        disk.turn()
+    assert disk.has(1)
+    assert said(disk, 2) == ("", None)
+
+
+def test_a_folder_that_cannot_be_listed_says_so(disk, monkeypatch):
+    disk.close_tier()
+    monkeypatch.setattr(chunk_file, "listed", _denied)
+    disk.open(wait=False)
+    while disk.tier._is_scanning:
+        disk.turn()
+    assert said(disk, 1) == ("could not be listed", None)
+    assert not disk.tier.status().is_up
+
+
+def _denied(*_):
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_what_made_room_for_others_was_removed_then(disk):
+    disk.limit_bytes = 2 * disk.charge
+    disk.restart()
+    for number in (1, 2, 3):
+        assert disk.store(number)
+    disk.now += 3.0
+    assert said(disk, 1) == ("", "removed to make room, 3.0 s ago")
+    assert said(disk, 2) == ("", None)
+    disk.tier.evict([key(2)])
+    assert said(disk, 2) == ("", "deleted, or broken, 0.0 s ago")
+
+
+def test_a_disk_that_a_load_has_failed_on_is_not_read_for_a_while(disk, monkeypatch):
+    assert disk.store(1)
+    real = os.open
+
+    def failing(path, *args, **settings):
+        if os.fspath(path).endswith(".chunk"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, *args, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        assert disk.load(1).kind == "exhausted"
+    assert said(disk, 1)[0] == "is not read for some seconds, because a load failed"
+    assert said(disk, 2)[0] == ""
+    assert not disk.tier.status().is_up
+    disk.now += PAUSE_S
+    assert said(disk, 1)[0] == ""
+    assert disk.tier.status().is_up
+
+
+def test_what_could_not_be_written_says_how_and_what_came_in_the_pause_says_that(disk, monkeypatch):
+    def failing(*_, **__):
+        raise TierError("the disk is broken", "write_failed")
+
+    monkeypatch.setattr(chunk_file, "write", failing)
+    for number in range(3):
+        assert not disk.store(number)
+    assert not disk.store(9)
+    assert said(disk, 2) == ("", "not stored: the disk is broken, 0.0 s ago")
+    assert said(disk, 9) == ("", "not stored: reads or writes failed, and none are tried for some seconds, 0.0 s ago")
+
+
+def test_a_chunk_that_is_larger_than_the_cap_is_not_stored_for_that(tmp_path):
+    bed = disk_bed.Bed(tmp_path, limit_bytes=1000)
+    try:
+        assert not bed.store(1)
+        assert said(bed, 1) == ("", "not stored: a chunk is larger than all of the cap, 0.0 s ago")
+        assert bed.tier.tally.dropped == 1
+    finally:
+        bed.close()
+
+
+# ---- a store that nodes share ---------------------------------------------------------------
+
+
+@pytest.fixture
+def redis(tmp_path):
+    server = remote_bed.made("redis", tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def remote(tmp_path, redis):
+    bed = remote_bed.Bed(tmp_path / "bed", redis.url, timeout_s=1.0, lookup_s=0.3)
+    yield bed
+    bed.close()
+
+
+def test_a_store_that_has_not_answered_yet_or_does_not_any_more_says_so(remote, redis):
+    assert said(remote, 1) == ("does not answer: no answer yet", None)
+    assert remote.store(2) == "left out"
+    assert said(remote, 2)[1] == "not stored: it did not answer, 0.0 s ago"
+    remote.opened()
+    assert remote.sought([1]) == 0
+    assert said(remote, 1) == ("", None)
+    redis.kill()
+    while remote.counters["remote_paused"] == 0:
+        remote.store(9)
+    why, gone = said(remote, 9)
+    assert why.startswith("does not answer: unreachable: ")
+    assert gone.startswith("not stored: ")
+    assert said(remote, 1)[0] == why
+
+
+def test_a_question_that_is_under_way_or_has_failed_or_was_not_asked(remote, redis, monkeypatch):
+    monkeypatch.setattr(remote_tier, "MAX_SOUGHT", 1)
+    remote.opened()
+    redis.stop()
+    try:
+        assert remote.tier.seeks([key(1), key(2)], 1)
+        assert said(remote, 1)[0] == said(remote, 2)[0] == "was asked, and had not answered yet"
+        assert not remote.tier.seeks([key(3)], 1)
+        assert said(remote, 3)[0] == "was not asked, because too many questions wait for it"
+        while remote.tier._seeking:
+            remote.turn()
+        for number in (1, 2):
+            assert said(remote, number)[0].startswith("did not say whether it has it: timeout: ")
+        remote.now += 2 * NOT_THERE_S
+        assert said(remote, 1)[0] == ""
+    finally:
+        redis.go_on()
