@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,20 +60,29 @@ class Relay:
 
     def __init__(self, to: int) -> None:
         self.rate = RATES[0]
+        self.passed_bytes = 0  # that have come back
         self._to = to
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._free_at = 0.0  # when the line has sent what it was given
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._sockets = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it is closed
             while True:
                 client, _ = self._listener.accept()
+                self._sockets.append(client)
                 server = socket.create_connection(("127.0.0.1", self._to))
+                self._sockets.append(server)
                 for pair, is_slow in (((client, server), False), ((server, client), True)):
-                    threading.Thread(target=self._pass, args=(*pair, is_slow), daemon=True).start()
+                    self._start(self._pass, *pair, is_slow)
 
     def _pass(self, source: socket.socket, to: socket.socket, is_slow: bool) -> None:
         buffer = memoryview(bytearray(PIECE_BYTES))
@@ -81,17 +90,30 @@ class Relay:
             while count := source.recv_into(buffer):
                 if is_slow:
                     with self._lock:
+                        self.passed_bytes += count
                         self._free_at = max(self._free_at, time.monotonic()) + count / self.rate
                         wait_s = self._free_at - time.monotonic()
                     if wait_s > 0.0005:
                         time.sleep(wait_s)
                 to.sendall(buffer[:count])
         for each in (source, to):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+            _shut(each)
 
     def close(self) -> None:
-        self._listener.close()
+        """End all connections and threads. What is still on the line is waited for."""
+        _shut(self._listener)
+        self._threads[0].join()  # from here on there is no new connection
+        for each in self._sockets:
+            _shut(each)
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+
+def _shut(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

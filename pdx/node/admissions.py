@@ -325,9 +325,10 @@ class Admissions:
         return found if found is not None else ((), 0)
 
     def _tell_names(self, ask: Admit, hits: Sequence[tuple[Chunk, ...]]) -> None:
-        """What has come from elsewhere does not say what its blocks are."""
+        """What has come from elsewhere does not say what its blocks are. A decode leg names more blocks than a tail
+        has: its prompt goes on behind that."""
         for at, chunks in enumerate(hits):
-            names = b"" if chunks[0].blocks else ask.names(at)
+            names = b"" if chunks[0].blocks or chunks[0].tail else ask.names(at)
             if names and len(names) == ask.chunk_blocks * KEY_BYTES:
                 self._store.name(chunks, ask.before(at), names)
                 if chunks[0].is_stored:
@@ -415,16 +416,16 @@ class Admissions:
         names = ask.names(hits)
         if not (names and ask.lease_s and ask.wait_s):
             return None
-        key, count = self._tiers.part(ask.before(hits), names, ask.shards)
-        if not count or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole
-            return None
-        count -= self._part(ask, hits, arenas)[1]
-        if count <= 0:
-            return None
-        chunk_s = self._sessions.chunk_s(session, ask.shards) * count / ask.chunk_blocks
-        keys = [*ask.keys[:hits], key]
-        seconds = self._tiers.may_come(keys, hits, ask.shards, arenas, who=_who(session, ask), chunk_s=chunk_s)
-        return Patience(hits, key, seconds) if seconds else None
+        who, whole_s = _who(session, ask), self._sessions.chunk_s(session, ask.shards)
+        for key, count in self._tiers.parts(ask.before(hits), names, ask.shards):
+            more = count - self._part(ask, hits, arenas)[1]
+            if more <= 0 or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole, or gone
+                continue
+            keys, chunk_s = [*ask.keys[:hits], key], whole_s * more / ask.chunk_blocks
+            seconds = self._tiers.may_come(keys, hits, ask.shards, arenas, who=who, chunk_s=chunk_s)
+            if seconds:
+                return Patience(hits, key, seconds)
+        return None
 
     def _may_come(self, session: Session, ask: Admit, hits: int, arenas: Sequence[int]) -> float:
         """For how many seconds to wait for what is missing; 0: nothing comes."""

@@ -33,6 +33,7 @@ from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.telemetry.faults import counted
 from pdx.telemetry.rate import Rate
 from pdx.telemetry.trace import Lane, Tracer
 
@@ -349,12 +350,11 @@ class Copies:
             copy = self._copies[number]
             if copy.state is CopyState.DRAINING and not copy.is_load:
                 continue
-            self._counters["copies_late"] += 1
+            counted(log, self._counters, "copies_late", "%r is dropped: it was not over in time", copy)
             if copy.is_load:
                 self.late_at[copy.tier.name] = now
                 if not copy.copied_bytes:  # else its jobs have told how fast it was
                     self._rates[copy.tier.name, True].moved(0, copy.begun_ns, time.monotonic_ns())
-            log.warning("%s is dropped: it was not over in time", repr(copy))
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
                 copy.tier.cancel(copy)

@@ -125,17 +125,17 @@ class Tiers:
             if len(self._named) > MAX_NAMED:
                 self._named.discard(self._named.oldest)
 
-    def part(self, parent: bytes, blocks: bytes, shards: int) -> tuple[bytes, int]:
-        """The key behind `parent` that begins with the most of these blocks, of those that a tier may have, and with
-        how many: 0 if there is none."""
+    def parts(self, parent: bytes, blocks: bytes, shards: int) -> Iterator[tuple[bytes, int]]:
+        """Keys behind `parent` that begin with some of these blocks, and with how many, the most first: two at most, of
+        those that a tier may have."""
         for key, count in self._named.like(parent, blocks):
             is_below = any(tier.find([key], shards) or not self._knows(tier) for tier in self._all())
             chunks = self._store.of(key)
             self._store.name(chunks, *self._named.names(key))
             if is_below or chunks:
-                return key, count
-            self._named.discard(key)  # a tier has evicted it
-        return b"", 0
+                yield key, count
+            else:
+                self._named.discard(key)  # a tier has evicted it
 
     def _all(self) -> Iterator[Tier]:
         return itertools.chain.from_iterable(self.below)

@@ -102,6 +102,21 @@ def test_every_token_arrives(make_pair: Callable[..., Pair], length: int, shards
     pair.second.finish(decode)
 
 
+@pytest.mark.parametrize("length", [CHUNK - 1, 2 * CHUNK + 15])
+def test_a_tail_that_lacks_the_last_token_of_its_chunk_is_no_hit_of_that(
+    make_pair: Callable[..., Pair], length: int
+) -> None:
+    """Where the decode leg has one token more than the transfer, its prompt ends with a full chunk."""
+    pair = make_pair()
+    decode = handed_over(pair, tokens(0, length))
+    stranger = Request("s", [*decode.all_token_ids, 8, 9])
+    pair.second.admit(stranger)
+    pair.second.check_cache(stranger, stranger.num_computed)
+    assert stranger.num_computed <= length
+    for request in (decode, stranger):
+        pair.second.finish(request)
+
+
 def test_layers_are_told_where_a_transfer_waits_for_them_and_nowhere_else(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,10 +52,12 @@ def hasher(request: Any, parent: bytes | None, start: int, end: int) -> bytes:
     return chained(request.all_token_ids[:end])
 
 
-def kv_bytes(tokens: list[int], layer: int, shard: int, weights: str = "") -> torch.Tensor:
-    """The page bytes of the last token of `tokens`: [PAGE_BYTES / BLOCK]."""
-    digest = hashlib.blake2b(f"{tokens}{layer}{shard}{weights}".encode(), digest_size=PAGE_BYTES // BLOCK).digest()
-    return torch.tensor(list(digest), dtype=torch.uint8)
+def kv_bytes(
+    tokens: list[int], layer: int, shard: int, weights: str = "", page_bytes: int = PAGE_BYTES
+) -> torch.Tensor:
+    """The page bytes of the last token of `tokens`: [page_bytes / BLOCK]."""
+    digest = hashlib.shake_128(f"{tokens}{layer}{shard}{weights}".encode()).digest(page_bytes // BLOCK)
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 class ForwardFailed(Exception):
@@ -83,7 +85,7 @@ class Request(SimpleNamespace):
 
 class ToyEngine:
     """One engine of `shards` ranks in this process. `streams`: where its first rank works, and `more_streams` where the
-    others do; the caller's to close."""
+    others do; the caller's to close. `shape`: what of its layout is another's."""
 
     def __init__(
         self,
@@ -94,26 +96,30 @@ class ToyEngine:
         streams: LaggingStreams | None = None,
         more_streams: Sequence[LaggingStreams] = (),
         graphs: bool = False,
+        page_bytes: int = PAGE_BYTES,
+        num_blocks: int = NUM_BLOCKS,
+        shape: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         settings.setdefault("lookup_s", 20.0)  # so that only an answer decides, on a loaded machine, too
         config = ConnectorConfig(node=address, chunk_tokens=CHUNK, start_node=False, **settings)
-        shape = layout(num_shards=shards)
+        self.page_bytes = page_bytes
+        layout_ = layout(num_shards=shards, page_bytes=page_bytes, **(shape or {}))
         assert streams is None or shards == 1 + len(more_streams)
         self.streams, self.graphs = streams, graphs
         self.by_rank = [None] * shards if streams is None else [streams, *more_streams]
-        self.workers = [WorkerHalf(config, shape, name, shard, each) for shard, each in enumerate(self.by_rank)]
+        self.workers = [WorkerHalf(config, layout_, name, shard, each) for shard, each in enumerate(self.by_rank)]
         self.caches = [
-            torch.zeros(LAYERS, NUM_BLOCKS, BLOCK, PAGE_BYTES // BLOCK, dtype=torch.uint8) for _ in range(shards)
+            torch.zeros(LAYERS, num_blocks, BLOCK, page_bytes // BLOCK, dtype=torch.uint8) for _ in range(shards)
         ]
         for worker, cache in zip(self.workers, self.caches, strict=True):
-            worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, NUM_BLOCKS)
-        self.scheduler = SchedulerHalf(config, shape, name, hasher)
+            worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, num_blocks)
+        self.scheduler = SchedulerHalf(config, layout_, name, hasher)
         assert self.scheduler.wait_attached(10)
         # Steps go through the guards, as vLLM's hooks do; tests may ask the halves themselves.
         self.scheduler_guard = SchedulerGuard(self.scheduler, BLOCK)
         self.worker_guards = [WorkerGuard(worker) for worker in self.workers]
-        self.free = list(range(NUM_BLOCKS))
+        self.free = list(range(num_blocks))
         self.waiting: dict[str, set[int]] = {}  # ranks that have not reported a load, by request
         self.weights = ""
         self.failed: set[int] = set()  # blocks that the workers reported in the last step
@@ -290,16 +296,20 @@ class ToyEngine:
     ) -> None:
         for position in range(start, end):
             page = self.caches[shard][layer, blocks[position // BLOCK]]
-            page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard, weights)
+            page[position % BLOCK] = kv_bytes(tokens[: position + 1], layer, shard, weights, self.page_bytes)
 
     def holds(self, shard: int, layer: int, request: Request, end: int) -> bool:
         """Whether the pages of this layer are those of the request's tokens up to `end`."""
         for position in range(end):
             page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
-            wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights)
+            wanted = self._right(request, position, layer, shard)
             if not torch.equal(page[position % BLOCK], wanted):
                 return False
         return True
+
+    def _right(self, request: Request, position: int, layer: int, shard: int) -> torch.Tensor:
+        """What computing puts at this token."""
+        return kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights, self.page_bytes)
 
     def overwrite(self, blocks: list[int]) -> None:
         """Somebody else's work on these blocks, as their next owner's or as zeroing."""
@@ -316,7 +326,7 @@ class ToyEngine:
             for layer in range(LAYERS):
                 for position in range(end):
                     page = self.caches[shard][layer, request.block_ids[position // BLOCK]]
-                    wanted = kv_bytes(request.all_token_ids[: position + 1], layer, shard, self.weights)
+                    wanted = self._right(request, position, layer, shard)
                     assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
 
     def finish(self, request: Request) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from node_harness import MIB, arenas_of
+from remote_bed import made
 from test_node_parts import GRANULE_BYTES, ROOT, WIDTH, asking, names
 
 from pdx.memory.keys import KEY_BYTES
@@ -44,9 +45,14 @@ class Engine:
         self.status = self.scheduler.status
         self.arena = arenas_of(node.address)[0]
 
+    @property
+    def stored(self):
+        counters = self.status().counters
+        return counters.get("disk_stored", 0) + counters.get("remote_stored", 0)
+
     def keep(self, prompt):
-        """All whole chunks of the prompt are computed, and on the disk."""
-        stored = self.status().counters.get("disk_stored", 0)
+        """All whole chunks of the prompt are computed, and in the tier."""
+        stored = self.stored
         answer = self.scheduler.ask(question(prompt))
         if answer.lease:
             self.scheduler.ask(Release(answer.lease))
@@ -55,7 +61,7 @@ class Engine:
                 os.pwrite(arena.fileno(), content(keys_of(prompt)[index]), slot.offset)
         self.worker.ask(Fill(answer.granted_slots, layers=LAYERS, seal=True))
         done = stored + len(answer.granted)
-        wait_until(lambda: self.status().counters.get("disk_stored", 0) == done, what="they are stored")
+        wait_until(lambda: self.stored == done, what="they are stored")
 
     def forget(self):
         """Others take the room of what is in memory."""
@@ -157,6 +163,23 @@ def test_the_better_one_comes_though_memory_has_another(engine):
     engine.keep("axyz")
     assert engine.look("abcx") == (0, 3, [content(key("abcd"))])
     assert engine.look("axcx") == (0, 2, [content(key("axyz"))])
+
+
+def test_another_one_comes_where_the_best_is_gone(start_node, attach, tmp_path):
+    """A store that nodes share must be asked what it still has."""
+    redis = made("redis", tmp_path / "redis").start()
+    try:
+        node = start_node(arena_bytes=4 * MIB, remote=redis.url, remote_lookup_s=20.0, remote_s=20.0)
+        wait_until(lambda: node.status().tiers[0].state == "ok", what="it answers")
+        engine = Engine(node, attach)
+        for prompt in ("abcd", "abxy"):
+            engine.keep(prompt)
+        engine.forget()
+        [gone] = [name for name in redis.names() if key("abcd").hex() in name]
+        redis.cli("DEL", f"pdx:{gone}")
+        assert engine.look("abcz") == (0, 2, [content(key("abxy"))])
+    finally:
+        redis.kill()
 
 
 def test_one_that_asks_for_room_gets_it_behind_the_part(engine):

@@ -288,6 +288,16 @@ def test_a_load_that_is_too_late_gives_its_room_back_when_nothing_writes_it_any_
     assert stage.counters["copies_late"] == 1
 
 
+def test_of_copies_that_are_too_late_the_first_is_a_warning(stage, caplog):
+    stage.tier.max_inflight_bytes = 0
+    for number in range(4):  # the tier is given the first one
+        stage.save([number])
+        stage.now += 21
+        stage.copies.tick(stage.now)
+    assert stage.counters["copies_late"] == 3
+    assert [record.args[-1] for record in caplog.records if record.levelname == "WARNING"] == ["copies_late"]
+
+
 def test_the_beginning_of_a_prompt_is_not_evicted_for_its_end(tmp_path):
     stage = Stage(tmp_path, granules=4)
     for number in range(6):

@@ -399,8 +399,7 @@ class Receiver:
             self._fence(landing, now)
         for place in self._deadlines.take(now):
             landing = self._landings[place]
-            self._counters["landings_late"] += 1
-            log.warning("%s is given up: it was not over in time", repr(landing))
+            counted(log, self._counters, "landings_late", "%r is given up: it was not over in time", landing)
             self._stop(landing, "not over in time", now)
         self.pump(now)
 

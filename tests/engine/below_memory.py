@@ -1,0 +1,55 @@
+"""What tests of tiers below memory do with a toy engine and its node."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from contextlib import ExitStack
+
+from node_harness import NodeProcess
+from toy_engine import CHUNK, Request, ToyEngine
+
+import pdx
+from pdx.errors import ArenaFull
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.testing.waiting import wait_until
+
+CHUNKS = 3
+_numbers = itertools.count()
+
+
+def tokens(seed: int, chunks: int = CHUNKS) -> list[int]:
+    """A prompt of so many chunks and a bit."""
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(chunks * CHUNK + 2)]
+
+
+def run(engine: ToyEngine, prompt: list[int]) -> int:
+    """A request from its question to its end; how many of its tokens were loaded."""
+    request = Request(f"request-{next(_numbers)}", prompt)
+    assert engine.admit(request) == set()
+    found = request.num_computed
+    engine.step((request, len(prompt) - found))
+    engine.check_cache(request, len(prompt))
+    engine.finish(request)
+    return found
+
+
+def forget(node: NodeProcess, nbytes: int = 1) -> None:
+    """Others take the room of what memory has."""
+    wait_until(lambda: set(node.status().chunks) <= {"sealed"}, what="nothing is written")
+    wait_until(lambda: not any(tier.copies for tier in node.status().tiers), what="nothing is stored")
+    with pdx.connect(node.address) as client, ExitStack() as held:
+        for number in range(node.config.arena_bytes // GRANULE_BYTES):
+            try:
+                held.enter_context(client.reserve(f"filler {number}", nbytes))
+            except ArenaFull:
+                return
+
+
+def stored(node: NodeProcess, count: int) -> None:
+    def has_stored() -> bool:
+        counters = node.status().counters
+        return counters.get("disk_stored", 0) + counters.get("remote_stored", 0) >= count
+
+    wait_until(has_stored, what="all are stored")

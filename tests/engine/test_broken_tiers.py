@@ -1,0 +1,247 @@
+"""Tiers that break below an engine: every prompt has the right pages, no question waits for longer than settings say,
+and engine and node go on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import broken_node
+import msgspec
+import pytest
+from node_harness import MIB, NodeProcess
+from remote_bed import Redis, made
+from toy_engine import CHUNK, Request, ToyEngine
+
+import pdx
+from pdx.config import NodeConfig
+from pdx.errors import ArenaFull
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.testing.waiting import wait_until
+
+CHUNKS = 3
+LOOKUP_S, REMOTE_S, FETCH_S = 0.3, 0.5, 1.0
+BOUND_S = 10 * (LOOKUP_S + REMOTE_S + FETCH_S)  # generous: cores are shared
+SILENT_S = 120.0  # the engine would wait for a fourth of this, and the node for what it is told
+
+
+class Node(NodeProcess):
+    """A node of `broken_node.py`."""
+
+    def __init__(self, config: NodeConfig, place: Path) -> None:
+        self.config, self.address = config, config.address
+        command = [sys.executable, broken_node.__file__, msgspec.json.encode(config).decode(), str(place)]
+        with open(f"{place}/node.sock.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def warnings(self, word: str) -> list[str]:
+        return [line for line in self.log.splitlines() if " WARNING " in line and word in line]
+
+
+class Bed:
+    """An engine, its node, and the tier below it that breaks."""
+
+    def __init__(self, node: Node, engine: ToyEngine) -> None:
+        self.node, self.engine = node, engine
+        self.numbers = itertools.count()
+        self.longest_s = 0.0  # of the questions
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.node.status().counters
+
+    def run(self, prompt: list[int]) -> int:
+        """A request from its question to its end; how many of its tokens were loaded."""
+        request = Request(f"request-{next(self.numbers)}", prompt)
+        started = time.monotonic()
+        external = self.engine.match(request, deadline_s=SILENT_S)
+        self.longest_s = max(self.longest_s, time.monotonic() - started)
+        self.engine.allocate(request, external)
+        if external:
+            assert self.engine.finish_load(request) == set()
+            request.num_computed = external
+        self.engine.step((request, len(prompt) - external))
+        self.engine.check_cache(request, len(prompt))
+        self.engine.finish(request)
+        return external
+
+    def forget(self) -> None:
+        """Others take the room of what memory has."""
+        with pdx.connect(self.node.address) as client, ExitStack() as held:
+            for number in range(MIB // GRANULE_BYTES):
+                try:
+                    held.enter_context(client.reserve(f"filler {number}", 1))
+                except ArenaFull:  # something is being stored, or written by who does not come back
+                    return
+
+    def comes_again(self, prompt: list[int]) -> bool:
+        """Whether it comes from below."""
+        loaded = self.moved("loaded")
+        self.forget()
+        return self.run(prompt) >= CHUNKS * CHUNK and self.moved("loaded") > loaded
+
+    def moved(self, how: str) -> int:
+        """Chunks that were stored in the tier, or loaded."""
+        return sum(self.counters.get(f"{kind}_{how}", 0) for kind in ("disk", "remote"))
+
+
+def tokens(seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(CHUNKS * CHUNK + 2)]
+
+
+@pytest.fixture
+def start(address: str, place: Path) -> Iterator[Callable[..., Bed]]:
+    with ExitStack() as stack:
+
+        def start(lookup_s: float = SILENT_S, **settings: object) -> Bed:
+            waits = {"remote_lookup_s": LOOKUP_S, "remote_s": REMOTE_S, "fetch_s": FETCH_S}
+            node = Node(NodeConfig(**{"address": address, "arena_bytes": MIB, **waits, **settings}), place)
+            stack.callback(node.close)
+            node.wait_ready()
+            wait_until(lambda: node.status().tiers[0].state.startswith(("ok", "by way")), what="the tier is ready")
+            return Bed(node, stack.enter_context(ToyEngine(address, lookup_s=lookup_s)))
+
+        yield start
+
+
+@pytest.fixture
+def redis(place: Path) -> Iterator[Redis]:
+    server = made("redis", place / "redis").start()
+    yield server
+    server.kill()
+
+
+class HangingRedis:
+    """It answers nothing, and has everything still when it does."""
+
+    counted = ("remote_timeout",)
+
+    def __init__(self, place: Path, request: pytest.FixtureRequest) -> None:
+        self.server = request.getfixturevalue("redis")
+        self.settings = {"remote": self.server.url}
+
+    def fail(self) -> None:
+        self.server.stop()
+
+    def mend(self) -> None:
+        self.server.go_on()
+
+
+class KilledRedis(HangingRedis):
+    """It is started again with nothing in it."""
+
+    counted = ("remote_unreachable",)
+
+    def fail(self) -> None:
+        self.server.kill()
+
+    def mend(self) -> None:
+        self.server.start()
+
+
+class FailingDisk:
+    """Its reads fail."""
+
+    counted: tuple[str, ...] = ("disk_read_failed",)
+    file = "fail"
+
+    def __init__(self, place: Path, request: pytest.FixtureRequest) -> None:
+        self.place = place
+        self.settings = {"disks": [str(place / "disk")]}
+
+    def fail(self) -> None:
+        (self.place / self.file).touch()
+
+    def mend(self) -> None:
+        (self.place / self.file).unlink()
+
+
+class HangingDisk(FailingDisk):
+    """Its reads do not come back before it is mended."""
+
+    counted = ("copies_late",)
+    file = "hang"
+
+
+class LostDisk(FailingDisk):
+    """Its folder is removed, and stays so: the node is that of the folder that it was given."""
+
+    counted = ("disk_write_failed",)
+
+    def fail(self) -> None:
+        shutil.rmtree(self.place / "disk")
+
+    mend = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [HangingRedis, KilledRedis, FailingDisk, HangingDisk, LostDisk])
+def test_a_tier_that_breaks_costs_computing_and_nothing_else(
+    kind: type, start: Callable[..., Bed], place: Path, request: pytest.FixtureRequest
+) -> None:
+    tier = kind(place, request)
+    bed = start(**tier.settings)
+    old = [tokens(seed) for seed in range(4)]
+    for prompt in old:
+        assert bed.run(prompt) == 0
+    wait_until(lambda: bed.moved("stored") >= len(old) * CHUNKS, what="all are stored")
+    assert bed.comes_again(old[0])
+    bed.forget()
+    bed.longest_s = 0.0
+    tier.fail()
+    for turn in range(3):
+        for prompt in (*old, tokens(100 + turn)):
+            bed.run(prompt)
+        wait_until(lambda turn=turn: bed.run(tokens(100 + turn)) >= CHUNKS * CHUNK, what="what memory has is found")
+        bed.forget()
+    assert bed.longest_s <= BOUND_S
+    assert bed.engine.is_attached
+    for name in tier.counted:
+        wait_until(lambda name=name: bed.counters.get(name), what=f"{name} is counted")
+        assert len(bed.node.warnings(name)) == 1, bed.node.log
+    assert len(bed.node.warnings("")) <= 5, bed.node.log
+    if tier.mend is not None:
+        tier.mend()
+        new = tokens(200)
+        bed.run(new)
+        wait_until(lambda: bed.comes_again(new), what="it is used again")
+    wait_until(lambda: not bed.node.status().leases, what="nothing is held")
+    assert "internal_errors" not in bed.counters, bed.node.log
+
+
+def test_a_request_that_was_preempted_waits_for_a_slow_tier_as_one_that_is_new(
+    start: Callable[..., Bed], place: Path
+) -> None:
+    """It asks again where the node says that more may come, and what has come then is a hit."""
+    disk = place / "disk"
+    bed = start(disks=[str(disk)], fetch_s=60.0, lookup_s=2.0)
+    request = Request("preempted", tokens(0))
+    assert bed.engine.admit(request) == set()
+    bed.engine.step((request, request.num_tokens))
+    wait_until(lambda: bed.moved("stored") == CHUNKS, what="all are stored")
+    (place / "hang").touch()
+    bed.engine.preempt(request)
+    bed.forget()
+    tracked = bed.engine.scheduler.track(request)
+    first = wait_until(
+        lambda: bed.engine.scheduler_guard.matched_tokens(request, 0) is None and tracked.asked, what="it asks"
+    )
+
+    def asks_again() -> bool:
+        assert bed.engine.scheduler_guard.matched_tokens(request, 0) is None, "nothing is there yet"
+        return tracked.asked not in (None, first)
+
+    wait_until(asks_again, what="it asks again")
+    (place / "hang").unlink()
+    assert bed.engine.match(request) == CHUNKS * CHUNK
+    bed.engine.allocate(request, CHUNKS * CHUNK)
+    assert bed.engine.finish_load(request) == set()
+    bed.engine.check_cache(request, CHUNKS * CHUNK)
+    bed.engine.finish(request)

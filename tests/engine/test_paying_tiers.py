@@ -1,0 +1,153 @@
+"""A hit is never slower than computing, whatever the length of the prompt and the pace of a tier (invariant 10).
+
+A real Redis behind a line of a certain pace, and an engine whose pace is pinned: it computes a chunk in `CHUNK_S`, says
+its worker. The test counts what the node has decided, and the bytes that the line has passed on for it. It measures no
+time, because that depends on who else has the cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from node_harness import NodeProcess
+from remote_bed import made
+from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
+
+import pdx
+from pdx.bench.store.paying import Relay
+from pdx.engine.pace import Pace
+from pdx.errors import ArenaFull
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Ping
+
+PAGE_BYTES = 16 << 10
+CHUNK_BYTES = LAYERS * CHUNK // BLOCK * PAGE_BYTES  # 192 KiB
+CHUNK_S = 0.1
+PAR = CHUNK_BYTES / CHUNK_S  # bytes per second at which a load takes as long as computing
+LENGTHS = (1, 4, 16)  # chunks
+TURNS = 3
+MOST = 1.05  # of the time of computing
+FILLER_BYTES = 64 << 10
+
+
+@dataclass
+class Outcome:
+    """What became of one request of `chunks` whole chunks."""
+
+    chunks: int
+    hits: int
+    waited_s: float  # between question and answer, says the node; 0: it has answered at once
+    line_bytes: int  # that the line has passed on until then
+    counted: int  # chunks, or looks at the store, that were left because loading takes too long
+    is_known: bool  # whether the node knew that the store has the first that is missing
+
+    def took_s(self, rate: float) -> float:
+        """What the request has cost: what came over the line while it waited, and what was computed."""
+        return (self.line_bytes / rate if self.waited_s else 0.0) + (self.chunks - self.hits) * CHUNK_S
+
+
+class Bed:
+    """An engine of pinned pace, its node, and a Redis behind a relay."""
+
+    def __init__(self, node: NodeProcess, engine: ToyEngine, relay: Relay) -> None:
+        self.node, self.engine, self.relay = node, engine, relay
+        self.numbers = itertools.count()
+        connection = engine.workers[0]._link.connection
+        assert connection is not None
+        connection.chunk_s = CHUNK_S
+        assert connection.collect(connection.ask(Ping(chunk_s=CHUNK_S)), 20.0) is not None
+
+    def run(self, prompt: list[int]) -> Outcome:
+        request = Request(f"request-{next(self.numbers)}-", prompt)
+        before, left_out = self.relay.passed_bytes, self.left_out
+        assert self.engine.admit(request) == set()
+        passed, counted = self.relay.passed_bytes - before, self.left_out - left_out
+        hits = request.num_computed // CHUNK
+        self.engine.step((request, len(prompt) - request.num_computed))
+        self.engine.check_cache(request, len(prompt))
+        self.engine.finish(request)
+        with pdx.connect(self.node.address) as client:
+            [told] = client.why(request.request_id).requests
+        is_known = next((reason.kind == "tier" for reason in told.reasons if not reason.is_hit), False)
+        return Outcome(len(prompt) // CHUNK, hits, told.waited_s, passed, counted, is_known)
+
+    def counter(self, name: str) -> int:
+        return self.node.status().counters.get(name, 0)
+
+    @property
+    def left_out(self) -> int:
+        """Chunks that were not loaded because that takes too long."""
+        return self.counter("loads_not_worth") + self.counter("loads_from_slow_tiers")
+
+    def forget(self) -> None:
+        """Others take the room of what memory has."""
+        wait_until(lambda: "filling" not in self.node.status().chunks, what="what was computed is sealed")
+        with pdx.connect(self.node.address) as client, ExitStack() as held:
+            for number in range(self.node.config.arena_bytes // FILLER_BYTES):
+                try:
+                    held.enter_context(client.reserve(f"filler {number}", FILLER_BYTES))
+                except ArenaFull:  # loads that were given up are still being written
+                    return
+
+
+def tokens(seed: int, chunks: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(1000) for _ in range(chunks * CHUNK + 2)]
+
+
+@pytest.fixture
+def make_bed(
+    start_node: Callable[..., NodeProcess], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[float], Bed]]:
+    monkeypatch.setattr(Pace, "chunk_s", CHUNK_S)
+    with ExitStack() as stack:
+
+        def make(fetch_s: float) -> Bed:
+            redis = made("redis", place / "redis").start()
+            stack.callback(redis.kill)
+            relay = Relay(redis.port)
+            stack.callback(relay.close)
+            url = f"redis://127.0.0.1:{relay.port}"
+            node = start_node(remote=url, remote_lookup_s=60.0, remote_s=60.0, fetch_s=fetch_s)
+            wait_until(lambda: node.status().tiers[0].state == "ok", what="the store answers")
+            shape = {"page_bytes": PAGE_BYTES, "num_blocks": 96}
+            engine = stack.enter_context(ToyEngine(node.address, load_in_step="never", **shape))
+            return Bed(node, engine, relay)
+
+        yield make
+
+
+@pytest.mark.parametrize(("speed", "fetch_s"), [(1e6, 5.0), (2.0, 5.0), (1.0, 5.0), (0.1, 0.3)])
+def test_no_request_takes_longer_than_computing_it(
+    make_bed: Callable[[float], Bed], speed: float, fetch_s: float
+) -> None:
+    """After a look at each prompt nothing is waited for that comes too slowly, or that is not there. A store with a
+    load that has taken longer than `fetch_s` is left alone for as long."""
+    bed = make_bed(fetch_s)
+    prompts = [tokens(chunks, chunks) for chunks in LENGTHS]
+    for prompt in prompts:
+        assert bed.run(prompt).hits == 0
+    wait_until(lambda: bed.counter("remote_stored") >= sum(LENGTHS), what="all are stored")
+    bed.relay.rate = speed * PAR
+    for prompt in prompts:
+        bed.forget()
+        bed.run(prompt)
+    outcomes = []
+    for turn, prompt in itertools.product(range(TURNS), prompts):
+        bed.forget()
+        outcomes.append(bed.run(prompt))
+        new = bed.run(tokens(1000 * len(prompt) + turn, outcomes[-1].chunks))
+        assert new.hits == 0
+        assert speed > 1.0 or new.waited_s == 0.0, "an answer that changes nothing is not waited for"
+    for one in outcomes:
+        assert one.took_s(bed.relay.rate) <= MOST * one.chunks * CHUNK_S, one
+        assert one.hits or not one.waited_s, one
+        assert one.hits or one.counted or not one.is_known, one
+    assert any(one.hits and one.waited_s for one in outcomes) is (speed > 1.0), outcomes
+    assert speed > 1.0 or any(one.counted for one in outcomes), outcomes
