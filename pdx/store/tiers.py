@@ -129,7 +129,7 @@ class Tiers:
         """Keys behind `parent` that begin with some of these blocks, and with how many, the most first: two at most, of
         those that a tier may have."""
         for key, count in self._named.like(parent, blocks):
-            is_below = any(tier.find([key], shards) or not self._knows(tier) for tier in self._all())
+            is_below = any(tier.find([key], shards) or self._hides(tier, key) for tier in self._all())
             chunks = self._store.of(key)
             self._store.name(chunks, *self._named.names(key))
             if is_below or chunks:
@@ -140,9 +140,9 @@ class Tiers:
     def _all(self) -> Iterator[Tier]:
         return itertools.chain.from_iterable(self.below)
 
-    def _knows(self, tier: Tier) -> bool:
-        """Whether what it does not find is not there."""
-        return tier.is_ready and not tier.is_shared and not self._is_late(tier)
+    def _hides(self, tier: Tier, key: bytes) -> bool:
+        """Whether a tier may have this key though it does not find it: others store there, or it does not work now."""
+        return tier.is_shared or self._is_late(tier) or bool(tier.why_not(key))
 
     @contextlib.contextmanager
     def _holding(self, keys: Sequence[bytes], shards: int, arenas: Sequence[int]) -> Iterator[None]:
@@ -322,7 +322,7 @@ class Tiers:
         for tier in self._all():
             if is_named and tier.is_shared:
                 continue
-            if self._is_late(tier) and not self._knows(tier) and tier.is_shared:
+            if tier.is_shared and self._is_late(tier):
                 yield "tier", f"{tier.name} was not asked, because it was too slow a moment ago"
             elif why := tier.why_not(key):
                 yield "tier", f"{tier.name} {why}"

@@ -6,17 +6,14 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import broken_node
-import msgspec
 import pytest
-from node_harness import MIB, NodeProcess
+from broken_node import BreakableNode
+from node_harness import MIB
 from remote_bed import Redis, made
 from toy_engine import CHUNK, Request, ToyEngine
 
@@ -32,23 +29,10 @@ BOUND_S = 10 * (LOOKUP_S + REMOTE_S + FETCH_S)  # generous: cores are shared
 SILENT_S = 120.0  # the engine would wait for a fourth of this, and the node for what it is told
 
 
-class Node(NodeProcess):
-    """A node of `broken_node.py`."""
-
-    def __init__(self, config: NodeConfig, place: Path) -> None:
-        self.config, self.address = config, config.address
-        command = [sys.executable, broken_node.__file__, msgspec.json.encode(config).decode(), str(place)]
-        with open(f"{place}/node.sock.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def warnings(self, word: str) -> list[str]:
-        return [line for line in self.log.splitlines() if " WARNING " in line and word in line]
-
-
 class Bed:
     """An engine, its node, and the tier below it that breaks."""
 
-    def __init__(self, node: Node, engine: ToyEngine) -> None:
+    def __init__(self, node: BreakableNode, engine: ToyEngine) -> None:
         self.node, self.engine = node, engine
         self.numbers = itertools.count()
         self.longest_s = 0.0  # of the questions
@@ -103,7 +87,7 @@ def start(address: str, place: Path) -> Iterator[Callable[..., Bed]]:
 
         def start(lookup_s: float = SILENT_S, **settings: object) -> Bed:
             waits = {"remote_lookup_s": LOOKUP_S, "remote_s": REMOTE_S, "fetch_s": FETCH_S}
-            node = Node(NodeConfig(**{"address": address, "arena_bytes": MIB, **waits, **settings}), place)
+            node = BreakableNode(NodeConfig(**{"address": address, "arena_bytes": MIB, **waits, **settings}), place)
             stack.callback(node.close)
             node.wait_ready()
             wait_until(lambda: node.status().tiers[0].state.startswith(("ok", "by way")), what="the tier is ready")
@@ -174,7 +158,7 @@ class HangingDisk(FailingDisk):
 class LostDisk(FailingDisk):
     """Its folder is removed, and stays so: the node is that of the folder that it was given."""
 
-    counted = ("disk_write_failed",)
+    counted = ("disk_gone",)
 
     def fail(self) -> None:
         shutil.rmtree(self.place / "disk")

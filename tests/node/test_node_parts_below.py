@@ -5,10 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
+from broken_node import BreakableNode
 from node_harness import MIB, arenas_of
 from remote_bed import made
 from test_node_parts import GRANULE_BYTES, ROOT, WIDTH, asking, names
 
+from pdx.config import NodeConfig
 from pdx.memory.keys import KEY_BYTES
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Admit, Delete, Fill, Ping, Release
@@ -222,3 +224,19 @@ def test_of_all_that_was_ever_kept_the_best_is_found(engine, seed):
         assert found[:hits] == [content(key(one[: at * WIDTH])) for at in range(1, hits + 1)]
         begins = [each for each in siblings if each.startswith(one[: hits * WIDTH + most])]
         assert not most or found[hits] in [content(key(each)) for each in begins]
+
+
+def test_a_disk_that_cannot_be_read_for_a_while_still_has_what_begins_alike(place, address, attach, disk):
+    node = BreakableNode(NodeConfig(address=address, arena_bytes=4 * MIB, disks=[disk]), place)
+    try:
+        node.wait_ready()
+        engine = Engine(node, attach)
+        engine.keep("abcd")
+        engine.forget()
+        (place / "fail").touch()
+        assert engine.look("abxy") == (0, 0, [])
+        assert engine.look("abxy") == (0, 0, []), "nothing of it is read for some seconds"
+        (place / "fail").unlink()
+        wait_until(lambda: engine.look("abxy") == (0, 2, [content(key("abcd"))]), what="it is read again")
+    finally:
+        node.close()

@@ -6,15 +6,33 @@ FOLDER/hang, none comes back. Tiers pause shortly: a test waits until they are t
 
 import errno
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
+from node_harness import NodeProcess
+
+from pdx.config import NodeConfig
 from pdx.node.__main__ import main
-from pdx.store.disk import tier as disk
+from pdx.store.disk import health, tier
 from pdx.store.remote import tier as remote
 
 PAUSE_S = 1.0
+
+
+class BreakableNode(NodeProcess):
+    """Such a node, with its log and what breaks it in the folder `place`."""
+
+    def __init__(self, config: NodeConfig, place: Path) -> None:
+        self.config, self.address = config, config.address
+        command = [sys.executable, __file__, msgspec.json.encode(config).decode(), str(place)]
+        with open(f"{place}/node.sock.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def warnings(self, word: str) -> list[str]:
+        return [line for line in self.log.splitlines() if " WARNING " in line and word in line]
 
 
 def broken(folder):
@@ -32,6 +50,6 @@ def broken(folder):
 
 
 if __name__ == "__main__":
-    disk.PAUSE_S = remote.PAUSE_S = disk.JOIN_S = PAUSE_S
+    health.PAUSE_S = remote.PAUSE_S = tier.SILENT_S = PAUSE_S
     os.preadv = broken(Path(sys.argv[2]))
     sys.exit(main())
