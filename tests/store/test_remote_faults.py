@@ -2,14 +2,16 @@
 
 import logging
 import socket
+import threading
 import time
+from collections import Counter
 
 import pytest
-from remote_bed import Bed, Redis, certificate, free_port, key, made, why_not
+from remote_bed import Bed, Redis, Relay, certificate, free_port, key, made, why_not
 
-from pdx.errors import ConfigError
+from pdx.errors import ConfigError, TierError
 from pdx.store.remote.backend import RemoteSettings, open_backend
-from pdx.store.remote.tier import MAX_FAILURES, NOT_THERE_S, PAUSE_S
+from pdx.store.remote.tier import MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
 
 LOOP_S = 0.1  # what a call of the control loop takes at most, also where a core is taken away
 
@@ -84,7 +86,7 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     bed.end(copies[0])
     redis.kill()
     kinds = {error.kind for copy in copies if (error := bed.end(copy)) is not None}
-    assert kinds <= {"unreachable", "timeout", "failed"}
+    assert kinds <= {"unreachable", "timeout", "failed", "paused"}
     assert not bed.tier._under_way
     while bed.counters["remote_paused"] == 0:
         bed.store(99)
@@ -128,6 +130,91 @@ def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, monke
     finally:
         server.go_on()
         server.kill()
+
+
+@pytest.fixture(params=["redis", "s3"])
+def trickling(request, tmp_path, monkeypatch, beds):
+    """A tier over a store behind a relay, and the relay; the chunks 1 and 2 are in the store, and 1 is known."""
+    server = made(request.param, tmp_path / "server").start()
+    relay = Relay(server.port)
+    for name, value in server.env().items() if hasattr(server, "env") else ():
+        monkeypatch.setenv(name, value.replace(str(server.port), str(relay.port)))
+    try:
+        bed = beds(server.url.replace(str(server.port), str(relay.port)), timeout_s=2.0, lookup_s=0.5).opened()
+        assert [bed.store(1), bed.store(2)] == [None, None]
+        assert bed.sought([1]) == 1
+        relay.trickles.set()
+        yield bed, relay
+    finally:
+        relay.close()
+        server.kill()
+
+
+def test_a_store_that_trickles_costs_its_deadline_and_no_more(trickling):
+    """Each byte comes in time, and the last of them in hours."""
+    bed, relay = trickling
+    started_at = time.monotonic()
+    loads = [bed.start("load", 1, at=at) for at in range(THREADS)]
+    assert bed.sought([2]) == 0
+    assert not any(load.number in bed.over for load in loads), "a question does not wait for loads"
+    assert {bed.end(load).kind for load in loads} == {"timeout"}
+    assert time.monotonic() - started_at < 5 * 2.0
+    assert bed.counters["remote_timeout"] == 1 + THREADS + bed.counters["remote_paused"]
+    assert bed.counters["remote_paused"] == 1
+    assert bed.tier.status().state.startswith("timeout")
+    bed.now += PAUSE_S
+    assert not bed.tier.takes_stores
+    until(bed, lambda: bed.counters["remote_paused"] == 2)
+    relay.trickles.clear()
+    bed.now += PAUSE_S
+    bed.tier.seeks([key(1)], 1)
+    until(bed, lambda: bed.tier._is_open)
+    assert bed.sought([1, 2]) == 2
+    assert bed.load(2) is None
+
+
+def test_a_question_of_many_names_has_one_deadline(monkeypatch):
+    """Where each name is a request of its own, each is answered in time, and all of them are not."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    backend = opened("s3://bucket", lookup_s=0.5)
+    never = threading.Event()
+    monkeypatch.setattr(backend, "_head", lambda name, nbytes: never.wait(0.3))
+    started_at = time.monotonic()
+    with pytest.raises(TierError) as raised:
+        backend.heads([str(number) for number in range(100 * backend.batch)], 100)
+    backend.close()
+    assert raised.value.kind == "timeout"
+    assert time.monotonic() - started_at < 20 * 0.5, "not 100 times 0.3 s"
+
+
+def test_closing_waits_no_longer_for_a_store_that_trickles_than_its_deadline(trickling):
+    bed, _ = trickling
+    copies = [bed.start("load", 1, at=at) for at in range(2 * THREADS)]
+    copies += [bed.start("store", 10 + at, at=at) for at in range(2 * THREADS)]
+    bed.tier.seeks([key(2)], 1)
+    started_at = time.monotonic()
+    bed.tier.close()
+    assert time.monotonic() - started_at < 5 * 2.0
+    assert {bed.end(copy).kind for copy in copies} <= {"timeout", "cancelled"}
+
+
+def test_what_waits_for_a_thread_ends_with_the_pause(beds, redis):
+    """Not each with a deadline of its own, one after the other."""
+    bed = beds(redis.url, timeout_s=1.0, lookup_s=0.5).opened()
+    assert bed.store(1) is None
+    redis.stop()
+    try:
+        copies = [bed.start("load", 1, at=at % 8) for at in range(20 * THREADS)]
+        copies += [bed.start("store", 2, at=8) for _ in range(20 * THREADS)]
+        started_at = time.monotonic()
+        kinds = Counter(bed.end(copy).kind for copy in copies)
+        assert time.monotonic() - started_at < 10 * 1.0
+    finally:
+        redis.go_on()
+    assert kinds.keys() == {"timeout", "paused"}
+    assert kinds["timeout"] <= 4 * THREADS
+    assert bed.counters["remote_not_asked"] + bed.counters["remote_left_out"] == kinds["paused"]
 
 
 def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path):

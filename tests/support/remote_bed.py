@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import queue
@@ -11,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -253,6 +256,72 @@ class SeaweedFs(Server):
     def names(self):
         found = [each["path"] for batch in obstore.list(self._store()) for each in batch]
         return sorted(name.removeprefix("team/") for name in found if not name.endswith("made"))
+
+
+TRICKLE_S = 0.2
+
+
+class Relay:
+    """Passes TCP connections on to a server at `to`. What comes back trickles while `trickles` is set: a byte each
+    `TRICKLE_S`. After `cut_after` bytes of answers, if that is set, `on_cut` is called once and no byte follows."""
+
+    def __init__(self, to):
+        self.trickles = threading.Event()
+        self.cut_after, self.on_cut = None, None
+        self._to, self._over, self._lock = to, threading.Event(), threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._pairs = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                pair = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                self._pairs.append(pair)
+                for source, to in (pair, pair[::-1]):
+                    self._threads.append(threading.Thread(target=self._pass, args=(source, to, to is pair[0])))
+                    self._threads[-1].start()
+
+    def _pass(self, source, to, is_answer):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_answer:
+                    data = self._cut(data)
+                while is_answer and data and self.trickles.is_set() and not self._over.wait(TRICKLE_S):
+                    to.sendall(data[:1])
+                    data = data[1:]
+                to.sendall(data)
+        self._hang_up(source, to)
+
+    @staticmethod
+    def _hang_up(*sockets):
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _cut(self, data):
+        with self._lock:
+            if self.cut_after is None:
+                return data
+            is_now = 0 <= self.cut_after < len(data)
+            data = data[: max(self.cut_after, 0)]
+            self.cut_after = -1 if is_now else self.cut_after - len(data)
+        if is_now:
+            self.on_cut()
+        return data
+
+    def close(self):
+        self._over.set()
+        self._hang_up(self._listener)
+        self._threads[0].join()
+        for pair in self._pairs:
+            self._hang_up(*pair)
+        for thread in self._threads:
+            thread.join()
+        for each in itertools.chain([self._listener], *self._pairs):
+            each.close()
 
 
 def why_not(kind):
