@@ -128,6 +128,10 @@ class Redis(Server):
             ["redis-cli", "-p", str(self.port), "-x", "SET", f"pdx:{name}"], input=data, check=True, stdout=-3
         )
 
+    def put_list(self, name):
+        self.cli("DEL", f"pdx:{name}")
+        self.cli("LPUSH", f"pdx:{name}", "x")
+
     def raw(self, name):
         return self.cli("GET", f"pdx:{name}")
 
@@ -166,6 +170,10 @@ class Cluster:
 
     def put(self, name, data):
         self._ask("-x", "SET", f"pdx:{name}", input=data)
+
+    def put_list(self, name):
+        self._ask("DEL", f"pdx:{name}")
+        self._ask("LPUSH", f"pdx:{name}", "x")
 
     def raw(self, name):
         return self._ask("GET", f"pdx:{name}")

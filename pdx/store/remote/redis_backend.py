@@ -143,14 +143,22 @@ class RedisBackend(Backend):
                 pipeline.getrange(self._name(name), 0, nbytes - 1)
                 pipeline.strlen(self._name(name))
                 pipeline.exists(self._name(name))
-            answers = pipeline.execute()
+            answers = pipeline.execute(raise_on_error=False)
+            for error in answers:
+                if isinstance(error, Exception) and not _is_of_type(error):
+                    raise error
         triples = zip(answers[::3], answers[1::3], answers[2::3], strict=True)
-        return [Found(memoryview(head), size) if is_there else None for head, size, is_there in triples]
+        return [_found(*triple) for triple in triples]
 
     def read(self, name: str) -> memoryview | None:
         """See `Backend.read`."""
         with self._call("reads") as client:
-            data = client.get(self._name(name))
+            try:
+                data = client.get(self._name(name))
+            except redis.ResponseError as error:
+                if not _is_of_type(error):
+                    raise
+                data = b""
         return memoryview(data) if data is not None else None
 
     def write(self, name: str, data: bytes) -> None:
@@ -187,6 +195,18 @@ class RedisBackend(Backend):
             raise TierError(f"{self.place}: {str(error) or type(error).__name__}", kind) from error
         finally:
             del _this.ends_at
+
+
+def _is_of_type(error: Exception) -> bool:
+    """Whether there is something under the name, but a list, say. It counts as without a byte, so that it is no chunk
+    and one takes its place, and the store is not to blame."""
+    return isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error)
+
+
+def _found(head: bytes | Exception, size: int | Exception, is_there: int) -> Found | None:
+    if isinstance(head, Exception) or isinstance(size, Exception):
+        head, size = b"", 0
+    return Found(memoryview(head), size) if is_there else None
 
 
 def _kind(error: redis.RedisError | OSError) -> str:
