@@ -304,6 +304,20 @@ def test_tls_is_checked(beds, tmp_path):
         server.kill()
 
 
+def test_a_certificate_of_another_host_is_refused(beds, tmp_path):
+    if why := why_not("redis"):
+        pytest.skip(why)
+    cert = certificate(tmp_path, host="127.0.0.2")
+    server = Redis(tmp_path / "redis", tls=cert).start()
+    try:
+        bed = beds(server.url, ca=str(cert[0]))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
+        assert beds(server.url.replace("127.0.0.1", "127.0.0.2"), ca=str(cert[0])).opened().store(1) is None
+    finally:
+        server.kill()
+
+
 def test_who_is_no_store_at_all(beds, caplog):
     """Somebody who accepts and says nothing sensible."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -56,11 +56,11 @@ def free_port():
         return port
 
 
-def certificate(folder, name="server"):
-    """A certificate for 127.0.0.1 that signs itself: its file, and that of its key."""
+def certificate(folder, name="server", host="127.0.0.1"):
+    """A certificate for this host that signs itself: its file, and that of its key."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout {key} -out {cert}"
-    subprocess.run([*command.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    subprocess.run([*command.split(), "-addext", f"subjectAltName=IP:{host}"], check=True, capture_output=True)
     return cert, key
 
 
@@ -117,7 +117,18 @@ class Redis(Server):
             cert, secret = map(str, self.tls)
             where = ["--port", "0", "--tls-port", str(self.port), "--tls-cert-file", cert, "--tls-key-file", secret]
             where += ["--tls-auth-clients", "no"]
-        return ["redis-server", *where, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *self.flags]
+        return [
+            "redis-server",
+            *where,
+            "--bind",
+            "127.0.0.1",
+            "127.0.0.2",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            *self.flags,
+        ]
 
     def cli(self, *words):
         done = subprocess.run(["redis-cli", "-p", str(self.port), *words], capture_output=True, check=True)

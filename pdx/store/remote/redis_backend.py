@@ -100,7 +100,11 @@ class RedisBackend(Backend):
             "connection_class": _Plain,
         }
         if REDIS_SCHEMES[parts.scheme]:
-            self._settings |= {"ssl_cert_reqs": "required", "ssl_ca_certs": settings.ca or None}
+            self._settings |= {
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+                "ssl_ca_certs": settings.ca or None,
+            }
             self._settings["connection_class"] = _Tls
         self._timeouts = {"reads": settings.timeout_s, "looks": settings.lookup_s}
         self._clients: dict[str, Any] = {}
