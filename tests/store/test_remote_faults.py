@@ -7,38 +7,12 @@ import time
 from collections import Counter
 
 import pytest
-from remote_bed import Bed, Redis, Relay, certificate, free_port, key, made, why_not
+from remote_bed import Redis, Relay, free_port, key, made, opened, until, why_not
 
-from pdx.errors import ConfigError, TierError
-from pdx.store.remote.backend import RemoteSettings, open_backend
+from pdx.errors import TierError
 from pdx.store.remote.tier import MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
 
 LOOP_S = 0.1  # what a call of the control loop takes at most, also where a core is taken away
-
-
-@pytest.fixture
-def beds(tmp_path):
-    beds = []
-
-    def make(url, **settings):
-        beds.append(Bed(tmp_path / f"bed{len(beds)}", url, **settings))
-        return beds[-1]
-
-    yield make
-    for bed in beds:
-        bed.close()
-
-
-@pytest.fixture
-def redis(tmp_path):
-    server = made("redis", tmp_path / "redis").start()
-    yield server
-    server.kill()
-
-
-def until(bed, condition):
-    while not condition():
-        bed.turn()
 
 
 def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog):
@@ -239,85 +213,6 @@ def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path
         server.kill()
 
 
-def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
-    assert beds(redis.url).opened().store(1) is None
-    redis.cli("ACL", "SETUSER", "reader", "on", ">told", "~pdx:*", "+@read", "+ping", "+client", "+hello")
-    monkeypatch.setenv("PDX_REMOTE_USER", "reader")
-    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "told")
-    bed = beds(redis.url).opened()
-    assert bed.store(2).kind == "denied"
-    assert not bed.tier.takes_stores
-    assert bed.sought([1]) == 1
-    assert bed.load(1) is None
-
-
-def test_wrong_credentials_are_said(beds, redis, monkeypatch, caplog):
-    redis.cli("CONFIG", "SET", "requirepass", "the right one")
-    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "a wrong one")
-    bed = beds(redis.url)
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_denied"] == 1
-    assert "denied" in bed.tier.status().state
-    assert "a wrong one" not in caplog.text
-
-
-def test_credentials_come_from_a_file(beds, redis, tmp_path):
-    redis.cli("CONFIG", "SET", "requirepass", "the right one")
-    file = tmp_path / "remote.toml"
-    file.touch(mode=0o600)
-    file.write_text('password = "the right one"\n')
-    assert beds(redis.url, credentials=str(file)).opened().store(1) is None
-
-
-def test_wrong_credentials_of_s3_are_said(beds, tmp_path, monkeypatch):
-    server = made("s3", tmp_path / "server").start()
-    try:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        file = tmp_path / "remote.toml"
-        file.touch(mode=0o600)
-        file.write_text('access_key_id = "somebody"\nsecret_access_key = "wrong"\n')
-        bed = beds(server.url, credentials=str(file))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_denied"] == 1
-    finally:
-        server.kill()
-
-
-def test_tls_is_checked(beds, tmp_path):
-    if why := why_not("redis"):
-        pytest.skip(why)
-    cert = certificate(tmp_path)
-    other, _ = certificate(tmp_path, "other")
-    server = Redis(tmp_path / "redis", tls=cert).start()
-    try:
-        assert beds(server.url, ca=str(cert[0])).opened().store(1) is None
-        bed = beds(server.url, ca=str(other))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        bed = beds(server.url)
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        bed = beds(server.url.replace("rediss", "redis"))
-        until(bed, lambda: bed.counters["remote_paused"])
-    finally:
-        server.kill()
-
-
-def test_a_certificate_of_another_host_is_refused(beds, tmp_path):
-    if why := why_not("redis"):
-        pytest.skip(why)
-    cert = certificate(tmp_path, host="127.0.0.2")
-    server = Redis(tmp_path / "redis", tls=cert).start()
-    try:
-        bed = beds(server.url, ca=str(cert[0]))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        assert beds(server.url.replace("127.0.0.1", "127.0.0.2"), ca=str(cert[0])).opened().store(1) is None
-    finally:
-        server.kill()
-
-
 def test_who_is_no_store_at_all(beds, caplog):
     """Somebody who accepts and says nothing sensible."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -340,71 +235,3 @@ def test_one_bug_of_a_client_costs_one_question(beds, redis, monkeypatch, caplog
         assert any(record.levelno == logging.ERROR for record in caplog.records)
     bed.now += NOT_THERE_S + 0.1
     assert bed.sought([1]) == 1
-
-
-# ---- what is said at the start --------------------------------------------------------------
-
-
-def opened(url, **settings):
-    return open_backend(RemoteSettings(**{"url": url, "timeout_s": 1.0, "lookup_s": 1.0} | settings))
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "valkey://",
-        "valkey://host:port",
-        "valkey://host:99999",
-        "valkey://host/one",
-        "valkey://host?db=1",
-        "s3://",
-        "s3://bucket?region=x",
-        "http://host/bucket",
-        "/var/cache",
-        "",
-    ],
-)
-def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(ConfigError, match=r"no address of a remote store"):
-        opened(url)
-
-
-@pytest.mark.parametrize("url", ["valkey://me:secret@host", "rediss://:secret@host", "s3://key:secret@bucket/x"])
-def test_credentials_in_an_address_are_refused_and_not_repeated(url):
-    with pytest.raises(ConfigError, match="PDX_REMOTE_PASSWORD") as raised:
-        opened(url)
-    assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "why"),
-    [
-        ("password = 'x'", 0o644, "chmod 600"),
-        ("pass = 'x'", 0o600, "unknown field `pass`"),
-        ("password = 1", 0o600, "Expected `str`"),
-        ("password", 0o600, "no TOML"),
-        (None, 0, "cannot be read: No such file"),
-    ],
-)
-def test_a_file_of_credentials_that_is_none_is_refused(tmp_path, text, mode, why):
-    file = tmp_path / "remote.toml"
-    if text is not None:
-        file.touch(mode=mode)
-        file.write_text(text)
-    with pytest.raises(ConfigError, match=why):
-        opened("valkey://host", credentials=str(file))
-
-
-def test_a_file_of_certificates_that_is_missing_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="certificates"):
-        opened("rediss://host", ca=str(tmp_path / "none.pem"))
-
-
-@pytest.mark.parametrize(("url", "module", "extra"), [("valkey://h", "redis", "redis"), ("s3://b", "obstore", "s3")])
-def test_a_package_that_is_missing_is_named(monkeypatch, url, module, extra):
-    import sys
-
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"pdx.store.remote.{extra}_backend", raising=False)
-    with pytest.raises(ConfigError, match=rf"pip install 'pdx-transport\[{extra}\]'"):
-        opened(url)

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -64,6 +65,18 @@ def certificate(folder, name="server", host="127.0.0.1"):
     return cert, key
 
 
+def signed(folder, name="signed", host="127.0.0.1"):
+    """A certificate for this host that an authority signs: the files of the authority, of itself and of its key."""
+    ca, ca_key, cert, key = (folder / f"{name}-{rest}" for rest in ("ca.pem", "ca.key", "server.pem", "server.key"))
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2"
+    own = f"{command} -subj /CN={name} -keyout {ca_key} -out {ca} -addext basicConstraints=critical,CA:TRUE"
+    subprocess.run(own.split(), check=True, capture_output=True)
+    own = f"{command} -subj /CN={host} -keyout {key} -out {cert} -CA {ca} -CAkey {ca_key}"
+    own += f" -addext subjectAltName=IP:{host} -addext basicConstraints=critical,CA:FALSE"
+    subprocess.run(own.split(), check=True, capture_output=True)
+    return ca, cert, key
+
+
 class Server:
     """A process that a test starts, kills and starts again at the same port."""
 
@@ -98,6 +111,7 @@ class Server:
 
     def stop(self):
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # all of its threads
 
     def go_on(self):
         self.process.send_signal(signal.SIGCONT)
@@ -223,13 +237,15 @@ class SeaweedFs(Server):
             "-s3",
             f"-s3.port={self.port}",
             f"-s3.config={self.folder}/s3.json",
+            *(f"-s3.{name}.file={file}" for name, file in zip(("cert", "key"), self.tls, strict=False)),
             "-master.volumeSizeLimitMB=64",
             "-volume.max=16",
         ]
 
-    def __init__(self, folder):
+    def __init__(self, folder, tls=()):
         super().__init__(folder)
-        self.others = [free_port() for _ in range(3)]
+        self.others, self.tls = [free_port() for _ in range(3)], tls
+        self.endpoint = f"http{'s' if tls else ''}://127.0.0.1:{self.port}"
 
     def start(self):
         super().start()
@@ -238,7 +254,7 @@ class SeaweedFs(Server):
 
     def is_up(self):
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1)
+            urllib.request.urlopen(self.endpoint, timeout=1, context=ssl._create_unverified_context())
         except urllib.error.HTTPError:
             return True
         except OSError:
@@ -247,7 +263,7 @@ class SeaweedFs(Server):
 
     def env(self):
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": KEY_ID,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_REGION": "us-east-1",
@@ -255,7 +271,8 @@ class SeaweedFs(Server):
 
     def _store(self):
         own = {name.removeprefix("AWS_").lower(): value for name, value in self.env().items()}
-        return S3Store("chunks", prefix="team", client_options={"allow_http": True, "timeout": "20s"}, **own)
+        options = {"allow_http": True, "allow_invalid_certificates": True, "timeout": "20s"}
+        return S3Store("chunks", prefix="team", client_options=options, **own)
 
     def _makes_bucket(self):
         from obstore.exceptions import BaseError
@@ -464,3 +481,12 @@ class Bed:
                 self.turn()
             assert left[0] in self.found
             self.found.clear()
+
+
+def until(bed, condition):
+    while not condition():
+        bed.turn()
+
+
+def opened(url, **settings):
+    return open_backend(RemoteSettings(**{"url": url, "timeout_s": 1.0, "lookup_s": 1.0} | settings))

@@ -194,7 +194,11 @@ class RedisBackend(Backend):
         _this.ends_at = time.monotonic() + self._timeouts[which]
         try:
             yield self._client(which)
-        except (redis.RedisError, OSError) as error:  # the latter of a resolver, say
+        except (
+            redis.RedisError,
+            redis.exceptions.RedisClusterException,
+            OSError,
+        ) as error:  # the last of a resolver, say
             kind = _kind(error) if time.monotonic() < _this.ends_at else "timeout"
             raise TierError(f"{self.place}: {str(error) or type(error).__name__}", kind) from error
         finally:
@@ -213,7 +217,7 @@ def _found(head: bytes | Exception, size: int | Exception, is_there: int) -> Fou
     return Found(memoryview(head), size) if is_there else None
 
 
-def _kind(error: redis.RedisError | OSError) -> str:
+def _kind(error: Exception) -> str:
     by_class = {
         redis.exceptions.OutOfMemoryError: "full",
         redis.exceptions.AuthenticationError: "denied",

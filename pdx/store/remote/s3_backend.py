@@ -40,8 +40,6 @@ class S3Backend(Backend):
         """:raises ConfigError: the environment or the address is not what the client needs."""
         self.place = settings.url
         self._ttl_s = settings.ttl_s
-        if settings.ca:  # the client has no option for it, and reads this variable
-            os.environ["SSL_CERT_FILE"] = settings.ca
         own: dict[str, Any] = {
             "access_key_id": credentials.access_key_id,
             "secret_access_key": credentials.secret_access_key,
@@ -62,7 +60,8 @@ class S3Backend(Backend):
 
         try:
             self._timeouts = {"reads": settings.timeout_s, "looks": settings.lookup_s}
-            self._stores = {which: opened(timeout_s) for which, timeout_s in self._timeouts.items()}
+            with _certificates(settings.ca):
+                self._stores = {which: opened(timeout_s) for which, timeout_s in self._timeouts.items()}
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{settings.url}: {error}") from error
         self._pool = futures.ThreadPoolExecutor(self.batch, "pdx-s3")
@@ -131,6 +130,21 @@ class S3Backend(Backend):
             if kind == "unreachable" and time.monotonic() >= ends_at:
                 kind = "timeout"  # the client's text says no more than that it was sending the request
             raise TierError(f"{self.place}: {text[:300]}", kind) from error
+
+
+@contextlib.contextmanager
+def _certificates(file: str) -> Iterator[None]:
+    """Clients that are made meanwhile trust these alone: they have no option for it, and read a variable."""
+    before = os.environ.get("SSL_CERT_FILE")
+    if file:
+        os.environ["SSL_CERT_FILE"] = file
+    try:
+        yield
+    finally:
+        if file:
+            del os.environ["SSL_CERT_FILE"]
+        if before is not None:
+            os.environ["SSL_CERT_FILE"] = before
 
 
 def _told(error: Exception) -> tuple[str, str]:
