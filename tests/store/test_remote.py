@@ -105,6 +105,19 @@ def test_what_is_known_is_not_asked_for(bed, numbers, monkeypatch):
     assert not bed.tier.find([key(numbers[0])], 1)
 
 
+def test_what_is_known_is_bounded(bed, numbers, monkeypatch):
+    """What was found first is forgotten first, and asked for again."""
+    monkeypatch.setattr("pdx.store.remote.tier.MAX_KNOWN", 4)
+    assert [bed.store(number) for number in numbers[:6]] == [None] * 6
+    assert bed.sought(numbers[:3]) == 3
+    assert bed.sought(numbers[3:6]) == 3
+    assert list(bed.tier._known) == [key(number) for number in numbers[2:6]]
+    assert not bed.tier.find([key(numbers[0])], 1)
+    asked = bed.counters["remote_hits"]
+    assert bed.sought(numbers[:2]) == 2
+    assert bed.counters["remote_hits"] == asked + 2
+
+
 def test_many_that_seek_the_same_ask_once(bed, numbers):
     assert bed.store(numbers[0]) is None
     keys = [key(number) for number in numbers[:4]]

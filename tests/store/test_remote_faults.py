@@ -10,13 +10,17 @@ import pytest
 from remote_bed import Redis, Relay, free_port, key, made, opened, until, why_not
 
 from pdx.errors import TierError
-from pdx.store.remote.tier import MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
+from pdx.store.remote.tier import HEAD_BYTES, MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
+from pdx.testing.waiting import wait_until
 
 LOOP_S = 0.1  # what a call of the control loop takes at most, also where a core is taken away
 
 
-def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog):
-    server = made("redis", tmp_path / "redis")
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog, monkeypatch, kind):
+    server = made(kind, tmp_path / "server")
+    for name, value in server.env().items() if hasattr(server, "env") else ():
+        monkeypatch.setenv(name, value)
     bed = beds(server.url)
     assert bed.store(1) == "left out"
     assert bed.sought([1]) == 0
@@ -72,6 +76,76 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     assert not bed.tier.takes_stores
     until(bed, lambda: bed.tier.takes_stores)
     assert bed.store(100) is None
+
+
+def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
+    """Questions go in batches; of the second one comes a half."""
+    relay = Relay(redis.port)
+    try:
+        bed = beds(redis.url.replace(str(redis.port), str(relay.port))).opened()
+        batch = bed.tier._backend.batch
+        assert [bed.store(number) for number in range(2 * batch)] == [None] * (2 * batch)
+        relay.on_cut, relay.cut_after = redis.kill, batch * HEAD_BYTES * 3 // 2
+        assert bed.sought(range(2 * batch)) == batch
+        assert relay.cut_after < 0, "it died amid the answer"
+        assert bed.counters["remote_unreachable"] == 1
+        assert not bed.tier._sought
+        assert bed.load(0).kind == "unreachable"
+    finally:
+        relay.close()
+
+
+def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path):
+    server = made("cluster", tmp_path / "cluster").start()
+    try:
+        bed = beds(server.url, timeout_s=2.0, lookup_s=1.0).opened()
+        assert [bed.store(number) for number in range(30)] == [None] * 30
+        assert bed.sought(range(30)) == 30
+        dead = server.members[1]
+        lost = {name for name in dead.names() if name.startswith("v")}
+        assert 0 < len(lost) < 30
+        dead.kill()
+        while bed.counters["remote_paused"] == 0:
+            bed.now += 100.0
+            assert bed.sought(range(30)) < 30
+        assert bed.longest_s < LOOP_S
+        dead.start()
+        server.wait_until_one()
+
+        def is_open():
+            bed.now += PAUSE_S
+            return bed.tier.takes_stores or bed.turn()
+
+        wait_until(is_open, what="it answers again")
+        errors = [bed.load(number) for number in range(30)]
+        gone = {number for number, error in enumerate(errors) if error is not None}
+        assert {errors[number].kind for number in gone} == {"missing"}
+        assert len(gone) == len(lost), "the others are there still"
+        assert [bed.store(number) for number in gone] == [None] * len(gone)
+        assert bed.sought(range(30)) == 30
+    finally:
+        server.kill()
+
+
+def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path):
+    if why := why_not("redis"):
+        pytest.skip(why)
+    server = Redis(tmp_path / "redis", "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru").start()
+    try:
+        bed = beds(server.url).opened()
+        assert [bed.store(number) for number in range(20)] == [None] * 20
+        assert bed.sought(range(20)) == 20
+        assert [bed.store(number) for number in range(20, 300)] == [None] * 280, "it makes room itself"
+        errors = [bed.load(number) for number in range(20)]  # it takes samples: not all of the oldest are gone
+        gone = [number for number, error in enumerate(errors) if error is not None]
+        assert {errors[number].kind for number in gone} == {"missing"}
+        assert bed.counters["remote_missing"] == len(gone)
+        assert bed.sought(range(20)) == gone[0]
+        assert bed.sought([299]) == 1
+        assert bed.load(299) is None
+        assert bed.counters["remote_paused"] == 0
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("kind", ["redis", "cluster", "s3"])

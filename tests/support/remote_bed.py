@@ -178,12 +178,15 @@ class Cluster:
             member.start()
         where = [f"127.0.0.1:{member.port}" for member in self.members]
         self.members[0].cli("--cluster", "create", *where, "--cluster-yes")
+        self.wait_until_one()
+        return self
+
+    def wait_until_one(self):
         wait_until(
             lambda: all(b"cluster_state:ok" in member.cli("cluster", "info") for member in self.members),
             timeout_s=UP_S,
             what="the cluster is one",
         )
-        return self
 
     def kill(self):
         for member in self.members:
@@ -314,7 +317,12 @@ class Relay:
     def _accept(self):
         with contextlib.suppress(OSError):  # it is closed
             while True:
-                pair = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                client, _ = self._listener.accept()
+                try:
+                    pair = client, socket.create_connection(("127.0.0.1", self._to))
+                except OSError:
+                    client.close()
+                    continue
                 self._pairs.append(pair)
                 for source, to in (pair, pair[::-1]):
                     self._threads.append(threading.Thread(target=self._pass, args=(source, to, to is pair[0])))
