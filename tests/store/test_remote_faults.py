@@ -13,7 +13,7 @@ from pdx.errors import TierError
 from pdx.store.remote.tier import HEAD_BYTES, MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
 from pdx.testing.waiting import wait_until
 
-LOOP_S = 0.1  # what a call of the control loop takes at most, also where a core is taken away
+LOOP_S = 0.1  # what a call of the control loop takes at most
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
@@ -293,7 +293,6 @@ def test_who_is_no_store_at_all(beds, caplog):
         bed = beds(f"valkey://127.0.0.1:{listener.getsockname()[1]}", lookup_s=0.3)
         until(bed, lambda: bed.counters["remote_paused"])
         assert bed.counters["remote_timeout"] == 1
-        assert bed.longest_s < LOOP_S
 
 
 def test_one_bug_of_a_client_costs_one_question(beds, redis, monkeypatch, caplog):

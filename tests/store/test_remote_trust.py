@@ -6,7 +6,7 @@ import threading
 from datetime import datetime, timedelta
 
 import pytest
-from remote_bed import Redis, SeaweedFs, certificate, made, opened, signed, until, why_not
+from remote_bed import Cluster, Redis, SeaweedFs, certificate, made, opened, signed, until, why_not
 
 from pdx.errors import ConfigError
 
@@ -184,6 +184,24 @@ def test_tls_is_checked(beds, tmp_path):
         assert bed.counters["remote_untrusted"] == 1
         bed = beds(server.url.replace("rediss", "redis"))
         until(bed, lambda: bed.counters["remote_paused"])
+    finally:
+        server.kill()
+
+
+def test_tls_reaches_each_member_of_a_cluster(beds, tmp_path):
+    if why := why_not("cluster"):
+        pytest.skip(why)
+    cert = certificate(tmp_path)
+    other, _ = certificate(tmp_path, "other")
+    server = Cluster(tmp_path / "cluster", tls=cert).start()
+    try:
+        bed = beds(server.url, ca=str(cert[0])).opened()
+        assert [bed.store(number) for number in range(30)] == [None] * 30
+        assert bed.sought(range(30)) == 30
+        assert all(member.names() for member in server.members)
+        bed = beds(server.url, ca=str(other))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
     finally:
         server.kill()
 
