@@ -98,6 +98,9 @@ class RedisBackend(Backend):
             "password": credentials.password or None,
             "client_name": "pdx",
             "connection_class": _Plain,
+            "protocol": 2,  # a new connection asks less, which the first question by it waits for
+            "socket_timeout": settings.timeout_s,  # a call has less, see `_Socket`
+            "socket_connect_timeout": settings.timeout_s,
         }
         if REDIS_SCHEMES[parts.scheme]:
             self._settings |= {
@@ -106,21 +109,28 @@ class RedisBackend(Backend):
                 "ssl_ca_certs": settings.ca or None,
             }
             self._settings["connection_class"] = _Tls
-        self._timeouts = {"reads": settings.timeout_s, "looks": settings.lookup_s}
-        self._clients: dict[str, Any] = {}
-        self._locks = {which: threading.Lock() for which in self._timeouts}  # who waits for one has as much time left
+        self._timeout_s, self._lookup_s = settings.timeout_s, settings.lookup_s
+        self._client: Any = None
+        self._lock = threading.Lock()
 
-    def _client(self, which: str) -> Any:
-        with self._locks[which]:
-            if which not in self._clients:
-                self._clients[which] = self._connected(self._timeouts[which])
-            return self._clients[which]
+    def _connected(self) -> Any:
+        """The client; it is made by the first call.
 
-    def _connected(self, timeout_s: float) -> Any:
+        :raises TimeoutError: another call makes it, which takes longer than this one may.
+        """
+        if not self._lock.acquire(timeout=_left_s()):
+            raise TimeoutError("another call is connecting")
+        try:
+            if self._client is None:
+                self._client = self._made()
+            return self._client
+        finally:
+            self._lock.release()
+
+    def _made(self) -> Any:
         # One more try at once is for a connection that the server has closed meanwhile; who waits is not kept longer.
         retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
-        settings = self._settings | {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-        pool = redis.ConnectionPool.from_url(self._where, **settings, retry=retry, db=self._database)
+        pool = redis.ConnectionPool.from_url(self._where, **self._settings, retry=retry, db=self._database)
         client = redis.Redis.from_pool(pool)
         try:
             is_cluster = bool(client.info("cluster").get("cluster_enabled"))
@@ -129,19 +139,19 @@ class RedisBackend(Backend):
         if not is_cluster:
             return client
         client.close()
-        return RedisCluster(url=self._where, **settings, retry=retry)
+        return RedisCluster(url=self._where, **self._settings, retry=retry)
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
     def ping(self) -> None:
         """See `Backend.ping`."""
-        with self._call("looks") as client:
+        with self._call(self._timeout_s) as client:  # nobody waits for it
             client.ping()
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
         """See `Backend.heads`."""
-        with self._call("looks") as client:
+        with self._call(self._lookup_s) as client:
             pipeline = client.pipeline(transaction=False)
             for name in names:
                 pipeline.getrange(self._name(name), 0, nbytes - 1)
@@ -156,7 +166,7 @@ class RedisBackend(Backend):
 
     def read(self, name: str) -> memoryview | None:
         """See `Backend.read`."""
-        with self._call("reads") as client:
+        with self._call(self._timeout_s) as client:
             try:
                 data = client.get(self._name(name))
             except redis.ResponseError as error:
@@ -167,12 +177,12 @@ class RedisBackend(Backend):
 
     def write(self, name: str, data: bytes) -> None:
         """See `Backend.write`."""
-        with self._call("reads") as client:
+        with self._call(self._timeout_s) as client:
             client.set(self._name(name), data, px=int(self._ttl_s * 1000) or None)
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Backend.remove`."""
-        with self._call("reads") as client:
+        with self._call(self._timeout_s) as client:
             pipeline = client.pipeline(transaction=False)
             for name in names:
                 pipeline.unlink(self._name(name))
@@ -180,20 +190,19 @@ class RedisBackend(Backend):
 
     def close(self) -> None:
         """See `Backend.close`."""
-        for which, lock in self._locks.items():
-            with lock:
-                client = self._clients.pop(which, None)
-                if hasattr(client, "disconnect_connection_pools"):  # a cluster's: it does not close them itself
-                    client.disconnect_connection_pools()
-                if client is not None:
-                    client.close()
+        with self._lock:
+            client, self._client = self._client, None
+        if hasattr(client, "disconnect_connection_pools"):  # a cluster's: it does not close them itself
+            client.disconnect_connection_pools()
+        if client is not None:
+            client.close()
 
     @contextlib.contextmanager
-    def _call(self, which: str) -> Iterator[Any]:
+    def _call(self, timeout_s: float) -> Iterator[Any]:
         """A client for one call, which ends when its time is over, whatever comes from the server meanwhile."""
-        _this.ends_at = time.monotonic() + self._timeouts[which]
+        _this.ends_at = time.monotonic() + timeout_s
         try:
-            yield self._client(which)
+            yield self._connected()
         except (
             redis.RedisError,
             redis.exceptions.RedisClusterException,
