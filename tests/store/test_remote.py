@@ -105,6 +105,19 @@ def test_what_is_known_is_not_asked_for(bed, numbers, monkeypatch):
     assert not bed.tier.find([key(numbers[0])], 1)
 
 
+def test_what_is_known_is_bounded(bed, numbers, monkeypatch):
+    """What was found first is forgotten first, and asked for again."""
+    monkeypatch.setattr("pdx.store.remote.tier.MAX_KNOWN", 4)
+    assert [bed.store(number) for number in numbers[:6]] == [None] * 6
+    assert bed.sought(numbers[:3]) == 3
+    assert bed.sought(numbers[3:6]) == 3
+    assert list(bed.tier._known) == [key(number) for number in numbers[2:6]]
+    assert not bed.tier.find([key(numbers[0])], 1)
+    asked = bed.counters["remote_hits"]
+    assert bed.sought(numbers[:2]) == 2
+    assert bed.counters["remote_hits"] == asked + 2
+
+
 def test_many_that_seek_the_same_ask_once(bed, numbers):
     assert bed.store(numbers[0]) is None
     keys = [key(number) for number in numbers[:4]]
@@ -177,6 +190,26 @@ def test_whatever_is_under_a_key_no_wrong_byte_is_loaded(make, server, numbers, 
     assert fresh.store(numbers[0]) is None, "it takes the place of what is there"
     assert fresh.sought(numbers[:1]) == 1
     assert fresh.load(numbers[0]) is None
+
+
+def test_a_value_of_another_type_costs_itself_alone(make, server, numbers):
+    """A list of Redis, say, where a chunk should be."""
+    if not hasattr(server, "put_list"):
+        pytest.skip("this store has bytes only")
+    bed = make()
+    assert [bed.store(number) for number in numbers[:6] if number != numbers[4]] == [None] * 5
+    assert bed.store(numbers[6]) is None
+    names = [f"v3/{key(numbers[at]).hex()}-0" for at in (4, 6)]
+    assert bed.sought(numbers[6:7]) == 1
+    for name in names:
+        server.put_list(name)
+    assert bed.sought(numbers[:6]) == 4
+    assert bed.load(numbers[6]).kind == "truncated"
+    assert names[1] not in server.names(), "it is removed"
+    assert bed.tier._failures == 0, "the store is not to blame"
+    assert bed.counters["remote_failed"] == 0
+    assert bed.store(numbers[4]) is None, "it takes the place of what is there"
+    assert bed.load(numbers[4]) is None
 
 
 def test_what_the_store_evicts_on_its_own_is_a_miss(bed, server, numbers):

@@ -2,45 +2,25 @@
 
 import logging
 import socket
+import threading
 import time
+from collections import Counter
 
 import pytest
-from remote_bed import Bed, Redis, certificate, free_port, key, made, why_not
+from remote_bed import Redis, Relay, free_port, key, made, opened, until, why_not
 
-from pdx.errors import ConfigError
-from pdx.store.remote.backend import RemoteSettings, open_backend
-from pdx.store.remote.tier import MAX_FAILURES, NOT_THERE_S, PAUSE_S
+from pdx.errors import TierError
+from pdx.store.remote.tier import HEAD_BYTES, MAX_FAILURES, NOT_THERE_S, PAUSE_S, THREADS
+from pdx.testing.waiting import wait_until
 
-LOOP_S = 0.1  # what a call of the control loop takes at most, also where a core is taken away
-
-
-@pytest.fixture
-def beds(tmp_path):
-    beds = []
-
-    def make(url, **settings):
-        beds.append(Bed(tmp_path / f"bed{len(beds)}", url, **settings))
-        return beds[-1]
-
-    yield make
-    for bed in beds:
-        bed.close()
+LOOP_S = 0.25  # what a call of the control loop takes at most: no deadline here is as short
 
 
-@pytest.fixture
-def redis(tmp_path):
-    server = made("redis", tmp_path / "redis").start()
-    yield server
-    server.kill()
-
-
-def until(bed, condition):
-    while not condition():
-        bed.turn()
-
-
-def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog):
-    server = made("redis", tmp_path / "redis")
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_a_store_that_is_down_at_the_start_is_a_miss_until_it_answers(beds, tmp_path, caplog, monkeypatch, kind):
+    server = made(kind, tmp_path / "server")
+    for name, value in server.env().items() if hasattr(server, "env") else ():
+        monkeypatch.setenv(name, value)
     bed = beds(server.url)
     assert bed.store(1) == "left out"
     assert bed.sought([1]) == 0
@@ -84,7 +64,7 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     bed.end(copies[0])
     redis.kill()
     kinds = {error.kind for copy in copies if (error := bed.end(copy)) is not None}
-    assert kinds <= {"unreachable", "timeout", "failed"}
+    assert kinds <= {"unreachable", "timeout", "failed", "paused"}
     assert not bed.tier._under_way
     while bed.counters["remote_paused"] == 0:
         bed.store(99)
@@ -96,6 +76,76 @@ def test_a_store_that_dies_amid_copies_ends_each_job_once(beds, redis):
     assert not bed.tier.takes_stores
     until(bed, lambda: bed.tier.takes_stores)
     assert bed.store(100) is None
+
+
+def test_a_store_that_dies_within_an_answer_is_believed_so_far(beds, redis):
+    """Questions go in batches; of the second one comes a half."""
+    relay = Relay(redis.port)
+    try:
+        bed = beds(redis.url.replace(str(redis.port), str(relay.port))).opened()
+        batch = bed.tier._backend.batch
+        assert [bed.store(number) for number in range(2 * batch)] == [None] * (2 * batch)
+        relay.on_cut, relay.cut_after = redis.kill, batch * HEAD_BYTES * 3 // 2
+        assert bed.sought(range(2 * batch)) == batch
+        assert relay.cut_after < 0, "it died amid the answer"
+        assert bed.counters["remote_unreachable"] == 1
+        assert not bed.tier._sought
+        assert bed.load(0).kind == "unreachable"
+    finally:
+        relay.close()
+
+
+def test_a_cluster_that_loses_a_member_is_missed_until_it_is_back(beds, tmp_path):
+    server = made("cluster", tmp_path / "cluster").start()
+    try:
+        bed = beds(server.url, timeout_s=2.0, lookup_s=1.0).opened()
+        assert [bed.store(number) for number in range(30)] == [None] * 30
+        assert bed.sought(range(30)) == 30
+        dead = server.members[1]
+        lost = {name for name in dead.names() if name.startswith("v")}
+        assert 0 < len(lost) < 30
+        dead.kill()
+        while bed.counters["remote_paused"] == 0:
+            bed.now += 100.0
+            assert bed.sought(range(30)) < 30
+        assert bed.longest_s < LOOP_S
+        dead.start()
+        server.wait_until_one()
+
+        def is_open():
+            bed.now += PAUSE_S
+            return bed.tier.takes_stores or bed.turn()
+
+        wait_until(is_open, what="it answers again")
+        errors = [bed.load(number) for number in range(30)]
+        gone = {number for number, error in enumerate(errors) if error is not None}
+        assert {errors[number].kind for number in gone} == {"missing"}
+        assert len(gone) == len(lost), "the others are there still"
+        assert [bed.store(number) for number in gone] == [None] * len(gone)
+        assert bed.sought(range(30)) == 30
+    finally:
+        server.kill()
+
+
+def test_what_redis_evicts_by_its_own_rules_is_a_miss(beds, tmp_path):
+    if why := why_not("redis"):
+        pytest.skip(why)
+    server = Redis(tmp_path / "redis", "--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru").start()
+    try:
+        bed = beds(server.url).opened()
+        assert [bed.store(number) for number in range(20)] == [None] * 20
+        assert bed.sought(range(20)) == 20
+        assert [bed.store(number) for number in range(20, 300)] == [None] * 280, "it makes room itself"
+        errors = [bed.load(number) for number in range(20)]  # it takes samples: not all of the oldest are gone
+        gone = [number for number, error in enumerate(errors) if error is not None]
+        assert {errors[number].kind for number in gone} == {"missing"}
+        assert bed.counters["remote_missing"] == len(gone)
+        assert bed.sought(range(20)) == gone[0]
+        assert bed.sought([299]) == 1
+        assert bed.load(299) is None
+        assert bed.counters["remote_paused"] == 0
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("kind", ["redis", "cluster", "s3"])
@@ -130,6 +180,91 @@ def test_a_store_that_hangs_costs_its_deadline_and_no_more(beds, tmp_path, monke
         server.kill()
 
 
+@pytest.fixture(params=["redis", "s3"])
+def trickling(request, tmp_path, monkeypatch, beds):
+    """A tier over a store behind a relay, and the relay; the chunks 1 and 2 are in the store, and 1 is known."""
+    server = made(request.param, tmp_path / "server").start()
+    relay = Relay(server.port)
+    for name, value in server.env().items() if hasattr(server, "env") else ():
+        monkeypatch.setenv(name, value.replace(str(server.port), str(relay.port)))
+    try:
+        bed = beds(server.url.replace(str(server.port), str(relay.port)), timeout_s=2.0, lookup_s=0.5).opened()
+        assert [bed.store(1), bed.store(2)] == [None, None]
+        assert bed.sought([1]) == 1
+        relay.trickles.set()
+        yield bed, relay
+    finally:
+        relay.close()
+        server.kill()
+
+
+def test_a_store_that_trickles_costs_its_deadline_and_no_more(trickling):
+    """Each byte comes in time, and the last of them in hours."""
+    bed, relay = trickling
+    started_at = time.monotonic()
+    loads = [bed.start("load", 1, at=at) for at in range(THREADS)]
+    assert bed.sought([2]) == 0
+    assert not any(load.number in bed.over for load in loads), "a question does not wait for loads"
+    assert {bed.end(load).kind for load in loads} == {"timeout"}
+    assert time.monotonic() - started_at < 5 * 2.0
+    assert bed.counters["remote_timeout"] == 1 + THREADS + bed.counters["remote_paused"]
+    assert bed.counters["remote_paused"] == 1
+    assert bed.tier.status().state.startswith("timeout")
+    bed.now += PAUSE_S
+    assert not bed.tier.takes_stores
+    until(bed, lambda: bed.counters["remote_paused"] == 2)
+    relay.trickles.clear()
+    bed.now += PAUSE_S
+    bed.tier.seeks([key(1)], 1)
+    until(bed, lambda: bed.tier._is_open)
+    assert bed.sought([1, 2]) == 2
+    assert bed.load(2) is None
+
+
+def test_a_question_of_many_names_has_one_deadline(monkeypatch):
+    """Where each name is a request of its own, each is answered in time, and all of them are not."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    backend = opened("s3://bucket", lookup_s=0.5)
+    never = threading.Event()
+    monkeypatch.setattr(backend, "_head", lambda name, nbytes: never.wait(0.3))
+    started_at = time.monotonic()
+    with pytest.raises(TierError) as raised:
+        backend.heads([str(number) for number in range(100 * backend.batch)], 100)
+    backend.close()
+    assert raised.value.kind == "timeout"
+    assert time.monotonic() - started_at < 20 * 0.5, "not 100 times 0.3 s"
+
+
+def test_closing_waits_no_longer_for_a_store_that_trickles_than_its_deadline(trickling):
+    bed, _ = trickling
+    copies = [bed.start("load", 1, at=at) for at in range(2 * THREADS)]
+    copies += [bed.start("store", 10 + at, at=at) for at in range(2 * THREADS)]
+    bed.tier.seeks([key(2)], 1)
+    started_at = time.monotonic()
+    bed.tier.close()
+    assert time.monotonic() - started_at < 5 * 2.0
+    assert {bed.end(copy).kind for copy in copies} <= {"timeout", "cancelled"}
+
+
+def test_what_waits_for_a_thread_ends_with_the_pause(beds, redis):
+    """Not each with a deadline of its own, one after the other."""
+    bed = beds(redis.url, timeout_s=1.0, lookup_s=0.5).opened()
+    assert bed.store(1) is None
+    redis.stop()
+    try:
+        copies = [bed.start("load", 1, at=at % 8) for at in range(20 * THREADS)]
+        copies += [bed.start("store", 2, at=8) for _ in range(20 * THREADS)]
+        started_at = time.monotonic()
+        kinds = Counter(bed.end(copy).kind for copy in copies)
+        assert time.monotonic() - started_at < 10 * 1.0
+    finally:
+        redis.go_on()
+    assert kinds.keys() == {"timeout", "paused"}
+    assert kinds["timeout"] <= 4 * THREADS
+    assert bed.counters["remote_not_asked"] + bed.counters["remote_left_out"] == kinds["paused"]
+
+
 def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path):
     if why := why_not("redis"):
         pytest.skip(why)
@@ -152,78 +287,12 @@ def test_a_store_that_is_full_takes_nothing_and_gives_what_it_has(beds, tmp_path
         server.kill()
 
 
-def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
-    assert beds(redis.url).opened().store(1) is None
-    redis.cli("ACL", "SETUSER", "reader", "on", ">told", "~pdx:*", "+@read", "+ping", "+client", "+hello")
-    monkeypatch.setenv("PDX_REMOTE_USER", "reader")
-    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "told")
-    bed = beds(redis.url).opened()
-    assert bed.store(2).kind == "denied"
-    assert not bed.tier.takes_stores
-    assert bed.sought([1]) == 1
-    assert bed.load(1) is None
-
-
-def test_wrong_credentials_are_said(beds, redis, monkeypatch, caplog):
-    redis.cli("CONFIG", "SET", "requirepass", "the right one")
-    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "a wrong one")
-    bed = beds(redis.url)
-    until(bed, lambda: bed.counters["remote_paused"])
-    assert bed.counters["remote_denied"] == 1
-    assert "denied" in bed.tier.status().state
-    assert "a wrong one" not in caplog.text
-
-
-def test_credentials_come_from_a_file(beds, redis, tmp_path):
-    redis.cli("CONFIG", "SET", "requirepass", "the right one")
-    file = tmp_path / "remote.toml"
-    file.touch(mode=0o600)
-    file.write_text('password = "the right one"\n')
-    assert beds(redis.url, credentials=str(file)).opened().store(1) is None
-
-
-def test_wrong_credentials_of_s3_are_said(beds, tmp_path, monkeypatch):
-    server = made("s3", tmp_path / "server").start()
-    try:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        file = tmp_path / "remote.toml"
-        file.touch(mode=0o600)
-        file.write_text('access_key_id = "somebody"\nsecret_access_key = "wrong"\n')
-        bed = beds(server.url, credentials=str(file))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_denied"] == 1
-    finally:
-        server.kill()
-
-
-def test_tls_is_checked(beds, tmp_path):
-    if why := why_not("redis"):
-        pytest.skip(why)
-    cert = certificate(tmp_path)
-    other, _ = certificate(tmp_path, "other")
-    server = Redis(tmp_path / "redis", tls=cert).start()
-    try:
-        assert beds(server.url, ca=str(cert[0])).opened().store(1) is None
-        bed = beds(server.url, ca=str(other))
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        bed = beds(server.url)
-        until(bed, lambda: bed.counters["remote_paused"])
-        assert bed.counters["remote_untrusted"] == 1
-        bed = beds(server.url.replace("rediss", "redis"))
-        until(bed, lambda: bed.counters["remote_paused"])
-    finally:
-        server.kill()
-
-
 def test_who_is_no_store_at_all(beds, caplog):
     """Somebody who accepts and says nothing sensible."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         bed = beds(f"valkey://127.0.0.1:{listener.getsockname()[1]}", lookup_s=0.3)
         until(bed, lambda: bed.counters["remote_paused"])
         assert bed.counters["remote_timeout"] == 1
-        assert bed.longest_s < LOOP_S
 
 
 def test_one_bug_of_a_client_costs_one_question(beds, redis, monkeypatch, caplog):
@@ -239,71 +308,3 @@ def test_one_bug_of_a_client_costs_one_question(beds, redis, monkeypatch, caplog
         assert any(record.levelno == logging.ERROR for record in caplog.records)
     bed.now += NOT_THERE_S + 0.1
     assert bed.sought([1]) == 1
-
-
-# ---- what is said at the start --------------------------------------------------------------
-
-
-def opened(url, **settings):
-    return open_backend(RemoteSettings(**{"url": url, "timeout_s": 1.0, "lookup_s": 1.0} | settings))
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "valkey://",
-        "valkey://host:port",
-        "valkey://host:99999",
-        "valkey://host/one",
-        "valkey://host?db=1",
-        "s3://",
-        "s3://bucket?region=x",
-        "http://host/bucket",
-        "/var/cache",
-        "",
-    ],
-)
-def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(ConfigError, match=r"no address of a remote store"):
-        opened(url)
-
-
-@pytest.mark.parametrize("url", ["valkey://me:secret@host", "rediss://:secret@host", "s3://key:secret@bucket/x"])
-def test_credentials_in_an_address_are_refused_and_not_repeated(url):
-    with pytest.raises(ConfigError, match="PDX_REMOTE_PASSWORD") as raised:
-        opened(url)
-    assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "why"),
-    [
-        ("password = 'x'", 0o644, "chmod 600"),
-        ("pass = 'x'", 0o600, "unknown field `pass`"),
-        ("password = 1", 0o600, "Expected `str`"),
-        ("password", 0o600, "no TOML"),
-        (None, 0, "cannot be read: No such file"),
-    ],
-)
-def test_a_file_of_credentials_that_is_none_is_refused(tmp_path, text, mode, why):
-    file = tmp_path / "remote.toml"
-    if text is not None:
-        file.touch(mode=mode)
-        file.write_text(text)
-    with pytest.raises(ConfigError, match=why):
-        opened("valkey://host", credentials=str(file))
-
-
-def test_a_file_of_certificates_that_is_missing_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="certificates"):
-        opened("rediss://host", ca=str(tmp_path / "none.pem"))
-
-
-@pytest.mark.parametrize(("url", "module", "extra"), [("valkey://h", "redis", "redis"), ("s3://b", "obstore", "s3")])
-def test_a_package_that_is_missing_is_named(monkeypatch, url, module, extra):
-    import sys
-
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"pdx.store.remote.{extra}_backend", raising=False)
-    with pytest.raises(ConfigError, match=rf"pip install 'pdx-transport\[{extra}\]'"):
-        opened(url)

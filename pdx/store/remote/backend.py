@@ -29,7 +29,8 @@ _Text = Annotated[str, Meta(max_length=4096)]
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach it. A call that takes longer than `timeout_s`, or `lookup_s` for headers, fails."""
+    """How to reach it. A call that takes longer than `timeout_s`, or `lookup_s` for headers, fails: all of it, with the
+    connection that it needs, however its bytes come."""
 
     url: str
     timeout_s: float

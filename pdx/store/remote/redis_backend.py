@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +19,67 @@ from pdx.errors import TierError
 from pdx.store.remote.backend import REDIS_SCHEMES, Backend, Credentials, Found, RemoteSettings
 
 PORT = 6379
+_this = threading.local()  # `ends_at` of the call that a thread has under way, by CLOCK_MONOTONIC
+
+
+def _left_s() -> float:
+    """:raises TimeoutError: the call of this thread has no time left."""
+    if (left := getattr(_this, "ends_at", float("inf")) - time.monotonic()) <= 0:
+        raise TimeoutError("the call has no time left")
+    return float(left)
+
+
+class _Socket:
+    """A connection's socket. A read or write takes as long as the call of its thread has left at most.
+
+    The client's own limit is for each read: a server that sends a byte now and then would keep a call for ever.
+    """
+
+    def __init__(self, whole: socket.socket, limit_s: float) -> None:
+        self._whole = whole
+        self._limit_s: float | None = limit_s
+
+    def settimeout(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        self._whole.settimeout(limit_s)
+
+    def _bounded(self) -> socket.socket:
+        if self._limit_s != 0:  # else it does not wait
+            left_s = _left_s()
+            self._whole.settimeout(left_s if self._limit_s is None else min(left_s, self._limit_s))
+        return self._whole
+
+    def recv(self, *settings: Any) -> bytes:
+        return self._bounded().recv(*settings)
+
+    def recv_into(self, *settings: Any) -> int:
+        return self._bounded().recv_into(*settings)
+
+    def sendall(self, data: Any) -> None:
+        self._bounded().sendall(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+class _Bounded:
+    """A connection that is made, too, in the time that the call of its thread has left."""
+
+    def _connect(self: Any) -> _Socket:  # of redis-py, which calls it
+        own_s = self.socket_timeout, self.socket_connect_timeout
+        self.socket_timeout, self.socket_connect_timeout = (min(_left_s(), each) for each in own_s)
+        try:
+            return _Socket(super()._connect(), own_s[0])  # type: ignore[misc]  # with TLS and its handshake
+        finally:
+            self.socket_timeout, self.socket_connect_timeout = own_s
+
+
+class _Plain(_Bounded, redis.Connection):
+    pass
+
+
+class _Tls(_Bounded, redis.SSLConnection):
+    pass
 
 
 class RedisBackend(Backend):
@@ -28,30 +91,47 @@ class RedisBackend(Backend):
         self._ttl_s = settings.ttl_s
         self._prefix = prefix
         self._database = database
+        host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+        self._where = f"redis://{host}:{parts.port or PORT}"  # ValueError: the port is none
         self._settings: dict[str, Any] = {
-            "host": parts.hostname,
-            "port": parts.port or PORT,
             "username": credentials.user or None,
             "password": credentials.password or None,
             "client_name": "pdx",
+            "connection_class": _Plain,
+            "protocol": 2,  # a new connection asks less, which the first question by it waits for
+            "socket_timeout": settings.timeout_s,  # a call has less, see `_Socket`
+            "socket_connect_timeout": settings.timeout_s,
         }
         if REDIS_SCHEMES[parts.scheme]:
-            self._settings |= {"ssl": True, "ssl_cert_reqs": "required", "ssl_ca_certs": settings.ca or None}
-        self._timeouts = {"reads": settings.timeout_s, "looks": settings.lookup_s}
-        self._clients: dict[str, Any] = {}
+            self._settings |= {
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+                "ssl_ca_certs": settings.ca or None,
+            }
+            self._settings["connection_class"] = _Tls
+        self._timeout_s, self._lookup_s = settings.timeout_s, settings.lookup_s
+        self._client: Any = None
         self._lock = threading.Lock()
 
-    def _client(self, which: str) -> Any:
-        with self._lock:
-            if which not in self._clients:
-                self._clients[which] = self._connected(self._timeouts[which])
-            return self._clients[which]
+    def _connected(self) -> Any:
+        """The client; it is made by the first call.
 
-    def _connected(self, timeout_s: float) -> Any:
+        :raises TimeoutError: another call makes it, which takes longer than this one may.
+        """
+        if not self._lock.acquire(timeout=_left_s()):
+            raise TimeoutError("another call is connecting")
+        try:
+            if self._client is None:
+                self._client = self._made()
+            return self._client
+        finally:
+            self._lock.release()
+
+    def _made(self) -> Any:
         # One more try at once is for a connection that the server has closed meanwhile; who waits is not kept longer.
         retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
-        settings = self._settings | {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": retry}
-        client = redis.Redis(**settings, db=self._database)
+        pool = redis.ConnectionPool.from_url(self._where, **self._settings, retry=retry, db=self._database)
+        client = redis.Redis.from_pool(pool)
         try:
             is_cluster = bool(client.info("cluster").get("cluster_enabled"))
         except redis.exceptions.NoPermissionError:
@@ -59,43 +139,51 @@ class RedisBackend(Backend):
         if not is_cluster:
             return client
         client.close()
-        return RedisCluster(**settings)
+        return RedisCluster(url=self._where, **self._settings, retry=retry)
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
     def ping(self) -> None:
         """See `Backend.ping`."""
-        with self._errors():
-            self._client("looks").ping()
+        with self._call(self._timeout_s) as client:  # nobody waits for it
+            client.ping()
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
         """See `Backend.heads`."""
-        with self._errors():
-            pipeline = self._client("looks").pipeline(transaction=False)
+        with self._call(self._lookup_s) as client:
+            pipeline = client.pipeline(transaction=False)
             for name in names:
                 pipeline.getrange(self._name(name), 0, nbytes - 1)
                 pipeline.strlen(self._name(name))
                 pipeline.exists(self._name(name))
-            answers = pipeline.execute()
+            answers = pipeline.execute(raise_on_error=False)
+            for error in answers:
+                if isinstance(error, Exception) and not _is_of_type(error):
+                    raise error
         triples = zip(answers[::3], answers[1::3], answers[2::3], strict=True)
-        return [Found(memoryview(head), size) if is_there else None for head, size, is_there in triples]
+        return [_found(*triple) for triple in triples]
 
     def read(self, name: str) -> memoryview | None:
         """See `Backend.read`."""
-        with self._errors():
-            data = self._client("reads").get(self._name(name))
+        with self._call(self._timeout_s) as client:
+            try:
+                data = client.get(self._name(name))
+            except redis.ResponseError as error:
+                if not _is_of_type(error):
+                    raise
+                data = b""
         return memoryview(data) if data is not None else None
 
     def write(self, name: str, data: bytes) -> None:
         """See `Backend.write`."""
-        with self._errors():
-            self._client("reads").set(self._name(name), data, px=int(self._ttl_s * 1000) or None)
+        with self._call(self._timeout_s) as client:
+            client.set(self._name(name), data, px=int(self._ttl_s * 1000) or None)
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Backend.remove`."""
-        with self._errors():
-            pipeline = self._client("reads").pipeline(transaction=False)
+        with self._call(self._timeout_s) as client:
+            pipeline = client.pipeline(transaction=False)
             for name in names:
                 pipeline.unlink(self._name(name))
             pipeline.execute()
@@ -103,21 +191,42 @@ class RedisBackend(Backend):
     def close(self) -> None:
         """See `Backend.close`."""
         with self._lock:
-            for client in self._clients.values():
-                client.close()
-            self._clients.clear()
+            client, self._client = self._client, None
+        if hasattr(client, "disconnect_connection_pools"):  # a cluster's: it does not close them itself
+            client.disconnect_connection_pools()
+        if client is not None:
+            client.close()
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _call(self, timeout_s: float) -> Iterator[Any]:
+        """A client for one call, which ends when its time is over, whatever comes from the server meanwhile."""
+        _this.ends_at = time.monotonic() + timeout_s
         try:
-            yield
-        except redis.RedisError as error:
-            raise TierError(f"{self.place}: {_text(error)}", _kind(error)) from error
-        except OSError as error:  # a library's own thread or resolver
-            raise TierError(f"{self.place}: {error}", "unreachable") from error
+            yield self._connected()
+        except (
+            redis.RedisError,
+            redis.exceptions.RedisClusterException,
+            OSError,
+        ) as error:  # the last of a resolver, say
+            kind = _kind(error) if time.monotonic() < _this.ends_at else "timeout"
+            raise TierError(f"{self.place}: {str(error) or type(error).__name__}", kind) from error
+        finally:
+            del _this.ends_at
 
 
-def _kind(error: redis.RedisError) -> str:
+def _is_of_type(error: Exception) -> bool:
+    """Whether there is something under the name, but a list, say. It counts as without a byte, so that it is no chunk
+    and one takes its place, and the store is not to blame."""
+    return isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error)
+
+
+def _found(head: bytes | Exception, size: int | Exception, is_there: int) -> Found | None:
+    if isinstance(head, Exception) or isinstance(size, Exception):
+        head, size = b"", 0
+    return Found(memoryview(head), size) if is_there else None
+
+
+def _kind(error: Exception) -> str:
     by_class = {
         redis.exceptions.OutOfMemoryError: "full",
         redis.exceptions.AuthenticationError: "denied",
@@ -130,9 +239,5 @@ def _kind(error: redis.RedisError) -> str:
             return name
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return "untrusted"
-    is_off = isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.RedisClusterException)
-    return "unreachable" if is_off else "failed"
-
-
-def _text(error: redis.RedisError) -> str:
-    return str(error) or type(error).__name__
+    of_connections = OSError | redis.exceptions.ConnectionError | redis.exceptions.RedisClusterException
+    return "unreachable" if isinstance(error, of_connections) else "failed"

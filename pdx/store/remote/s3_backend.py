@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,11 +22,11 @@ from obstore.store import S3Store
 from pdx.errors import ConfigError, TierError
 from pdx.store.remote.backend import Backend, Credentials, Found, RemoteSettings
 
-_KINDS = (
+_FULL = ("EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull")  # codes of S3, besides 507
+_KINDS = (  # of calls that nobody has answered, by words of the client
     (r"certificate|UnknownIssuer", "untrusted"),
-    (r"timed out|operation timeout|deadline", "timeout"),
-    (r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|403|401|credential", "denied"),
-    (r"EntityTooLarge|InsufficientStorage|QuotaExceeded|\b507\b", "full"),
+    (r"timed out|TimedOut|operation timeout|deadline", "timeout"),
+    (r"credential", "denied"),
     (r"connect|dns|tcp|connection|sending request", "unreachable"),
 )
 
@@ -39,8 +40,6 @@ class S3Backend(Backend):
         """:raises ConfigError: the environment or the address is not what the client needs."""
         self.place = settings.url
         self._ttl_s = settings.ttl_s
-        if settings.ca:  # the client has no option for it, and reads this variable
-            os.environ["SSL_CERT_FILE"] = settings.ca
         own: dict[str, Any] = {
             "access_key_id": credentials.access_key_id,
             "secret_access_key": credentials.secret_access_key,
@@ -60,24 +59,30 @@ class S3Backend(Backend):
             )
 
         try:
-            self._stores = {"reads": opened(settings.timeout_s), "looks": opened(settings.lookup_s)}
+            self._timeouts = {"reads": settings.timeout_s, "looks": settings.lookup_s}
+            with _certificates(settings.ca):
+                self._stores = {which: opened(timeout_s) for which, timeout_s in self._timeouts.items()}
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{settings.url}: {error}") from error
-        self._pool = ThreadPoolExecutor(self.batch, "pdx-s3")
+        self._pool = futures.ThreadPoolExecutor(self.batch, "pdx-s3")
 
     def ping(self) -> None:
         """See `Backend.ping`."""
-        with self._errors():
-            next(iter(obstore.list(self._stores["looks"], chunk_size=1)), None)
+        with self._call("reads") as store:  # nobody waits for it
+            next(iter(obstore.list(store, chunk_size=1)), None)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[Found | None]:
         """See `Backend.heads`."""
-        return list(self._pool.map(lambda name: self._head(name, nbytes), names))
+        timeout_s = self._timeouts["looks"]
+        try:  # a request may wait for a thread as well
+            return list(self._pool.map(lambda name: self._head(name, nbytes), names, timeout=timeout_s))
+        except futures.TimeoutError as error:
+            raise TierError(f"{self.place}: no answer to all of a question in {timeout_s:g} s", "timeout") from error
 
     def _head(self, name: str, nbytes: int) -> Found | None:
-        with self._errors():
+        with self._call("looks") as store:
             try:
-                found = obstore.get(self._stores["looks"], name, options={"range": (0, nbytes)})
+                found = obstore.get(store, name, options={"range": (0, nbytes)})
                 return None if self._is_old(found.meta) else Found(memoryview(found.bytes()), found.meta["size"])
             except FileNotFoundError:
                 return None
@@ -91,24 +96,23 @@ class S3Backend(Backend):
 
     def read(self, name: str) -> memoryview | None:
         """See `Backend.read`."""
-        with self._errors():
+        with self._call("reads") as store:
             try:
-                found = obstore.get(self._stores["reads"], name)
+                found = obstore.get(store, name)
                 return None if self._is_old(found.meta) else memoryview(found.bytes())
             except FileNotFoundError:
                 return None
 
     def write(self, name: str, data: bytes) -> None:
         """See `Backend.write`."""
-        with self._errors():
-            obstore.put(self._stores["reads"], name, data, use_multipart=False)
+        with self._call("reads") as store:
+            obstore.put(store, name, data, use_multipart=False)
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Backend.remove`."""
-        with self._errors():
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    obstore.delete(self._stores["reads"], name)
+        for name in names:
+            with self._call("reads") as store, contextlib.suppress(FileNotFoundError):
+                obstore.delete(store, name)
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -116,13 +120,42 @@ class S3Backend(Backend):
         self._stores.clear()  # their connections end with them
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _call(self, which: str) -> Iterator[S3Store]:
+        """The client for one request, which ends all of it when its time is over, with its one retry."""
+        ends_at = time.monotonic() + self._timeouts[which]
         try:
-            yield
-        except FileNotFoundError:
-            raise
+            yield self._stores[which]
         except (exceptions.BaseError, OSError, ValueError) as error:
-            text = str(error)
-            kind = next((kind for pattern, kind in _KINDS if re.search(pattern, text, re.IGNORECASE)), "failed")
-            first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-            raise TierError(f"{self.place}: {first[:300]}", kind) from error
+            kind, text = _told(error)
+            if kind == "unreachable" and time.monotonic() >= ends_at:
+                kind = "timeout"  # the client's text says no more than that it was sending the request
+            raise TierError(f"{self.place}: {text[:300]}", kind) from error
+
+
+@contextlib.contextmanager
+def _certificates(file: str) -> Iterator[None]:
+    """Clients that are made meanwhile trust these alone: they have no option for it, and read a variable."""
+    before = os.environ.get("SSL_CERT_FILE")
+    if file:
+        os.environ["SSL_CERT_FILE"] = file
+    try:
+        yield
+    finally:
+        if file:
+            del os.environ["SSL_CERT_FILE"]
+        if before is not None:
+            os.environ["SSL_CERT_FILE"] = before
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """What kind of error it is, and what to tell of it."""
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if status := re.search(r"status code: (\d{3})", text):
+        code = re.search(r"<Code>(\w+)</Code>", text)
+        name = code[1] if code else status[1]
+        is_full = status[1] == "507" or name in _FULL
+        kind = "full" if is_full else "denied" if status[1] in ("401", "403") else "failed"
+        return kind, f"{name}: {first.partition(': <?xml')[0]}"
+    words = re.sub(r"https?://\S+", "", text)  # a bucket or a key may have any of them
+    return next((kind for pattern, kind in _KINDS if re.search(pattern, words, re.IGNORECASE)), "failed"), first

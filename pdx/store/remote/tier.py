@@ -37,7 +37,7 @@ from pdx.wire.messages import MAX_LAYERS, TierStatus
 
 log = logging.getLogger("pdx.node")
 
-THREADS = 4  # for what somebody waits for, and as many for stores
+THREADS = 4  # for questions, as many for loads, and as many for stores
 MAX_FAILURES = 3  # one after the other before there is a pause
 PAUSE_S = 10.0
 THERE_S = 30.0  # what was found is taken to be there so long …
@@ -112,6 +112,7 @@ class RemoteTier(Tier):
         self._stores_from = 0.0  # nothing is stored before that
         self._is_over = False
         self._why = "no answer yet"
+        self._askers = ThreadPoolExecutor(THREADS, "pdx-remote-ask")
         self._readers = ThreadPoolExecutor(THREADS, "pdx-remote-load")
         self._writers = ThreadPoolExecutor(THREADS, "pdx-remote-store")
         self._ping()
@@ -131,7 +132,7 @@ class RemoteTier(Tier):
 
     def _ping(self) -> None:
         self._is_pinging = True
-        self._submit(self._readers, self._backend.ping, self._pinged)
+        self._submit(self._askers, self._backend.ping, self._pinged)
 
     def _pinged(self, future: Future[None]) -> None:
         self._is_pinging = False
@@ -192,7 +193,7 @@ class RemoteTier(Tier):
         """See `Tier.seeks`."""
         if keys[0] in self._sought:
             return True
-        if self._of(keys[0], shards) is not None or not self._answers():
+        if not self._answers() or self._of(keys[0], shards) is not None:
             return False
         if self._seeking >= MAX_SOUGHT:
             self._counters["remote_not_asked"] += 1
@@ -202,7 +203,7 @@ class RemoteTier(Tier):
         number = next(self._numbers)
         self._sought.update(dict.fromkeys(keys, (number, asked_at)))
         then = partial(self._seek_ended, number, keys, shards, asked_at)
-        self._submit(self._readers, partial(self._seek, list(keys), shards), then)
+        self._submit(self._askers, partial(self._seek, list(keys), shards), then)
         return True
 
     def why_not(self, key: bytes) -> str:
@@ -229,6 +230,7 @@ class RemoteTier(Tier):
         count = max(1, self._backend.batch // shards)
         for at in range(0, len(keys), count):
             some = keys[at : at + count]
+            self._end_if_paused("paused")
             names = [_name(key, shard) for key in some for shard in range(shards)]
             sizes = self._sizes(names)
             found: list[Held | None] = []
@@ -273,7 +275,9 @@ class RemoteTier(Tier):
         self.answer_s += (self._clock() - asked_at - self.answer_s) / 4  # the last ones count more
         error = _error(future)
         self._went(error)
-        if error is not None and error.kind != "cancelled":
+        if error is not None and error.kind == "paused":
+            self._counters["remote_not_asked"] += 1
+        elif error is not None and error.kind != "cancelled":
             self._warn(error, "what was asked for counts as missing")
             first = next((key for key in keys if key in self._sought), None)
             if first is not None:  # who waits for it would have it asked for at once again
@@ -327,8 +331,13 @@ class RemoteTier(Tier):
         there = {key: each.shards for key, each in known.items() if each.held is not None}
         if there:
             names = [_name(key, shard) for key, shards in there.items() for shard in range(shards)]
-            self._submit(self._writers, partial(self._backend.remove, names), self._removed)
+            self._submit(self._writers, partial(self._remove, names), self._removed)
         return len(there)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        """On a thread."""
+        self._end_if_paused("unreachable")  # nobody removes them later
+        self._backend.remove(names)
 
     def _removed(self, future: Future[None]) -> None:
         error = _error(future)
@@ -345,6 +354,8 @@ class RemoteTier(Tier):
         if error is None:
             self._went(None)
             self._counters["remote_loaded" if is_load else "remote_stored"] += 1
+        elif error.kind == "paused":
+            self._counters["remote_not_asked" if is_load else "remote_left_out"] += 1
         elif error.kind != "cancelled":
             self._warn(error, "the chunk counts as missing" if is_load else "the chunk is not there")
             if is_load or error.kind not in _OF_STORES:
@@ -365,7 +376,7 @@ class RemoteTier(Tier):
         for of_copy in self._under_way.values():
             for work in of_copy:
                 work.is_cancelled = True
-        for pool in (self._readers, self._writers):
+        for pool in (self._askers, self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         self._backend.close()
 
@@ -417,10 +428,15 @@ class RemoteTier(Tier):
             raise TierError(f"{name} is not loaded: {error}", "stale") from error
         work.job.end_ns = time.monotonic_ns()
 
-    @staticmethod
-    def _end_if(work: _Work) -> None:
+    def _end_if(self, work: _Work) -> None:
         if work.is_cancelled:
             raise TierError("cancelled", "cancelled")
+        self._end_if_paused("paused")
+
+    def _end_if_paused(self, kind: str) -> None:
+        """What waits for a thread when a pause begins does not try the store, each with a deadline of its own."""
+        if not self._is_open:
+            raise TierError(f"{self._backend.place} has not answered, and is not asked for a while", kind)
 
 
 def _checked(whole: memoryview, part: Part, name: str, is_over: Callable[[], bool]) -> memoryview:

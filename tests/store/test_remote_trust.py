@@ -1,0 +1,306 @@
+"""Who may use a remote store, whose word is taken for it, and what is said of an address or a file that is none."""
+
+import http.server
+import os
+import threading
+from datetime import datetime, timedelta
+
+import pytest
+from remote_bed import Cluster, Redis, SeaweedFs, certificate, made, opened, signed, until, why_not
+
+from pdx.errors import ConfigError
+
+
+def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
+    assert beds(redis.url).opened().store(1) is None
+    redis.cli("ACL", "SETUSER", "reader", "on", ">told", "~pdx:*", "+@read", "+ping", "+client", "+hello")
+    monkeypatch.setenv("PDX_REMOTE_USER", "reader")
+    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "told")
+    bed = beds(redis.url).opened()
+    assert bed.store(2).kind == "denied"
+    assert not bed.tier.takes_stores
+    assert bed.sought([1]) == 1
+    assert bed.load(1) is None
+
+
+def test_wrong_credentials_are_said(beds, redis, monkeypatch, caplog):
+    redis.cli("CONFIG", "SET", "requirepass", "the right one")
+    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "a wrong one")
+    bed = beds(redis.url)
+    until(bed, lambda: bed.counters["remote_paused"])
+    assert bed.counters["remote_denied"] == 1
+    assert "denied" in bed.tier.status().state
+    assert "a wrong one" not in caplog.text
+
+
+def test_credentials_come_from_a_file(beds, redis, tmp_path):
+    redis.cli("CONFIG", "SET", "requirepass", "the right one")
+    file = tmp_path / "remote.toml"
+    file.touch(mode=0o600)
+    file.write_text('password = "the right one"\n')
+    assert beds(redis.url, credentials=str(file)).opened().store(1) is None
+
+
+def test_wrong_credentials_of_s3_are_said(beds, tmp_path, monkeypatch):
+    server = made("s3", tmp_path / "server").start()
+    try:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        file = tmp_path / "remote.toml"
+        file.touch(mode=0o600)
+        file.write_text('access_key_id = "somebody"\nsecret_access_key = "wrong"\n')
+        bed = beds(server.url, credentials=str(file))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_denied"] == 1
+    finally:
+        server.kill()
+
+
+def test_credentials_of_s3_come_from_a_file(beds, tmp_path, monkeypatch):
+    server = made("s3", tmp_path / "server").start()
+    try:
+        env = server.env()
+        file = tmp_path / "remote.toml"
+        file.touch(mode=0o600)
+        own = [env.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")]
+        file.write_text(f'access_key_id = "{own[0]}"\nsecret_access_key = "{own[1]}"\n')
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        bed = beds(server.url, credentials=str(file)).opened()
+        assert bed.store(1) is None
+        assert bed.load(1) is None
+    finally:
+        server.kill()
+
+
+class ObjectStore(http.server.BaseHTTPRequestHandler):
+    """S3 as far as a client needs it that has nothing there: what is stored is refused with `answer`."""
+
+    answer, tokens = (507, "StorageFull"), set()
+
+    def do_GET(self):
+        self.tokens.add(self.headers["x-amz-security-token"])
+        is_list = "list-type" in self.path
+        self._say(*((200, "ListBucketResult") if is_list else (404, "NoSuchKey")))
+
+    def do_PUT(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self._say(*self.answer)
+
+    def _say(self, status, code):
+        listed = (
+            "<Name>bucket</Name><Prefix/><KeyCount>0</KeyCount><MaxKeys>1</MaxKeys><IsTruncated>false</IsTruncated>"
+        )
+        text = f"<{code}>{listed}</{code}>" if status == 200 else f"<Error>\n<Code>{code}</Code></Error>"
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *text):
+        pass
+
+
+@pytest.fixture
+def object_store(monkeypatch):
+    class Own(ObjectStore):
+        tokens = set()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own) as server:
+        server.daemon_threads = False
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_REGION", "x")
+        yield Own
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (507, "XMinioStorageFull", "full"),
+        (403, "QuotaExceeded", "full"),
+        (403, "RequestTimeTooSkewed", "denied"),
+        (401, "Unauthorized", "denied"),
+        (400, "EntityTooLarge", "full"),
+        (400, "SomethingElse", "failed"),
+    ],
+)
+def test_an_object_store_that_takes_nothing_is_read_on(beds, tmp_path, caplog, object_store, status, code, kind):
+    """And the session token of a file reaches it."""
+    object_store.answer = (status, code)
+    file = tmp_path / "remote.toml"
+    file.touch(mode=0o600)
+    file.write_text('access_key_id = "403"\nsecret_access_key = "x"\nsession_token = "one"\n')
+    bed = beds("s3://connect-certificate-credential/403", credentials=str(file)).opened()
+    assert bed.store(0x0403).kind == kind
+    assert bed.counters[f"remote_{kind}"] == 1
+    assert code in caplog.text, "who reads the log sees why"
+    assert bed.tier.takes_stores == (kind == "failed")
+    assert bed.sought([2]) == 0
+    assert bed.tier.status().state == "ok"
+    assert object_store.tokens == {"one"}
+
+
+@pytest.mark.parametrize(("ahead_s", "is_found"), [(-3000.0, True), (0.0, True), (3000.0, True), (3700.0, False)])
+def test_what_clocks_differ_by_is_added_to_the_age(beds, tmp_path, monkeypatch, ahead_s, is_found):
+    """S3 itself refuses whoever's clock is a quarter of an hour off."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz):
+            return datetime.now(tz) + timedelta(seconds=ahead_s)
+
+    monkeypatch.setattr("pdx.store.remote.s3_backend.datetime", Clock)
+    server = made("s3", tmp_path / "server").start()
+    try:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        bed = beds(server.url, ttl_s=3600.0).opened()
+        assert bed.store(1) is None
+        assert bed.sought([1]) == is_found
+        assert (bed.load(1) is None) == is_found
+    finally:
+        server.kill()
+
+
+def test_tls_is_checked(beds, tmp_path):
+    if why := why_not("redis"):
+        pytest.skip(why)
+    cert = certificate(tmp_path)
+    other, _ = certificate(tmp_path, "other")
+    server = Redis(tmp_path / "redis", tls=cert).start()
+    try:
+        assert beds(server.url, ca=str(cert[0])).opened().store(1) is None
+        bed = beds(server.url, ca=str(other))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
+        bed = beds(server.url)
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
+        bed = beds(server.url.replace("rediss", "redis"))
+        until(bed, lambda: bed.counters["remote_paused"])
+    finally:
+        server.kill()
+
+
+def test_tls_reaches_each_member_of_a_cluster(beds, tmp_path):
+    if why := why_not("cluster"):
+        pytest.skip(why)
+    cert = certificate(tmp_path)
+    other, _ = certificate(tmp_path, "other")
+    server = Cluster(tmp_path / "cluster", tls=cert).start()
+    try:
+        bed = beds(server.url, ca=str(cert[0])).opened()
+        assert [bed.store(number) for number in range(30)] == [None] * 30
+        assert bed.sought(range(30)) == 30
+        assert all(member.names() for member in server.members)
+        bed = beds(server.url, ca=str(other))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
+    finally:
+        server.kill()
+
+
+def test_a_certificate_of_another_host_is_refused(beds, tmp_path):
+    if why := why_not("redis"):
+        pytest.skip(why)
+    cert = certificate(tmp_path, host="127.0.0.2")
+    server = Redis(tmp_path / "redis", tls=cert).start()
+    try:
+        bed = beds(server.url, ca=str(cert[0]))
+        until(bed, lambda: bed.counters["remote_paused"])
+        assert bed.counters["remote_untrusted"] == 1
+        assert beds(server.url.replace("127.0.0.1", "127.0.0.2"), ca=str(cert[0])).opened().store(1) is None
+    finally:
+        server.kill()
+
+
+def test_tls_of_s3_is_checked(beds, tmp_path, monkeypatch):
+    if why := why_not("s3"):
+        pytest.skip(why)
+    ca, *own = signed(tmp_path)
+    other, *_ = signed(tmp_path, "other")
+    server = SeaweedFs(tmp_path / "server", tls=own).start()
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    try:
+        good = beds(server.url, ca=str(ca)).opened()
+        assert "SSL_CERT_FILE" not in os.environ, "it is for this store alone"
+        assert good.store(1) is None
+        for of in (str(other), "", str(own[0])):  # another's, the system's, and one that may sign nothing
+            bed = beds(server.url, ca=of)
+            until(bed, lambda bed=bed: bed.counters["remote_paused"])
+            assert bed.counters["remote_untrusted"] == 1, of
+        assert good.load(1) is None
+    finally:
+        server.kill()
+
+
+# ---- what is said at the start --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey://",
+        "valkey://host:port",
+        "valkey://host:99999",
+        "valkey://host/one",
+        "valkey://host?db=1",
+        "s3://",
+        "s3://bucket?region=x",
+        "http://host/bucket",
+        "/var/cache",
+        "",
+    ],
+)
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError, match=r"no address of a remote store"):
+        opened(url)
+
+
+@pytest.mark.parametrize("url", ["valkey://me:secret@host", "rediss://:secret@host", "s3://key:secret@bucket/x"])
+def test_credentials_in_an_address_are_refused_and_not_repeated(url):
+    with pytest.raises(ConfigError, match="PDX_REMOTE_PASSWORD") as raised:
+        opened(url)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("password = 'x'", 0o644, "chmod 600"),
+        ("pass = 'x'", 0o600, "unknown field `pass`"),
+        ("password = 1", 0o600, "Expected `str`"),
+        ("password", 0o600, "no TOML"),
+        (None, 0, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_of_credentials_that_is_none_is_refused(tmp_path, text, mode, why):
+    file = tmp_path / "remote.toml"
+    if text is not None:
+        file.touch(mode=mode)
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        opened("valkey://host", credentials=str(file))
+
+
+def test_a_file_of_certificates_that_is_missing_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="certificates"):
+        opened("rediss://host", ca=str(tmp_path / "none.pem"))
+
+
+@pytest.mark.parametrize(("url", "module", "extra"), [("valkey://h", "redis", "redis"), ("s3://b", "obstore", "s3")])
+def test_a_package_that_is_missing_is_named(monkeypatch, url, module, extra):
+    import sys
+
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"pdx.store.remote.{extra}_backend", raising=False)
+    with pytest.raises(ConfigError, match=rf"pip install 'pdx-transport\[{extra}\]'"):
+        opened(url)
