@@ -16,7 +16,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import MAX_REASONS, Admit, Admitted, Explained, Explanation, Reason
+from pdx.wire.messages import MAX_NAME, MAX_REASONS, Admit, Admitted, Explained, Explanation, Reason
 
 MAX_REQUESTS = 4096  # that are remembered
 MAX_SHOWN = 32  # in one answer
@@ -89,7 +89,8 @@ class Explanations:
                 notes.append(printable(text))
         self._begun.note(session.hello, ask)
         whose = _whose(session)
-        told = Explanation(ask.request, whose, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
+        shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
+        told = Explanation(*shown, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
         self._of_request[whose, ask.request] = now, told
         self._of_request.move_to_end((whose, ask.request))
         while len(self._of_request) > MAX_REQUESTS:
@@ -195,7 +196,8 @@ def _kind(origin: Origin) -> str:
 
 
 def _came_from(origin: Origin, now: float) -> str:
+    whence = f"from {printable(origin.name) or 'memory'}"
     if not origin.sealed_at:
-        return f"from {origin.name or 'memory'}, while it was being filled"
+        return f"{whence}, while it was being filled"
     rate = f" at {origin.gb_s:.2f} GB/s" if origin.gb_s else ""
-    return f"from {origin.name or 'memory'}{rate}, {ago(now - origin.sealed_at)}"
+    return f"{whence}{rate}, {ago(now - origin.sealed_at)}"

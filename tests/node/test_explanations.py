@@ -3,6 +3,7 @@
 import itertools
 import os
 
+import msgspec
 import pytest
 
 from pdx.config import NodeConfig
@@ -12,12 +13,14 @@ from pdx.node import explanations
 from pdx.node.service import Service
 from pdx.store.tier import Grant, Held, Tier
 from pdx.wire.messages import (
+    MAX_NAME,
     MAX_REASONS,
     VERSION,
     Abort,
     Admit,
     Bye,
     Delete,
+    Explained,
     Fill,
     Hello,
     Hints,
@@ -519,6 +522,21 @@ def test_long_words_of_others_are_cut_and_cannot_steer_a_terminal(service, sessi
     [(_, _, _, text)] = told(service, session, "a")
     assert len(text) < 320
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("letter", ["\x1b", "\x9b", "\u202e", "\U000e0001"])
+def test_names_of_requests_and_engines_steer_no_terminal_and_stay_readable(service, letter):
+    """A client may choose the name of its request, and what cannot be read is escaped, which makes it longer."""
+    name = letter * MAX_NAME
+    session = attach(service, name)
+    keep(service, session, [1, 2], "a")
+    lease = service.handle(session, Admit(keys([1, 2, 3]), lease_s=1.0, request=name)).lease
+    service.handle(session, Release(lease, request=name, failed_chunk=1))
+    answer = msgspec.msgpack.decode(msgspec.msgpack.encode(service.handle(session, Why())), type=Explained)
+    assert answer.requests[0].reasons[1].kind == "failed"
+    for one in answer.requests:
+        texts = [one.request, one.engine, *one.notes, *(reason.text for reason in one.reasons)]
+        assert all(text.isprintable() for text in texts)
 
 
 def test_of_a_long_prompt_that_nobody_knows_the_first_chunks_are_explained(service, session):
