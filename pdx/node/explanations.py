@@ -21,7 +21,7 @@ from pdx.wire.messages import MAX_NAME, MAX_REASONS, Admit, Admitted, Explained,
 MAX_REQUESTS = 4096  # that are remembered
 MAX_SHOWN = 32  # in one answer
 MAX_HOLDERS = 4  # of room that another request did not find
-MAX_EXPLAINED = 64  # chunks that a request lacks
+MAX_EXPLAINED = 48  # chunks that a request lacks: to explain one costs about as much as to answer for ten
 
 
 class Explanations:
@@ -149,14 +149,14 @@ class Explanations:
     def _why(self, session: Session, ask: Admit, index: int, now: float, chunk_s: float, slow: str) -> tuple[str, str]:
         """In one word, and in a sentence. `slow`: why its peer was not asked."""
         key = ask.keys[index]
-        chunks = self._store.of(key)
-        shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
-        if any(chunk.state is State.FILLING for chunk in chunks):
-            return "filling", f"being filled by {chunks[0].origin.name or 'another request'} at that time"
-        if len(shards) >= ask.shards:
-            return "gap", "here, but behind one that is missing"
-        if shards:
-            return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
+        if chunks := self._store.of(key):
+            shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
+            if any(chunk.state is State.FILLING for chunk in chunks):
+                return "filling", f"being filled by {chunks[0].origin.name or 'another request'} at that time"
+            if len(shards) >= ask.shards:
+                return "gap", "here, but behind one that is missing"
+            if shards:
+                return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
         is_named = session.hello.kind == "client"
         below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s) or slow
         if below:
@@ -170,8 +170,8 @@ class Explanations:
             kind, text = next(iter(lacking)), "never in memory here"
         else:
             kind, text = "new", "never stored here under this key"
-        kind = next((each for each in ("tier", "policy") if each in lacking), kind)
-        return kind, "; ".join([text, *lacking.values()])
+        kind = "tier" if "tier" in lacking else "policy" if "policy" in lacking else kind
+        return kind, "; ".join([text, *lacking.values()]) if lacking else text
 
 
 # By how the history's words begin.

@@ -555,6 +555,7 @@ def test_what_is_remembered_and_what_is_told_is_bounded(service, session, monkey
         keep(service, session, [number], f"request {number}")
     answer = service.handle(session, Why())
     assert (len(answer.requests), answer.remembered) == (explanations.MAX_SHOWN, 40)
+    monkeypatch.setattr(explanations, "MAX_EXPLAINED", 2 * MAX_REASONS)
     service.handle(session, Admit(keys(range(200)), lease_s=1.0, request="striped"))
     for number in range(0, 200, 2):
         service.handle(session, Delete(keys([number])))
