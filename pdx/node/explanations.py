@@ -167,11 +167,15 @@ class Explanations:
             kind = next((kind for start, kind in _KINDS.items() if gone.why.startswith(start)), "gone")
             text = gone.told(now)
         elif lacking:
-            kind, text = next(iter(lacking)), "never in memory here"
+            kind, text = next(iter(lacking)), f"never in memory here{self._or_forgotten}"
         else:
-            kind, text = "new", "never stored here under this key"
+            kind, text = "new", f"never stored here under this key{self._or_forgotten}"
         kind = "tier" if "tier" in lacking else "policy" if "policy" in lacking else kind
         return kind, "; ".join([text, *lacking.values()]) if lacking else text
+
+    @property
+    def _or_forgotten(self) -> str:
+        return ", or so long ago that it is forgotten" if self._store.history.has_forgotten else ""
 
 
 # By how the history's words begin.

@@ -9,8 +9,9 @@ import pytest
 from pdx.config import NodeConfig
 from pdx.errors import ChunkMissing, TierError
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.node import explanations
+from pdx.node import begun, explanations
 from pdx.node.service import Service
+from pdx.store import history
 from pdx.store.tier import Grant, Held, Tier
 from pdx.wire.messages import (
     MAX_NAME,
@@ -122,6 +123,17 @@ def test_what_was_evicted_is_said_to_have_gone_for_whom_and_when(service, sessio
     assert told(service, session, "old again") == [
         (0, CHUNKS - 4, True, "from engine one, 8.0 s ago"),
         (CHUNKS - 4, 4, False, "evicted for request greedy, 3.0 s ago"),
+    ]
+
+
+def test_what_may_have_been_here_and_is_forgotten_is_not_said_to_be_new(service, session, monkeypatch):
+    monkeypatch.setattr(history, "MAX_GONE", 2)
+    for number in range(3):
+        keep(service, session, [number], f"before {number}")
+        service.handle(session, Delete(keys([number])))
+    service.handle(session, Admit(keys([0]), lease_s=1.0, request="a"))
+    assert told(service, session, "a") == [
+        (0, 1, False, "never stored here under this key, or so long ago that it is forgotten")
     ]
 
 
@@ -260,7 +272,7 @@ def ask_for(service, session, request, block, parent=b"root" * 4, salt=b""):
         ([{"block": "a"}], {"block": "a"}, None),
         ([{"block": "a"}], {"block": "b"}, "the tokens differ, or what its engine hashes with them"),
         ([{"block": "a"}], {"block": "b", "salt": b"x"}, "its cache salt is new here"),
-        ([{"block": "a", "salt": b"x"}], {"block": "b"}, "it has no cache salt, and all before it had one"),
+        ([{"block": "a", "salt": b"x"}], {"block": "b"}, "it has no cache salt, and all of them had one"),
         (
             [{"block": "a", "salt": b"x"}, {"block": "b"}],
             {"block": "c"},
@@ -276,6 +288,15 @@ def test_in_what_a_prompt_differs_from_those_before_it_is_told_as_far_as_names_t
     ask_for(service, session, "this one", **asks)
     notes = [note for note in why(service, session, "this one").notes if "room" not in note]
     assert notes == ([f"no prompt before it began with its first block: {differs}"] if differs else [])
+
+
+def test_a_first_block_that_may_be_forgotten_is_not_said_to_be_new(service, session, monkeypatch):
+    monkeypatch.setattr(begun, "MAX_BEGUN", 2)
+    for block, salt in (("a", b"x"), ("b", b"y"), ("c", b"z"), ("a", b"x")):
+        ask_for(service, session, f"{block} it is", block, salt=salt)
+    ask_for(service, session, "this one", "d", salt=b"v")
+    [note] = [note for note in why(service, session, "this one").notes if "room" not in note]
+    assert note == "none of the last 2 prompts began with its first block: its cache salt was in none of them"
 
 
 def test_the_same_blocks_under_another_layout_name_the_fields(service):
