@@ -220,6 +220,26 @@ def test_who_holds_the_room_that_another_lacks_is_named_with_transfers_for_thems
     assert note.split("; ")[1:] == held
 
 
+def test_who_holds_the_room_is_known_without_a_look_at_each_lease(service, session):
+    answer = service.handle(session, Admit(keys(range(4)), GRANULE_BYTES, 1, partial=True))
+    service.handle(worker(service, session), Fill(answer.granted_slots, 0, 1, True))
+    leases = [service.handle(session, Admit(keys(range(4)), lease_s=60.0)).lease for _ in range(3)]
+    service.store._leases = NoLooks(service.store._leases)
+    assert service.store.holders()[0] == {session.number: 3 * 4 * GRANULE_BYTES}
+    for lease in leases[:2]:
+        service.handle(session, Release(lease))
+    assert service.store.holders()[0] == {session.number: 4 * GRANULE_BYTES}
+    service.handle(session, Release(leases[2]))
+    assert not service.store.holders()[0]
+
+
+class NoLooks(dict):
+    def __iter__(self):
+        raise AssertionError("each lease was looked at")
+
+    values = items = keys = __iter__
+
+
 def test_a_question_that_asks_for_no_room_says_that_nothing_is_stored_by_it(service, session):
     service.handle(session, Admit(keys([1]), lease_s=1.0, request="a"))
     assert why(service, session, "a").notes == ["it asked for no room: nothing of it is stored by this request"]
