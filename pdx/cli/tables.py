@@ -8,7 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdx.telemetry.faults import printable
 from pdx.wire.messages import NodeStatus, TierStatus
+
+_MAX_ESCAPE = 10  # characters for one: \U and eight digits
 
 
 def table(
@@ -19,8 +22,13 @@ def table(
     for name in columns:
         made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        made.add_row(*(Text(_escaped(cell)) if isinstance(cell, str) else cell for cell in row))
     return made
+
+
+def _escaped(text: str) -> str:
+    """What others wrote, as peers, stores and engines do, steers no terminal; lines stay lines."""
+    return "\n".join(printable(line, len(line) * _MAX_ESCAPE) for line in text.split("\n"))
 
 
 def size(nbytes: int) -> str:
@@ -47,7 +55,11 @@ def view(status: NodeStatus, address: str) -> RenderableType:
         + (f"{one.silent_s:.1f} s",)
         for one in sorted(status.attached, key=lambda a: (a.engine, a.kind, a.shard, a.pid))
     ]
-    apart = [Text(f"engine {one.engine} shares no chunks {one.unshared}") for one in status.attached if one.unshared]
+    apart = [
+        Text(_escaped(f"engine {one.engine} shares no chunks {one.unshared}"))
+        for one in status.attached
+        if one.unshared
+    ]
     chunks = [(state, str(count), size(status.chunk_bytes.get(state, 0))) for state, count in status.chunks.items()]
     counters = [
         (name, size(value) if name.endswith("bytes") else f"{value:,}")
@@ -80,7 +92,7 @@ def _head(status: NodeStatus, address: str) -> Text:
             f"used {size(one.total_bytes - one.free_bytes)}"
             for one in (status.arenas if len(status.arenas) > 1 else [])
         ),
-        *(f"\n{_tier(tier)}" for tier in status.tiers),
+        *(f"\n{_escaped(_tier(tier))}" for tier in status.tiers),
     )
 
 

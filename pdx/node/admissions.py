@@ -327,10 +327,10 @@ class Admissions:
     def _tell_names(self, ask: Admit, hits: Sequence[tuple[Chunk, ...]]) -> None:
         """What has come from elsewhere does not say what its blocks are. A decode leg names more blocks than a tail
         has: its prompt goes on behind that."""
-        for at, chunks in enumerate(hits):
-            names = b"" if chunks[0].blocks or chunks[0].tail else ask.names(at)
-            if names and len(names) == ask.chunk_blocks * KEY_BYTES:
-                self._store.name(chunks, ask.before(at), names)
+        whole = len(ask.blocks) // (ask.chunk_blocks * KEY_BYTES)
+        for at, chunks in enumerate(hits[:whole]):
+            if not (chunks[0].blocks or chunks[0].tail):
+                self._store.name(chunks, ask.before(at), ask.names(at))
                 if chunks[0].is_stored:
                     self._tiers.name(chunks[0])
 

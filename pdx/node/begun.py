@@ -49,12 +49,15 @@ class Begun:
                 return ""
             fields = differing(hello, seen.hello) or "its chunks have another layout"
             return f"engine {seen.hello.engine!r} has had the same first block, but under other keys: {fields}"
+        is_all = max(len(self._first), len(self._salts)) < MAX_BEGUN  # else some may be forgotten
         if ask.hints.salt not in self._salts:
-            why = "its cache salt is new here" if ask.hints.salt else "it has no cache salt, and all before it had one"
+            why = "its cache salt is new here" if is_all else "its cache salt was in none of them"
+            why = why if ask.hints.salt else "it has no cache salt, and all of them had one"
         else:
             why = "the tokens differ, or what its engine hashes with them"
             why += ", or the cache salt, of which there are several" if len(self._salts) > 1 else ""
-        return f"no prompt before it began with its first block: {why}"
+        before = "no prompt before it" if is_all else f"none of the last {len(self._first)} prompts"
+        return f"{before} began with its first block: {why}"
 
 
 def _remember(known: OrderedDict, name: bytes, value: object) -> None:  # type: ignore[type-arg]

@@ -16,12 +16,12 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
-from pdx.wire.messages import MAX_REASONS, Admit, Admitted, Explained, Explanation, Reason
+from pdx.wire.messages import MAX_NAME, MAX_REASONS, Admit, Admitted, Explained, Explanation, Reason
 
 MAX_REQUESTS = 4096  # that are remembered
 MAX_SHOWN = 32  # in one answer
 MAX_HOLDERS = 4  # of room that another request did not find
-MAX_EXPLAINED = 64  # chunks that a request lacks
+MAX_EXPLAINED = 48  # chunks that a request lacks: to explain one costs about as much as to answer for ten
 
 
 class Explanations:
@@ -89,7 +89,8 @@ class Explanations:
                 notes.append(printable(text))
         self._begun.note(session.hello, ask)
         whose = _whose(session)
-        told = Explanation(ask.request, whose, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
+        shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
+        told = Explanation(*shown, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
         self._of_request[whose, ask.request] = now, told
         self._of_request.move_to_end((whose, ask.request))
         while len(self._of_request) > MAX_REQUESTS:
@@ -148,14 +149,14 @@ class Explanations:
     def _why(self, session: Session, ask: Admit, index: int, now: float, chunk_s: float, slow: str) -> tuple[str, str]:
         """In one word, and in a sentence. `slow`: why its peer was not asked."""
         key = ask.keys[index]
-        chunks = self._store.of(key)
-        shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
-        if any(chunk.state is State.FILLING for chunk in chunks):
-            return "filling", f"being filled by {chunks[0].origin.name or 'another request'} at that time"
-        if len(shards) >= ask.shards:
-            return "gap", "here, but behind one that is missing"
-        if shards:
-            return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
+        if chunks := self._store.of(key):
+            shards = {chunk.shard for chunk in chunks if chunk.state is State.SEALED}
+            if any(chunk.state is State.FILLING for chunk in chunks):
+                return "filling", f"being filled by {chunks[0].origin.name or 'another request'} at that time"
+            if len(shards) >= ask.shards:
+                return "gap", "here, but behind one that is missing"
+            if shards:
+                return "shard", f"shards {sorted(set(range(ask.shards)) - shards)} of it are missing"
         is_named = session.hello.kind == "client"
         below = self._tiers.why_not(key, ask.shards, is_named=is_named, chunk_s=chunk_s) or slow
         if below:
@@ -166,11 +167,15 @@ class Explanations:
             kind = next((kind for start, kind in _KINDS.items() if gone.why.startswith(start)), "gone")
             text = gone.told(now)
         elif lacking:
-            kind, text = next(iter(lacking)), "never in memory here"
+            kind, text = next(iter(lacking)), f"never in memory here{self._or_forgotten}"
         else:
-            kind, text = "new", "never stored here under this key"
-        kind = next((each for each in ("tier", "policy") if each in lacking), kind)
-        return kind, "; ".join([text, *lacking.values()])
+            kind, text = "new", f"never stored here under this key{self._or_forgotten}"
+        kind = "tier" if "tier" in lacking else "policy" if "policy" in lacking else kind
+        return kind, "; ".join([text, *lacking.values()]) if lacking else text
+
+    @property
+    def _or_forgotten(self) -> str:
+        return ", or so long ago that it is forgotten" if self._store.history.has_forgotten else ""
 
 
 # By how the history's words begin.
@@ -195,7 +200,8 @@ def _kind(origin: Origin) -> str:
 
 
 def _came_from(origin: Origin, now: float) -> str:
+    whence = f"from {printable(origin.name) or 'memory'}"
     if not origin.sealed_at:
-        return f"from {origin.name or 'memory'}, while it was being filled"
+        return f"{whence}, while it was being filled"
     rate = f" at {origin.gb_s:.2f} GB/s" if origin.gb_s else ""
-    return f"from {origin.name or 'memory'}{rate}, {ago(now - origin.sealed_at)}"
+    return f"{whence}{rate}, {ago(now - origin.sealed_at)}"

@@ -29,6 +29,7 @@ class History:
 
     def __init__(self) -> None:
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
+        self.has_forgotten = False  # so that a key it does not know may have been here
 
     def note(self, keys: Iterable[bytes], why: str, now: float, *, is_stored: bool = True) -> None:
         """These are gone from now on."""
@@ -39,6 +40,7 @@ class History:
             self._gone[key] = gone
         while len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
+            self.has_forgotten = True
 
     def why(self, key: bytes) -> Gone | None:
         """What became of the last chunk of this key; None: it never was here, or that is forgotten."""

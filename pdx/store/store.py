@@ -97,6 +97,11 @@ class Lease(msgspec.Struct):
     chunks: list[Chunk]
     deadline: float
 
+    @property
+    def room_bytes(self) -> int:
+        """About: a tail at the end counts as a whole chunk."""
+        return len(self.chunks) * self.chunks[0].room_bytes if self.chunks else 0
+
 
 class Store:
     """What becomes of chunks: who may write, find, read, keep and forget them, and until when.
@@ -142,6 +147,7 @@ class Store:
             for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
         ]
         self._leases: dict[int, Lease] = {}
+        self._leased_bytes: Counter[int] = Counter()  # by session
         self._leases_of: dict[int, dict[int, None]] = {}  # session -> numbers of its leases
         self._lease_ends: Deadlines[int] = Deadlines()
         self._numbers = itertools.count(1)
@@ -211,6 +217,7 @@ class Store:
             chunk.leases += 1
         number = next(self._numbers)
         self._leases[number] = lease
+        self._leased_bytes[session] += lease.room_bytes
         self._leases_of.setdefault(session, {})[number] = None
         self._lease_ends.add((number,), lease.deadline)
         return number
@@ -238,10 +245,11 @@ class Store:
 
     def _end_lease(self, number: int) -> None:
         lease = self._leases.pop(number)
+        self._leased_bytes[lease.session] -= lease.room_bytes
         numbers = self._leases_of[lease.session]
         del numbers[number]
         if not numbers:
-            del self._leases_of[lease.session]
+            del self._leases_of[lease.session], self._leased_bytes[lease.session]
         self.unhold(lease.chunks)
 
     def hold(self, chunks: Iterable[Chunk], *, is_use: bool = True) -> None:
@@ -565,10 +573,8 @@ class Store:
 
     def holders(self) -> tuple[Counter[int], Counter[str]]:
         """Who keeps about how many bytes from being evicted: leased ones by session, and those that are being filled by
-        their origin or transfer. Costs a look at each lease and each owner, and not at their chunks."""
-        leased: Counter[int] = Counter()
-        for lease in self._leases.values():
-            leased[lease.session] += len(lease.chunks) * lease.chunks[0].room_bytes
+        their origin or transfer. What two leases keep counts twice. Costs a look at each session, owner and transfer,
+        and not at their leases and chunks."""
         filled: Counter[str] = Counter()
         for _, first, count in self._index.owners.sizes():
             filled[first.origin.name] += count * first.room_bytes
@@ -576,7 +582,7 @@ class Store:
             if first.state is State.FILLING:
                 filled[first.origin.name] -= count * first.room_bytes
                 filled[f"transfer {name}"] += count * first.room_bytes
-        return leased, filled
+        return Counter(self._leased_bytes), filled
 
     @property
     def pinned_bytes(self) -> int:

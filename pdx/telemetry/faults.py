@@ -93,7 +93,10 @@ def counted(log: logging.Logger, counters: Counter[str], reason: str, text: str,
         log.warning("%s (further ones are counted as %s)", text % args, reason)
 
 
-def printable(text: str) -> str:
-    """`text` on one line and at most 300 characters long."""
-    cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in cut)
+def printable(text: str, most: int = _MAX_TEXT) -> str:
+    """`text` on one line: what cannot be printed is escaped. Of more than `most` characters, escapes counted, the first
+    and an ellipsis are left."""
+    if len(text) <= most and text.isprintable():
+        return text
+    shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[:most]}…"

@@ -145,6 +145,19 @@ def test_peers_are_shown_with_their_channel_and_what_went_over_it(monkeypatch):
     assert json.loads(as_object(status))["peers"][0]["channel"] == "nixl"
 
 
+def test_words_of_peers_stores_and_engines_steer_no_terminal():
+    evil = "\x1b[2J\x9b2J\u202e"
+    peer = PeerStatus(evil, evil, "ready", evil, {evil: 1.0}, 1, 1, 1, 1, evil)
+    attached = AttachedStatus(5, "scheduler", evil, evil, 0, "both", evil, 0, 0.1, evil)
+    head = ("alpha", 1, 2, 3.0, 1 << 30, 1 << 30, {}, {}, 0, 7, 0, [attached], {}, "", [peer])
+    status = NodeStatus(*head, tiers=[TierStatus("remote", evil, state=evil)])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(view(status, "ipc:///run/node.sock"))
+    shown = console.export_text()
+    assert "remote \\x1b[2J\\x9b2J\\u202e; " in shown
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
 def test_options_become_the_nodes_settings(monkeypatch, place):
     configs = []
     monkeypatch.setattr("pdx.node.daemon.run", configs.append)

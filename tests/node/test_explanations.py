@@ -3,21 +3,25 @@
 import itertools
 import os
 
+import msgspec
 import pytest
 
 from pdx.config import NodeConfig
 from pdx.errors import ChunkMissing, TierError
 from pdx.memory.arena import GRANULE_BYTES, Arena
-from pdx.node import explanations
+from pdx.node import begun, explanations
 from pdx.node.service import Service
+from pdx.store import history
 from pdx.store.tier import Grant, Held, Tier
 from pdx.wire.messages import (
+    MAX_NAME,
     MAX_REASONS,
     VERSION,
     Abort,
     Admit,
     Bye,
     Delete,
+    Explained,
     Fill,
     Hello,
     Hints,
@@ -122,6 +126,17 @@ def test_what_was_evicted_is_said_to_have_gone_for_whom_and_when(service, sessio
     ]
 
 
+def test_what_may_have_been_here_and_is_forgotten_is_not_said_to_be_new(service, session, monkeypatch):
+    monkeypatch.setattr(history, "MAX_GONE", 2)
+    for number in range(3):
+        keep(service, session, [number], f"before {number}")
+        service.handle(session, Delete(keys([number])))
+    service.handle(session, Admit(keys([0]), lease_s=1.0, request="a"))
+    assert told(service, session, "a") == [
+        (0, 1, False, "never stored here under this key, or so long ago that it is forgotten")
+    ]
+
+
 def test_what_a_client_deleted_or_a_writer_gave_up_is_told_apart(service, session, clock):
     keep(service, session, [1], "a")
     service.handle(session, Delete(keys([1])))
@@ -205,6 +220,26 @@ def test_who_holds_the_room_that_another_lacks_is_named_with_transfers_for_thems
     assert note.split("; ")[1:] == held
 
 
+def test_who_holds_the_room_is_known_without_a_look_at_each_lease(service, session):
+    answer = service.handle(session, Admit(keys(range(4)), GRANULE_BYTES, 1, partial=True))
+    service.handle(worker(service, session), Fill(answer.granted_slots, 0, 1, True))
+    leases = [service.handle(session, Admit(keys(range(4)), lease_s=60.0)).lease for _ in range(3)]
+    service.store._leases = NoLooks(service.store._leases)
+    assert service.store.holders()[0] == {session.number: 3 * 4 * GRANULE_BYTES}
+    for lease in leases[:2]:
+        service.handle(session, Release(lease))
+    assert service.store.holders()[0] == {session.number: 4 * GRANULE_BYTES}
+    service.handle(session, Release(leases[2]))
+    assert not service.store.holders()[0]
+
+
+class NoLooks(dict):
+    def __iter__(self):
+        raise AssertionError("each lease was looked at")
+
+    values = items = keys = __iter__
+
+
 def test_a_question_that_asks_for_no_room_says_that_nothing_is_stored_by_it(service, session):
     service.handle(session, Admit(keys([1]), lease_s=1.0, request="a"))
     assert why(service, session, "a").notes == ["it asked for no room: nothing of it is stored by this request"]
@@ -257,7 +292,7 @@ def ask_for(service, session, request, block, parent=b"root" * 4, salt=b""):
         ([{"block": "a"}], {"block": "a"}, None),
         ([{"block": "a"}], {"block": "b"}, "the tokens differ, or what its engine hashes with them"),
         ([{"block": "a"}], {"block": "b", "salt": b"x"}, "its cache salt is new here"),
-        ([{"block": "a", "salt": b"x"}], {"block": "b"}, "it has no cache salt, and all before it had one"),
+        ([{"block": "a", "salt": b"x"}], {"block": "b"}, "it has no cache salt, and all of them had one"),
         (
             [{"block": "a", "salt": b"x"}, {"block": "b"}],
             {"block": "c"},
@@ -273,6 +308,15 @@ def test_in_what_a_prompt_differs_from_those_before_it_is_told_as_far_as_names_t
     ask_for(service, session, "this one", **asks)
     notes = [note for note in why(service, session, "this one").notes if "room" not in note]
     assert notes == ([f"no prompt before it began with its first block: {differs}"] if differs else [])
+
+
+def test_a_first_block_that_may_be_forgotten_is_not_said_to_be_new(service, session, monkeypatch):
+    monkeypatch.setattr(begun, "MAX_BEGUN", 2)
+    for block, salt in (("a", b"x"), ("b", b"y"), ("c", b"z"), ("a", b"x")):
+        ask_for(service, session, f"{block} it is", block, salt=salt)
+    ask_for(service, session, "this one", "d", salt=b"v")
+    [note] = [note for note in why(service, session, "this one").notes if "room" not in note]
+    assert note == "none of the last 2 prompts began with its first block: its cache salt was in none of them"
 
 
 def test_the_same_blocks_under_another_layout_name_the_fields(service):
@@ -521,6 +565,21 @@ def test_long_words_of_others_are_cut_and_cannot_steer_a_terminal(service, sessi
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("letter", ["\x1b", "\x9b", "\u202e", "\U000e0001"])
+def test_names_of_requests_and_engines_steer_no_terminal_and_stay_readable(service, letter):
+    """A client may choose the name of its request, and what cannot be read is escaped, which makes it longer."""
+    name = letter * MAX_NAME
+    session = attach(service, name)
+    keep(service, session, [1, 2], "a")
+    lease = service.handle(session, Admit(keys([1, 2, 3]), lease_s=1.0, request=name)).lease
+    service.handle(session, Release(lease, request=name, failed_chunk=1))
+    answer = msgspec.msgpack.decode(msgspec.msgpack.encode(service.handle(session, Why())), type=Explained)
+    assert answer.requests[0].reasons[1].kind == "failed"
+    for one in answer.requests:
+        texts = [one.request, one.engine, *one.notes, *(reason.text for reason in one.reasons)]
+        assert all(text.isprintable() for text in texts)
+
+
 def test_of_a_long_prompt_that_nobody_knows_the_first_chunks_are_explained(service, session):
     """The control loop does not stand still for it."""
     many = explanations.MAX_EXPLAINED
@@ -537,6 +596,7 @@ def test_what_is_remembered_and_what_is_told_is_bounded(service, session, monkey
         keep(service, session, [number], f"request {number}")
     answer = service.handle(session, Why())
     assert (len(answer.requests), answer.remembered) == (explanations.MAX_SHOWN, 40)
+    monkeypatch.setattr(explanations, "MAX_EXPLAINED", 2 * MAX_REASONS)
     service.handle(session, Admit(keys(range(200)), lease_s=1.0, request="striped"))
     for number in range(0, 200, 2):
         service.handle(session, Delete(keys([number])))

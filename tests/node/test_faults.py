@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from pdx.errors import ProtocolError
-from pdx.telemetry.faults import QUIET_S, Faults
+from pdx.telemetry.faults import QUIET_S, Faults, printable
 
 
 class Clock:
@@ -82,3 +82,11 @@ def test_what_a_sender_wrote_is_one_short_line_of_the_log(faults, caplog):
     assert len(record.getMessage()) < 1000
     assert record.getMessage().isprintable()
     assert "\\n\\x1b[31mforged" in record.getMessage()
+
+
+def test_what_is_escaped_does_not_become_longer_than_what_is_not():
+    for letter in ("x", "\x1b", "\U000e0001"):
+        text = printable(letter * 1000)
+        assert len(text) <= 301
+        assert text.isprintable()
+    assert printable("\x1b" * 1000, 8) == "\\x1b\\x1b…"

@@ -194,11 +194,14 @@ class DiskTier(Tier):
             if held is None or self._health.hides(key):
                 break
             found.append(held)
-        self._touch(keys[: len(found)])
+        if found:
+            self._touch(keys[: len(found)])
         return found
 
     def _held(self, key: bytes, shards: int) -> Held | None:
-        files = self._index.get(key, ())
+        files = self._index.get(key)
+        if not files:
+            return None
         sizes = {(file.nbytes, file.layers) for file in files}
         if len(sizes) != 1 or len(files) != shards or {file.shard for file in files} != set(range(shards)):
             return None
