@@ -74,7 +74,7 @@ class Bed:
         self.engine.finish(request)
         with pdx.connect(self.node.address) as client:
             [told] = client.why(request.request_id).requests
-        is_known = next((reason.kind == "tier" for reason in told.reasons if not reason.is_hit), False)
+        is_known = next((reason.text.startswith("on remote") for reason in told.reasons if not reason.is_hit), False)
         return Outcome(len(prompt) // CHUNK, hits, told.waited_s, passed, counted, is_known)
 
     def counter(self, name: str) -> int:
