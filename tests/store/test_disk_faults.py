@@ -175,11 +175,11 @@ def test_a_folder_that_is_gone_costs_misses_and_comes_back_with_the_next_store(b
 
 
 def fail_reads(patch, fake=errno.EIO, *, only=None):
-    """Reading fails from now on, or reading chunk `only` does; the numbers of the calls that did."""
+    """Reading fails from now on, or reading files with `only` in their names does; the numbers of the calls that did."""
     real, failed = os.preadv, []
 
     def failing(fd, *args):
-        if only is not None and key(only).hex() not in os.readlink(f"/proc/self/fd/{fd}"):
+        if only is not None and only not in os.readlink(f"/proc/self/fd/{fd}"):
             return real(fd, *args)
         failed.append(fd)
         raise OSError(fake, os.strerror(fake))
@@ -208,7 +208,7 @@ def test_a_fake_read_error_costs_a_miss_and_no_file(bed, monkeypatch, fake, kind
 def test_a_file_that_fails_by_a_fake_error_again_and_again_while_others_are_read_is_removed(bed, monkeypatch):
     assert bed.store(1)
     assert bed.store(2)
-    fail_reads(monkeypatch, only=1)
+    fail_reads(monkeypatch, only=key(1).hex())
     assert bed.load(1).kind == "read_failed"
     bed.now += PAUSE_S
     assert bed.load(1).kind == "read_failed"
@@ -218,6 +218,23 @@ def test_a_file_that_fails_by_a_fake_error_again_and_again_while_others_are_read
     assert bed.load(1).kind == "read_failed"
     assert bed.files == [bed.file(2)]
     assert bed.tier.used_bytes == bed.charge
+    assert bed.tier.status().state == "ok"
+
+
+def test_a_shard_that_fails_by_a_fake_error_while_the_others_are_read_is_not_asked_for_again_and_again(
+    bed, monkeypatch
+):
+    for shard in range(2):
+        assert bed.store(1, shard, shards=2)
+    assert bed.store(2)
+    fail_reads(monkeypatch, only=f"{key(1).hex()}-0-")
+    assert bed.load(1, 0).kind == "read_failed"
+    assert bed.load(1, 1, at=2) is None
+    assert not bed.has(1, 2), "whoever waits for it would have both loaded at once again"
+    bed.now += PAUSE_S
+    assert bed.has(1, 2)
+    assert bed.load(1, 0).kind == "read_failed"
+    assert bed.files == [bed.file(2)], "twice, and others were read in between"
     assert bed.tier.status().state == "ok"
 
 

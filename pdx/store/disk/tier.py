@@ -511,7 +511,7 @@ class DiskTier(Tier):
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.get(part.key, ())
         if error is None:
-            self._health.read(part.key)
+            self._health.read(part.key, part.shard)
             self._counters["disk_loaded"] += 1
             if part.key in self._index and part.shard == 0:
                 self._hits[part.key] = self.hits(part.key) + 1
@@ -522,9 +522,11 @@ class DiskTier(Tier):
                 self._warn(error)
             if error.kind in _NOT_OF_THE_DISK:
                 self._health.pause_reads()  # whoever waits would have it loaded at once again
-            elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key):
+            elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key, part.shard):
                 if self._health.doubt:
                     self._doubt(self._health.doubt)
+                if not files:  # it was removed meanwhile: nobody would forget that it failed
+                    self._health.forget(part.key)
             elif error.kind != "gone":
                 self._remove(files, is_forgotten=True)
 
