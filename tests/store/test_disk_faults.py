@@ -175,7 +175,7 @@ def test_a_folder_that_is_gone_costs_misses_and_comes_back_with_the_next_store(b
 
 
 def fail_reads(patch, fake=errno.EIO, *, only=None):
-    """Reading fails from now on, or reading files with `only` in their names does; the numbers of the calls that did."""
+    """Reading fails from now on, or reading files with `only` in their names; the numbers of the calls that did."""
     real, failed = os.preadv, []
 
     def failing(fd, *args):
@@ -352,6 +352,30 @@ def test_a_disk_that_does_not_answer_is_said_and_keeps_nobody_waiting(bed, hang,
     assert bed.store(9)
     assert len(bed.files) == 5
     assert sum("does not answer" in one.message for one in caplog.records) == 1
+
+
+def test_a_disk_that_removes_many_files_one_after_the_other_answers(bed, monkeypatch):
+    for number in range(8):
+        assert bed.store(number)
+    turns, reached, real = threading.Semaphore(0), threading.Semaphore(0), os.unlink
+
+    def slow(*args, **settings):
+        reached.release()
+        assert turns.acquire(timeout=60)
+        real(*args, **settings)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    assert bed.tier.evict([key(number) for number in range(8)]) == 8
+    try:
+        for _ in range(8):
+            assert reached.acquire(timeout=60)
+            bed.now += 0.6 * SILENT_S
+            assert bed.tier.status().state == "ok", "no system call takes so long"
+            turns.release()
+        bed.settle()
+    finally:
+        turns.release(8)
+    assert not bed.files
 
 
 @pytest.mark.parametrize("what", ["load", "store"])
@@ -642,6 +666,33 @@ def test_an_unfinished_file_that_cannot_be_removed_counts(bed, monkeypatch):
     assert bed.store(1)
     assert bed.tier.used_bytes == bed.charge
     assert bed.files == [bed.file(1)]
+
+
+@pytest.mark.parametrize("can_remove", [True, False])
+def test_a_file_that_was_to_be_written_anew_and_cannot_be_opened_counts_or_is_removed(
+    tmp_path, monkeypatch, can_remove
+):
+    bed = Bed(tmp_path, limit_bytes=4 * MIB // 25)
+    assert all(bed.store(number) for number in range(4))
+    real = os.open
+
+    def failing(path, *args, **settings):
+        if os.fspath(path).endswith(".partial"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, *args, **settings)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", failing)
+            if not can_remove:
+                _refuse_to_remove(patch, 9)
+            assert not bed.store(9)
+        assert len(bed.files) == (3 if can_remove else 4)
+        assert bed.disk_bytes <= bed.tier.used_bytes == len(bed.files) * bed.charge <= bed.limit_bytes
+        assert all(bed.store(number) for number in range(10, 16))
+        assert bed.disk_bytes <= bed.tier.used_bytes == len(bed.files) * bed.charge <= bed.limit_bytes
+    finally:
+        bed.close()
 
 
 @pytest.mark.parametrize("fake", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
