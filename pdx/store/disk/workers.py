@@ -170,8 +170,10 @@ class Workers:
             with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
                 chunk_file.verify(self._path(task.probed), is_direct=self._is_direct)
         for file in task.used:
+            task.seen_at = self._clock()
             chunk_file.touch(self._path(file))
         for file in task.victims:
+            task.seen_at = self._clock()
             old = self._path(file)
             try:
                 if file is task.reused and task.error is None:
