@@ -22,6 +22,7 @@ from pdx.store.disk import chunk_file
 from pdx.store.disk.health import MAX_ERRORS, PAUSE_S
 from pdx.store.disk.tier import FULL_S, JOIN_S, SILENT_S
 from pdx.store.disk.workers import THREADS
+from pdx.store.tier import Job, Part
 
 _GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
@@ -285,12 +286,12 @@ def test_loads_that_wait_when_a_disk_begins_to_fail_are_not_tried(bed, monkeypat
 class Hang:
     """Calls of `os.preadv` and `os.pwritev` do not return before `end`, as far as it has room for them."""
 
-    def __init__(self, patch, room=1 << 30):
+    def __init__(self, patch, room=1 << 30, names=("preadv", "pwritev")):
         self.room = room
         self.begun = threading.Semaphore(0)
         self.num_begun = 0
         self._ended = threading.Event()
-        for name in ("preadv", "pwritev"):
+        for name in names:
             patch.setattr(os, name, self._late(getattr(os, name)))
 
     def _late(self, real):
@@ -409,6 +410,32 @@ def test_what_waits_for_a_disk_that_does_not_answer_is_given_up(bed, hang):
     assert not any(copy.number in bed.over for copy in loads[:THREADS]), "the disk may still write there"
     disk.end()
     assert [bed.end(copy) for copy in loads[:THREADS]] == [None] * THREADS
+
+
+def test_nothing_waits_for_a_disk_that_reads_and_whose_writes_do_not_return(bed, hang):
+    assert bed.store(1)
+    disk = hang(names=["pwritev"])
+    copies = [bed.start_store(number, at=number) for number in range(2, THREADS + 1)]
+    for _ in copies:
+        assert disk.begun.acquire(timeout=60)
+    bed.now += 2 * SILENT_S
+    assert not bed.has(1)
+    bed.now += PAUSE_S
+    while not bed.has(1):
+        bed.turn()
+    assert bed.end(bed.start_load(1, at=15)) is None
+    assert not bed.tier.takes_stores
+    assert bed.tier.status().state == "writes do not return"
+    assert bed.start_store(20, at=12) is None
+    slot = bed.slot(12)
+    bed.tier.store(Job(99, [Part(key(20), 0, 4, 0, 4, slot)], slot.nbytes))
+    while 99 not in bed.over:
+        bed.turn()
+    assert bed.over[99].kind == "paused", "what was admitted before keeps no memory, either"
+    disk.end()
+    assert [bed.end(copy) for copy in copies] == [None] * len(copies)
+    assert bed.tier.status().state == "ok"
+    assert bed.store(20)
 
 
 def test_a_disk_that_does_not_answer_keeps_no_node_from_ending(bed, hang):

@@ -168,7 +168,7 @@ class DiskTier(Tier):
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
         self._look()
-        state = self._health.text
+        state = self._health.text or ("" if self._workers.takes_writes else "writes do not return")
         if not state and not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
         elif not state:
@@ -183,7 +183,7 @@ class DiskTier(Tier):
     def takes_stores(self) -> bool:
         """See `Tier.takes_stores`."""
         self._look()
-        return self.is_counted and self._health.takes_stores
+        return self.is_counted and self._health.takes_stores and self._workers.takes_writes
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """See `Tier.find`. What is found counts as used."""
@@ -267,7 +267,7 @@ class DiskTier(Tier):
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
         part = job.parts[0]
-        if self._health.doubt:
+        if self._health.doubt or not self._workers.takes_writes:
             return self._refuse(job, "paused")
         is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
         if is_forgotten or self._has(part.key, part.shard):
