@@ -680,6 +680,25 @@ def test_what_replaces_a_file_that_could_not_be_removed_is_counted_once(bed, mon
     assert bed.load(1) is None
 
 
+def test_an_unfinished_file_counts_beside_an_old_one_of_its_chunk_when_neither_can_be_removed(bed, monkeypatch):
+    def failing(*args, **_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    assert bed.store(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        assert bed.tier.evict([key(1)]) == 1
+        bed.settle()
+        patch.setattr(os, "rename", failing)
+        for _ in range(2):
+            assert not bed.store(1)
+            assert len(bed.files) == 2
+            assert bed.disk_bytes <= bed.tier.used_bytes == 2 * bed.charge
+    assert bed.store(1)
+    assert bed.files == [bed.file(1)]
+    assert bed.tier.used_bytes == bed.charge
+
+
 def test_an_unfinished_file_that_cannot_be_removed_counts(bed, monkeypatch):
     def failing(*args, **_):
         raise OSError(errno.EIO, "Input/output error")

@@ -114,7 +114,8 @@ class DiskTier(Tier):
         self.used_bytes = 0  # of the cap: what may be on the disk …
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
         self._found_bytes = 0  # … and files that can be found
-        self._stuck: dict[ChunkFile, int] = {}  # … and what cannot be found, nor removed: until it is replaced
+        # … and what cannot be found, nor removed, until it is replaced: which file, and whether it is unfinished
+        self._stuck: set[tuple[ChunkFile, bool]] = set()
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[int, dict[Task, None]] = {}  # by copy
@@ -476,14 +477,18 @@ class DiskTier(Tier):
 
     def _insert(self, file: ChunkFile, *, is_forgotten: bool = False) -> None:
         """There is this file; it counts as not used for longest."""
-        self.used_bytes += file.charge
         if is_forgotten:
-            self._stuck[file] = file.charge
+            self._stick(file)
             return
+        self.used_bytes += file.charge
         self._index[file.key] = *self._index.get(file.key, ()), file
         self._index.move_to_end(file.key, last=False)
         self.num_chunks += 1
         self._found_bytes += file.charge
+
+    def _stick(self, file: ChunkFile, *, is_unfinished: bool = False) -> None:
+        self.used_bytes += file.charge * ((file, is_unfinished) not in self._stuck)
+        self._stuck.add((file, is_unfinished))
 
     def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
@@ -492,14 +497,16 @@ class DiskTier(Tier):
         if error is None:
             self._health.wrote()
             self._counters["disk_stored"] += 1
-            self.used_bytes -= self._stuck.pop(file, 0)
+            replaced = {(file, False), (file, True)} & self._stuck
+            self.used_bytes -= file.charge * len(replaced)
+            self._stuck -= replaced
             self._insert(file)
             self._index.move_to_end(part.key)
             if part.key in task.forgotten:
                 self._remove([file], is_forgotten=True)
             return
-        if error.is_left and file not in self._stuck:
-            self._insert(file, is_forgotten=True)
+        if error.is_left:
+            self._stick(file, is_unfinished=True)
         if error.kind != "cancelled":
             self._warn(error)
             self.history.note([part.key], f"not stored: {error}", self._clock())
