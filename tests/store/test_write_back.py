@@ -139,6 +139,30 @@ def test_what_a_tier_has_removed_is_stored_again_before_it_leaves_memory(tmp_pat
 
 
 @pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
+def test_what_a_tier_had_and_has_removed_is_not_said_to_have_been_kept_from_it(tmp_path, choice):
+    stage = Stage(tmp_path, choice=choice, window=1 / GRANULES)
+    try:
+        stage.save([0])
+        stage.tiers.storing.found_by_request(stage.store.find([key(0)], 1)[0])
+        stage.save(range(1, GRANULES))
+        look(stage)
+        stage.end_all()
+        assert (key(0), 0) in stage.tier.chunks
+        stage.tier.evict([key(0)])
+        stage.tier.history.note([key(0)], "removed to make room", stage.now)
+        stage.tiers.storing.removed([key(0)])
+        stage.save(range(20, 20 + GRANULES))  # it leaves memory before its turn comes again
+        gone = stage.store.history.why(key(0))
+        assert not gone.is_stored
+        assert list(stage.tiers.lacking(key(0), gone, is_named=False)) == [
+            ("evicted", "below: removed to make room, 0.0 s ago")
+        ]
+        stage.end_all()
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
 def test_a_tier_smaller_than_the_window_is_not_written_to_all_the_time(tmp_path, choice):
     stage = Stage(tmp_path, choice=choice, window=8 / GRANULES)
     held = []
