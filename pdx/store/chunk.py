@@ -62,6 +62,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     is_shared: bool = False  # a prompt was found that begins as it does
     is_found: bool = False  # a request has found it since it is here
     is_stored: bool = False  # the tiers below were given it, or it came from one
+    is_stored_again: bool = False  # they were, a second time, and no request has found it since
     keeps_place: bool = False  # it may not be evicted now, but its eviction policy has not been told
     is_named: bool = False  # a client's name is its key, which says nothing of the bytes
     shards: int = 1  # of its key, this one included …

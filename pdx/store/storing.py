@@ -76,6 +76,10 @@ class Storing:
     def found_by_request(self, chunks: Iterable[Chunk]) -> None:
         """A request has found these; of each the first time counts."""
         for chunk in chunks:
+            if chunk.is_stored_again:
+                chunk.is_stored_again = False
+                if not chunk.is_stored:
+                    self._again[chunk.key] = None
             if not chunk.is_found:
                 chunk.is_found = True
                 self._tiers.hit(chunk)
@@ -83,12 +87,17 @@ class Storing:
                     self._wait(chunk, self._below(chunk))
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """A tier below has these no more: those that memory has are stored there again before they leave it."""
+        """A tier below has these no more: those that memory has are stored there again before they leave it.
+
+        Of each once, until a request finds it: else a tier that is smaller than the window would be written to all the
+        time, each chunk in place of the next.
+        """
         for key in keys:
             for chunk in self._store.of(key):
                 if chunk.is_stored and not any(chunk.arenas):
                     chunk.is_stored = False
-                    self._again[key] = None
+                    if not chunk.is_stored_again:
+                        self._again[key] = None
         while len(self._again) > MAX_WAITING:
             self._again.popitem(last=False)
 
@@ -134,6 +143,7 @@ class Storing:
             for pool in self._store.pools:
                 for chunk in self._next_victims(pool):
                     if self._again.pop(chunk.key, chunk) is None:
+                        chunk.is_stored_again = True
                         self._wait(chunk, self._below(chunk))
                     elif self._choice == "write-back":
                         self._wait(chunk, self._next(chunk))
@@ -146,7 +156,7 @@ class Storing:
             if left <= 0:
                 break
             left -= chunk.room_bytes
-            if not (chunk.is_stored or chunk.tail):
+            if not (chunk.is_stored or chunk.is_stored_again or chunk.tail):
                 found.append(chunk)
         return found
 

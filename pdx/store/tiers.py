@@ -319,6 +319,7 @@ class Tiers:
 
         :returns: pairs, in one word and in a sentence.
         """
+        was_there = False
         for tier in self._all():
             if is_named and tier.is_shared:
                 continue
@@ -331,8 +332,9 @@ class Tiers:
                 yield "policy", f"{tier.name} was to get it, and {state}"
             elif (then := tier.history.why(key)) is not None:
                 kind = "policy" if then.why == DROPPED else "tier" if then.why.startswith("not stored") else "evicted"
+                was_there = was_there or kind == "evicted"
                 yield kind, f"{tier.name}: {then.told(self._clock())}"
-        if why := self.storing.why_not(gone):
+        if not was_there and (why := self.storing.why_not(gone)):
             yield "policy", why
 
     def _is_late(self, tier: Tier) -> bool:

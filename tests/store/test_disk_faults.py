@@ -22,6 +22,7 @@ from pdx.store.disk import chunk_file
 from pdx.store.disk.health import MAX_ERRORS, PAUSE_S
 from pdx.store.disk.tier import FULL_S, JOIN_S, SILENT_S
 from pdx.store.disk.workers import THREADS
+from pdx.store.tier import Job, Part
 
 _GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
@@ -175,11 +176,11 @@ def test_a_folder_that_is_gone_costs_misses_and_comes_back_with_the_next_store(b
 
 
 def fail_reads(patch, fake=errno.EIO, *, only=None):
-    """Reading fails from now on, or reading chunk `only` does; the numbers of the calls that did."""
+    """Reading fails from now on, or reading files with `only` in their names; the numbers of the calls that did."""
     real, failed = os.preadv, []
 
     def failing(fd, *args):
-        if only is not None and key(only).hex() not in os.readlink(f"/proc/self/fd/{fd}"):
+        if only is not None and only not in os.readlink(f"/proc/self/fd/{fd}"):
             return real(fd, *args)
         failed.append(fd)
         raise OSError(fake, os.strerror(fake))
@@ -208,7 +209,7 @@ def test_a_fake_read_error_costs_a_miss_and_no_file(bed, monkeypatch, fake, kind
 def test_a_file_that_fails_by_a_fake_error_again_and_again_while_others_are_read_is_removed(bed, monkeypatch):
     assert bed.store(1)
     assert bed.store(2)
-    fail_reads(monkeypatch, only=1)
+    fail_reads(monkeypatch, only=key(1).hex())
     assert bed.load(1).kind == "read_failed"
     bed.now += PAUSE_S
     assert bed.load(1).kind == "read_failed"
@@ -218,6 +219,23 @@ def test_a_file_that_fails_by_a_fake_error_again_and_again_while_others_are_read
     assert bed.load(1).kind == "read_failed"
     assert bed.files == [bed.file(2)]
     assert bed.tier.used_bytes == bed.charge
+    assert bed.tier.status().state == "ok"
+
+
+def test_a_shard_that_fails_by_a_fake_error_while_the_others_are_read_is_not_asked_for_again_and_again(
+    bed, monkeypatch
+):
+    for shard in range(2):
+        assert bed.store(1, shard, shards=2)
+    assert bed.store(2)
+    fail_reads(monkeypatch, only=f"{key(1).hex()}-0-")
+    assert bed.load(1, 0).kind == "read_failed"
+    assert bed.load(1, 1, at=2) is None
+    assert not bed.has(1, 2), "whoever waits for it would have both loaded at once again"
+    bed.now += PAUSE_S
+    assert bed.has(1, 2)
+    assert bed.load(1, 0).kind == "read_failed"
+    assert bed.files == [bed.file(2)], "twice, and others were read in between"
     assert bed.tier.status().state == "ok"
 
 
@@ -268,12 +286,12 @@ def test_loads_that_wait_when_a_disk_begins_to_fail_are_not_tried(bed, monkeypat
 class Hang:
     """Calls of `os.preadv` and `os.pwritev` do not return before `end`, as far as it has room for them."""
 
-    def __init__(self, patch, room=1 << 30):
+    def __init__(self, patch, room=1 << 30, names=("preadv", "pwritev")):
         self.room = room
         self.begun = threading.Semaphore(0)
         self.num_begun = 0
         self._ended = threading.Event()
-        for name in ("preadv", "pwritev"):
+        for name in names:
             patch.setattr(os, name, self._late(getattr(os, name)))
 
     def _late(self, real):
@@ -337,6 +355,30 @@ def test_a_disk_that_does_not_answer_is_said_and_keeps_nobody_waiting(bed, hang,
     assert sum("does not answer" in one.message for one in caplog.records) == 1
 
 
+def test_a_disk_that_removes_many_files_one_after_the_other_answers(bed, monkeypatch):
+    for number in range(8):
+        assert bed.store(number)
+    turns, reached, real = threading.Semaphore(0), threading.Semaphore(0), os.unlink
+
+    def slow(*args, **settings):
+        reached.release()
+        assert turns.acquire(timeout=60)
+        real(*args, **settings)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    assert bed.tier.evict([key(number) for number in range(8)]) == 8
+    try:
+        for _ in range(8):
+            assert reached.acquire(timeout=60)
+            bed.now += 0.6 * SILENT_S
+            assert bed.tier.status().state == "ok", "no system call takes so long"
+            turns.release()
+        bed.settle()
+    finally:
+        turns.release(8)
+    assert not bed.files
+
+
 @pytest.mark.parametrize("what", ["load", "store"])
 def test_a_disk_whose_one_call_never_returns_is_used_again_when_others_do(bed, hang, what):
     for number in range(4):
@@ -368,6 +410,32 @@ def test_what_waits_for_a_disk_that_does_not_answer_is_given_up(bed, hang):
     assert not any(copy.number in bed.over for copy in loads[:THREADS]), "the disk may still write there"
     disk.end()
     assert [bed.end(copy) for copy in loads[:THREADS]] == [None] * THREADS
+
+
+def test_nothing_waits_for_a_disk_that_reads_and_whose_writes_do_not_return(bed, hang):
+    assert bed.store(1)
+    disk = hang(names=["pwritev"])
+    copies = [bed.start_store(number, at=number) for number in range(2, THREADS + 1)]
+    for _ in copies:
+        assert disk.begun.acquire(timeout=60)
+    bed.now += 2 * SILENT_S
+    assert not bed.has(1)
+    bed.now += PAUSE_S
+    while not bed.has(1):
+        bed.turn()
+    assert bed.end(bed.start_load(1, at=15)) is None
+    assert not bed.tier.takes_stores
+    assert bed.tier.status().state == "writes do not return"
+    assert bed.start_store(20, at=12) is None
+    slot = bed.slot(12)
+    bed.tier.store(Job(99, [Part(key(20), 0, 4, 0, 4, slot)], slot.nbytes))
+    while 99 not in bed.over:
+        bed.turn()
+    assert bed.over[99].kind == "paused", "what was admitted before keeps no memory, either"
+    disk.end()
+    assert [bed.end(copy) for copy in copies] == [None] * len(copies)
+    assert bed.tier.status().state == "ok"
+    assert bed.store(20)
 
 
 def test_a_disk_that_does_not_answer_keeps_no_node_from_ending(bed, hang):
@@ -612,6 +680,25 @@ def test_what_replaces_a_file_that_could_not_be_removed_is_counted_once(bed, mon
     assert bed.load(1) is None
 
 
+def test_an_unfinished_file_counts_beside_an_old_one_of_its_chunk_when_neither_can_be_removed(bed, monkeypatch):
+    def failing(*args, **_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    assert bed.store(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        assert bed.tier.evict([key(1)]) == 1
+        bed.settle()
+        patch.setattr(os, "rename", failing)
+        for _ in range(2):
+            assert not bed.store(1)
+            assert len(bed.files) == 2
+            assert bed.disk_bytes <= bed.tier.used_bytes == 2 * bed.charge
+    assert bed.store(1)
+    assert bed.files == [bed.file(1)]
+    assert bed.tier.used_bytes == bed.charge
+
+
 def test_an_unfinished_file_that_cannot_be_removed_counts(bed, monkeypatch):
     def failing(*args, **_):
         raise OSError(errno.EIO, "Input/output error")
@@ -625,6 +712,33 @@ def test_an_unfinished_file_that_cannot_be_removed_counts(bed, monkeypatch):
     assert bed.store(1)
     assert bed.tier.used_bytes == bed.charge
     assert bed.files == [bed.file(1)]
+
+
+@pytest.mark.parametrize("can_remove", [True, False])
+def test_a_file_that_was_to_be_written_anew_and_cannot_be_opened_counts_or_is_removed(
+    tmp_path, monkeypatch, can_remove
+):
+    bed = Bed(tmp_path, limit_bytes=4 * MIB // 25)
+    assert all(bed.store(number) for number in range(4))
+    real = os.open
+
+    def failing(path, *args, **settings):
+        if os.fspath(path).endswith(".partial"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, *args, **settings)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", failing)
+            if not can_remove:
+                _refuse_to_remove(patch, 9)
+            assert not bed.store(9)
+        assert len(bed.files) == (3 if can_remove else 4)
+        assert bed.disk_bytes <= bed.tier.used_bytes == len(bed.files) * bed.charge <= bed.limit_bytes
+        assert all(bed.store(number) for number in range(10, 16))
+        assert bed.disk_bytes <= bed.tier.used_bytes == len(bed.files) * bed.charge <= bed.limit_bytes
+    finally:
+        bed.close()
 
 
 @pytest.mark.parametrize("fake", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])

@@ -4,6 +4,7 @@ The tier is the fake of test_tiers.
 """
 
 import tempfile
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -133,6 +134,66 @@ def test_what_a_tier_has_removed_is_stored_again_before_it_leaves_memory(tmp_pat
         assert 3 in stored(stage)
         assert stage.store.counters["evicted_unstored"] == 0
         assert not stage.tiers.storing._again, "nothing is looked for that is stored"
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
+def test_what_a_tier_had_and_has_removed_is_not_said_to_have_been_kept_from_it(tmp_path, choice):
+    stage = Stage(tmp_path, choice=choice, window=1 / GRANULES)
+    try:
+        stage.save([0])
+        stage.tiers.storing.found_by_request(stage.store.find([key(0)], 1)[0])
+        stage.save(range(1, GRANULES))
+        look(stage)
+        stage.end_all()
+        assert (key(0), 0) in stage.tier.chunks
+        stage.tier.evict([key(0)])
+        stage.tier.history.note([key(0)], "removed to make room", stage.now)
+        stage.tiers.storing.removed([key(0)])
+        stage.save(range(20, 20 + GRANULES))  # it leaves memory before its turn comes again
+        gone = stage.store.history.why(key(0))
+        assert not gone.is_stored
+        assert list(stage.tiers.lacking(key(0), gone, is_named=False)) == [
+            ("evicted", "below: removed to make room, 0.0 s ago")
+        ]
+        stage.end_all()
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("choice", ["all", "twice-seen", "write-back"])
+def test_a_tier_smaller_than_the_window_is_not_written_to_all_the_time(tmp_path, choice):
+    stage = Stage(tmp_path, choice=choice, window=8 / GRANULES)
+    held = []
+
+    def turn():
+        look(stage)
+        while stage.tier.jobs:
+            held.append(stage.tier.jobs[0][1].parts[0].key)
+            stage.end()
+            while len(stage.tier.chunks) > 3:
+                oldest = next(iter(stage.tier.chunks))
+                del stage.tier.chunks[oldest]
+                stage.tiers.storing.removed([oldest[0]])
+            stage.turn()
+
+    try:
+        stage.save(range(GRANULES))
+        for number in range(GRANULES):
+            stage.tiers.storing.found_by_request(stage.store.find([key(number)], 1)[0])
+        for _ in range(20):
+            turn()
+        before = len(held)
+        assert max(Counter(held).values()) == 2, "once, and once again, as it may leave memory soon"
+        for _ in range(20):
+            turn()
+        assert len(held) == before
+        chunks = [chunk for number in range(GRANULES) for [chunk] in stage.store.find([key(number)], 1)]
+        chunk = next(each for each in chunks if each.is_stored_again and not each.is_stored)
+        stage.tiers.storing.found_by_request([chunk])
+        turn()
+        assert held[before:].count(chunk.key) == 1, "what a request has found since is worth it again"
     finally:
         stage.close()
 

@@ -235,19 +235,20 @@ def write(
     is_direct = is_direct and not arena.gpu
     try:
         _make_folder(path.parent)
-        fd = os.open(partial, flags | (os.O_DIRECT if is_direct else 0), 0o600)
         try:
-            if not os.fstat(fd).st_blocks:
-                _leave(reserve_bytes + part.slot.nbytes, fd)
-            _write(fd, part, arena, is_over, is_direct)
-            _set_used(fd, 0)
-            os.fdatasync(fd)
-            os.rename(partial, path)
-        except BaseException:
+            fd = os.open(partial, flags | (os.O_DIRECT if is_direct else 0), 0o600)
+            try:
+                if not os.fstat(fd).st_blocks:
+                    _leave(reserve_bytes + part.slot.nbytes, fd)
+                _write(fd, part, arena, is_over, is_direct)
+                _set_used(fd, 0)
+                os.fdatasync(fd)
+                os.rename(partial, path)
+            finally:
+                os.close(fd)
+        except BaseException:  # also where it cannot be opened: `reuse` may have put a file there
             is_left = not _is_gone(partial)
             raise
-        finally:
-            os.close(fd)
     except OSError as error:
         kind = _WRITE_KINDS.get(error.errno or 0, "write_failed")
         raise TierError(f"{path} cannot be written: {error.strerror}", kind, is_left=is_left) from error

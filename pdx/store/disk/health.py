@@ -26,8 +26,8 @@ class Health:
         self._read_errors = 0  # since the last file that was read
         self._reads_from = 0.0  # nothing is found before
         self._num_read = 0
-        # by key of a file that could not be read: how many had been read before, and when it is found again
-        self._unread: dict[bytes, tuple[int, float]] = {}
+        # by key and shard of a file that could not be read: how many had been read before, and when it is found again
+        self._unread: dict[bytes, dict[int, tuple[int, float]]] = {}
         self._write_errors = 0  # since the last file that was written
         self._writes_from = 0.0  # nothing is stored before
         self._is_read_only = False
@@ -52,7 +52,7 @@ class Health:
     def hides(self, key: bytes) -> bool:
         """Whether a file of this chunk could not be read a moment ago: who waits for it would have it loaded at once
         again."""
-        return key in self._unread and self._clock() < self._unread[key][1]
+        return any(self._clock() < until for _, until in self._unread.get(key, {}).values())
 
     def why_not(self, key: bytes) -> str:
         """Why a file of this chunk is not loaded now; empty: it may be."""
@@ -62,19 +62,23 @@ class Health:
             return "is not read for some seconds, because a load failed"
         return "could not read its file a moment ago" if self.hides(key) else ""
 
-    def read(self, key: bytes) -> None:
+    def read(self, key: bytes, shard: int) -> None:
         """A file was read."""
         self._num_read += 1
-        self._unread.pop(key, None)
+        of_key = self._unread.get(key, {})
+        of_key.pop(shard, None)
+        if not of_key:
+            self._unread.pop(key, None)
         self._read_errors = 0
         self.doubt = ""
 
-    def not_read(self, key: bytes) -> bool:
+    def not_read(self, key: bytes, shard: int) -> bool:
         """A file could not be read; whether that is the file's own fault: twice, and others were read in between."""
-        num_read, _ = self._unread.get(key, (self._num_read, 0.0))
+        of_key = self._unread.setdefault(key, {})
+        num_read, _ = of_key.get(shard, (self._num_read, 0.0))
         if num_read < self._num_read:
             return True
-        self._unread[key] = (num_read, self._clock() + PAUSE_S)
+        of_key[shard] = (num_read, self._clock() + PAUSE_S)
         self._read_errors += 1
         if self._read_errors >= MAX_ERRORS:
             self.doubts(FAILING)
@@ -85,7 +89,7 @@ class Health:
         self._reads_from = self._clock() + PAUSE_S
 
     def forget(self, key: bytes) -> None:
-        """There is no such file any more."""
+        """There is no file of this chunk any more."""
         self._unread.pop(key, None)
 
     # ---- writing ----------------------------------------------------------------------------

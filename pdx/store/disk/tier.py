@@ -114,7 +114,8 @@ class DiskTier(Tier):
         self.used_bytes = 0  # of the cap: what may be on the disk …
         self._leaving = 0  # … and of that, files that are to be removed in place of no other
         self._found_bytes = 0  # … and files that can be found
-        self._stuck: dict[ChunkFile, int] = {}  # … and what cannot be found, nor removed: until it is replaced
+        # … and what cannot be found, nor removed, until it is replaced: which file, and whether it is unfinished
+        self._stuck: set[tuple[ChunkFile, bool]] = set()
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[int, dict[Task, None]] = {}  # by copy
@@ -168,7 +169,7 @@ class DiskTier(Tier):
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
         self._look()
-        state = self._health.text
+        state = self._health.text or ("" if self._workers.takes_writes else "writes do not return")
         if not state and not self.is_counted:
             state = COUNTING if self._is_scanning else "not readable"
         elif not state:
@@ -183,7 +184,7 @@ class DiskTier(Tier):
     def takes_stores(self) -> bool:
         """See `Tier.takes_stores`."""
         self._look()
-        return self.is_counted and self._health.takes_stores
+        return self.is_counted and self._health.takes_stores and self._workers.takes_writes
 
     def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
         """See `Tier.find`. What is found counts as used."""
@@ -270,7 +271,7 @@ class DiskTier(Tier):
     def store(self, job: Job) -> None:
         """See `Tier.store`."""
         part = job.parts[0]
-        if self._health.doubt:
+        if self._health.doubt or not self._workers.takes_writes:
             return self._refuse(job, "paused")
         is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
         if is_forgotten or self._has(part.key, part.shard):
@@ -479,14 +480,18 @@ class DiskTier(Tier):
 
     def _insert(self, file: ChunkFile, *, is_forgotten: bool = False) -> None:
         """There is this file; it counts as not used for longest."""
-        self.used_bytes += file.charge
         if is_forgotten:
-            self._stuck[file] = file.charge
+            self._stick(file)
             return
+        self.used_bytes += file.charge
         self._index[file.key] = *self._index.get(file.key, ()), file
         self._index.move_to_end(file.key, last=False)
         self.num_chunks += 1
         self._found_bytes += file.charge
+
+    def _stick(self, file: ChunkFile, *, is_unfinished: bool = False) -> None:
+        self.used_bytes += file.charge * ((file, is_unfinished) not in self._stuck)
+        self._stuck.add((file, is_unfinished))
 
     def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
@@ -495,14 +500,16 @@ class DiskTier(Tier):
         if error is None:
             self._health.wrote()
             self._counters["disk_stored"] += 1
-            self.used_bytes -= self._stuck.pop(file, 0)
+            replaced = {(file, False), (file, True)} & self._stuck
+            self.used_bytes -= file.charge * len(replaced)
+            self._stuck -= replaced
             self._insert(file)
             self._index.move_to_end(part.key)
             if part.key in task.forgotten:
                 self._remove([file], is_forgotten=True)
             return
-        if error.is_left and file not in self._stuck:
-            self._insert(file, is_forgotten=True)
+        if error.is_left:
+            self._stick(file, is_unfinished=True)
         if error.kind != "cancelled":
             self._warn(error)
             self.history.note([part.key], f"not stored: {error}", self._clock())
@@ -514,7 +521,7 @@ class DiskTier(Tier):
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.get(part.key, ())
         if error is None:
-            self._health.read(part.key)
+            self._health.read(part.key, part.shard)
             self._counters["disk_loaded"] += 1
             if part.key in self._index and part.shard == 0:
                 self._hits[part.key] = self.hits(part.key) + 1
@@ -525,9 +532,11 @@ class DiskTier(Tier):
                 self._warn(error)
             if error.kind in _NOT_OF_THE_DISK:
                 self._health.pause_reads()  # whoever waits would have it loaded at once again
-            elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key):
+            elif error.kind in _OF_THE_DISK and not self._health.not_read(part.key, part.shard):
                 if self._health.doubt:
                     self._doubt(self._health.doubt)
+                if not files:  # it was removed meanwhile: nobody would forget that it failed
+                    self._health.forget(part.key)
             elif error.kind != "gone":
                 self._remove(files, is_forgotten=True)
 

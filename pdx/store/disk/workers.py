@@ -117,6 +117,13 @@ class Workers:
             task.is_silent = True
         return found
 
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a thread may come to what is to be stored: not all that may write wait for calls that were found
+        silent."""
+        silent = [task for task in self._at_work if task is not None and task.is_silent]
+        return sum(not (task.is_load or task.is_probe) for task in silent) < THREADS - 1
+
     def close(self, timeout_s: float) -> bool:
         """Begin no load or store any more, remove what is to be removed, and wait; whether all threads have ended."""
         with self._condition:
@@ -170,8 +177,10 @@ class Workers:
             with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile, which the disk has answered
                 chunk_file.verify(self._path(task.probed), is_direct=self._is_direct)
         for file in task.used:
+            task.seen_at = self._clock()
             chunk_file.touch(self._path(file))
         for file in task.victims:
+            task.seen_at = self._clock()
             old = self._path(file)
             try:
                 if file is task.reused and task.error is None:
