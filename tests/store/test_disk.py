@@ -518,6 +518,18 @@ def test_what_is_forgotten_before_it_is_written_is_not_written(bed):
     assert bed.files == []
 
 
+def test_where_too_much_was_forgotten_nothing_from_before_is_written(bed, monkeypatch):
+    monkeypatch.setattr(tier, "MAX_FORGOTTEN", 2)
+    copy = bed.copy([key(1)])
+    assert list(bed.tier.admit(copy).keys) == [0]
+    bed.tier.evict([key(number) for number in range(1, 5)])
+    assert len(bed.tier._forgotten) == 2
+    bed.tier.store(Job(copy.number, [Part(key(1), 0, 4, 0, 4, bed.slot(0))], bed.slot_bytes))
+    assert bed.end(copy) is None
+    assert bed.files == []
+    assert bed.store(1), "what comes afterwards is stored"
+
+
 def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end(bed, monkeypatch):
     assert bed.store(1)
     real = os.preadv

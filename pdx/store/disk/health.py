@@ -14,7 +14,7 @@ PAUSE_S = 10.0
 SILENT, FAILING, GONE = "does not answer", "paused: reads failed", "not there"
 
 
-class Health:
+class DiskHealth:
     """Owned by the control loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -36,7 +36,7 @@ from pdx.security.socket_lock import owned
 from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
-from pdx.store.disk.health import GONE, SILENT, Health
+from pdx.store.disk.health import GONE, SILENT, DiskHealth
 from pdx.store.disk.workers import Task, Workers, file_of
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
@@ -49,6 +49,7 @@ FULL_S = 60.0
 JOIN_S = 10.0
 SILENT_JOIN_S = 1.0  # … where the disk does not answer
 SILENT_S = 5.0  # for so long a system call may take
+MAX_FORGOTTEN = 1 << 16  # that are remembered while a copy from before is under way
 MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
 MAX_SPARED = 32  # chunks that are not removed for one store, because memory has them for requests
 _PROBED = 64  # files, those that were used last, one of which is read for a probe
@@ -122,8 +123,9 @@ class DiskTier(Tier):
         self._read: Counter[tuple[bytes, int]] = Counter()  # files that are being read
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
+        self._all_forgotten = 0  # what was admitted before this place may be of any that was forgotten
         self._places = itertools.count(1)
-        self._health = Health(clock)
+        self._health = DiskHealth(clock)
         self._reached = self.limit_bytes  # bytes of files when the disk was full before the cap was reached, until …
         self._reached_until = 0.0
         self.is_counted = False  # whether the index has all files
@@ -273,7 +275,8 @@ class DiskTier(Tier):
         part = job.parts[0]
         if self._health.doubt or not self._workers.takes_writes:
             return self._refuse(job, "paused")
-        is_forgotten = self._forgotten.get(part.key, 0) > self._admitted.get(job.number, 0)
+        forgotten = max(self._forgotten.get(part.key, 0), self._all_forgotten)
+        is_forgotten = forgotten > self._admitted.get(job.number, 0)
         if is_forgotten or self._has(part.key, part.shard):
             return self._post(partial(self._on_done, self.name, job, None))
         if part.shard in self._busy.get(part.key, {}):
@@ -394,6 +397,8 @@ class DiskTier(Tier):
             if self._admitted:
                 self._forgotten[key] = next(self._places)
                 self._forgotten.move_to_end(key)
+                if len(self._forgotten) > MAX_FORGOTTEN:
+                    _, self._all_forgotten = self._forgotten.popitem(last=False)
             for shard, task in self._busy.get(key, {}).items():
                 task.forgotten.add(key)
                 if task.job is not None and (task.part.key, task.part.shard) == (key, shard):
