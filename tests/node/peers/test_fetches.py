@@ -295,6 +295,16 @@ def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link)
     assert looks > 1, "the loss counts for something"
 
 
+def test_what_waits_for_room_here_says_nothing_of_its_peer(fetches, link):
+    assert fetches.is_waiting(ASK, 1, 0.0, chunk_s=0.5)
+    assert fetches.tick(3.1, lambda name, number: 3.1) == 1
+    assert fetches.takes_s("b", 1) == 0.0, "nothing is known"
+    assert fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 4.0, chunk_s=0.5)
+    assert fetches.tick(5.1, lambda name, number: 5.0) == 1
+    fetches.landed("b", CHUNK, CHUNK, 5.1, 6.1)
+    assert 1.105 < fetches.takes_s("b", 1) < 1.1 * 1.1 + 0.005, "late counts from when there was room"
+
+
 def test_what_a_transfer_brings_is_waited_for_whatever_the_rate(fetches, link):
     measured(fetches, 1.0)
     ask = Admit(KEYS, source="b", transfer=TRANSFER)
