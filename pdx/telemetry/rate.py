@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-HALF_BYTES = 64 << 20  # so many bytes later an earlier measurement counts half
+HALF_BYTES = 64 << 20  # so many bytes later an earlier measurement counts half …
+HALF_NS = 10_000_000_000  # … and after so long without any: a few looks must outweigh what once was lost
 
 
 class Rate(msgspec.Struct):
@@ -16,7 +17,7 @@ class Rate(msgspec.Struct):
 
     def moved(self, nbytes: int, start_ns: int, end_ns: int) -> None:
         """A job has moved so many bytes from then until then. Of jobs side by side the common time counts once."""
-        keep = 0.5 ** (nbytes / HALF_BYTES)
+        keep = 0.5 ** (nbytes / HALF_BYTES + max(0, start_ns - self.end_ns) / HALF_NS)
         self.nbytes = self.nbytes * keep + nbytes
         self.ns = self.ns * keep + max(0, end_ns - max(start_ns, self.end_ns))
         self.end_ns = max(self.end_ns, end_ns)

@@ -9,7 +9,7 @@ from test_tiers import Stage, key
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.store import paying, tiers
 from pdx.store.chunk import NODE
-from pdx.telemetry.rate import HALF_BYTES, Rate
+from pdx.telemetry.rate import HALF_BYTES, HALF_NS, Rate
 
 MS = 1_000_000
 
@@ -260,6 +260,13 @@ def test_what_was_measured_lately_counts_more():
     for _ in range(20):
         rate.moved(HALF_BYTES, rate.end_ns, rate.end_ns + 2 * HALF_BYTES)
     assert rate.gb_s == pytest.approx(0.5, rel=1e-3)
+
+
+def test_what_was_measured_before_nothing_was_to_be_done_counts_less():
+    rate = Rate()
+    rate.moved(1000, 0, 1000)
+    rate.moved(1000, 1000 + HALF_NS, 3000 + HALF_NS)
+    assert rate.gb_s == pytest.approx(1500 / 2500, rel=1e-3)
 
 
 def test_nothing_measured_and_nothing_moved_are_told_apart():

@@ -6,9 +6,10 @@ import threading
 from datetime import datetime, timedelta
 
 import pytest
-from remote_bed import Cluster, Redis, SeaweedFs, certificate, made, opened, signed, until, why_not
+from remote_bed import Cluster, Redis, SeaweedFs, certificate, key, made, opened, signed, until, why_not
 
 from pdx.errors import ConfigError
+from pdx.store.remote.tier import MAX_FAILURES
 
 
 def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
@@ -21,6 +22,27 @@ def test_a_user_who_may_only_read_reads(beds, redis, monkeypatch):
     assert not bed.tier.takes_stores
     assert bed.sought([1]) == 1
     assert bed.load(1) is None
+
+
+def test_what_a_reader_may_not_remove_costs_itself_alone(beds, redis, monkeypatch, caplog):
+    """Chunks that are damaged: the store is not to blame, and nothing is paused."""
+    bed = beds(redis.url).opened()
+    assert [bed.store(number) for number in range(MAX_FAILURES + 2)] == [None] * (MAX_FAILURES + 2)
+    for number in range(MAX_FAILURES + 1):
+        name = f"v3/{key(number).hex()}-0"
+        good = redis.raw(name)
+        redis.put(name, good[:9000] + bytes([good[9000] ^ 4]) + good[9001:])
+    redis.cli("ACL", "SETUSER", "reader", "on", ">told", "~pdx:*", "+@read", "+ping", "+client", "+hello")
+    monkeypatch.setenv("PDX_REMOTE_USER", "reader")
+    monkeypatch.setenv("PDX_REMOTE_PASSWORD", "told")
+    bed = beds(redis.url).opened()
+    assert bed.sought(range(MAX_FAILURES + 2)) == MAX_FAILURES + 2
+    assert {bed.load(number).kind for number in range(MAX_FAILURES + 1)} == {"corrupt"}
+    assert bed.counters["remote_corrupt"] == MAX_FAILURES + 1
+    assert "is not removed" in caplog.text
+    assert bed.counters["remote_paused"] == 0
+    assert bed.tier.find([key(0)], 1) == [], "it is not loaded again at once"
+    assert bed.load(MAX_FAILURES + 1) is None
 
 
 def test_wrong_credentials_are_said(beds, redis, monkeypatch, caplog):

@@ -159,8 +159,12 @@ class Fetches:
         for fetch in list(self._asked.get(name, {}).values()):
             self._end(fetch, now)
 
-    def tick(self, now: float) -> int:
-        """Forget what is long over; returns how many questions ended by their deadline."""
+    def tick(self, now: float, room_since: Callable[[str, int], float] = lambda name, number: 0.0) -> int:
+        """Forget what is long over; returns how many questions ended by their deadline.
+
+        `room_since`: since when there has been room here for what a peer brings in answer to a question; `now`: there
+        is none yet; 0: the peer has not asked for any.
+        """
         late = 0
         for number in self._deadlines.take(now):
             fetch = self._by_number[number]
@@ -169,7 +173,9 @@ class Fetches:
             else:
                 late += 1
                 if fetch.push.transfer is None and fetch.is_sent:  # of a transfer, chunks come as they are computed
-                    self._measure(fetch.source, 0, fetch.since, now)
+                    since = max(fetch.since, room_since(fetch.source, number))
+                    if since < now:  # else this node kept its peer waiting
+                        self._measure(fetch.source, 0, since, now)
                 self._end(fetch, now)
         return late
 

@@ -420,13 +420,20 @@ class Peers:
         with self._faults.contain("the tick of the receiver"):
             self.receiver.tick(now)
         with self._faults.contain("the tick of fetches"):
-            late = self.fetches.tick(now)
+            late = self.fetches.tick(now, self._room_since)
             if late:
                 self._counters["fetches_late"] += late
         if now >= self._warm_up_at:
             self._warm_up_at = now + WARM_UP_S
             with self._faults.contain("dialling peers"):
                 self._warm_up()
+
+    def _room_since(self, name: str, number: int) -> float:
+        """See `Fetches.tick`."""
+        peer = self.connections.of(name)
+        landings = self.receiver.of(peer) if peer is not None else []
+        landing = next((each for each in landings if each.offer.want == number), None)
+        return 0.0 if landing is None else landing.opened_at or self._clock()
 
     def _is_warm(self) -> bool:
         return len([name for name in self.connections.names if name != self._name]) <= MAX_WARM

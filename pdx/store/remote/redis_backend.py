@@ -62,16 +62,34 @@ class _Socket:
         return getattr(self._whole, name)
 
 
+def _limit(name: str) -> property:
+    """A limit of the client, kept under `name`. While it connects: no more than the call has left by then."""
+
+    def given(self: Any) -> float:
+        own_s: float = getattr(self, name)
+        return min(_left_s(), own_s) if self.is_connecting else own_s
+
+    def give(self: Any, limit_s: float) -> None:
+        setattr(self, name, limit_s)
+
+    return property(given, give)
+
+
 class _Bounded:
-    """A connection that is made, too, in the time that the call of its thread has left."""
+    """A connection that is made, too, in the time that the call of its thread has left: to each address of a name in
+    turn, and with TLS its handshake."""
+
+    is_connecting = False
+    socket_timeout = _limit("_socket_timeout")
+    socket_connect_timeout = _limit("_socket_connect_timeout")
 
     def _connect(self: Any) -> _Socket:  # of redis-py, which calls it
-        own_s = self.socket_timeout, self.socket_connect_timeout
-        self.socket_timeout, self.socket_connect_timeout = (min(_left_s(), each) for each in own_s)
+        self.is_connecting = True
         try:
-            return _Socket(super()._connect(), own_s[0])  # type: ignore[misc]  # with TLS and its handshake
+            whole = super()._connect()  # type: ignore[misc]
         finally:
-            self.socket_timeout, self.socket_connect_timeout = own_s
+            self.is_connecting = False
+        return _Socket(whole, self.socket_timeout)
 
 
 class _Plain(_Bounded, redis.Connection):

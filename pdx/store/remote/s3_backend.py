@@ -22,6 +22,7 @@ from obstore.store import S3Store
 from pdx.errors import ConfigError, TierError
 from pdx.store.remote.backend import Backend, Credentials, Found, RemoteSettings
 
+SOON = 0.05  # of a call's time may be over when its request is sent a second time, after as long a wait
 _FULL = ("EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull")  # codes of S3, besides 507
 _KINDS = (  # of calls that nobody has answered, by words of the client
     (r"certificate|UnknownIssuer", "untrusted"),
@@ -49,12 +50,18 @@ class S3Backend(Backend):
         is_http = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
 
         def opened(timeout_s: float) -> S3Store:
-            span = timedelta(seconds=timeout_s)
+            # Both limits of the client are for each try. The second one is for what fails at once: later than that,
+            # it would end after the call's time.
+            span, soon = timedelta(seconds=(1 - 2 * SOON) * timeout_s), timedelta(seconds=SOON * timeout_s)
             return S3Store(
                 bucket,
                 prefix=prefix or None,
                 client_options={"timeout": span, "connect_timeout": span, "allow_http": is_http},
-                retry_config={"max_retries": 1, "retry_timeout": span},
+                retry_config={
+                    "max_retries": 1,
+                    "retry_timeout": soon,
+                    "backoff": {"init_backoff": soon, "max_backoff": soon},
+                },
                 **config,
             )
 
@@ -110,9 +117,8 @@ class S3Backend(Backend):
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Backend.remove`."""
-        for name in names:
-            with self._call("reads") as store, contextlib.suppress(FileNotFoundError):
-                obstore.delete(store, name)
+        with self._call("reads") as store, contextlib.suppress(FileNotFoundError):
+            obstore.delete(store, list(names))  # 1000 of them are one request
 
     def close(self) -> None:
         """See `Backend.close`."""

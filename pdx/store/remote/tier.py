@@ -418,7 +418,7 @@ class RemoteTier(Tier):
             data = _checked(whole, part, name, lambda: work.is_cancelled)
         except TierError as error:
             if error.kind != "cancelled":
-                self._backend.remove([name])
+                self._drop(name, error)
             raise
         try:
             arena.check(part.slot)
@@ -427,6 +427,16 @@ class RemoteTier(Tier):
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{name} is not loaded: {error}", "stale") from error
         work.job.end_ns = time.monotonic_ns()
+
+    def _drop(self, name: str, error: TierError) -> None:
+        """Remove what is no whole chunk.
+
+        :raises TierError: `error`, with why it is there still: who may not remove it is not to blame for it.
+        """
+        try:
+            self._backend.remove([name])
+        except TierError as then:
+            raise TierError(f"{error}, and is not removed: {then}", error.kind) from error
 
     def _end_if(self, work: _Work) -> None:
         if work.is_cancelled:

@@ -9,6 +9,7 @@ import pytest
 from pdx.errors import PeerUnknown
 from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.fetches import KEPT_S, Fetches
+from pdx.store import paying
 from pdx.wire.messages import Admit, Push
 
 TRANSFER = "transfer-0123456789"
@@ -271,6 +272,37 @@ def test_one_chunk_is_asked_for_now_and_then_so_that_a_faster_peer_is_noticed(fe
         fetches.landed("b", CHUNK, CHUNK, 21.0 + number, 21.01 + number)
     assert fetches.is_waiting(ASK, 0, 25.0, chunk_s=0.1)
     assert link.sent[2:] == [(3, Push(KEYS))]
+
+
+def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link):
+    """Chunks are small, so that the looks move few bytes; each of them finds the peer as fast as it always was."""
+    small, now = 1 << 20, 0.0
+    for _ in range(100):
+        fetches.landed("b", small, small, now, now + 0.001)
+        now += 0.001
+    assert fetches.is_waiting(ASK, 0, now, chunk_s=0.5)
+    now += 4.0
+    assert fetches.tick(now) == 1, "it was lost: twice the time of computing is over"
+    looks = 0
+    while fetches.takes_s("b", 4) > 4 * 0.02:
+        now += paying.PROBE_S + 0.1
+        fetches.tick(now)
+        assert not fetches.is_waiting(ASK, 0, now, chunk_s=0.02)
+        looks += 1
+        assert len(link.sent) == 1 + looks < 10
+        fetches.landed("b", small, small, now, now + 0.001)
+        fetches.over("b", link.sent[-1][0], None, now + 0.001)
+    assert looks > 1, "the loss counts for something"
+
+
+def test_what_waits_for_room_here_says_nothing_of_its_peer(fetches, link):
+    assert fetches.is_waiting(ASK, 1, 0.0, chunk_s=0.5)
+    assert fetches.tick(3.1, lambda name, number: 3.1) == 1
+    assert fetches.takes_s("b", 1) == 0.0, "nothing is known"
+    assert fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 4.0, chunk_s=0.5)
+    assert fetches.tick(5.1, lambda name, number: 5.0) == 1
+    fetches.landed("b", CHUNK, CHUNK, 5.1, 6.1)
+    assert 1.105 < fetches.takes_s("b", 1) < 1.1 * 1.1 + 0.005, "late counts from when there was room"
 
 
 def test_what_a_transfer_brings_is_waited_for_whatever_the_rate(fetches, link):

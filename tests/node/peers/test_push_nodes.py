@@ -124,6 +124,29 @@ def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(clust
         assert hits(keys[2]) == 1
 
 
+def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(cluster_of, channel):
+    cluster = cluster_of("ab", channels=[channel])
+    keys = [bytes([number]) * 16 for number in range(3)]
+    with (
+        attached(cluster.address("b")) as b,
+        attached(cluster.address("a"), kind="worker", engine="one", name="one") as worker,
+        attached(cluster.address("a"), kind="scheduler", engine="one", name="one") as scheduler,
+    ):
+        there = b.ask(Admit(keys, nbytes=MIB, layers=1))
+        b.ask(Fill(there.granted_slots, layers=1, seal=True))
+
+        def hits(key):
+            return scheduler.ask(Admit([key], lease_s=5.0, wait_s=20.0, source="b", request=key.hex())).hits
+
+        worker.ask(Ping(chunk_s=0.5))
+        with cluster["a"].reserve("most of it", 15 * MIB + MIB // 2):
+            assert hits(keys[0]) == 0
+            wait_until(lambda: cluster.counter("a", "fetches_late") == 1)
+        wait_until(lambda: cluster.counter("a", "landed_bytes") >= MIB, what="it lands when there is room")
+        assert hits(keys[1]) == 1, "the peer was never slow"
+        assert cluster.counter("a", "fetches_not_worth") == 0
+
+
 def test_a_third_node_gets_what_is_still_landing_at_the_second(cluster_of, channel):
     cluster = cluster_of("abc", channels=[channel])
     a, b, c = (cluster[name] for name in "abc")

@@ -1,0 +1,162 @@
+"""What the deadline of one call to a remote store holds: all addresses of a name, a second try, many names at once."""
+
+import contextlib
+import http.server
+import itertools
+import re
+import socket
+import threading
+import time
+
+import pytest
+from remote_bed import made, opened
+
+from pdx.errors import TierError
+
+DEADLINE_S = 1.0
+ADDRESSES = 6  # of one name
+
+
+@pytest.fixture
+def silent():
+    """A port of this host at which nobody takes connections: what is sent there is dropped."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("0.0.0.0", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        for _ in range(3):  # until its queue is full
+            waits = stack.enter_context(socket.socket())
+            waits.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                waits.connect(("127.0.0.1", port))
+        yield port
+
+
+def named(monkeypatch, port):
+    """A name with several addresses: the store's."""
+    real = socket.getaddrinfo
+
+    def resolved(host, *settings, **more):
+        if host != "store.test":
+            return real(host, *settings, **more)
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (f"127.0.0.{last}", port))
+            for last in range(1, ADDRESSES + 1)
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
+@pytest.mark.parametrize("scheme", ["valkey", "valkeys"])
+def test_a_name_with_several_addresses_has_one_deadline(monkeypatch, silent, scheme):
+    named(monkeypatch, silent)
+    backend = opened(f"{scheme}://store.test:{silent}", timeout_s=DEADLINE_S)
+    started_at = time.monotonic()
+    with pytest.raises(TierError) as raised:
+        backend.ping()
+    backend.close()
+    assert raised.value.kind == "timeout"
+    assert time.monotonic() - started_at < DEADLINE_S * ADDRESSES / 2, "not one for each address"
+
+
+def test_the_limit_of_a_connection_is_not_that_of_the_call_that_made_it(redis):
+    """A question makes it, with little time left; a load uses it later."""
+    backend = opened(redis.url, timeout_s=60.0, lookup_s=20.0)
+    assert backend.heads(["x"], 100) == [None]
+    [connection] = backend._client.connection_pool._available_connections
+    assert connection.socket_timeout == connection.socket_connect_timeout == 60.0
+    assert connection._parser._socket_timeout == 60.0
+    backend.close()
+
+
+class ObjectStore(http.server.BaseHTTPRequestHandler):
+    """S3 as far as one call needs it. `busy_s` after the first request it says that it is busy, and then nothing more;
+    each request to remove takes `removes_s`."""
+
+    busy_s = removes_s = 0.0
+    requests: list
+    is_over: threading.Event
+
+    def do_GET(self):
+        self.requests.append(self.path)
+        self.is_over.wait(self.busy_s if len(self.requests) == 1 else None)
+        self.say(503)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        names = re.findall("<Key>([^<]*)</Key>", body)
+        self.requests.append(names)
+        self.is_over.wait(self.removes_s)
+        self.say(
+            200, f"<DeleteResult>{''.join(f'<Deleted><Key>{name}</Key></Deleted>' for name in names)}</DeleteResult>"
+        )
+
+    def say(self, status, text=""):
+        with contextlib.suppress(OSError):  # who asked may be gone
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    def log_message(self, *text):
+        pass
+
+
+@pytest.fixture
+def object_store(monkeypatch):
+    class Own(ObjectStore):
+        requests, is_over = [], threading.Event()
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own) as server:
+        server.daemon_threads = False
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        yield Own
+        Own.is_over.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("busy_share", "tries"), [(0.0, 2), (0.9, 1)])
+def test_a_second_try_does_not_double_the_deadline(object_store, busy_share, tries):
+    """A store that is busy is asked once more, if it said so at once."""
+    limit_s = 4 * DEADLINE_S
+    object_store.busy_s = busy_share * limit_s
+    backend = opened("s3://bucket", timeout_s=limit_s)
+    started_at = time.monotonic()
+    with pytest.raises(TierError):
+        backend.read("x")
+    took_s = time.monotonic() - started_at
+    backend.close()
+    assert len(object_store.requests) == tries
+    assert took_s < 1.5 * limit_s
+
+
+def test_many_names_are_removed_by_few_requests(object_store):
+    object_store.removes_s = 0.3
+    backend = opened("s3://bucket", timeout_s=60.0)
+    names = [str(number) for number in range(1500)]
+    backend.remove(names)
+    backend.close()
+    assert len(object_store.requests) == 2
+    assert sorted(itertools.chain.from_iterable(object_store.requests)) == sorted(names)
+
+
+def test_a_real_store_removes_many_at_once_whether_or_not_they_are_there(tmp_path, monkeypatch):
+    server = made("s3", tmp_path / "server").start()
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    try:
+        backend = opened(server.url, timeout_s=20.0)
+        for number in range(5):
+            backend.write(f"v3/{number}", b"x")
+        backend.remove([f"v3/{number}" for number in range(1, 8)])
+        assert server.names() == ["v3/0"]
+        backend.remove(["v3/absent"])
+        backend.close()
+    finally:
+        server.kill()
