@@ -41,7 +41,7 @@ HANDOFF = "pdx bench breakdown --tokens 4000 --concurrency 1 --systems pdx,pdx-b
 # copied from its --out.
 SHOWN = (
     *(f"gpu-{section}" for section in SECTIONS),
-    *("breakdown", "breakdown-8000", "breakdown-yield"),
+    *("breakdown", "breakdown-8000", "breakdown-yield", "breakdown-together"),
     *("reuse-lmcache", "reuse-plain", "reuse-parts"),
 )
 NUMBERS = ROOT / "docs" / "numbers.md"

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -36,9 +37,10 @@ from pdx.bench.systems.baselines import Ports
 from pdx.bench.systems.pdx import PdxWith
 from pdx.bench.systems.system import Bed, Command
 from pdx.client.api import connect
+from pdx.errors import ArenaFull
 
 HISTORY, REST, REQUESTS, ROUNDS, BUSY = 2048, 64, 24, 5, 320
-FILLERS = 16
+FILLER_BYTES = 8 << 20
 BLIND = "import pdx.node.look_ahead as ahead; ahead.SHARE = 0.0; from pdx.cli.main import main; main()"
 AT_ITS_TURN = "import pdx.engine.scheduler as scheduler; scheduler.EARLY = -1"
 
@@ -83,10 +85,9 @@ def forget(node: str) -> None:
     with connect(node, timeout_s=30.0) as attached:
         while any(tier.copies for tier in attached.status().tiers):
             time.sleep(0.1)
-        with ExitStack() as undo:
-            piece = attached.status().arena_bytes // FILLERS
-            for number in range(FILLERS):
-                undo.enter_context(attached.reserve(f"filler {number}", piece - (1 << 20)))
+        with ExitStack() as undo, suppress(ArenaFull):  # until no more of them has room
+            for number in itertools.count():
+                undo.enter_context(attached.reserve(f"filler {number}", FILLER_BYTES))
 
 
 async def measure(systems: dict[str, tuple[str, str]], served_name: str, rounds: int, busy_tokens: int) -> list[Row]:
