@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdx.errors import ConfigError
 from pdx.store.disk import chunk_file, tier
-from pdx.store.disk.tier import MAX_SPARED
+from pdx.store.disk.index import MAX_SPARED
 from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
 
@@ -772,7 +772,7 @@ class DiskMachine(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "model"):
             assert self.bed.files == sorted(map(self.path, self.model))
-            assert list(self.bed.tier._index) == [key(number) for number in self.model]
+            assert list(self.bed.tier._index._files) == [key(number) for number in self.model]
             assert self.bed.disk_bytes <= self.bed.tier.used_bytes <= self.bed.limit_bytes
 
     def teardown(self):
