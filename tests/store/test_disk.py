@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdx.errors import ConfigError
 from pdx.store.disk import chunk_file, tier
-from pdx.store.disk.tier import MAX_SPARED
+from pdx.store.disk.index import MAX_SPARED
 from pdx.store.disk.workers import THREADS
 from pdx.store.tier import Job, Part
 
@@ -635,15 +635,17 @@ class Watched(OrderedDict):
             yield each
 
 
-@pytest.mark.parametrize("name", ["_under_way", "_busy", "_admitted", "_index"])
+@pytest.mark.parametrize("name", ["_under_way", "_busy", "_admitted", "_index._files"])
 def test_no_call_looks_at_what_it_does_not_change(make, gate, name):
     """With 200 stores under way, one more costs as much as the first."""
     bed = make(limit_bytes=300 * CHARGE, slots=2)
     assert bed.store(999)
     write = gate("write")
     copies = [bed.start_store(number) for number in range(200)]
-    watched = Watched(getattr(bed.tier, name))
-    setattr(bed.tier, name, watched)
+    *of, name = name.split(".")
+    owner = getattr(bed.tier, of[0]) if of else bed.tier
+    watched = Watched(getattr(owner, name))
+    setattr(owner, name, watched)
     bed.tier.evict([key(7)])
     bed.tier.cancel(copies[9])
     bed.tier.evict([key(999)])
@@ -772,7 +774,7 @@ class DiskMachine(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "model"):
             assert self.bed.files == sorted(map(self.path, self.model))
-            assert list(self.bed.tier._index) == [key(number) for number in self.model]
+            assert list(self.bed.tier._index._files) == [key(number) for number in self.model]
             assert self.bed.disk_bytes <= self.bed.tier.used_bytes <= self.bed.limit_bytes
 
     def teardown(self):

@@ -37,6 +37,7 @@ from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
 from pdx.store.disk.health import GONE, SILENT, DiskHealth
+from pdx.store.disk.index import FileIndex
 from pdx.store.disk.workers import Task, Workers, file_of
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
@@ -51,7 +52,6 @@ SILENT_JOIN_S = 1.0  # … where the disk does not answer
 SILENT_S = 5.0  # for so long a system call may take
 MAX_FORGOTTEN = 1 << 16  # that are remembered while a copy from before is under way
 MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
-MAX_SPARED = 32  # chunks that are not removed for one store, because memory has them for requests
 _PROBED = 64  # files, those that were used last, one of which is read for a probe
 _BATCH = 256
 _DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
@@ -106,15 +106,10 @@ class DiskTier(Tier):
         self._is_used = is_used
         self._on_removed = on_removed
         self._clock = clock
-        self._index: OrderedDict[bytes, tuple[ChunkFile, ...]] = (
-            OrderedDict()
-        )  # of all shards; the last used is at the end
-        self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
-        self.num_chunks = 0  # that can be found, each shard counted
+        self._index = FileIndex()
         self._coming = 0  # files that are being written
         self.used_bytes = 0  # of the cap: what may be on the disk …
-        self._leaving = 0  # … and of that, files that are to be removed in place of no other
-        self._found_bytes = 0  # … and files that can be found
+        self._leaving = 0  # … and of that, files that are to be removed in place of no other …
         # … and what cannot be found, nor removed, until it is replaced: which file, and whether it is unfinished
         self._stuck: set[tuple[ChunkFile, bool]] = set()
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed
@@ -193,22 +188,13 @@ class DiskTier(Tier):
         self._look()
         found: list[Held] = []
         for key in keys if self._health.takes_loads else ():
-            held = self._held(key, shards)
+            held = self._index.held(key, shards)
             if held is None or self._health.hides(key):
                 break
             found.append(held)
         if found:
-            self._touch(keys[: len(found)])
+            self._index.touch(keys[: len(found)])
         return found
-
-    def _held(self, key: bytes, shards: int) -> Held | None:
-        files = self._index.get(key)
-        if not files:
-            return None
-        sizes = {(file.nbytes, file.layers) for file in files}
-        if len(sizes) != 1 or len(files) != shards or {file.shard for file in files} != set(range(shards)):
-            return None
-        return Held(*sizes.pop())
 
     def _look(self) -> None:
         """Notice what takes too long, and find out whether a disk in doubt works again."""
@@ -217,8 +203,7 @@ class DiskTier(Tier):
             self._warn(TierError(text, "silent"))
             self._doubt(SILENT)
         if self._health.begins_probe():
-            last_used = itertools.islice(reversed(self._index.values()), _PROBED)
-            files = [file for of_key in last_used for file in of_key]
+            files = list(itertools.islice(self._index.last_used(), _PROBED))
             file = files[self._health.probes % len(files)] if files else None  # another one each time
             self._give(Task(is_probe=True, probed=file), self._workers.loads)
 
@@ -228,9 +213,14 @@ class DiskTier(Tier):
         workers = self._workers
         self._end(workers.take_back(workers.loads, workers.stores), "paused")
 
+    @property
+    def num_chunks(self) -> int:
+        """How many can be found, each shard counted."""
+        return self._index.num_files
+
     def hits(self, key: bytes) -> int:
         """How often this chunk was loaded, also by nodes before this one."""
-        return self._hits.get(key, 0)
+        return self._index.hits(key)
 
     def why_not(self, key: bytes) -> str:
         """See `Tier.why_not`."""
@@ -240,20 +230,12 @@ class DiskTier(Tier):
             return ""
         return "has not counted its files yet" if self._is_scanning else "could not be listed"
 
-    def _has(self, key: bytes, shard: int) -> bool:
-        return any(file.shard == shard for file in self._index.get(key, ()))
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):  # the end of the prompt becomes the older one
-            if key in self._index:
-                self._index.move_to_end(key)
-
     def admit(self, copy: Copy) -> Grant:
         """See `Tier.admit`."""
         self._admitted[copy.number] = next(self._places)
         granted: list[int] = []
         for index, key in enumerate(copy.keys):
-            if self._held(key, copy.shards) is not None:
+            if self._index.held(key, copy.shards) is not None:
                 continue
             chunks = copy.chunks[index * copy.shards : (index + 1) * copy.shards]
             charge = sum(chunk_file.disk_bytes(chunk.slot.nbytes, chunk.layers) for chunk in chunks)
@@ -277,7 +259,7 @@ class DiskTier(Tier):
             return self._refuse(job, "paused")
         forgotten = max(self._forgotten.get(part.key, 0), self._all_forgotten)
         is_forgotten = forgotten > self._admitted.get(job.number, 0)
-        if is_forgotten or self._has(part.key, part.shard):
+        if is_forgotten or self._index.has(part.key, part.shard):
             return self._post(partial(self._on_done, self.name, job, None))
         if part.shard in self._busy.get(part.key, {}):
             return self._later.setdefault((part.key, part.shard), []).append(job)
@@ -285,11 +267,11 @@ class DiskTier(Tier):
         limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
         lack = self.used_bytes + charge - limit_bytes
         surplus = self.num_chunks + self._coming + 1 - MAX_FILES
-        if lack > self._found_bytes or surplus > self.num_chunks:
+        if lack > self._index.nbytes or surplus > self.num_chunks:
             self._leave_out("busy", [part.key])
             return self._refuse(job, "busy")
         self._index_is_full(surplus)
-        victims, used = self._oldest(lack, surplus)
+        victims, used = self._index.oldest(lack, surplus, self._is_used)
         freed = sum(file.charge for file in victims)
         task = Task(job, used=used, victims=victims, hold=max(charge, freed), charge=charge)
         self._reuse(task)
@@ -320,39 +302,12 @@ class DiskTier(Tier):
                 log.warning(text, self._root, MAX_FILES)
             self._counters["disk_index_full"] += surplus
 
-    def _oldest(self, nbytes: int, count: int) -> tuple[list[ChunkFile], list[ChunkFile]]:
-        """So many bytes of files, and so many files at the least, that were not used for longest; and files that would
-        have been among them, but for requests that find their chunks in memory: these count as used now."""
-        files: list[ChunkFile] = []
-        spared: list[bytes] = []
-        for key, of_key in self._index.items() if nbytes > 0 or count > 0 else ():
-            if len(spared) < MAX_SPARED and self._is_used(key):
-                spared.append(key)
-                continue
-            files += of_key
-            nbytes, count = nbytes - sum(file.charge for file in of_key), count - len(of_key)
-            if nbytes <= 0 and count <= 0:
-                break
-        used: list[ChunkFile] = []
-        for key in spared:
-            of_key = self._index[key]
-            if nbytes > 0 or count > 0:  # there are no others
-                files += of_key
-                nbytes, count = nbytes - sum(file.charge for file in of_key), count - len(of_key)
-            else:
-                used += of_key
-                self._index.move_to_end(key)
-        return files, used
-
     def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
         """These cannot be found any more; `task` removes them."""
+        self._index.remove(files)
         for file in files:
-            self._index.pop(file.key, None)
-            self._hits.pop(file.key, None)
             self._health.forget(file.key)
             self._busy.setdefault(file.key, {})[file.shard] = task
-            self.num_chunks -= 1
-            self._found_bytes -= file.charge
             self._counters["disk_removed"] += 1
             why = "deleted, or broken" if file.key in task.forgotten else "removed to make room"
             self.history.note([file.key], why, self._clock())
@@ -382,7 +337,7 @@ class DiskTier(Tier):
         """See `Tier.over`."""
         if self._admitted.pop(copy.number, None) is None:
             return
-        self._touch(copy.keys)
+        self._index.touch(copy.keys)
         first = next(iter(self._admitted.values()), math.inf)  # what was forgotten since, a copy may still bring
         while self._forgotten and next(iter(self._forgotten.values())) < first:
             self._forgotten.popitem(last=False)
@@ -403,7 +358,7 @@ class DiskTier(Tier):
                 task.forgotten.add(key)
                 if task.job is not None and (task.part.key, task.part.shard) == (key, shard):
                     task.is_cancelled = True
-            files += self._index.get(key, ())
+            files += self._index.of(key)
             count += key in self._index
         self._remove(files, is_forgotten=True)
         return count
@@ -489,10 +444,7 @@ class DiskTier(Tier):
             self._stick(file)
             return
         self.used_bytes += file.charge
-        self._index[file.key] = *self._index.get(file.key, ()), file
-        self._index.move_to_end(file.key, last=False)
-        self.num_chunks += 1
-        self._found_bytes += file.charge
+        self._index.add(file)
 
     def _stick(self, file: ChunkFile, *, is_unfinished: bool = False) -> None:
         self.used_bytes += file.charge * ((file, is_unfinished) not in self._stuck)
@@ -509,7 +461,7 @@ class DiskTier(Tier):
             self.used_bytes -= file.charge * len(replaced)
             self._stuck -= replaced
             self._insert(file)
-            self._index.move_to_end(part.key)
+            self._index.touch([part.key])
             if part.key in task.forgotten:
                 self._remove([file], is_forgotten=True)
             return
@@ -524,16 +476,16 @@ class DiskTier(Tier):
                 self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
-        files = self._index.get(part.key, ())
+        files = self._index.of(part.key)
         if error is None:
             self._health.read(part.key, part.shard)
             self._counters["disk_loaded"] += 1
             if part.key in self._index and part.shard == 0:
-                self._hits[part.key] = self.hits(part.key) + 1
+                self._index.set_hits(part.key, self.hits(part.key) + 1)
         elif error.kind == "paused":
             self._counters["disk_paused"] += 1
         elif error.kind not in ("cancelled", "stale"):
-            if self._has(part.key, part.shard) or error.kind != "missing":
+            if self._index.has(part.key, part.shard) or error.kind != "missing":
                 self._warn(error)
             if error.kind in _NOT_OF_THE_DISK:
                 self._health.pause_reads()  # whoever waits would have it loaded at once again
@@ -562,17 +514,17 @@ class DiskTier(Tier):
                 else:
                     self._warn(file.why)
                 continue
-            if self._has(file.key, file.shard):
+            if self._index.has(file.key, file.shard):
                 self._remove_outdone(file)
             else:
                 self._insert(file)
                 if hits:
-                    self._hits[file.key] = hits
+                    self._index.set_hits(file.key, hits)
             if file.key in self._evicted_meanwhile:
                 self.evict([file.key])
         surplus = self.num_chunks - MAX_FILES
         self._index_is_full(surplus)
-        files, _ = self._oldest(self.used_bytes - self._leaving - self.limit_bytes, surplus)
+        files, _ = self._index.oldest(self.used_bytes - self._leaving - self.limit_bytes, surplus, self._is_used)
         self._remove(files, is_forgotten=False)
 
     def _remove_outdone(self, file: ChunkFile) -> None:

@@ -1,0 +1,110 @@
+"""Which files a disk tier can find, in the order in which their chunks were used. No I/O, no threads here."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.tier import Held
+
+MAX_SPARED = 32  # files that are passed over for one store, because requests find their chunks in memory
+
+
+class FileIndex:
+    """Owned by the control loop. Each call costs what it names."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[bytes, tuple[ChunkFile, ...]] = OrderedDict()  # by key; the last used is at the end
+        self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
+        self.nbytes = 0  # of the cap, of all files
+        self.num_files = 0  # each shard counted
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._files
+
+    def of(self, key: bytes) -> Sequence[ChunkFile]:
+        """The files of a chunk, one for each shard that is there."""
+        return self._files.get(key, ())
+
+    def has(self, key: bytes, shard: int) -> bool:
+        """Whether there is a file of this shard."""
+        return any(file.shard == shard for file in self.of(key))
+
+    def held(self, key: bytes, shards: int) -> Held | None:
+        """What there is of a chunk, if all shards are there and alike."""
+        files = self._files.get(key)
+        if not files:
+            return None
+        sizes = {(file.nbytes, file.layers) for file in files}
+        if len(sizes) != 1 or len(files) != shards or {file.shard for file in files} != set(range(shards)):
+            return None
+        return Held(*sizes.pop())
+
+    def last_used(self) -> Iterator[ChunkFile]:
+        """All files, those that were used last first."""
+        for files in reversed(self._files.values()):
+            yield from files
+
+    # ---- use --------------------------------------------------------------------------------
+
+    def hits(self, key: bytes) -> int:
+        """How often this chunk was loaded."""
+        return self._hits.get(key, 0)
+
+    def set_hits(self, key: bytes, hits: int) -> None:
+        """A chunk that is there was loaded so often."""
+        self._hits[key] = hits
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """These chunks are used now."""
+        for key in reversed(keys):  # the end of the prompt becomes the older one
+            if key in self._files:
+                self._files.move_to_end(key)
+
+    def oldest(
+        self, nbytes: int, count: int, is_used: Callable[[bytes], bool]
+    ) -> tuple[list[ChunkFile], list[ChunkFile]]:
+        """So many bytes of files, and so many files at the least, that were not used for longest; and files that would
+        have been among them, but for requests that find their chunks in memory (`is_used`): these count as used now."""
+        files: list[ChunkFile] = []
+        spared: list[bytes] = []
+        for key, of_key in self._files.items() if nbytes > 0 or count > 0 else ():
+            if len(spared) < MAX_SPARED and is_used(key):
+                spared.append(key)
+                continue
+            files += of_key
+            nbytes, count = nbytes - _bytes(of_key), count - len(of_key)
+            if nbytes <= 0 and count <= 0:
+                break
+        used: list[ChunkFile] = []
+        for key in spared:
+            of_key = self._files[key]
+            if nbytes > 0 or count > 0:  # there are no others
+                files += of_key
+                nbytes, count = nbytes - _bytes(of_key), count - len(of_key)
+            else:
+                used += of_key
+                self._files.move_to_end(key)
+        return files, used
+
+    # ---- what is there ----------------------------------------------------------------------
+
+    def add(self, file: ChunkFile) -> None:
+        """There is this file; it counts as not used for longest."""
+        self._files[file.key] = *self.of(file.key), file
+        self._files.move_to_end(file.key, last=False)
+        self.num_files += 1
+        self.nbytes += file.charge
+
+    def remove(self, files: Sequence[ChunkFile]) -> None:
+        """These cannot be found any more: all files of their chunks."""
+        for file in files:
+            self._files.pop(file.key, None)
+            self._hits.pop(file.key, None)
+        self.num_files -= len(files)
+        self.nbytes -= _bytes(files)
+
+
+def _bytes(files: Iterable[ChunkFile]) -> int:
+    return sum(file.charge for file in files)
