@@ -24,6 +24,7 @@ from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk, Origin
 from pdx.store.deadlines import Deadlines
 from pdx.store.lifecycle import State
+from pdx.store.paying import UNKNOWN, Computing
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
@@ -34,6 +35,7 @@ log = logging.getLogger("pdx.node")
 
 MAX_OF_SESSION = 1024  # questions of one process that wait
 MAX_TRANSFER_S = 600.0
+BACKLOG_LEFT = 0.5  # of an engine's unfilled chunks so much is to be computed: some of it may be over already
 
 
 class Waiter(msgspec.Struct, frozen=True):
@@ -416,13 +418,13 @@ class Admissions:
         names = ask.names(hits)
         if not (names and ask.lease_s and ask.wait_s):
             return None
-        who, whole_s = _who(session, ask), self._sessions.chunk_s(session, ask.shards)
+        who, computing = _who(session, ask), self._computing(session, ask.shards)
         for key, count in self._tiers.parts(ask.before(hits), names, ask.shards):
             more = count - self._part(ask, hits, arenas)[1]
             if more <= 0 or key in ask.keys[hits : hits + 1]:  # that one is not worth its load as a whole, or gone
                 continue
-            keys, chunk_s = [*ask.keys[:hits], key], whole_s * more / ask.chunk_blocks
-            seconds = self._tiers.may_come(keys, hits, ask.shards, arenas, who=who, chunk_s=chunk_s)
+            part = computing._replace(chunk_s=computing.chunk_s * more / ask.chunk_blocks)
+            seconds = self._tiers.may_come([*ask.keys[:hits], key], hits, ask.shards, arenas, who=who, computing=part)
             if seconds:
                 return Patience(hits, key, seconds)
         return None
@@ -442,17 +444,26 @@ class Admissions:
                 return math.inf
             if ask.part == "expects" and ask.wait_s and not self._transfers.is_known(awaited):
                 return math.inf
-        is_named, chunk_s = session.hello.kind == "client", self._sessions.chunk_s(session, ask.shards)
+        is_named, computing = session.hello.kind == "client", self._computing(session, ask.shards)
         patience_s = self._tiers.may_come(
-            ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, chunk_s=chunk_s
+            ask.keys, hits, ask.shards, arenas, is_named=is_named, who=who, computing=computing
         )
         if patience_s:
             return patience_s
         try:
-            return math.inf if self._peers.may_come(ask, hits, chunk_s) else 0.0
+            return math.inf if self._peers.may_come(ask, hits, computing) else 0.0
         except (PeerError, ConfigError) as error:
             counted(log, self._counters, "fetch_impossible", "%s", error)
             return 0.0
+
+    def _computing(self, session: Session, shards: int) -> Computing:
+        """What computing takes the engine of a session, behind what it has room for and has not filled yet."""
+        chunk_s = self._sessions.chunk_s(session, shards)
+        if chunk_s == math.inf:
+            return UNKNOWN
+        workers = self._sessions.workers(session.hello.engine, shards)
+        unfilled = self._store.num_unfilled(workers[0].number) if workers else 0
+        return Computing(chunk_s, BACKLOG_LEFT * unfilled * chunk_s)
 
 
 def _is_of(transfer: str, chunks: Sequence[Chunk]) -> bool:

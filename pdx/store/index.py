@@ -38,6 +38,10 @@ class Groups(Generic[Key]):
         """The chunks of a group, in the order in which they came."""
         return list(self._groups.get(key, ()))
 
+    def count(self, key: Key) -> int:
+        """How many chunks a group has."""
+        return len(self._groups.get(key, ()))
+
     def sizes(self) -> Iterator[tuple[Key, Chunk, int]]:
         """Of each group its first chunk, and how many it has."""
         for key, group in self._groups.items():

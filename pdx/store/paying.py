@@ -6,6 +6,7 @@ docs/adr/0047-loads-that-pay.md says why these numbers.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from pdx.telemetry.rate import Rate
 
@@ -14,6 +15,25 @@ MARGIN = 1.1  # a load that takes by so much less than computing is worth it …
 LOAD_S = 0.005  # … and so much more, for what comes with any load
 LATE = 2.0  # times the time of computing, and a load is given up …
 MIN_LOAD_S = 0.25  # … but not sooner than that
+
+
+class Computing(NamedTuple):
+    """What an engine takes that computes: for one chunk (infinity: not known), and before it comes to the first."""
+
+    chunk_s: float
+    backlog_s: float = 0.0
+
+    def seconds(self, count: int) -> float:
+        """Until so many chunks are computed."""
+        return self.backlog_s + count * self.chunk_s
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything that a load is compared with."""
+        return self.chunk_s < math.inf
+
+
+UNKNOWN = Computing(math.inf)
 
 
 def takes_s(rate: Rate, nbytes: int) -> float:

@@ -510,6 +510,10 @@ class Store:
                 else:
                     self._index.transfers.discard(transfer, chunk)
 
+    def num_unfilled(self, session: int) -> int:
+        """How many chunks this session has yet to fill, or to let go."""
+        return self._index.writers.count(session)
+
     def unsealed(self, transfer: str) -> list[Chunk]:
         """The chunks of this transfer that are still being filled."""
         return [chunk for chunk in self._index.transfers.of(transfer) if chunk.state is State.FILLING]

@@ -24,6 +24,7 @@ from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.copy import Copy, Priority
 from pdx.store.history import Gone
+from pdx.store.paying import UNKNOWN, Computing
 from pdx.store.siblings import Siblings
 from pdx.store.store import Store
 from pdx.store.storing import DROPPED, Storing
@@ -93,13 +94,13 @@ class Tiers:
         transfer: str | None = None,
         is_named: bool = False,
         who: str = "",
-        chunk_s: float = math.inf,
+        computing: Computing = UNKNOWN,
     ) -> float:
         """For how many seconds to wait for what is missing behind the first `hits` keys in `arenas`: it is on its way
         there, or is from now on, or a tier is being asked for it. 0: nothing comes; infinity: until it is known.
 
-        `is_named`: the keys are a client's names. `who` wants them. `chunk_s`: how long computing one of them takes:
-        what would take longer to load is not loaded.
+        `is_named`: the keys are a client's names. `who` wants them. `computing` takes that long: what would take longer
+        to load is not loaded.
         The chunks that are hit stay where they are while room is found for the others. A tier that was too slow is left
         alone for a while: who waits for its chunks computes them sooner. Of a transfer also what is still being filled
         elsewhere is copied, slice by slice.
@@ -115,7 +116,7 @@ class Tiers:
                     return math.inf
             if self._copies.is_filled_here(missing, shards):
                 return math.inf  # on its way to the first arena, and then on
-        return self._from_below(keys, hits, shards, arenas, is_named, who, chunk_s)
+        return self._from_below(keys, hits, shards, arenas, is_named, who, computing)
 
     def name(self, chunk: Chunk) -> None:
         """A tier has this chunk, or gets it: that it begins as a prompt does is known also when memory has it no
@@ -187,14 +188,14 @@ class Tiers:
         arenas: Sequence[int],
         is_named: bool,
         who: str,
-        chunk_s: float,
+        computing: Computing,
     ) -> float:
-        found, patience_s = self._found(keys[hits:], shards, is_named, chunk_s)
-        count = self._paying(found, shards, chunk_s)
+        found, patience_s = self._found(keys[hits:], shards, is_named, computing)
+        count = self._paying(found, shards, computing)
         if count < len(found):
             self._counters["loads_not_worth"] += len(found) - count
             self._probe(found[-1], keys[:hits], shards, arenas, is_named)
-        deadline = self._clock() + paying.patience_s(count * chunk_s, self._load_s)
+        deadline = self._clock() + paying.patience_s(computing.seconds(count), self._load_s)
         if count:
             with self._holding(keys[:hits], shards, arenas):
                 if self._load(found[:count], shards, Priority.AWAITED, deadline, is_named, who):
@@ -202,7 +203,7 @@ class Tiers:
         return patience_s
 
     def _found(
-        self, keys: Sequence[bytes], shards: int, is_named: bool, chunk_s: float
+        self, keys: Sequence[bytes], shards: int, is_named: bool, computing: Computing
     ) -> tuple[list[tuple[bytes, Tier, Held]], float]:
         """The leading ones of these that tiers below have; and for how long to wait for a tier that is being asked."""
         found: list[tuple[bytes, Tier, Held]] = []
@@ -216,7 +217,7 @@ class Tiers:
                 if held:
                     break
                 if tier.seeks(keys[at:], shards):
-                    patience_s = max(patience_s, self._patience(tier, keys[at], len(keys) - at, chunk_s))
+                    patience_s = max(patience_s, self._patience(tier, keys[at], len(keys) - at, computing))
             if len(found) == at:
                 break
         return found, patience_s
@@ -229,7 +230,7 @@ class Tiers:
         A tier that must be asked is asked; `found` tells when it has answered.
         """
         found: list[tuple[bytes, Tier, Held]] = []
-        for each in self._found(keys, shards, is_named, math.inf)[0]:
+        for each in self._found(keys, shards, is_named, UNKNOWN)[0]:
             room_bytes -= each[2].nbytes * shards
             if room_bytes < 0:
                 break
@@ -241,30 +242,32 @@ class Tiers:
         """Nobody needs these loads any more; how many were not over."""
         return self._copies.give_up(copies)
 
-    def _patience(self, tier: Tier, key: bytes, count: int, chunk_s: float) -> float:
+    def _patience(self, tier: Tier, key: bytes, count: int, computing: Computing) -> float:
         """For how long to wait until a tier has said whether it has this key and those behind it, `count` in all.
 
         Most prompts are new, so that this wait is in vain; and what is found must be worth its load.
         """
-        if chunk_s == math.inf:
+        if not computing.is_known:
             return math.inf
-        computing_s = count * chunk_s
+        computing_s = computing.seconds(count)
         if self._load_takes(tier, count * self._chunk_bytes) > computing_s:
             return 0.0
         most_s = ANSWER_SHARE * computing_s
         return max(0.0, most_s - tier.asked_s(key)) if tier.answer_s <= most_s else 0.0
 
-    def _paying(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, chunk_s: float) -> int:
+    def _paying(self, found: Sequence[tuple[bytes, Tier, Held]], shards: int, computing: Computing) -> int:
         """How many leading ones of these are loaded sooner than computed, by what was measured of the tiers."""
         self._chunk_bytes = found[0][2].nbytes * shards if found else self._chunk_bytes
-        if chunk_s == math.inf:
+        if not computing.is_known:
             return len(found)
         counts: Counter[Tier] = Counter()
         nbytes: Counter[Tier] = Counter()
         for _, tier, held in found:
             counts[tier] += 1
             nbytes[tier] += held.nbytes * shards
-        slow = {tier for tier, count in counts.items() if self._load_takes(tier, nbytes[tier]) > count * chunk_s}
+        slow = {
+            tier for tier, count in counts.items() if self._load_takes(tier, nbytes[tier]) > computing.seconds(count)
+        }
         return next((at for at, (_, tier, _) in enumerate(found) if tier in slow), len(found))
 
     def _load_takes(self, tier: Tier, nbytes: int) -> float:

@@ -322,6 +322,32 @@ def test_what_an_engine_computes_sooner_than_the_disk_loads_it_is_not_waited_for
     assert scheduler.status().counters["loads_not_worth"] == 4
 
 
+def test_who_stands_behind_much_that_is_to_be_computed_has_time_for_a_load(start_node, attach, disk):
+    """Without that, whoever asks last of many computes what would have been loaded meanwhile."""
+    node = start_node(arena_bytes=32 * MIB, disks=[disk])
+    engine = {"engine": "an engine"}
+    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
+    keys = [number.to_bytes(16, "big") for number in range(6)]
+    granted = scheduler.ask(Admit(keys, MIB // 4, 4, lease_s=20.0)).granted_slots
+    worker.ask(Fill(granted, layers=4, seal=True))
+    wait_until(lambda: scheduler.status().counters.get("disk_stored", 0) == len(keys), what="all of it is stored")
+    node.kill()
+    node = start_node(arena_bytes=32 * MIB, disks=[disk])
+    worker, scheduler = (attach(node, kind=kind, **engine) for kind in ("worker", "scheduler"))
+    wait_until(lambda: scheduler.status().tiers[0].chunks == len(keys), what="the index is read")
+    worker.ask(Ping(chunk_s=1e-3))
+
+    def hits(some):
+        return scheduler.ask(Admit(some, lease_s=20.0, wait_s=20.0)).hits
+
+    assert hits(keys[:2]) == 2, "of a disk that was not measured everything is loaded"
+    assert hits(keys[2:4]) == 0
+    assert scheduler.status().counters["loads_not_worth"] == 2
+    others = [number.to_bytes(16, "big") for number in range(1000, 7000)]
+    assert len(scheduler.ask(Admit(others, 4096, 1, lease_s=20.0)).granted) == len(others)
+    assert hits(keys[4:]) == 2
+
+
 def test_with_write_back_only_what_leaves_memory_next_is_stored(start_node, disk):
     node = start_node(arena_bytes=8 * MIB, disks=[disk], store="write-back", store_window=0.25)
     with connect(node.address, timeout_s=30) as client:

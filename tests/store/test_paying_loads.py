@@ -9,6 +9,7 @@ from test_tiers import Stage, key
 from pdx.memory.arena import GRANULE_BYTES
 from pdx.store import paying, tiers
 from pdx.store.chunk import NODE
+from pdx.store.paying import Computing
 from pdx.telemetry.rate import HALF_BYTES, HALF_NS, Rate
 
 MS = 1_000_000
@@ -34,10 +35,10 @@ def load(stage, numbers, ms):
     assert stage.hits(numbers) == len(numbers)
 
 
-def ask(stage, numbers, chunk_s):
-    """Whether a request waits for what is missing; a chunk is computed in so many seconds."""
+def ask(stage, numbers, chunk_s, backlog_s=0.0):
+    """Whether a request waits for what is missing; a chunk is computed in so many seconds, behind others."""
     hits = stage.hits(numbers)
-    may = stage.tiers.may_come([key(number) for number in numbers], hits, 1, chunk_s=chunk_s)
+    may = stage.tiers.may_come([key(number) for number in numbers], hits, 1, computing=Computing(chunk_s, backlog_s))
     stage.turn()
     return may
 
@@ -68,6 +69,16 @@ def test_an_engine_of_unknown_pace_waits_for_whatever_comes(stage):
     below(stage, [0])
     assert stage.may_come([0])
     load(stage, [0], 1000)
+
+
+def test_what_an_engine_computes_before_counts(stage):
+    measured(stage, 100)
+    below(stage, [0])
+    assert not ask(stage, [0], chunk_s=0.05, backlog_s=0.05)
+    stage.end_all()
+    stage.forget([0])
+    assert ask(stage, [0], chunk_s=0.05, backlog_s=0.07)
+    stage.end_all()
 
 
 @pytest.mark.parametrize(("chunk_ms", "waits"), [(200, True), (130, True), (105, False), (50, False), (1, False)])
@@ -204,7 +215,7 @@ CASES = [(0.0, 0.0, 0.04), (0.03, 0.0, 0.04), (0.05, 0.0, 0.0), (0.0, 0.03, 0.01
 def test_an_answer_is_waited_for_a_tenth_of_the_time_of_computing(stage, answered_s, asked_s, patience_s):
     far = Asked(answered_s, asked_s)
     stage.tiers.below.append([far])
-    waits_s = stage.tiers.may_come([key(number) for number in range(4)], 0, 1, chunk_s=0.1)
+    waits_s = stage.tiers.may_come([key(number) for number in range(4)], 0, 1, computing=Computing(0.1))
     assert waits_s == pytest.approx(patience_s)
     assert far.asked == [[key(number) for number in range(4)]], "the next request may have it"
     stage.tiers.below.pop()

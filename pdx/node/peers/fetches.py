@@ -16,6 +16,7 @@ import msgspec
 from pdx.node.peers.connection import ConnectionState, PeerConnection
 from pdx.store import paying
 from pdx.store.deadlines import Deadlines
+from pdx.store.paying import UNKNOWN, Computing
 from pdx.telemetry.rate import Rate
 from pdx.wire.messages import Admit, Push
 
@@ -66,11 +67,11 @@ class Fetches:
     def __len__(self) -> int:
         return sum(map(len, self._asked.values()))
 
-    def is_waiting(self, ask: Admit, hits: int, now: float, chunk_s: float = math.inf) -> bool:
+    def is_waiting(self, ask: Admit, hits: int, now: float, computing: Computing = UNKNOWN) -> bool:
         """Whether the keys behind the first `hits` may still come from `ask.source`; asks it, the first time.
 
-        `chunk_s`: how long computing one of them takes: what would come later is not asked for, unless a transfer
-        brings it: it is computed there.
+        What would come later than `computing` it takes is not asked for, unless a transfer brings it: it is computed
+        there.
 
         :raises PeerUnknown, ConfigError: it cannot be asked.
         """
@@ -79,8 +80,9 @@ class Fetches:
         if fetch is None:
             keys, deadline = ask.keys[hits : ask.sought], now + self._fetch_s
             if ask.awaits is None:
-                deadline = now + paying.patience_s(len(keys) * chunk_s, self._fetch_s)
-                if self.takes_s(ask.source, len(keys)) > len(keys) * chunk_s:
+                computing_s = computing.seconds(len(keys))
+                deadline = now + paying.patience_s(computing_s, self._fetch_s)
+                if self.takes_s(ask.source, len(keys)) > computing_s:
                     self._counters["fetches_not_worth"] += len(keys)
                     self._probe(ask, now)
                     return False

@@ -30,6 +30,7 @@ from pdx.node.peers.regions import Regions
 from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.lifecycle import State
+from pdx.store.paying import Computing
 from pdx.store.store import Store
 from pdx.store.tier import Grant
 from pdx.store.transfers import Transfers
@@ -172,15 +173,14 @@ class Peers:
             return 0
         return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
 
-    def may_come(self, ask: Admit, hits: int, chunk_s: float) -> bool:
-        """Whether what is missing here may still come from the peer that a question names. `chunk_s`: how long
-        computing one chunk takes.
+    def may_come(self, ask: Admit, hits: int, computing: Computing) -> bool:
+        """Whether what is missing here may still come from the peer that a question names, sooner than it is computed.
 
         :raises PeerUnknown, ConfigError: that peer cannot be dialled.
         """
         if ask.source in ("", self._name):
             return False
-        return self.fetches.is_waiting(ask, hits, self._clock(), chunk_s)
+        return self.fetches.is_waiting(ask, hits, self._clock(), computing)
 
     def why_not(self, ask: Admit, count: int, chunk_s: float) -> str:
         """Why the peer that a question names was not asked for what is missing, `count` chunks; empty: it may have

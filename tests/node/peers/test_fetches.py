@@ -10,6 +10,7 @@ from pdx.errors import PeerUnknown
 from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.fetches import KEPT_S, Fetches
 from pdx.store import paying
+from pdx.store.paying import Computing
 from pdx.wire.messages import Admit, Push
 
 TRANSFER = "transfer-0123456789"
@@ -234,43 +235,48 @@ def measured(fetches, chunk_s):
 @pytest.mark.parametrize(("computing_s", "asks"), [(2.0, True), (1.2, True), (1.0, False), (0.1, False)])
 def test_what_computing_is_faster_than_is_not_asked_for(fetches, link, counters, computing_s, asks):
     measured(fetches, 1.0)
-    assert fetches.is_waiting(ASK, 1, 10.0, chunk_s=computing_s) is asks
+    assert fetches.is_waiting(ASK, 1, 10.0, Computing(computing_s)) is asks
     assert counters["fetches_not_worth"] == (0 if asks else 3)
     assert link.sent == [(1, Push(KEYS[1:] if asks else KEYS[-1:]))]
 
 
+def test_what_an_engine_computes_before_counts(fetches):
+    measured(fetches, 1.0)
+    assert fetches.is_waiting(ASK, 1, 10.0, Computing(0.5, 2.0))
+
+
 def test_what_is_on_its_way_already_comes_first(fetches, link):
     measured(fetches, 1.0)
-    assert fetches.is_waiting(ASK, 1, 10.0, chunk_s=2.0)
+    assert fetches.is_waiting(ASK, 1, 10.0, Computing(2.0))
     other = Admit([b"x" * 16], source="b")
-    assert not fetches.is_waiting(other, 0, 10.0, chunk_s=2.0), "three are to come before it, and the look"
-    assert fetches.is_waiting(other, 0, 10.0, chunk_s=6.0)
+    assert not fetches.is_waiting(other, 0, 10.0, Computing(2.0)), "three are to come before it, and the look"
+    assert fetches.is_waiting(other, 0, 10.0, Computing(6.0))
 
 
 def test_a_peer_that_was_not_measured_is_asked_and_not_waited_for_much_longer_than_computing_takes(fetches, link):
-    assert fetches.is_waiting(ASK, 1, 0.0, chunk_s=0.5)
-    assert fetches.is_waiting(ASK, 1, 2.9, chunk_s=0.5)
-    assert not fetches.is_waiting(ASK, 1, 3.1, chunk_s=0.5), "twice as long"
+    assert fetches.is_waiting(ASK, 1, 0.0, Computing(0.5))
+    assert fetches.is_waiting(ASK, 1, 2.9, Computing(0.5))
+    assert not fetches.is_waiting(ASK, 1, 3.1, Computing(0.5)), "twice as long"
     assert fetches.tick(3.1) == 1
-    assert not fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 3.1, chunk_s=0.5), "nothing came in that time"
+    assert not fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 3.1, Computing(0.5)), "nothing came in that time"
 
 
 def test_one_chunk_is_asked_for_now_and_then_so_that_a_faster_peer_is_noticed(fetches, link):
     measured(fetches, 1.0)
-    assert not fetches.is_waiting(ASK, 0, 10.0, chunk_s=0.1)
+    assert not fetches.is_waiting(ASK, 0, 10.0, Computing(0.1))
     assert link.sent == [(1, Push(KEYS[-1:]))]
     fetches.answered(link, 1, 1, 10.0)
-    assert not fetches.is_waiting(ASK, 0, 10.1, chunk_s=0.1), "nobody waits for it"
+    assert not fetches.is_waiting(ASK, 0, 10.1, Computing(0.1)), "nobody waits for it"
     fetches.landed("b", CHUNK, CHUNK, 10.0, 10.05)
     fetches.over("b", 1, None, 10.05)
-    assert not fetches.is_waiting(ASK, 0, 10.2, chunk_s=0.1), "it is not that fast"
+    assert not fetches.is_waiting(ASK, 0, 10.2, Computing(0.1)), "it is not that fast"
     assert len(link.sent) == 1
     fetches.tick(20.5)
-    assert not fetches.is_waiting(ASK, 0, 20.5, chunk_s=0.1)
+    assert not fetches.is_waiting(ASK, 0, 20.5, Computing(0.1))
     assert link.sent[1:] == [(2, Push(KEYS[-1:]))]
     for number in range(3):
         fetches.landed("b", CHUNK, CHUNK, 21.0 + number, 21.01 + number)
-    assert fetches.is_waiting(ASK, 0, 25.0, chunk_s=0.1)
+    assert fetches.is_waiting(ASK, 0, 25.0, Computing(0.1))
     assert link.sent[2:] == [(3, Push(KEYS))]
 
 
@@ -280,14 +286,14 @@ def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link)
     for _ in range(100):
         fetches.landed("b", small, small, now, now + 0.001)
         now += 0.001
-    assert fetches.is_waiting(ASK, 0, now, chunk_s=0.5)
+    assert fetches.is_waiting(ASK, 0, now, Computing(0.5))
     now += 4.0
     assert fetches.tick(now) == 1, "it was lost: twice the time of computing is over"
     looks = 0
     while fetches.takes_s("b", 4) > 4 * 0.02:
         now += paying.PROBE_S + 0.1
         fetches.tick(now)
-        assert not fetches.is_waiting(ASK, 0, now, chunk_s=0.02)
+        assert not fetches.is_waiting(ASK, 0, now, Computing(0.02))
         looks += 1
         assert len(link.sent) == 1 + looks < 10
         fetches.landed("b", small, small, now, now + 0.001)
@@ -296,10 +302,10 @@ def test_one_fetch_that_is_lost_does_not_shut_a_peer_out_for_long(fetches, link)
 
 
 def test_what_waits_for_room_here_says_nothing_of_its_peer(fetches, link):
-    assert fetches.is_waiting(ASK, 1, 0.0, chunk_s=0.5)
+    assert fetches.is_waiting(ASK, 1, 0.0, Computing(0.5))
     assert fetches.tick(3.1, lambda name, number: 3.1) == 1
     assert fetches.takes_s("b", 1) == 0.0, "nothing is known"
-    assert fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 4.0, chunk_s=0.5)
+    assert fetches.is_waiting(Admit([b"x" * 16], source="b"), 0, 4.0, Computing(0.5))
     assert fetches.tick(5.1, lambda name, number: 5.0) == 1
     fetches.landed("b", CHUNK, CHUNK, 5.1, 6.1)
     assert 1.105 < fetches.takes_s("b", 1) < 1.1 * 1.1 + 0.005, "late counts from when there was room"
@@ -308,8 +314,8 @@ def test_what_waits_for_room_here_says_nothing_of_its_peer(fetches, link):
 def test_what_a_transfer_brings_is_waited_for_whatever_the_rate(fetches, link):
     measured(fetches, 1.0)
     ask = Admit(KEYS, source="b", transfer=TRANSFER)
-    assert fetches.is_waiting(ask, 0, 10.0, chunk_s=0.1)
-    assert not fetches.is_waiting(ask, 0, 10.0 + FETCH_S, chunk_s=0.1)
+    assert fetches.is_waiting(ask, 0, 10.0, Computing(0.1))
+    assert not fetches.is_waiting(ask, 0, 10.0 + FETCH_S, Computing(0.1))
     fetches.tick(10.0 + FETCH_S)
     assert fetches.takes_s("b", 1) == pytest.approx(1.105), "what is late may still be being computed"
 

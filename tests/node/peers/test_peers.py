@@ -1,7 +1,6 @@
 """What peers that dialled may ask for: what is here, as far as it may be held for one of them."""
 
 import itertools
-import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from pdx.node.peers.connection import ConnectionState
 from pdx.node.peers.fetches import Fetches
 from pdx.node.peers.peers import Peers
 from pdx.store.copy import Priority
+from pdx.store.paying import UNKNOWN
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import Admit, Push
@@ -167,10 +167,10 @@ def test_what_was_asked_over_a_connection_that_this_node_leaves_is_not_waited_fo
     asked = []
     stage.peer.state, stage.peer.send = ConnectionState.READY, lambda body, about: asked.append(body)
     ask = Admit([key(0)], source="b")
-    assert peers.may_come(ask, 0, math.inf)
+    assert peers.may_come(ask, 0, UNKNOWN)
     assert asked == [Push([key(0)])]
     peers._leave(stage.peer)
-    assert not peers.may_come(ask, 0, math.inf)
+    assert not peers.may_come(ask, 0, UNKNOWN)
     assert peers.fetches.ended == [key(0)]
 
 
