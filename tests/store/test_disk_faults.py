@@ -412,6 +412,29 @@ def test_what_waits_for_a_disk_that_does_not_answer_is_given_up(bed, hang):
     assert [bed.end(copy) for copy in loads[:THREADS]] == [None] * THREADS
 
 
+def test_what_was_deleted_is_removed_when_a_disk_answers_again(bed, hang):
+    """It was to make room for a store that was given up; the next node would find it."""
+    bed.limit_bytes = (THREADS + 1) * bed.charge
+    bed.restart()
+    for number in range(THREADS + 1):
+        assert bed.store(number)
+    disk = hang()
+    loads = [bed.start_load(number, at=number) for number in range(1, THREADS + 1)]
+    for _ in loads:
+        assert disk.begun.acquire(timeout=60)
+    stored = bed.start_store(99, at=15)
+    assert bed.tier.evict([key(0)]) == 0, "it is the oldest, and not found any more"
+    bed.now += 2 * SILENT_S
+    assert not bed.has(1)
+    assert bed.end(stored).kind == "paused"
+    disk.end()
+    assert [bed.end(copy) for copy in loads] == [None] * THREADS
+    bed.settle()
+    assert not bed.file(0).exists()
+    assert bed.tier.used_bytes == THREADS * bed.charge
+    assert bed.store(0), "and is stored anew"
+
+
 def test_nothing_waits_for_a_disk_that_reads_and_whose_writes_do_not_return(bed, hang):
     assert bed.store(1)
     disk = hang(names=["pwritev"])

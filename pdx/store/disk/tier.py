@@ -401,9 +401,12 @@ class DiskTier(Tier):
         """A thread is done with this."""
         _take(self._under_way, task.job.number if task.job is not None else 0, task)
         self.used_bytes -= task.hold
-        for file in task.left:
-            self._insert(file, is_forgotten=file.key in task.forgotten)
         kind = task.error.kind if task.error is not None else ""
+        for file in task.left:
+            if kind == "paused" and file.key in task.forgotten:  # nobody has tried to remove it
+                self._remove_anew(file)
+            else:
+                self._insert(file, is_forgotten=file.key in task.forgotten)
         if kind == "gone":
             self._doubt(GONE)
         elif task.is_silent and kind in ("", "cancelled", "stale"):
@@ -515,7 +518,7 @@ class DiskTier(Tier):
                     self._warn(file.why)
                 continue
             if self._index.has(file.key, file.shard):
-                self._remove_outdone(file)
+                self._remove_unfound(file)
             else:
                 self._insert(file)
                 if hits:
@@ -527,11 +530,17 @@ class DiskTier(Tier):
         files, _ = self._index.oldest(self.used_bytes - self._leaving - self.limit_bytes, surplus, self._is_used)
         self._remove(files, is_forgotten=False)
 
-    def _remove_outdone(self, file: ChunkFile) -> None:
-        """There is a newer file of the same chunk with another size: this one could not be removed in its time."""
+    def _remove_anew(self, file: ChunkFile) -> None:
+        """This one, which cannot be found, could not be removed in its time; a store of its chunk waits for that."""
+        self._busy.setdefault(file.key, {})[file.shard] = self._remove_unfound(file)
+
+    def _remove_unfound(self, file: ChunkFile) -> Task:
+        """Remove a file that cannot be found. At the start: there is a newer one of its chunk with another size."""
+        task = Task(victims=[file], hold=file.charge, forgotten={file.key})
         self.used_bytes += file.charge
         self._leaving += file.charge
-        self._give(Task(victims=[file], hold=file.charge, forgotten={file.key}), self._workers.removals)
+        self._give(task, self._workers.removals)
+        return task
 
     def _scanned(self, error: TierError | None) -> None:
         """No more files are found; where that is an error, the cap cannot be kept, and nothing is stored."""
