@@ -23,8 +23,7 @@ class Whole(Stage):
             arenas=self.arenas,
             post=self.mailbox.post,
             on_done=self.copies.done,
-            counters=self.counters,
-            clock=lambda: self.now,
+            counters=self.counters,  # by its own clock: those of copies jump, and no thread of it would seem to answer
         )
         self.tiers.below.append([self.disk])
         self.versions = {}
