@@ -1,5 +1,6 @@
 """Two and three real nodes over real channels: pushes while chunks are filled, fetches, and little room."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -100,8 +101,9 @@ def test_sealed_chunks_are_pushed_and_fetched_in_both_directions(cluster_of, cha
     cluster.settle()
 
 
-def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(cluster_of, channel):
-    cluster = cluster_of("ab", channels=[channel])
+@contextlib.contextmanager
+def an_engine_at_a(cluster):
+    """Its worker and scheduler, three keys of chunks that node b has, and how many chunks it finds when it asks b."""
     keys = [bytes([number]) * 16 for number in range(3)]
     with (
         attached(cluster.address("b")) as b,
@@ -114,6 +116,12 @@ def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(clust
         def hits(key):
             return scheduler.ask(Admit([key], lease_s=5.0, wait_s=20.0, source="b", request=key.hex())).hits
 
+        yield worker, scheduler, keys, hits
+
+
+def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(cluster_of, channel):
+    cluster = cluster_of("ab", channels=[channel])
+    with an_engine_at_a(cluster) as (worker, scheduler, keys, hits):
         assert hits(keys[0]) == 1, "how fast it is was not known"
         worker.ask(Ping(chunk_s=1e-9))
         assert hits(keys[1]) == 0
@@ -126,18 +134,7 @@ def test_what_a_peer_would_send_later_than_it_is_computed_is_not_asked_for(clust
 
 def test_a_fetch_that_finds_no_room_here_does_not_make_its_peer_a_slow_one(cluster_of, channel):
     cluster = cluster_of("ab", channels=[channel])
-    keys = [bytes([number]) * 16 for number in range(3)]
-    with (
-        attached(cluster.address("b")) as b,
-        attached(cluster.address("a"), kind="worker", engine="one", name="one") as worker,
-        attached(cluster.address("a"), kind="scheduler", engine="one", name="one") as scheduler,
-    ):
-        there = b.ask(Admit(keys, nbytes=MIB, layers=1))
-        b.ask(Fill(there.granted_slots, layers=1, seal=True))
-
-        def hits(key):
-            return scheduler.ask(Admit([key], lease_s=5.0, wait_s=20.0, source="b", request=key.hex())).hits
-
+    with an_engine_at_a(cluster) as (worker, _, keys, hits):
         worker.ask(Ping(chunk_s=0.5))
         with cluster["a"].reserve("most of it", 15 * MIB + MIB // 2):
             assert hits(keys[0]) == 0
