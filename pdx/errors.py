@@ -11,7 +11,10 @@ PdxError
 │   ├── ArenaFull         no room now; ask again later or go on without
 │   ├── ChunkExists       somebody else fills or filled this chunk; look it up instead
 │   ├── ChunkMissing      the chunk is not there (any more); recompute
-│   └── StaleSlot         the slot is no longer what was promised; drop what was copied
+│   ├── StaleSlot         the slot is no longer what was promised; drop what was copied
+│   ├── TierUnknown       the node has no such tier; the text names those that it has
+│   ├── JobUnknown        the node knows no such job (any more)
+│   └── JobConflict       another job works on one of these chunks; wait for it, or cancel it
 ├── ChannelError          bytes did not get from one node to another
 │   ├── ChannelUnavailable   this scheme cannot work here, or not to that peer; use another
 │   ├── ChannelBroken     the peer or the way to it is gone; connect again
@@ -87,6 +90,18 @@ class ChunkMissing(NodeError):
 
 class StaleSlot(NodeError):
     """The slot's generation or epoch changed: it belongs to somebody else now."""
+
+
+class TierUnknown(NodeError):
+    """The node has no tier of that name."""
+
+
+class JobUnknown(NodeError):
+    """The job is of another life of the node, or over for so long that it is forgotten, or there never was one."""
+
+
+class JobConflict(NodeError):
+    """A chunk is being moved or recoded by another job."""
 
 
 class ChannelError(PdxError):

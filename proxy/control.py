@@ -30,7 +30,18 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.messages import Arriving, Cancel, EngineReport, Explained, NodeReport, PeerEntry, PeerList, Prefilled, Why
+from pdx.wire.messages import (
+    Arriving,
+    Cancel,
+    EngineReport,
+    Explained,
+    NodeReport,
+    PeerEntry,
+    PeerList,
+    Prefilled,
+    Reply,
+    Why,
+)
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -46,6 +57,7 @@ class Control:
         *,
         on_report: Callable[[NodeReport], None],
         on_explained: Callable[[Explained], None] = lambda _: None,
+        on_reply: Callable[[str, Reply], None] = lambda _node, _reply: None,
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
@@ -63,6 +75,7 @@ class Control:
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
         self._on_report = on_report
         self._on_explained = on_explained
+        self._on_reply = on_reply
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
@@ -224,6 +237,10 @@ class Control:
         if isinstance(report, Explained):
             if arrival.route in self._peers:
                 self._on_explained(report)
+            return
+        if isinstance(report, Reply):
+            if (node := self._peers.get(arrival.route)) is not None:
+                self._on_reply(node, report)
             return
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")

@@ -12,22 +12,49 @@ from pdx.wire.messages import (
     Bye,
     Cancel,
     Chosen,
+    Clear,
     Delete,
+    EndJob,
+    Evict,
     Expect,
     Fill,
+    Find,
     Hello,
+    Jobs,
+    List,
     Mark,
+    Models,
+    Move,
     Pin,
     Ping,
+    PinIn,
     Push,
+    Recode,
     Refused,
     Release,
     Renew,
+    Selection,
+    Settle,
     Status,
+    Verify,
     Why,
 )
 
 TRANSFER = "transfer-0123456789"
+NOTHING = Selection()
+VERBS = [
+    Find(NOTHING),
+    Move(NOTHING, "host", "disk"),
+    Clear(NOTHING, "host"),
+    PinIn(NOTHING),
+    Recode(NOTHING, "disk", "none"),
+    Evict(1, 0),
+    Verify("disk"),
+    List(),
+    Jobs(),
+    EndJob("1-1"),
+    Models(),
+]
 SAID = [
     Bye(),
     Ping(),
@@ -45,13 +72,16 @@ SAID = [
     Status(),
     Why(),
     Chosen("tcp"),
+    Settle([]),
+    *VERBS,
 ]
 ENGINE = {Bye, Ping, Abort, Mark}
 EXPECTED = {
     "worker": ENGINE | {Fill},
     "scheduler": ENGINE | {Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
     "client": ENGINE | {Fill, Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
-    "peer": {Bye, Ping, Chosen, Admit, Release, Push, Cancel},
+    "peer": {Bye, Ping, Chosen, Admit, Release, Push, Cancel, Settle},
+    "controller": {Bye, Ping, Status, Why, *map(type, VERBS)},
 }
 
 
@@ -62,7 +92,7 @@ def test_the_list_is_this_and_names_every_kind_and_nothing_but_questions():
     assert {type(body) for body in SAID} | {Hello} == set(Ask.__args__)
 
 
-@pytest.mark.parametrize("kind", ["worker", "scheduler", "client"])
+@pytest.mark.parametrize("kind", ["worker", "scheduler", "client", "controller"])
 @pytest.mark.parametrize("body", SAID, ids=lambda body: type(body).__name__)
 def test_a_process_is_heard_within_its_rights_only(module_node, kind, body):
     with Wire(module_node.address) as wire:
