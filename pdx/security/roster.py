@@ -86,7 +86,7 @@ class ControllerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One controller in the file."""
 
     key: Annotated[str, Meta(max_length=40)]
-    may: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=64)] = list(RIGHTS_TO.values())
+    may: Annotated[tuple[Annotated[str, Meta(max_length=32)], ...], Meta(max_length=64)] = tuple(RIGHTS_TO.values())
 
 
 class RosterFile(msgspec.Struct, frozen=True):

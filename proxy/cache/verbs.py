@@ -1,7 +1,7 @@
 """The verbs of controllers: which nodes are told what, and what is made of their answers. No HTTP here.
 
 A verb that one node answers has that outcome as its answer. All others have an entry for each node: what is wrong with
-one node is in its entry, and the others are answered. A job is of the node that runs it, whose name its own begins with.
+one node is in its entry, and the others are answered. The name of a job begins with that of its node.
 """
 
 from __future__ import annotations
