@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import secrets
 from contextlib import asynccontextmanager, suppress
@@ -83,7 +84,7 @@ class Stage:
         sent = {"Content-Type": "application/json", **(headers or {})}
         if token:
             sent["Authorization"] = f"Bearer {token}"
-        data = json.dumps(body or {}) if raw is None else raw
+        data = io.BytesIO(json.dumps(body or {}).encode() if raw is None else raw)
         url = f"{self.made.admin}/cache/{verb}"
         async with self.made.client.post(url, data=data, headers=sent) as response:
             return response.status, json.loads(await within(response.read()))
