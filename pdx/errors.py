@@ -2,6 +2,7 @@
 
 PdxError
 ├── ConfigError           fix the configuration; retrying cannot help
+├── SelectionError        this names no chunks or no place; the text says what would
 ├── LayoutError           this layout, or the place of this memory, is not supported here
 ├── ProtocolError         a peer sent something that is not our protocol; drop it, keep going
 ├── NodeError             the node could not do what was asked
@@ -50,6 +51,10 @@ class PdxError(Exception):
 
 class ConfigError(PdxError):
     """A setting is missing, unknown or out of range."""
+
+
+class SelectionError(PdxError):
+    """Tokens, a model, an instance or a place are none that a controller's verb could be about."""
 
 
 class LayoutError(PdxError):

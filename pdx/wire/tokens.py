@@ -1,0 +1,152 @@
+"""From the tokens of a prompt to the keys of its chunks, as an engine makes them, without the engine and without vLLM.
+
+An engine whose shape (`Model.shape`) has a `root` hashes blocks as vLLM does: SHA-256 over the hash of the block before
+it, its tokens, and the cache salt if it is the first; of the bytes that pickle or, by `sha256_cbor`, CBOR makes of
+these. The first block is chained to the root. Nothing is ever unpickled.
+
+What a prompt has beside its tokens and its salt, an adapter, images or embeddings, is in no key that is made here: the
+chunks of such a prompt are named by its request (`Selection.request`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+
+from pdx.errors import SelectionError
+from pdx.memory.keys import chunk_key
+from pdx.wire.messages import MAX_KEYS, Model
+
+# (hash of the block before, its tokens, what else is in it) -> its hash
+_Extra = tuple[object, ...] | None
+_Hash = Callable[[bytes, tuple[int, ...], _Extra], bytes]
+_WIDTHS = ((24, 1), (25, 2), (26, 4), (27, 8))  # in CBOR, of numbers above 23: what says so, and bytes
+
+
+def chunk_tokens(model: Model) -> int:
+    """How many tokens a chunk of this engine has.
+
+    :raises SelectionError: the engine has not told.
+    """
+    return _number(model, "chunk_tokens")
+
+
+def num_shards(model: Model) -> int:
+    """In how many shards each of its chunks is.
+
+    :raises SelectionError: the engine has not told.
+    """
+    return _number(model, "num_shards")
+
+
+def chunk_keys(model: Model, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+    """The keys of the full chunks of the prompt `tokens`, as the engine of `model` makes them; `salt`: the requests'
+    `cache_salt`.
+
+    :raises SelectionError: the tokens fill no chunk or are none of this model's, or only the engine can make its keys.
+    """
+    per_chunk, per_block = chunk_tokens(model), _number(model, "block_tokens")
+    _check(model, tokens, per_chunk)
+    hashed, root = _hash_of(model), _root(model)
+    extra = _first_extra(model, salt)
+    keys = []
+    for end in range(per_chunk, len(tokens) + 1, per_chunk):
+        for start in range(end - per_chunk, end, per_block):
+            root = hashed(root, tuple(tokens[start : start + per_block]), extra)
+            extra = None
+        keys.append(chunk_key(model.layout, root))
+    return keys
+
+
+def _number(model: Model, field: str) -> int:
+    try:
+        found = int(model.shape[field])
+    except (KeyError, ValueError):
+        found = 0
+    if found < 1:
+        raise SelectionError(f"engine {model.engine!r} has not told its {field}: it is none that PDX keeps chunks for")
+    return found
+
+
+def _check(model: Model, tokens: Sequence[int], per_chunk: int) -> None:
+    told = model.shape.get("vocabulary", "")
+    vocabulary = int(told) if told.isdecimal() else 0
+    limit = vocabulary or 1 << 31
+    for at, token in enumerate(tokens):
+        if type(token) is not int:  # neither a bool, which is hashed otherwise, nor a number of another library
+            raise SelectionError(f"token {at} is {token!r:.50}: ids of tokens are whole numbers")
+        if not 0 <= token < limit:
+            known = f"engine {model.engine!r} knows {vocabulary:,} tokens" if vocabulary else "no model knows so many"
+            raise SelectionError(f"token {at} is {token}: {known}; are these ids of another model?")
+    if len(tokens) < per_chunk:
+        raise SelectionError(
+            f"{len(tokens)} tokens fill no chunk of engine {model.engine!r}: one has {per_chunk} tokens, and what "
+            f"fills none is named by its request alone"
+        )
+    if len(tokens) // per_chunk > MAX_KEYS:
+        raise SelectionError(f"{len(tokens)} tokens are more than {MAX_KEYS} chunks, which one verb may be about")
+
+
+def _root(model: Model) -> bytes:
+    told = model.shape.get("root", "")
+    try:
+        root = bytes.fromhex(told)
+    except ValueError:
+        root = b""
+    if not root:
+        raise SelectionError(
+            f"engine {model.engine!r} hashes its blocks in a way that only it knows: name chunks by a request's id"
+        )
+    return root
+
+
+def _first_extra(model: Model, salt: str) -> _Extra:
+    if not salt:
+        return None
+    # An object of its own: pickle writes an object that it meets again otherwise, and one text is perhaps one object.
+    told, tag = salt.encode().decode(), model.shape.get("salt_tag", "")
+    return ((tag, told),) if tag else (told,)
+
+
+def _hash_of(model: Model) -> _Hash:
+    hashing = model.shape.get("hashing", "")
+    found = {"sha256": _by_pickle, "sha256_cbor": _by_cbor}.get(hashing)
+    if found is None:
+        raise SelectionError(
+            f"engine {model.engine!r} hashes its blocks by {hashing!r}, which is not known here: name chunks by a "
+            f"request's id"
+        )
+    return found
+
+
+def _by_pickle(parent: bytes, tokens: tuple[int, ...], extra: _Extra) -> bytes:
+    return hashlib.sha256(pickle.dumps((parent, tokens, extra), protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+
+def _by_cbor(parent: bytes, tokens: tuple[int, ...], extra: _Extra) -> bytes:
+    return hashlib.sha256(_cbor((parent, tokens, extra))).digest()
+
+
+def _cbor(value: object) -> bytes:
+    """RFC 8949, section 4.2: the one shortest form of each value, of those that are in the hash of a block."""
+    match value:
+        case None:
+            return b"\xf6"
+        case int():
+            return _head(0, value)
+        case bytes():
+            return _head(2, len(value)) + value
+        case str():
+            text = value.encode()
+            return _head(3, len(text)) + text
+        case tuple():
+            return _head(4, len(value)) + b"".join(map(_cbor, value))
+    raise TypeError(f"{type(value).__name__} is in no hash of a block")
+
+
+def _head(major: int, number: int) -> bytes:
+    if number < _WIDTHS[0][0]:
+        return bytes([major << 5 | number])
+    mark, width = next((mark, width) for mark, width in _WIDTHS if number < 1 << 8 * width)
+    return bytes([major << 5 | mark]) + number.to_bytes(width, "big")
