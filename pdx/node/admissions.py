@@ -373,6 +373,7 @@ class Admissions:
                 deadline=now + self._config.reserve_s,
                 hints=ask.hints,
                 origin=Origin(session.title),
+                layout=session.hello.layout,
                 who=_who(session, ask),
             )
             found, slots, full = self._store.reserve(claim)

@@ -131,6 +131,7 @@ class Daemon:
             undo.callback(self._peers.close)
             undo.callback(self.service.tiers.close)
             self.service.open_tiers()
+            undo.callback(self.service.controls.close)
             self._poller.register(self._peers.mailbox.fd, zmq.POLLIN)
             listen = listen_address(config)
             self._peers.open(self._context, listen, data_host(listen), self._watch, self._poller.unregister)
@@ -170,7 +171,7 @@ class Daemon:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        timeout_s = min(timeout_s, self.service.admissions.due_in(time.monotonic()))
+        timeout_s = min(timeout_s, self.service.due_in(time.monotonic()))
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         with self._faults.contain("letting processes in"):
             self._process_socket.queue.heed()

@@ -19,6 +19,7 @@ from pdx.telemetry.faults import printable
 from pdx.wire.messages import MAX_NAME, MAX_REASONS, Admit, Admitted, Explained, Explanation, Reason
 
 MAX_REQUESTS = 4096  # that are remembered
+MAX_KEYS = 1 << 17  # of all requests whose keys are remembered
 MAX_SHOWN = 32  # in one answer
 MAX_HOLDERS = 4  # of room that another request did not find
 MAX_EXPLAINED = 48  # chunks that a request lacks: to explain one costs about as much as to answer for ten
@@ -44,6 +45,8 @@ class Explanations:
         self._tiers = tiers
         self._of_request: OrderedDict[tuple[str, str], tuple[float, Explanation]] = OrderedDict()
         self._begun = Begun()
+        self._keys: OrderedDict[tuple[str, str], tuple[Sequence[bytes], int]] = OrderedDict()  # and how many shards
+        self._num_keys = 0
 
     def reasons(
         self,
@@ -89,12 +92,26 @@ class Explanations:
                 notes.append(printable(text))
         self._begun.note(session.hello, ask)
         whose = _whose(session)
+        self._remember(whose, ask)
         shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
         told = Explanation(*shown, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
         self._of_request[whose, ask.request] = now, told
         self._of_request.move_to_end((whose, ask.request))
         while len(self._of_request) > MAX_REQUESTS:
             self._of_request.popitem(last=False)
+
+    def _remember(self, whose: str, ask: Admit) -> None:
+        name = whose, ask.request
+        known = self._keys.pop(name, None)
+        self._num_keys -= len(known[0]) if known is not None else 0
+        self._keys[name] = ask.keys, ask.shards
+        self._num_keys += len(ask.keys)
+        while self._num_keys > MAX_KEYS:
+            self._num_keys -= len(self._keys.popitem(last=False)[1][0])
+
+    def keys_of(self, request: str) -> tuple[Sequence[bytes], int] | None:
+        """What the last request has asked for whose name contains this, and in how many shards; None: none is known."""
+        return next((self._keys[name] for name in reversed(self._keys) if request in name[1]), None)
 
     def amend(self, session: Session, request: str, first: int) -> None:
         """The engine could not load chunk `first` of a request, and computed it and all behind it."""

@@ -91,6 +91,18 @@ class LookAhead:
             return self._end(session.number, ask.request, is_over=True)
         return self._add(session.number, ask.request, Wanted.of(session, ask, arenas))
 
+    def kept(self, session: str) -> dict[str, tuple[int, int]]:
+        """By session whose name contains this, how many chunks of its last request memory has, and their bytes.
+
+        Costs a look at what the sessions' last requests have asked for, 131,072 keys at most.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for name, wanted in reversed(self._last.items()):
+            if session in name:
+                chunks = [chunk for key in wanted.keys for chunk in self._store.of(key)]
+                found[name] = len(chunks), sum(chunk.slot.nbytes for chunk in chunks)
+        return found
+
     def arriving(self, session: str) -> None:
         """A request of this session is on its way, as the proxy says."""
         last = self._last.get(session)

@@ -8,16 +8,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from pdx.config import NodeConfig, handover_path, node_name
-from pdx.errors import ArenaFull, ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
+from pdx.errors import ChunkMissing, ConfigError, LayoutError, NodeError, PeerError, ProtocolError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
+from pdx.node.control.verbs import Controls
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
@@ -54,12 +55,14 @@ from pdx.wire.messages import (
     Hello,
     Mark,
     MarkReport,
+    Outcome,
     Pin,
     Ping,
     Push,
     Release,
     Renew,
     Status,
+    Verb,
     Welcome,
     Why,
 )
@@ -142,6 +145,22 @@ class Service:
             peers=self.peers,
             counters=self.counters,
             faults=self.faults,
+            clock=clock,
+        )
+        self.controls = Controls(
+            self.name,
+            epoch,
+            store=self.store,
+            tiers=self.tiers,
+            copies=self.copies,
+            peers=self.peers,
+            sessions=self.sessions,
+            admissions=self.admissions,
+            look_ahead=self.look_ahead,
+            gpus=[each.gpu for each in arenas],
+            pin_share=config.pin_share,
+            copy_s=config.push_s,
+            counters=self.counters,
             clock=clock,
         )
         self.reports = Reports(
@@ -283,6 +302,12 @@ class Service:
             self.look_ahead.answered(self.tiers.found)
             self.look_ahead.turn()
             self.copies.pump()
+        with self.faults.contain("the jobs of controllers"):
+            self.controls.turn()
+
+    def due_in(self, now: float) -> float:
+        """Seconds until the next turn is due, whatever else happens."""
+        return min(self.admissions.due_in(now), self.controls.jobs.due_in)
 
     # ---- one method per message -------------------------------------------------------------
 
@@ -301,8 +326,7 @@ class Service:
             Delete: self._delete,
             Cancel: self._cancel,
             Mark: self._mark,
-            Status: self._status,
-            Why: self._why,
+            **dict.fromkeys(get_args(Verb), self._verb),
         }
 
     def _bye(self, session: Session, ask: Bye) -> Answer:
@@ -380,29 +404,14 @@ class Service:
     def _pin(self, session: Session, ask: Pin) -> Answer:
         if len(ask.keys) * ask.shards > MAX_SLOTS:
             raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        arenas = self.sessions.arenas(session, ask.shards)
         if ask.pinned:
-            self._check_pins(session, ask)
-        count = self.store.pin(
-            ask.keys, ask.shards, pinned=ask.pinned, arenas=self.sessions.arenas(session, ask.shards)
-        )
+            found = (self.store.find([key], ask.shards, arenas) for key in ask.keys)
+            self.controls.check_pins([chunk for run in found for chunks in run for chunk in chunks])
+        count = self.store.pin(ask.keys, ask.shards, pinned=ask.pinned, arenas=arenas)
         if count != len(ask.keys):
             raise ChunkMissing(f"{len(ask.keys) - count} of {len(ask.keys)} chunks are not there")
         return Done(count)
-
-    def _check_pins(self, session: Session, ask: Pin) -> None:
-        """:raises ArenaFull: so much is pinned that the rest would be too little for others."""
-        arenas = self.sessions.arenas(session, ask.shards)
-        found = {
-            chunk: None for key in ask.keys for chunks in self.store.find([key], ask.shards, arenas) for chunk in chunks
-        }
-        more = sum(chunk.slot.nbytes for chunk in found if not chunk.pins)
-        most = int(self.store.total_bytes * self._config.pin_share)
-        if more and self.store.pinned_bytes + more > most:
-            self.counters["pins_refused"] += 1
-            raise ArenaFull(
-                f"{self.store.pinned_bytes} bytes are pinned, and {more} more would be above the {most} that may be "
-                f"(pin_share); unpin some, or give the node a larger --arena"
-            )
 
     def _delete(self, session: Session, ask: Delete) -> Answer:
         return Done(sum(max(self.store.delete([key]), self.tiers.forget([key])) for key in ask.keys))
@@ -437,12 +446,18 @@ class Service:
     def _mark_own(self, transfer: str, event: Event, nbytes: int, at_ns: int) -> None:
         self.reports.mark(MarkReport(transfer, event, at_ns, nbytes, 0, ""))
 
-    def _why(self, session: Session, ask: Why) -> Answer:
-        return self.explained(ask.request)
+    def _verb(self, session: Session, ask: Verb) -> Answer:
+        return self.control(ask)
+
+    def control(self, verb: Verb) -> Outcome:
+        """What a controller asks for, wherever it was let in.
+
+        :raises NodeError: refused. :raises ProtocolError: it makes no sense.
+        """
+        if isinstance(verb, Status):
+            return self.reports.status()
+        return self.explained(verb.request) if isinstance(verb, Why) else self.controls.handle(verb)
 
     def explained(self, request: str) -> Explained:
         """What is known of the last requests whose name contains this."""
         return self.admissions.explanations.of(request, self._clock())
-
-    def _status(self, session: Session, ask: Status) -> Answer:
-        return self.reports.status()

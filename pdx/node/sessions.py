@@ -51,6 +51,11 @@ class Session:
         return f"<Session {self.number} {self.hello.kind} {self.hello.engine!r} pid={self.hello.pid}>"
 
     @property
+    def layout(self) -> bytes:
+        """What its engine makes its keys with; empty: it makes none."""
+        return self.hello.layout
+
+    @property
     def title(self) -> str:
         """Who this is, for explanations."""
         hello = self.hello

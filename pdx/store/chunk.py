@@ -73,6 +73,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     deadline: float = 0.0
     hints: Hints = NO_HINTS  # of the request for which it was reserved
     origin: Origin = msgspec.field(default_factory=lambda: Origin(""))
+    layout: bytes = b""  # the KV layout of the engine that filled it; empty: not known
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
     is_in_order: bool = False  # of eviction: it may be evicted now (`pdx.store.eviction`) …
     level: int = 0  # … on this level

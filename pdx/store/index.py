@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -68,6 +69,8 @@ class Index:
         self.siblings = Siblings()  # SEALED chunks whose blocks have names
         self.chunks = dict.fromkeys(State, 0)  # how many, by state
         self.nbytes = dict.fromkeys(State, 0)  # their bytes, by state
+        self.layouts: Counter[bytes] = Counter()  # chunks by the layout of their engine …
+        self.layout_bytes: Counter[bytes] = Counter()  # … and their bytes
         self.pins = 0  # of all chunks together
         self.pinned_bytes = 0  # of chunks with a pin
 
@@ -106,6 +109,7 @@ class Index:
         if not chunks:
             return
         of_writer: dict[int, list[Chunk]] = {}
+        nbytes = 0
         for chunk in chunks:
             others = self._whole.pop(chunk.key, None) or self._partial.get(chunk.key)
             if others is None:
@@ -114,7 +118,10 @@ class Index:
                 self._partial[chunk.key] = tuple(sorted((*others, chunk), key=lambda each: each.shard))
             self.slots[chunk.slot.arena][chunk.slot.offset] = chunk
             of_writer.setdefault(chunk.writer, []).append(chunk)
-            self.nbytes[chunk.state] += chunk.slot.nbytes
+            nbytes += chunk.slot.nbytes
+        self.nbytes[chunk.state] += nbytes
+        self.layouts[chunk.layout] += len(chunks)
+        self.layout_bytes[chunk.layout] += nbytes
         for writer, written in of_writer.items():
             self.writers.add(writer, written)
         self.chunks[chunk.state] += len(chunks)
@@ -152,9 +159,17 @@ class Index:
                 if chunk.pins:
                     self.pin(chunk, -chunk.pins)
                 del self.slots[chunk.slot.arena][chunk.slot.offset]
+                self._uncount(chunk)
             else:
                 self.chunks[state] += 1
                 self.nbytes[state] += nbytes
+
+    def _uncount(self, chunk: Chunk) -> None:
+        layout = chunk.layout
+        self.layouts[layout] -= 1
+        self.layout_bytes[layout] -= chunk.slot.nbytes
+        if not self.layouts[layout]:
+            del self.layouts[layout], self.layout_bytes[layout]
 
     def pin(self, chunk: Chunk, change: int) -> None:
         """Count so many pins more (or fewer) of a chunk; it never has fewer than none."""

@@ -53,6 +53,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = float("inf")
     hints: Hints = NO_HINTS  # of the request, for whoever decides what is kept
     origin: Origin = msgspec.field(default_factory=lambda: Origin(""))  # of their bytes
+    layout: bytes = b""  # the KV layout of the engine that fills them; empty: not known
     who: str = ""  # wants them, for the explanation of what goes for that
 
     def is_tail(self, index: int) -> bool:
@@ -87,6 +88,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             deadline=self.deadline,
             hints=self.hints,
             origin=self.origin,
+            layout=self.layout,
         )
 
 
@@ -480,11 +482,25 @@ class Store:
         for key in keys:
             for chunks in self.find([key], shards, arenas):
                 count += 1
-                for chunk in chunks:
-                    self._index.pin(chunk, 1 if pinned else -1)
-                    order = self.pools[chunk.slot.arena].order
-                    (order.insert if chunk.is_evictable else order.hold)(chunk)
+                self.pin_chunks(chunks, pinned=pinned)
         return count
+
+    def pin_chunks(self, chunks: Iterable[Chunk], *, pinned: bool) -> None:
+        """Pin or unpin these, which are sealed (counted)."""
+        for chunk in chunks:
+            self._index.pin(chunk, 1 if pinned else -1)
+            order = self.pools[chunk.slot.arena].order
+            (order.insert if chunk.is_evictable else order.hold)(chunk)
+
+    def keys(self, arenas: Iterable[int]) -> list[bytes]:
+        """Of all sealed chunks in these arenas, each once."""
+        slots = (self._index.slots[arena].values() for arena in arenas)
+        sealed = (chunk.key for chunk in itertools.chain.from_iterable(slots) if chunk.state is State.SEALED)
+        return list(dict.fromkeys(sealed))
+
+    def by_layout(self) -> dict[bytes, tuple[int, int]]:
+        """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""
+        return {layout: (count, self._index.layout_bytes[layout]) for layout, count in self._index.layouts.items()}
 
     def delete(self, keys: Iterable[bytes]) -> int:
         """Forget sealed chunks in every shard, pinned or not; leased ones are freed with their last lease.

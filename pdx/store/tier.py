@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdx.errors import NodeError
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.history import History
@@ -178,6 +179,23 @@ class Tier(ABC):
     def evict(self, keys: Sequence[bytes]) -> int:
         """Forget these in every shard; returns how many were there."""
         return 0
+
+    def keys(self) -> list[bytes]:
+        """All that it has, as far as it is this node's alone."""
+        return []
+
+    def is_pinned(self, key: bytes) -> bool:
+        """Whether the tier keeps this until it is unpinned."""
+        return False
+
+    def pin(self, keys: Sequence[bytes], *, pinned: bool, share: float) -> None:
+        """Keep these, which it has, until they are unpinned (counted per key), or no more; pins end with the node.
+
+        :raises ArenaFull: more than this share of its cap would be pinned. :raises NodeError: it has no pins.
+        """
+        raise NodeError(
+            f"{self.name} keeps nothing for a controller: it is shared, and others may remove what is there"
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -5,24 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from pathlib import Path
 
 import pytest
-from node_harness import Wire, attached, refused_node
+from node_harness import refused_node
+from raw_engine import CHUNK_BYTES, Engine, key
 from remote_bed import free_port, made
 
 from pdx.client.api import connect
 from pdx.errors import ChunkMissing
-from pdx.memory.arena import Arena
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import Admit, Delete, Fill, Release
-
-CHUNK_BYTES = 64 << 10
-LAYERS = 4
-
-
-def key(number):
-    return number.to_bytes(4, "big") * 4
+from pdx.wire.messages import Delete
 
 
 @pytest.fixture
@@ -30,37 +22,6 @@ def redis(tmp_path):
     server = made("redis", tmp_path / "redis").start()
     yield server
     server.kill()
-
-
-class Engine:
-    """Both halves of an engine of one shard, attached to a node."""
-
-    def __init__(self, address):
-        self.scheduler = Wire(address)
-        welcome = self.scheduler.hello(kind="scheduler", engine="e" * 16)
-        self.worker = attached(address, kind="worker", engine="e" * 16)
-        self.arena = Arena.open(Path(welcome.arena_path), welcome.arena_bytes)
-
-    def save(self, contents):
-        """Whole chunks by their keys."""
-        keys = list(contents)
-        granted = self.scheduler.ask(Admit(keys, CHUNK_BYTES, LAYERS, partial=True))
-        for index, slot in zip(granted.granted, granted.granted_slots, strict=True):
-            self.arena.view(slot)[:] = contents[keys[index]]
-        assert self.worker.ask(Fill(granted.granted_slots, 0, LAYERS, seal=True)).count == len(granted.granted)
-
-    def look(self, keys, wait_s=5.0):
-        """The bytes of the leading ones that are there, or come in time."""
-        found = self.scheduler.ask(Admit(keys, lease_s=20.0, wait_s=wait_s))
-        contents = [bytes(self.arena.view(slot)) for slot in found.slots]
-        if found.lease:
-            self.scheduler.ask(Release(found.lease))
-        return contents
-
-    def close(self):
-        self.worker.close()
-        self.scheduler.close()
-        self.arena.close()
 
 
 @pytest.fixture

@@ -6,16 +6,17 @@ has asked peers to push to it. All of it comes through one connection per peer, 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
 from pdx.config import NodeConfig
-from pdx.errors import ConfigError, PeerError, ProtocolError
+from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
 from pdx.memory.arena import Arena
 from pdx.memory.slot import Slot
 from pdx.node.peers.connection import ConnectionState, ConnectionStep, Identity, PeerConnection, refusal
@@ -43,12 +44,14 @@ from pdx.wire.messages import (
     Cancel,
     Chosen,
     Done,
+    Found,
     PeerBody,
     PeerEntry,
     PeerStatus,
     Push,
     Refused,
     Release,
+    Settle,
     Welcome,
 )
 
@@ -56,6 +59,8 @@ log = logging.getLogger("pdx.node")
 
 MAX_WARM = 8  # with more peers than that, each is dialled when it is needed
 WARM_UP_S = 5.0
+FIRST_QUESTION = 1 << 40  # above the numbers of copies, which `about` names, too
+MAX_ANSWERED = 1024  # that nobody has taken yet
 MAX_WANTS = 1000  # pushes under way that one peer asked for; each holds its chunks until it is over
 
 
@@ -97,6 +102,9 @@ class Peers:
         self._mark = mark
         self._clock = clock
         self._is_open = False
+        self._questions = itertools.count(FIRST_QUESTION)
+        self.answered: OrderedDict[int, Found | Refused] = OrderedDict()  # by the number of the question
+        self.on_settle: Callable[[Settle], Found] = _settles_nothing  # what a `Settle` of a peer does
         self._warm_up_at = 0.0
         self._threads: dict[str, ReceiveThread] = {}
         self._schemes: dict[int, str] = {}  # by which peers write here, by the number of their session
@@ -172,6 +180,31 @@ class Peers:
         if name == self._name:
             return 0
         return self.tiers.push(name, keys, shards, transfer=transfer, layout=layout)
+
+    def ask(self, name: str, question: Settle) -> int:
+        """Ask a peer, which is dialled if need be; the number under which `answered` will have the answer. 0: it is not
+        connected yet.
+
+        :raises PeerUnknown, ConfigError: that peer cannot be dialled.
+        """
+        peer = self.connections.dial(name)
+        if peer.state is not ConnectionState.READY:
+            return 0
+        number = next(self._questions)
+        peer.send(question, number)
+        return number
+
+    def _settle(self, peer: PeerConnection, ask: Settle, about: int) -> None:
+        try:
+            peer.send(self.on_settle(ask), about)
+        except NodeError as error:
+            peer.send(Refused.of(error), about)
+
+    def _note(self, about: int, answer: Found | Refused) -> None:
+        """A peer has answered a question."""
+        self.answered[about] = answer
+        while len(self.answered) > MAX_ANSWERED:
+            self.answered.popitem(last=False)
 
     def may_come(self, ask: Admit, hits: int, computing: Computing) -> bool:
         """Whether what is missing here may still come from the peer that a question names, sooner than it is computed.
@@ -278,6 +311,10 @@ class Peers:
                 self._admit(peer, body, about)
             case Admitted():
                 self._copies.granted(peer.name, about, Grant(body.granted, body.granted_slots))
+            case Found() | Refused() if about >= FIRST_QUESTION:
+                self._note(about, body)
+            case Settle():
+                self._settle(peer, body, about)
             case Refused():
                 self._copies.stopped(peer.name, about, body.text)
             case Release():
@@ -485,3 +522,7 @@ class Peers:
                 thread.close()
             self.regions.close()
         self.mailbox.close()
+
+
+def _settles_nothing(ask: Settle) -> Found:
+    raise NodeError(f"this node stores nothing in {ask.tier!r:.80} for others")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdx.store.disk.chunk_file import ChunkFile
@@ -17,6 +17,8 @@ class FileIndex:
     def __init__(self) -> None:
         self._files: OrderedDict[bytes, tuple[ChunkFile, ...]] = OrderedDict()  # by key; the last used is at the end
         self._hits: dict[bytes, int] = {}  # how often chunks were loaded, where that is not never
+        self.pins: Counter[bytes] = Counter()  # keys that stay, and how often they were pinned
+        self.pinned_bytes = 0  # of the cap, of these
         self.nbytes = 0  # of the cap, of all files
         self.num_files = 0  # each shard counted
 
@@ -46,6 +48,21 @@ class FileIndex:
         for files in reversed(self._files.values()):
             yield from files
 
+    def keys(self) -> list[bytes]:
+        """All of them, in the order in which they were used."""
+        return list(self._files)
+
+    def pin(self, key: bytes, change: int) -> None:
+        """Count so many pins more, or fewer, of a chunk that is there; it never has fewer than none."""
+        was = self.pins[key]
+        if was + change > 0:
+            self.pins[key] = was + change
+        else:
+            del self.pins[key]
+        self.pinned_bytes += _bytes(self.of(key)) * ((self.pins[key] > 0) - (was > 0))
+        if not self.pins[key]:
+            del self.pins[key]
+
     # ---- use --------------------------------------------------------------------------------
 
     def hits(self, key: bytes) -> int:
@@ -69,7 +86,11 @@ class FileIndex:
         have been among them, but for requests that find their chunks in memory (`is_used`): these count as used now."""
         files: list[ChunkFile] = []
         spared: list[bytes] = []
+        pinned: list[bytes] = []
         for key, of_key in self._files.items() if nbytes > 0 or count > 0 else ():
+            if key in self.pins:
+                pinned.append(key)
+                continue
             if len(spared) < MAX_SPARED and is_used(key):
                 spared.append(key)
                 continue
@@ -77,6 +98,8 @@ class FileIndex:
             nbytes, count = nbytes - _bytes(of_key), count - len(of_key)
             if nbytes <= 0 and count <= 0:
                 break
+        for key in pinned:  # the next search does not come upon them again
+            self._files.move_to_end(key)
         used: list[ChunkFile] = []
         for key in spared:
             of_key = self._files[key]
@@ -94,12 +117,15 @@ class FileIndex:
         """There is this file; it counts as not used for longest."""
         self._files[file.key] = *self.of(file.key), file
         self._files.move_to_end(file.key, last=False)
+        self.pinned_bytes += file.charge * (file.key in self.pins)
         self.num_files += 1
         self.nbytes += file.charge
 
     def remove(self, files: Sequence[ChunkFile]) -> None:
         """These cannot be found any more: all files of their chunks."""
         for file in files:
+            if file.key in self.pins:
+                self.pin(file.key, -self.pins[file.key])
             self._files.pop(file.key, None)
             self._hits.pop(file.key, None)
         self.num_files -= len(files)

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from pdx.config import private_folder
-from pdx.errors import ConfigError, TierError
+from pdx.errors import ArenaFull, ConfigError, TierError
 from pdx.memory.arena import Arena
 from pdx.security.socket_lock import owned
 from pdx.store.copy import Copy
@@ -267,7 +267,7 @@ class DiskTier(Tier):
         limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
         lack = self.used_bytes + charge - limit_bytes
         surplus = self.num_chunks + self._coming + 1 - MAX_FILES
-        if lack > self._index.nbytes or surplus > self.num_chunks:
+        if lack > self._index.nbytes - self._index.pinned_bytes or surplus > self.num_chunks:
             self._leave_out("busy", [part.key])
             return self._refuse(job, "busy")
         self._index_is_full(surplus)
@@ -362,6 +362,30 @@ class DiskTier(Tier):
             count += key in self._index
         self._remove(files, is_forgotten=True)
         return count
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self._root
+
+    def keys(self) -> list[bytes]:
+        """See `Tier.keys`."""
+        return self._index.keys()
+
+    def is_pinned(self, key: bytes) -> bool:
+        """See `Tier.is_pinned`."""
+        return key in self._index.pins
+
+    def pin(self, keys: Sequence[bytes], *, pinned: bool, share: float) -> None:
+        """See `Tier.pin`."""
+        if pinned:
+            fresh = [key for key in keys if key not in self._index.pins]
+            nbytes = self._index.pinned_bytes + sum(file.charge for key in fresh for file in self._index.of(key))
+            most = int(self.limit_bytes * share)
+            if fresh and nbytes > most:
+                raise ArenaFull(f"{nbytes} bytes would be pinned in {self.name}, where {most} may be (pin_share)")
+        for key in keys:
+            self._index.pin(key, 1 if pinned else -1)
 
     def _remove(self, files: Sequence[ChunkFile], *, is_forgotten: bool) -> None:
         if files:

@@ -1,0 +1,193 @@
+"""The long verbs of controllers: jobs that go on in small steps, between the messages of the control loop.
+
+A job is a generator: it does a little, and yields until it can go on. It ends by itself, by an error, or because it is
+cancelled; then its `finally` gives back what it holds. Its name has the node's epoch in it, so that a name of another
+life of the node is told from one that never was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from typing import Literal
+
+import msgspec
+
+from pdx.errors import JobConflict, JobUnknown, NodeError, PdxError
+from pdx.telemetry.faults import printable
+from pdx.wire.messages import JobStatus
+
+log = logging.getLogger("pdx.node")
+
+Steps = Generator[None, None, None]
+
+MAX_RUNNING = 64
+MAX_REMEMBERED = 256  # jobs that are over
+LOOK_S = 0.02  # between two looks at jobs that wait for something that does not wake the control loop
+STALLED_S = 30.0  # a job that has done nothing for so long has failed
+
+
+class Job(msgspec.Struct, eq=False):
+    """One job. Who runs it counts `chunks_done` and `bytes_done`."""
+
+    verb: str
+    what: str
+    keys: Sequence[bytes]  # that no other job may work on meanwhile
+    chunks: int  # of one shard each, to be done
+    nbytes: int
+    chunks_done: int = 0
+    bytes_done: int = 0
+    name: str = ""
+    state: Literal["running", "done", "failed", "cancelled"] = "running"
+    why: str = ""
+    begun_at: float = 0.0
+    moved_at: float = 0.0  # when it last did something
+    ended_at: float = 0.0
+    steps: Steps | None = None
+
+    def did(self, chunks: int, nbytes: int) -> None:
+        """So much more is done."""
+        self.chunks_done += chunks
+        self.bytes_done += nbytes
+
+    def status(self, now: float) -> JobStatus:
+        """As controllers are told."""
+        until = self.ended_at if self.state != "running" else now
+        return JobStatus(
+            self.name,
+            self.verb,
+            self.state,
+            self.chunks,
+            min(self.chunks_done, self.chunks),
+            self.nbytes,
+            self.bytes_done,
+            age_s=max(0.0, now - self.begun_at),
+            seconds=max(0.0, until - self.begun_at),
+            what=printable(self.what, 1000),
+            why=printable(self.why, 1000),
+        )
+
+
+class JobTable:
+    """The jobs of a node that run, and the last that have ended. Owned by the control loop."""
+
+    def __init__(self, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._epoch = f"{epoch:x}"
+        self._clock = clock
+        self._count = 0
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._running: list[Job] = []
+        self._of_key: dict[bytes, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until the jobs are to be looked at, whatever else happens."""
+        return LOOK_S if self._running else float("inf")
+
+    def check(self, keys: Sequence[bytes]) -> None:
+        """:raises JobConflict: another job works on one of these chunks. :raises NodeError: too many jobs run."""
+        busy = next((self._of_key[key] for key in keys if key in self._of_key), None)
+        if busy is not None:
+            raise JobConflict(
+                f"job {busy.name} ({busy.what}) works on one of these chunks: wait for it, or cancel it "
+                f"(pdx cache cancel {busy.name})"
+            )
+        if len(self._running) >= MAX_RUNNING:
+            raise NodeError(f"{MAX_RUNNING} jobs run on this node already; wait for one, or cancel one")
+
+    def start(self, job: Job, steps: Steps) -> JobStatus:
+        """Run a job from now on.
+
+        :raises JobConflict, NodeError: see `check`.
+        """
+        self.check(job.keys)
+        self._count += 1
+        job.name, job.steps = f"{self._epoch}-{self._count}", steps
+        job.begun_at = job.moved_at = self._clock()
+        self._jobs[job.name] = job
+        self._running.append(job)
+        self._of_key.update(dict.fromkeys(job.keys, job))
+        self._step(job)
+        return job.status(self._clock())
+
+    def turn(self) -> None:
+        """Go on with all jobs; to be called after each turn of the control loop."""
+        for job in list(self._running):
+            self._step(job)
+
+    def _step(self, job: Job) -> None:
+        before = job.chunks_done, job.bytes_done
+        try:
+            assert job.steps is not None
+            next(job.steps)
+        except StopIteration:
+            self._end(job, "done")
+        except PdxError as error:
+            self._end(job, "failed", str(error))
+        except Exception as error:  # the job alone fails, and not the node
+            log.exception("job %s failed", job.name)
+            self._end(job, "failed", f"{type(error).__name__}: see the node's log")
+        else:
+            now = self._clock()
+            if before != (job.chunks_done, job.bytes_done):
+                job.moved_at = now
+            elif now - job.moved_at > STALLED_S:
+                job.steps.close()
+                self._end(job, "failed", f"nothing has moved for {STALLED_S:g} s")
+
+    def _end(self, job: Job, state: Literal["done", "failed", "cancelled"], why: str = "") -> None:
+        job.state, job.why, job.ended_at, job.steps = state, why or job.why, self._clock(), None
+        self._running.remove(job)
+        for key in job.keys:
+            self._of_key.pop(key, None)
+        job.keys = ()
+        level = logging.WARNING if state == "failed" else logging.INFO
+        log.log(
+            level, "job %s (%s) is %s%s", job.name, printable(job.what), state, f": {printable(why)}" if why else ""
+        )
+        over = [name for name, each in self._jobs.items() if each.state != "running"]
+        for name in over[: max(0, len(over) - MAX_REMEMBERED)]:
+            del self._jobs[name]
+
+    def cancel(self, name: str) -> JobStatus:
+        """End a job; one that is over stays as it is.
+
+        :raises JobUnknown: there is no such job.
+        """
+        job = self._get(name)
+        if job.steps is not None:
+            job.steps.close()
+            self._end(job, "cancelled")
+        return job.status(self._clock())
+
+    def status(self, name: str) -> JobStatus:
+        """:raises JobUnknown: there is no such job."""
+        return self._get(name).status(self._clock())
+
+    def all(self) -> list[JobStatus]:
+        """The newest first."""
+        now = self._clock()
+        return [job.status(now) for job in reversed(self._jobs.values())]
+
+    def _get(self, name: str) -> Job:
+        job = self._jobs.get(name)
+        if job is not None:
+            return job
+        epoch, _, number = name.partition("-")
+        if epoch != self._epoch:
+            why = "it is of another life of this node, or of another node: nothing of it runs here"
+        elif number.isdecimal() and 0 < int(number) <= self._count:
+            why = f"it is over, and {MAX_REMEMBERED} others have ended since"
+        else:
+            why = "there never was one of that name"
+        raise JobUnknown(f"no job {name!r:.80} is known: {why}")
+
+    def close(self) -> None:
+        """Cancel all. Idempotent."""
+        for job in list(self._running):
+            self.cancel(job.name)

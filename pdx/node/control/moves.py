@@ -1,0 +1,282 @@
+"""`Move`: chunks go from one tier to another, of this node or of a peer, and then leave the first.
+
+What is moved goes by way of the node's first arena, because all copies read or fill one, in batches of bounded size: of
+what was not there before nothing stays. A chunk leaves its tier only when the other has said that it has it, so that
+whatever dies meanwhile, each chunk is somewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+
+from pdx.errors import ChunkMissing, ConfigError, NodeError, PeerError
+from pdx.node.control.jobs import Job, Steps
+from pdx.node.control.places import Place, Places
+from pdx.node.peers.peers import Peers
+from pdx.store.copies import Copies
+from pdx.store.copy import Copy, CopyState, Priority
+from pdx.store.store import Store
+from pdx.store.tier import Tier
+from pdx.store.tiers import Tiers
+from pdx.telemetry.faults import printable
+from pdx.wire.messages import Refused, Settle
+
+BATCH_BYTES = 64 << 20
+BATCH_SHARE = 0.125  # of the first arena, at most, may be held by a batch
+BATCH_KEYS = 256
+BATCHES = 3  # under way at a time: while one is written the next is read
+ASK_S = 0.01  # between two questions to a peer
+ANSWER_S = 5.0  # that a remote store has to say what it has
+SETTLE_S = 30.0  # that a peer has to store a batch
+
+
+class Mover:
+    """Makes the steps of a move. Owned by the control loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        tiers: Tiers,
+        copies: Copies,
+        places: Places,
+        peers: Peers,
+        *,
+        homes: Callable[[int], Sequence[int]],
+        copy_s: float,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`homes`: of a number of shards, the arenas on GPUs where the workers of an engine have theirs. A copy that
+        takes longer than `copy_s` is given up."""
+        self._store = store
+        self._tiers = tiers
+        self._copies = copies
+        self._places = places
+        self._peers = peers
+        self._homes = homes
+        self._copy_s = copy_s
+        self._counters = counters
+        self._clock = clock
+
+    def steps(
+        self, job: Job, keys: Sequence[tuple[bytes, Place]], shards: int, target: Place | str, node: str, *, keeps: bool
+    ) -> Steps:
+        """Move these, each from its place, to a tier of this node, or to the tier of that name of a peer."""
+        left = self._batches(keys, shards)
+        under_way: list[Steps] = []
+        try:
+            while True:
+                while len(under_way) < BATCHES and (batch := next(left, None)) is not None:
+                    under_way.append(self._batch(job, batch[0], batch[1], shards, target, node, keeps=keeps))
+                for steps in list(under_way):
+                    if next(steps, steps) is steps:  # it has ended
+                        under_way.remove(steps)
+                if not under_way:
+                    return
+                yield
+        finally:
+            for steps in under_way:
+                steps.close()
+
+    def _batches(self, keys: Sequence[tuple[bytes, Place]], shards: int) -> Iterator[tuple[Place, list[bytes]]]:
+        """Runs of keys of one place, none too large."""
+        most = min(BATCH_BYTES, int(self._store.pools[0].total_bytes * BATCH_SHARE))
+        for place, run in itertools.groupby(keys, key=lambda each: each[1]):
+            batch: list[bytes] = []
+            nbytes = 0
+            for key, _ in run:
+                held = self._places.held(place, key, shards)
+                size = held.nbytes * shards if held is not None else 0
+                if batch and (nbytes + size > most or len(batch) == BATCH_KEYS):
+                    yield place, batch
+                    batch, nbytes = [], 0
+                batch.append(key)
+                nbytes += size
+            if batch:
+                yield place, batch
+
+    def _batch(
+        self,
+        job: Job,
+        source: Place,
+        keys: Sequence[bytes],
+        shards: int,
+        target: Place | str,
+        node: str,
+        *,
+        keeps: bool,
+    ) -> Steps:
+        first = self._places.first
+        copies: list[Copy] = []
+        passing: list[bytes] = []  # through the first arena
+        try:
+            while self._places.seeks(source, keys, shards) and self._clock() - job.moved_at < ANSWER_S:
+                yield
+            there = self._there(target, keys, shards)
+            wanted = [key for key in keys if key not in there and self._places.held(source, key, shards) is not None]
+            if source is not first and target is not first:
+                passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
+            if source != first:
+                copies += self._bring(source, wanted, shards)
+                yield from self._until_over(copies)
+                wanted = self._places.having(first, wanted, shards)
+            if wanted and isinstance(target, Place) and target != first:
+                copies += self.take_away(target, wanted, shards)
+                yield from self._until_over(copies)
+            confirmed: Sequence[bytes]
+            if isinstance(target, Place):
+                while self._places.seeks(target, keys, shards) and self._clock() - job.moved_at < ANSWER_S:
+                    yield
+                confirmed = self._places.having(target, keys, shards)
+            else:
+                confirmed = yield from self._settled(node, target, wanted, shards, copies)
+            self._leave(job, source, confirmed, shards, keeps=keeps)
+            if len(confirmed) < len(keys):
+                self._fail(job, source, [key for key in keys if key not in set(confirmed)], target, node, shards)
+        finally:
+            self._copies.give_up([copy for copy in copies if copy.state is not CopyState.OVER])
+            self._pass(passing, shards)
+
+    def _there(self, target: Place | str, keys: Sequence[bytes], shards: int) -> set[bytes]:
+        """Those that the target has already, as far as is known without asking."""
+        return set(self._places.having(target, keys, shards)) if isinstance(target, Place) else set()
+
+    @staticmethod
+    def _until_over(copies: Sequence[Copy]) -> Steps:
+        while any(copy.state is not CopyState.OVER for copy in copies):
+            yield
+
+    def _bring(self, source: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
+        """Copy these to the first arena."""
+        absent = [key for key in keys if self._store.known(key, shards) is None]
+        deadline = self._clock() + self._copy_s
+        tier = source.tier
+        if tier is None:
+            return self._between(absent, source, (), shards)
+        held = [(key, tier, held) for key in absent for held in tier.find([key], shards)]
+        return self._copies.load(held, shards, priority=Priority.REBALANCE, deadline=deadline, who="a move")
+
+    def take_away(self, target: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
+        """Copy these from the first arena to another tier of this node."""
+        if target.tier is None:
+            return self._between(keys, self._places.first, self._homes(shards), shards)
+        start = partial(self._store_in, keys=keys, shards=shards, arenas=(), to=())
+        return self._started(target.tier, start)
+
+    def _between(self, keys: Sequence[bytes], source: Place, to: Sequence[int], shards: int) -> list[Copy]:
+        """Copy these from arenas to arenas; to the first one if `to` is empty."""
+        copies: list[Copy] = []
+        tier = self._tiers.arenas
+        if tier is None or not keys:
+            return copies
+        lying = [(key, self._places.chunks(source, key, shards)) for key in keys]
+        alike = itertools.groupby(lying, key=lambda each: tuple(chunk.slot.arena for chunk in each[1]))
+        for arenas, run in alike:
+            some = [key for key, chunks in run if chunks]
+            start = partial(self._store_in, keys=some, shards=shards, arenas=arenas, to=to or (0,) * shards)
+            copies += self._started(tier, start)
+        return copies
+
+    def _store_in(
+        self,
+        tier: Tier,
+        deadline: float,
+        *,
+        keys: Sequence[bytes],
+        shards: int,
+        arenas: Sequence[int],
+        to: Sequence[int],
+    ) -> None:
+        priority = Priority.REBALANCE
+        self._copies.store(tier, keys, shards, arenas=arenas, to=to, priority=priority, deadline=deadline)
+
+    def _started(self, tier: Tier, start: Callable[[Tier, float], None]) -> list[Copy]:
+        """The copies to a tier that `start` begins."""
+        before = set(self._copies.of(tier.name))
+        start(tier, self._clock() + self._copy_s)
+        return [copy for copy in self._copies.of(tier.name) if copy not in before]
+
+    def _settled(
+        self, node: str, tier: str, keys: Sequence[bytes], shards: int, copies: list[Copy]
+    ) -> Generator[None, None, Sequence[bytes]]:
+        """Push these to a peer, and have it store them; returns the leading ones, which it says to have.
+
+        :raises NodeError: the peer cannot be reached, or will not.
+        """
+        count = yield from self._asked(node, keys, shards, tier)
+        if count < len(keys):
+            copies += self._started(self._peers.tiers.tier(node), lambda *_: self._push(node, keys[count:], shards))
+            yield from self._until_over(copies)
+        until = self._clock() + SETTLE_S
+        while count < len(keys) and self._clock() < until:
+            before, asked_at = count, self._clock()
+            count = yield from self._asked(node, keys, shards, tier)
+            until = self._clock() + SETTLE_S if count > before else until
+            while count < len(keys) and self._clock() - asked_at < ASK_S:
+                yield
+        return keys[:count]
+
+    def _push(self, node: str, keys: Sequence[bytes], shards: int) -> None:
+        try:
+            self._peers.push(node, keys, shards, None, b"")
+        except (PeerError, ConfigError) as error:
+            raise NodeError(f"node {node!r:.80} cannot be reached: {error}") from error
+
+    def _asked(self, node: str, keys: Sequence[bytes], shards: int, tier: str) -> Generator[None, None, int]:
+        """How many leading ones of these the tier of a peer has now.
+
+        :raises NodeError: it will not, or does not answer.
+        """
+        until = self._clock() + ANSWER_S
+        question = Settle(list(keys), shards, tier)
+        number = 0
+        try:
+            while True:
+                number = number or self._peers.ask(node, question)
+                if number and (answer := self._peers.answered.pop(number, None)) is not None:
+                    break
+                if self._clock() >= until:
+                    raise NodeError(f"node {node!r:.80} has not answered within {ANSWER_S:g} s")
+                yield
+        except (PeerError, ConfigError) as error:
+            raise NodeError(f"node {node!r:.80} cannot be reached: {error}") from error
+        if isinstance(answer, Refused):
+            raise NodeError(f"node {node!r:.80} says: {printable(answer.text)}")
+        return answer.hits
+
+    def _leave(self, job: Job, source: Place, keys: Sequence[bytes], shards: int, *, keeps: bool) -> None:
+        """The target has these: they leave the source."""
+        sizes = [held.nbytes for key in keys if (held := self._places.held(source, key, shards)) is not None]
+        if not keeps:
+            free = [key for key in keys if not any(chunk.pins for chunk in self._places.chunks(source, key, shards))]
+            self._places.drop(source, free, shards, why="moved")
+        job.did(len(keys) * shards, sum(sizes) * shards)
+
+    def _pass(self, keys: Sequence[bytes], shards: int) -> None:
+        """These were in the first arena only on their way."""
+        first = self._places.first
+        for key in keys:
+            chunks = self._places.chunks(first, key, shards)
+            if chunks and not any(chunk.is_found or chunk.pins for chunk in chunks):
+                self._places.drop(first, [key], shards, why="moved")
+
+    def _fail(
+        self, job: Job, source: Place, keys: Sequence[bytes], target: Place | str, node: str, shards: int
+    ) -> None:
+        """:raises ChunkMissing: these are gone. :raises NodeError: they could not be stored."""
+        gone = [key for key in keys if self._places.held(source, key, shards) is None]
+        self._counters["moves_failed"] += 1
+        where = f"{node}/{target}" if isinstance(target, str) else target.name
+        done = f"{job.chunks_done} of {job.chunks} chunks were moved, the others are where they were"
+        if len(gone) == len(keys):
+            raise ChunkMissing(f"{len(keys)} chunks have left {source.name} meanwhile; {done}")
+        state = ""
+        if isinstance(target, Place) and target.tier is not None:
+            status = target.tier.status()
+            why = target.tier.history.why(keys[0])
+            state = f" ({status.state if status is not None else ''}{'; ' + why.why if why is not None else ''})"
+        raise NodeError(f"{where} did not take {len(keys)} chunks{state}; {done}")

@@ -1,0 +1,496 @@
+"""A controller's verbs: from typed messages to what they do in the tiers of this node. No sockets here.
+
+What is done at once is bounded by the message that asks for it; all else is a job (`pdx.node.control.jobs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
+from pdx.node.admissions import Admissions
+from pdx.node.control.jobs import Job, JobTable, Steps
+from pdx.node.control.moves import Mover
+from pdx.node.control.places import GPU, Place, Places
+from pdx.node.look_ahead import LookAhead
+from pdx.node.peers.peers import Peers
+from pdx.node.sessions import Sessions
+from pdx.store.chunk import Chunk
+from pdx.store.copies import Copies
+from pdx.store.copy import Copy, CopyState
+from pdx.store.disk.scrub import scrub
+from pdx.store.disk.tier import DiskTier
+from pdx.store.store import Store
+from pdx.store.tiers import Tiers
+from pdx.telemetry.faults import printable
+from pdx.wire.messages import (
+    MAX_LISTED,
+    MAX_SLOTS,
+    Clear,
+    Effect,
+    EndJob,
+    Evict,
+    Find,
+    Found,
+    JobList,
+    Jobs,
+    JobStatus,
+    Kept,
+    List,
+    Listing,
+    Model,
+    ModelList,
+    Models,
+    Move,
+    Outcome,
+    PinIn,
+    Recode,
+    Selection,
+    Settle,
+    Verb,
+    Verify,
+)
+
+STEP_KEYS = 256  # that a job drops between two messages of the control loop
+MAX_EVICTED = 2048  # chunks, by one message
+MAX_SETTLING = 1024  # questions of peers whose copies are under way
+
+
+class Controls:
+    """What controllers may ask of this node. Owned by the control loop."""
+
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        *,
+        store: Store,
+        tiers: Tiers,
+        copies: Copies,
+        peers: Peers,
+        sessions: Sessions,
+        admissions: Admissions,
+        look_ahead: LookAhead,
+        gpus: Sequence[str],
+        pin_share: float,
+        copy_s: float,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`gpus`: see `Places`. `pin_share`: of all arenas, what may be pinned. A copy that takes longer than `copy_s`
+        is given up."""
+        self._name = name
+        self._store = store
+        self._tiers = tiers
+        self._copies = copies
+        self._sessions = sessions
+        self._admissions = admissions
+        self._look_ahead = look_ahead
+        self._pin_share = pin_share
+        self._counters = counters
+        self._clock = clock
+        self.places = Places(store, tiers, gpus)
+        self.jobs = JobTable(epoch, clock)
+        self._mover = Mover(
+            store,
+            tiers,
+            copies,
+            self.places,
+            peers,
+            homes=self._homes,
+            copy_s=copy_s,
+            counters=counters,
+            clock=clock,
+        )
+        self._settling: dict[tuple[str, tuple[bytes, ...]], list[Copy]] = {}  # what peers have pushed here
+        peers.on_settle = self._settle
+        self._handlers: dict[type[Verb], Callable[[Any], Outcome]] = {
+            Find: self._find,
+            Move: self._move,
+            Clear: self._clear,
+            PinIn: self._pin,
+            Recode: self._recode,
+            Evict: self._evict,
+            Verify: self._verify,
+            List: self._list,
+            Jobs: self._jobs,
+            EndJob: self._end_job,
+            Models: self._models,
+        }
+
+    def handle(self, verb: Verb) -> Outcome:
+        """What came of it, or which job will do it.
+
+        :raises NodeError: refused. :raises ProtocolError: it makes no sense.
+        """
+        self._counters["verbs"] += 1
+        return self._handlers[type(verb)](verb)
+
+    def turn(self) -> None:
+        """After each turn of the control loop."""
+        if len(self.jobs):
+            self.jobs.turn()
+
+    def close(self) -> None:
+        """End all jobs. Idempotent."""
+        self.jobs.close()
+
+    def _selected(self, what: Selection) -> tuple[Sequence[bytes], int]:
+        """The keys, each once, and in how many shards.
+
+        :raises ChunkMissing: no request of that name is remembered. :raises ProtocolError: nothing was selected.
+        """
+        if what.keys:
+            if len(what.keys) * what.shards > MAX_SLOTS:
+                raise ProtocolError(f"{len(what.keys)} keys of {what.shards} shards are more than {MAX_SLOTS} slots")
+            return list(dict.fromkeys(what.keys)), what.shards
+        if not what.request:
+            raise ProtocolError("no chunks are selected: name tokens, a text or a request")
+        found = self._admissions.explanations.keys_of(what.request)
+        if found is None:
+            raise ChunkMissing(f"no request whose id contains {printable(what.request)!r} is remembered by this node")
+        return found
+
+    # ---- looking ----------------------------------------------------------------------------
+
+    def _find(self, ask: Find) -> Found:
+        keys, shards = self._selected(ask.what)
+        tiers: dict[str, int] = {}
+        pinned: dict[str, int] = {}
+        asking: list[str] = []
+        for place in self.places.all:
+            tiers[place.name] = self.places.leading(place, keys, shards)
+            if self.places.seeks(place, keys, shards):
+                asking.append(place.name)
+            pinned[place.name] = self._leading_pinned(place, keys, shards)
+        hits = max(tiers.values(), default=0)
+        while hits < len(keys) and any(self.places.held(place, keys[hits], shards) for place in self.places.all):
+            hits += 1
+        held = next((held for place in self.places.all if (held := self.places.held(place, keys[0], shards))), None)
+        return Found(
+            len(keys),
+            hits,
+            tiers,
+            {name: count for name, count in pinned.items() if count},
+            asking,
+            held.nbytes if held is not None else 0,
+        )
+
+    def _leading_pinned(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
+        if place.tier is not None:
+            return sum(1 for _ in itertools.takewhile(place.tier.is_pinned, keys))
+        for at, key in enumerate(keys):
+            chunks = self.places.chunks(place, key, shards)
+            if not chunks or not all(chunk.pins for chunk in chunks):
+                return at
+        return len(keys)
+
+    def _models(self, ask: Models) -> ModelList:
+        return ModelList(
+            [
+                Model(hello.engine, hello.url, session.layout, hello.shape)
+                for session in self._sessions
+                if (hello := session.hello).kind == "scheduler" and hello.layout and hello.shape
+            ][:256]
+        )
+
+    def _list(self, ask: List) -> Listing:
+        named = {
+            session.layout: f"{session.hello.shape.get('model', '')} ({session.hello.engine})"
+            for session in self._sessions
+            if session.hello.layout
+        }
+        models = [
+            Kept(_model(named.get(layout, ""), layout), *kept) for layout, kept in self._store.by_layout().items()
+        ]
+        sessions = [Kept(printable(name), *kept) for name, kept in self._look_ahead.kept(ask.session).items()]
+        models = [each for each in models if ask.model in each.name]
+        for rows in (models, sessions):
+            rows.sort(key=lambda row: -row.nbytes)
+        more = max(0, len(models) - MAX_LISTED) + max(0, len(sessions) - MAX_LISTED)
+        return Listing(models[:MAX_LISTED], sessions[:MAX_LISTED], more)
+
+    # ---- moving -----------------------------------------------------------------------------
+
+    def _move(self, ask: Move) -> JobStatus:
+        keys, shards = self._selected(ask.what)
+        node = "" if ask.node == self._name else ask.node
+        tier = ask.target or self.places.first.name
+        target = tier if node else self.places.at(tier)
+        sources = [self.places.at(ask.source)] if ask.source else [p for p in self.places.all if p != target]
+        if target in sources:
+            raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
+        if isinstance(target, Place) and target.name == GPU and target != self.places.first and not self._homes(shards):
+            raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
+        found = [
+            (key, place)
+            for key in keys
+            if (place := next((each for each in sources if self._may_have(each, key, shards)), None)) is not None
+        ]
+        whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
+        if not found:
+            there = [place.name for place in self.places.all if self.places.having(place, keys, shards)]
+            others = f"; {', '.join(there)} has some" if there else "; no tier of this node has any"
+            raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
+        if not ask.keeps:
+            self._check_unpinned(found, shards)
+        if isinstance(target, Place) and target.tier is not None and target.tier.is_shared:
+            self._check_unnamed([key for key, _ in found])
+        held = [held for key, place in found if (held := self.places.held(place, key, shards)) is not None]
+        nbytes = sum(each.nbytes for each in held) * shards
+        verb = "copy" if ask.keeps else "move"
+        what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
+        job = Job("move", what, [key for key, _ in found], len(found) * shards, nbytes)
+        if ask.dry_run:
+            self.jobs.check(job.keys)
+            return JobStatus("", "move", "planned", job.chunks, 0, nbytes, what=printable(what, 1000))
+        steps = self._mover.steps(job, found, shards, target, node, keeps=ask.keeps)
+        return self.jobs.start(job, steps)
+
+    def _may_have(self, place: Place, key: bytes, shards: int) -> bool:
+        if self.places.held(place, key, shards) is not None:
+            return True
+        return place.tier is not None and place.tier.is_shared and not place.tier.why_not(key) and self._is_unknown(key)
+
+    def _is_unknown(self, key: bytes) -> bool:
+        """Whether this node does not say where the key is: a shared store has to be asked."""
+        return not self._store.of(key)
+
+    def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int) -> None:
+        for key, place in found:
+            is_pinned = any(chunk.pins for chunk in self.places.chunks(place, key, shards))
+            if is_pinned or (place.tier is not None and place.tier.is_pinned(key)):
+                raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, or keep it there (--keep)")
+
+    def _check_unnamed(self, keys: Sequence[bytes]) -> None:
+        if any(chunk.is_named for key in keys for chunk in self._store.of(key)):
+            raise NodeError("chunks that a client has named are not stored where other nodes find them")
+
+    def _homes(self, shards: int) -> tuple[int, ...]:
+        """The arenas on GPUs of the workers of an engine that has so many."""
+        for session in self._sessions:
+            homes = self._sessions.arenas(session, shards) if session.hello.kind == "scheduler" else ()
+            if homes and all(homes):
+                return homes
+        gpu = next((place for place in self.places.all if place.name == GPU), None)
+        return tuple(gpu.arenas) * shards if gpu is not None and len(gpu.arenas) == 1 else ()
+
+    def _settle(self, ask: Settle) -> Found:
+        """What a peer has pushed here is to be in this tier."""
+        place = self.places.at(ask.tier) if ask.tier else self.places.first
+        first = self.places.first
+        count = self.places.leading(place, ask.keys, ask.shards)
+        if place != first:
+            self._settle_in(place, ask)
+            for key in self.places.having(place, ask.keys, ask.shards):
+                chunks = self.places.chunks(first, key, ask.shards)
+                if chunks and not any(chunk.is_found or chunk.pins or chunk.leases for chunk in chunks):
+                    self.places.drop(first, [key], ask.shards, why="moved")
+        return Found(len(ask.keys), count, {place.name: count})
+
+    def _settle_in(self, place: Place, ask: Settle) -> None:
+        """Copy there what is here of it; once for each question, however often it is asked.
+
+        :raises NodeError: the tier does not take it.
+        """
+        name = place.name, tuple(ask.keys)
+        first = self.places.first
+        missing = [key for key in ask.keys if self.places.held(place, key, ask.shards) is None]
+        wanted = [key for key in missing if self.places.chunks(first, key, ask.shards)]
+        copies = self._settling.pop(name, None)
+        if not wanted:
+            return
+        if copies is None or (all(copy.state is CopyState.OVER for copy in copies) and not all(map(_is_done, copies))):
+            if copies is not None:
+                raise NodeError(f"{self._name}/{place.name} did not take {len(wanted)} of {len(ask.keys)} chunks")
+            copies = self._mover.take_away(place, wanted, ask.shards)
+        elif all(copy.state is CopyState.OVER for copy in copies):
+            copies = self._mover.take_away(place, wanted, ask.shards)
+        self._settling[name] = copies
+        while len(self._settling) > MAX_SETTLING:
+            del self._settling[next(iter(self._settling))]
+
+    # ---- dropping ---------------------------------------------------------------------------
+
+    def _clear(self, ask: Clear) -> Effect | JobStatus:
+        places = [self.places.at(ask.tier)] if ask.tier else self.places.all
+        if ask.everything:
+            return self._clear_all(places, dry_run=ask.dry_run)
+        keys, shards = self._selected(ask.what)
+        self.jobs.check(keys)
+        if ask.dry_run:
+            return Effect([self._drops(place, keys) for place in places], dry_run=True)
+        return Effect([self.places.drop(place, keys, shards if place.tier is not None else 0) for place in places])
+
+    def _drops(self, place: Place, keys: Sequence[bytes]) -> Kept:
+        """What `clear` would drop there."""
+        if place.tier is not None:
+            held = [held for key in keys for held in place.tier.find([key], 1)]
+            return Kept(place.name, len(held), sum(each.nbytes for each in held))
+        chunks = [chunk for key in keys for chunk in self._store.of(key) if chunk.slot.arena in place.arenas]
+        return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
+
+    def _clear_all(self, places: Sequence[Place], *, dry_run: bool) -> JobStatus:
+        of_place: list[tuple[Place, list[bytes]]] = []
+        for place in places:
+            keys = self._all_keys(place)
+            of_place.append((place, keys))
+        count = sum(len(keys) for _, keys in of_place)
+        what = f"clear {', '.join(place.name for place in places)}"
+        if dry_run:
+            return JobStatus("", "clear", "planned", count, what=what)
+        job = Job("clear", what, (), count, 0)
+        return self.jobs.start(job, self._clearing(job, of_place))
+
+    def _all_keys(self, place: Place) -> list[bytes]:
+        if place.tier is not None:
+            if place.tier.is_shared:
+                raise NodeError(f"{place.name} is shared with other nodes: clear it by tokens, or where it runs")
+            return place.tier.keys()
+        return self._store.keys(place.arenas)
+
+    def _clearing(self, job: Job, of_place: Sequence[tuple[Place, list[bytes]]]) -> Steps:
+        for place, keys in of_place:
+            for at in range(0, len(keys), STEP_KEYS):
+                some = keys[at : at + STEP_KEYS]
+                dropped = self.places.drop(place, some)
+                job.did(len(some), dropped.nbytes)
+                yield
+
+    def _evict(self, ask: Evict) -> Effect:
+        place = self.places.at(ask.tier) if ask.tier else self.places.first
+        if place.tier is not None:
+            raise NodeError(f"{place.name} has no priorities: evict from memory, or clear it by tokens")
+        victims: list[Chunk] = []
+        nbytes = 0
+        for arena in sorted(place.arenas):
+            for chunk in itertools.islice(self._store.pools[arena].order.peek(), 4 * MAX_EVICTED):
+                if nbytes >= ask.nbytes or len(victims) >= MAX_EVICTED:
+                    break
+                if chunk.hints.priority < ask.below and chunk.is_evictable:
+                    victims.append(chunk)
+                    nbytes += chunk.slot.nbytes
+        effect = Effect([Kept(place.name, len(victims), nbytes)], ask.dry_run)
+        if not ask.dry_run:
+            for chunk in victims:
+                self._store.pools[chunk.slot.arena].drop(chunk, "evicted by a controller")
+        return effect
+
+    # ---- pinning ----------------------------------------------------------------------------
+
+    def _pin(self, ask: PinIn) -> Effect:
+        keys, shards = self._selected(ask.what)
+        if ask.tier:
+            place = self.places.at(ask.tier)
+        else:
+            having = (place for place in self.places.all if len(self.places.having(place, keys, shards)) == len(keys))
+            place = next(having, self.places.first)
+        there = self.places.having(place, keys, shards)
+        if len(there) < len(keys):
+            raise ChunkMissing(
+                f"{len(keys) - len(there)} of {len(keys)} chunks are not in {place.name}: move them there first"
+            )
+        if place.tier is not None:
+            held = [held for key in keys for held in place.tier.find([key], shards)]
+            nbytes = sum(each.nbytes for each in held) * shards
+            if not ask.dry_run:
+                place.tier.pin(keys, pinned=ask.pinned, share=self._pin_share)
+            return Effect([Kept(place.name, len(keys) * shards, nbytes)], ask.dry_run)
+        chunks = [chunk for key in keys for chunk in self.places.chunks(place, key, shards)]
+        if ask.pinned:
+            self.check_pins(chunks)
+        if not ask.dry_run:
+            self._store.pin_chunks(chunks, pinned=ask.pinned)
+        return Effect([Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))], ask.dry_run)
+
+    def check_pins(self, chunks: Sequence[Chunk]) -> None:
+        """:raises ArenaFull: with these so much would be pinned that the rest would be too little for others."""
+        more = sum(chunk.slot.nbytes for chunk in dict.fromkeys(chunks) if not chunk.pins)
+        most = int(self._store.total_bytes * self._pin_share)
+        if more and self._store.pinned_bytes + more > most:
+            self._counters["pins_refused"] += 1
+            raise ArenaFull(
+                f"{self._store.pinned_bytes} bytes are pinned, and {more} more would be above the {most} that may be "
+                f"(pin_share); unpin some, or give the node a larger --arena"
+            )
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    def _recode(self, ask: Recode) -> JobStatus:
+        raise NodeError(f"codec {ask.codec!r} is not known to this node")
+
+    def _verify(self, ask: Verify) -> JobStatus:
+        place = self.places.at(ask.tier)
+        if not isinstance(place.tier, DiskTier):
+            raise NodeError(f"{place.name} is no disk: what is loaded from elsewhere is verified each time")
+        root = place.tier.root
+        what = f"verify {place.name} ({root})"
+        chunks = place.tier.num_chunks
+        if ask.dry_run:
+            return JobStatus("", "verify", "planned", chunks, what=what)
+        job = Job("verify", what, (), chunks, 0)
+        return self.jobs.start(job, _verifying(job, root, remove=ask.remove))
+
+    def _jobs(self, ask: Jobs) -> JobStatus | JobList:
+        return self.jobs.status(ask.job) if ask.job else JobList(self.jobs.all()[:MAX_LISTED])
+
+    def _end_job(self, ask: EndJob) -> JobStatus:
+        return self.jobs.cancel(ask.job)
+
+
+def _model(name: str, layout: bytes) -> str:
+    """What a model is called, as far as it is known whose layout this is."""
+    if not layout:
+        return "not known: from a tier below, a peer, or a client"
+    return printable(name or f"layout {layout.hex()}", 255)
+
+
+def _is_done(copy: Copy) -> bool:
+    return copy.is_complete
+
+
+def _verifying(job: Job, root: Path, *, remove: bool) -> Steps:
+    """Have a thread read all files; what it tells comes by a queue."""
+    told: queue.SimpleQueue[PdxError | str | None] = queue.SimpleQueue()  # None: one file more
+    is_over = threading.Event()
+
+    def on_file(error: TierError | None) -> None:
+        if is_over.is_set():
+            raise TierError("cancelled", "cancelled")
+        told.put(None)
+
+    def run() -> None:
+        try:
+            report = scrub(root, on_file, remove=remove)
+            bad = sum(report.bad.values())
+            told.put(f"{report.good} chunks are good, {bad} are not, and {report.left} of these are still there")
+        except PdxError as error:
+            told.put(error)
+        except Exception as error:  # noqa: BLE001 - the thread's root
+            told.put(NodeError(f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=run, name="pdx-verify", daemon=True)
+    thread.start()
+    try:
+        while True:
+            for _ in range(STEP_KEYS):
+                try:
+                    news = told.get_nowait()
+                except queue.Empty:
+                    break
+                if isinstance(news, str):
+                    job.why = news
+                    return
+                if news is not None:
+                    raise news
+                job.did(1, 0)
+            yield
+    finally:
+        is_over.set()

@@ -1,0 +1,311 @@
+"""Moves between the tiers of real nodes: a disk each, a real remote store that both use, and each other's memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+from node_harness import MIB, attached
+from peers_harness import Cluster
+from raw_engine import CHUNK_BYTES, Engine, key
+from remote_bed import made
+
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import (
+    Clear,
+    EndJob,
+    Find,
+    Found,
+    Jobs,
+    JobStatus,
+    Move,
+    PinIn,
+    Refused,
+    Selection,
+    Settle,
+)
+
+NUM = 12
+
+
+def contents_of(seed, count=NUM, nbytes=CHUNK_BYTES):
+    return {key(seed * 1000 + number): os.urandom(nbytes) for number in range(count)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two nodes, an engine and a controller at each; `--store write-back` leaves what is saved in memory alone."""
+    folder = tmp_path_factory.mktemp("pair")
+    folder.chmod(0o700)
+    server = made("redis", folder / "redis").start()
+    try:
+        of_one = {name: {"disks": [str(folder / f"disk-{name}")]} for name in "ab"}
+        settings = {"remote": server.url, "store": "write-back", "store_window": 1e-9, "arena_bytes": 16 * MIB}
+        with Cluster(folder, "ab", of_one=of_one, **settings) as cluster:
+            cluster.start("a", "b")
+            for name in "ab":
+                wait_until(lambda name=name: all(t.is_up for t in cluster[name].status().tiers), what="tiers are up")
+            wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+            engines = {name: Engine(cluster.address(name)) for name in "ab"}
+            wires = {name: attached(cluster.address(name), kind="controller") for name in "ab"}
+            yield cluster, engines, wires
+            for one in [*engines.values(), *wires.values()]:
+                one.close()
+    finally:
+        server.kill()
+
+
+def found(wire, keys):
+    """Of each tier how many of the keys it has, asked until all tiers have said."""
+    answers = []
+
+    def is_known():
+        answers.append(wire.ask(Find(Selection(list(keys)))))
+        return not answers[-1].asking
+
+    wait_until(is_known, what="all tiers have answered")
+    return answers[-1].tiers
+
+
+def run(wire, ask):
+    """A job, until it is over."""
+    status = wire.ask(ask)
+    assert isinstance(status, JobStatus), status
+    states = [status]
+
+    def is_over():
+        states.append(wire.ask(Jobs(states[-1].job)))
+        return states[-1].is_over
+
+    wait_until(is_over, what="the job is over")
+    return states[-1]
+
+
+def put(pair, place, contents):
+    """These are in this tier of this node, and nowhere else."""
+    _, engines, wires = pair
+    node, tier = place.split("/")
+    engines[node].save(contents)
+    if tier != "host":
+        assert run(wires[node], Move(Selection(list(contents)), "host", tier)).state == "done"
+
+
+PLACES = ["a/host", "a/disk", "a/remote", "b/host", "b/disk"]
+MOVES = [(source, target) for source, target in itertools.product(PLACES[:3], PLACES) if source != target]
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["moved", "kept"])
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_what_is_moved_is_in_the_other_tier_and_only_there(pair, source, target, keeps):
+    _, engines, wires = pair
+    contents = contents_of(1 + MOVES.index((source, target)) + 100 * keeps)
+    keys = list(contents)
+    put(pair, source, contents)
+    (_, tier), (node, to) = source.split("/"), target.split("/")
+    planned = wires["a"].ask(Move(Selection(keys), tier, to, node, keeps, dry_run=True))
+    assert (planned.state, planned.chunks, planned.job) == ("planned", NUM, "")
+    status = run(wires["a"], Move(Selection(keys), tier, to, node, keeps))
+    assert (status.state, status.chunks_done, status.why) == ("done", NUM, "")
+    here = {f"a/{name}": count for name, count in found(wires["a"], keys).items()}
+    there = {f"b/{name}": count for name, count in found(wires["b"], keys).items() if name != "remote"}
+    expected = dict.fromkeys(PLACES, 0) | {target: NUM} | ({source: NUM} if keeps else {})
+    assert here | there == expected
+    assert engines[node].look(keys) == list(contents.values())
+    for name in "ab":
+        wires[name].ask(Clear(Selection(keys)))
+    clean(pair)
+
+
+def clean(pair):
+    cluster, _, wires = pair
+    for name in "ab":
+        status = cluster[name].status()
+        assert (status.leases, status.pins) == (0, 0)
+        assert {job.state for job in wires[name].ask(Jobs()).jobs} <= {"done", "failed", "cancelled"}
+        wait_until(lambda name=name: cluster.is_quiet(name), what="nothing is under way")
+
+
+def test_what_is_there_already_is_not_copied_again(pair):
+    cluster, engines, wires = pair
+    contents = contents_of(50)
+    put(pair, "a/host", contents)
+    run(wires["a"], Move(Selection(list(contents)), "host", "disk", keeps=True))
+    before = cluster.counter("a", "disk_stored")
+    status = run(wires["a"], Move(Selection(list(contents)), "host", "disk"))
+    assert (status.state, status.chunks_done) == ("done", NUM)
+    assert cluster.counter("a", "disk_stored") == before
+    assert found(wires["a"], contents) == {"host": 0, "disk": NUM, "remote": 0}
+
+
+def test_what_a_tier_lacks_is_left_where_it_is_and_said(pair):
+    _, _, wires = pair
+    refused = wires["a"].ask(Move(Selection([key(999_000)]), "disk", "host"))
+    assert refused.error == "ChunkMissing"
+    assert "none of 1 chunks is in disk; no tier of this node has any" in refused.text
+    refused = wires["a"].ask(Move(Selection([key(1)]), "tape", "host"))
+    assert refused.error == "TierUnknown"
+    assert "'tape'; it has 'host', 'disk', 'remote'" in refused.text
+    contents = contents_of(51)
+    put(pair, "a/host", contents)
+    refused = wires["a"].ask(Move(Selection(list(contents)), "host", "host"))
+    assert (refused.error, "moved to itself" in refused.text) == ("ProtocolError", True)
+    status = run(wires["a"], Move(Selection(list(contents)), "host", "host", "nobody"))
+    assert (status.state, "'nobody'" in status.why) == ("failed", True)
+    status = run(wires["a"], Move(Selection(list(contents)), "host", "tape", "b"))
+    assert status.state == "failed"
+    assert "node 'b' says: this node has no tier 'tape'" in status.why
+    assert found(wires["a"], contents)["host"] == NUM
+
+
+def test_a_pinned_chunk_is_not_moved_away(pair):
+    _, _, wires = pair
+    contents = contents_of(52)
+    put(pair, "a/host", contents)
+    what = Selection(list(contents))
+    assert wires["a"].ask(PinIn(what, "host")).chunks == NUM
+    refused = wires["a"].ask(Move(what, "host", "disk"))
+    assert "is pinned in host" in refused.text
+    assert run(wires["a"], Move(what, "host", "disk", keeps=True)).state == "done"
+    assert wires["a"].ask(PinIn(what, "disk")).chunks == NUM
+    assert wires["a"].ask(Find(what)).pinned == {"host": NUM, "disk": NUM}
+    for tier in ("host", "disk"):
+        assert wires["a"].ask(PinIn(what, tier, pinned=False)).chunks == NUM
+    assert wires["a"].ask(Find(what)).pinned == {}
+    assert run(wires["a"], Move(what, "host", "disk")).state == "done"
+
+
+def test_two_moves_of_one_chunk_are_one_and_an_error_that_names_it(pair):
+    _, _, wires = pair
+    contents = contents_of(53)
+    put(pair, "a/host", contents)
+    first, *_ = contents
+    # Sent at once, the second is read while the job of the first still runs.
+    numbers = [
+        wires["a"].tell(Move(Selection(list(contents)), "host", "disk"), reply=True),
+        wires["a"].tell(Move(Selection([first]), "host", "remote"), reply=True),
+    ]
+    answers = dict(wires["a"].answer() for _ in numbers)
+    job, refused = (answers[number] for number in numbers)
+    assert job.state == "running"
+    assert refused.error == "JobConflict"
+    assert job.job in refused.text
+    wait_until(lambda: wires["a"].ask(Jobs(job.job)).is_over, what="the first is over")
+    assert found(wires["a"], contents) == {"host": 0, "disk": NUM, "remote": 0}
+
+
+def test_jobs_of_yesterday_and_such_that_never_were(pair):
+    _, _, wires = pair
+    for name, why in (("abc-1", "another life"), (f"{_epoch(wires['a'])}-99999", "never was one")):
+        for ask in (Jobs(name), EndJob(name)):
+            refused = wires["a"].ask(ask)
+            assert (refused.error, why in refused.text) == ("JobUnknown", True)
+
+
+def _epoch(wire):
+    return f"{wire.status().epoch:x}"
+
+
+def test_what_is_larger_than_the_arena_passes_through_it(start_node, place):
+    """64 chunks of a disk to another disk, through an arena that holds eight, with another chunk in it that stays."""
+    disks = [str(place / "one"), str(place / "two")]
+    node = start_node(arena_bytes=2 * MIB, disks=disks, store="write-back", store_window=1e-9)
+    engine, wire = Engine(node.address), attached(node.address, kind="controller")
+    wait_until(lambda: all(tier.state != "counting the files" for tier in node.status().tiers), what="it is counted")
+    contents = contents_of(1, 64, 256 << 10)
+    names = [f"disk {disk}" for disk in disks]
+    try:
+        for one, data in contents.items():
+            engine.save({one: data})
+            assert run(wire, Move(Selection([one]), "host", names[0])).state == "done"
+        assert node.status().chunks == {}
+        status = run(wire, Move(Selection(list(contents)), names[0], names[1]))
+        assert (status.state, status.chunks_done, status.bytes_done) == ("done", 64, 64 * (256 << 10))
+        assert found(wire, contents) == {"host": 0, names[0]: 0, names[1]: 64}
+        assert node.status().chunks == {}
+        for one, data in list(contents.items())[::9]:
+            assert engine.look([one]) == [data]
+    finally:
+        engine.close()
+        wire.close()
+
+
+def test_a_job_that_is_cancelled_leaves_every_chunk_somewhere(start_node, place):
+    node = start_node(arena_bytes=32 * MIB, disks=[str(place / "disk")], store="write-back", store_window=1e-9)
+    engine, wire = Engine(node.address), attached(node.address, kind="controller")
+    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="it is counted")
+    contents = contents_of(1, 100, 256 << 10)
+    try:
+        engine.save(contents)
+        started = wire.ask(Move(Selection(list(contents)), "host", "disk"))
+        ended = wire.ask(EndJob(started.job))
+        assert ended.state == "cancelled"
+        assert wire.ask(EndJob(started.job)).state == "cancelled", "again it is the same"
+        wait_until(lambda: not any(tier.copies for tier in node.status().tiers), what="no copy is under way")
+        places = [wire.ask(Find(Selection([one]))).tiers for one in contents]
+        assert all(each["host"] + each["disk"] >= 1 for each in places)
+        assert node.status().leases == 0
+        assert engine.look(list(contents)[:16]) == list(contents.values())[:16]
+    finally:
+        engine.close()
+        wire.close()
+
+
+@pytest.mark.parametrize("dies", ["a", "b"])
+def test_a_node_that_dies_meanwhile_loses_nothing(place, dies):
+    """Sealed chunks in memory die with their node; all else is at the one or the other."""
+    of_one = {name: {"disks": [str(place / f"disk-{name}")]} for name in "ab"}
+    settings = {"arena_bytes": 32 * MIB, "store": "write-back", "store_window": 1e-9, "peer_timeout_s": 5.0}
+    with Cluster(place, "ab", of_one=of_one, **settings) as cluster:
+        cluster.start("a", "b")
+        wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+        for name in "ab":
+            is_up = lambda name=name: cluster[name].status().tiers[0].state != "counting the files"  # noqa: E731
+            wait_until(is_up, what="the disks are counted")
+        engine, wire = Engine(cluster.address("a")), attached(cluster.address("a"), kind="controller")
+        contents = contents_of(1, 60, 256 << 10)
+        what = Selection(list(contents))
+        engine.save(contents)
+        assert run(wire, Move(what, "host", "disk")).state == "done"
+        started = wire.ask(Move(what, "disk", "disk", "b"))
+        assert started.state == "running"
+        wait_until(lambda: cluster.counter("b", "disk_stored") >= 3, what="some have come")
+        cluster.nodes[dies].kill()
+        if dies == "b":
+            states = []
+
+            def is_over():
+                states.append(wire.ask(Jobs(started.job)))
+                return states[-1].is_over
+
+            wait_until(is_over, timeout_s=60, what="the job notices")
+            assert states[-1].state in ("failed", "done")
+            if states[-1].state == "failed":
+                assert "others are where they were" in states[-1].why or "'b'" in states[-1].why
+        engine.close()
+        wire.close()
+        cluster.start(dies)
+        places = {}
+        for name in "ab":
+            with attached(cluster.address(name), kind="controller") as asker:
+                is_counted = lambda asker=asker: asker.status().tiers[0].state != "counting the files"  # noqa: E731
+                wait_until(is_counted, what="it is counted")
+                for one in contents:
+                    tiers = asker.ask(Find(Selection([one]))).tiers
+                    places[one] = places.get(one, 0) + sum(tiers.values())
+        assert min(places.values()) >= 1
+
+
+def test_a_peer_has_only_what_no_request_uses_here_stored_and_dropped(pair):
+    """`Settle` is a peer's: what it names and requests have found stays in memory."""
+    _, engines, wires = pair
+    contents = contents_of(54)
+    put(pair, "a/host", contents)
+    engines["a"].look(list(contents))
+    assert run(wires["a"], Move(Selection(list(contents)), "host", "host", "b", True)).state == "done"
+    engines["b"].look(list(contents))
+    assert run(wires["a"], Move(Selection(list(contents)), "host", "disk", "b")).state == "done"
+    assert found(wires["b"], contents) == {"host": NUM, "disk": NUM, "remote": 0}
+    refused = wires["a"].ask(Settle(list(contents), 1, "disk"))
+    assert isinstance(refused, Refused), "a controller says Move"
+    assert isinstance(wires["a"].ask(Find(Selection(list(contents)))), Found)

@@ -1,0 +1,269 @@
+"""Verbs of controllers other than moves, at real nodes: each says what it would do before it does that."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from gpu_harness import GpuNode
+from node_harness import MIB, Wire, attached
+from raw_engine import CHUNK_BYTES, LAYERS, Engine, key
+
+from pdx.config import NodeConfig
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import (
+    Admit,
+    Clear,
+    Effect,
+    Evict,
+    Fill,
+    Find,
+    Found,
+    Hints,
+    Jobs,
+    JobStatus,
+    Kept,
+    List,
+    Models,
+    Move,
+    PinIn,
+    Recode,
+    Release,
+    Selection,
+    Verify,
+)
+
+SHAPE = {"model": "0123abcd", "block_tokens": "16", "chunk_tokens": "64"}
+LAYOUT = b"l" * 16
+
+
+def contents_of(first, count=8, nbytes=CHUNK_BYTES):
+    return {key(number): os.urandom(nbytes) for number in range(first, first + count)}
+
+
+@pytest.fixture
+def bed(start_node, place):
+    """A node with a disk, an engine and a controller."""
+    node = start_node(disks=[str(place / "disk")], store="write-back", store_window=1e-9, pin_share=0.5)
+    engine = Engine(node.address, layout=LAYOUT, shape=SHAPE)
+    wire = attached(node.address, kind="controller")
+    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="the disk is counted")
+    yield node, engine, wire
+    engine.close()
+    wire.close()
+
+
+def over(wire, status):
+    """The job's end."""
+    assert isinstance(status, JobStatus), status
+    states = [status]
+
+    def is_over():
+        states.append(wire.ask(Jobs(status.job)))
+        return states[-1].is_over
+
+    wait_until(is_over, what="the job is over")
+    return states[-1]
+
+
+def test_clear_drops_chunks_in_one_tier_or_in_all(bed):
+    node, engine, wire = bed
+    contents = contents_of(0)
+    engine.save(contents)
+    what = Selection(list(contents))
+    over(wire, wire.ask(Move(what, "host", "disk", keeps=True)))
+    planned = wire.ask(Clear(what, "host", dry_run=True))
+    assert planned == Effect([Kept("host", 8, 8 * CHUNK_BYTES)], dry_run=True)
+    assert wire.ask(Find(what)).tiers == {"host": 8, "disk": 8}
+    assert wire.ask(Clear(what, "host")).tiers == [Kept("host", 8, 8 * CHUNK_BYTES)]
+    assert wire.ask(Find(what)).tiers == {"host": 0, "disk": 8}
+    assert [kept.chunks for kept in wire.ask(Clear(what)).tiers] == [0, 8]
+    assert wire.ask(Find(what)).hits == 0
+    assert engine.look(list(contents)) == []
+    assert wire.ask(Clear(what)).chunks == 0, "again it is nothing"
+
+
+def test_clear_of_everything_is_a_job(bed):
+    node, engine, wire = bed
+    engine.save(contents_of(0, 100, 16 << 10))
+    assert wire.ask(Clear(Selection(), everything=True, dry_run=True)).chunks == 100
+    status = over(wire, wire.ask(Clear(Selection(), everything=True)))
+    assert (status.state, status.chunks_done) == ("done", 100)
+    assert node.status().chunks == {}
+
+
+def test_what_is_read_is_free_with_its_last_lease(bed):
+    node, engine, wire = bed
+    contents = contents_of(0)
+    engine.save(contents)
+    found = engine.scheduler.ask(Admit(list(contents), lease_s=30.0))
+    assert wire.ask(Clear(Selection(list(contents)), "host")).chunks == 8
+    assert [bytes(engine.arena.view(slot)) for slot in found.slots] == list(contents.values())
+    assert node.status().chunks == {"retired": 8}
+    engine.scheduler.ask(Release(found.lease))
+    assert node.status().chunks == {}
+
+
+def test_pins_of_a_tier_have_a_bound_and_keep_what_they_name(bed):
+    node, engine, wire = bed
+    contents = contents_of(0, 40, 128 << 10)  # 5 of 8 MiB, of which 4 may be pinned
+    engine.save(contents)
+    some, rest = list(contents)[:20], list(contents)[20:]
+    assert wire.ask(PinIn(Selection(some), dry_run=True)) == Effect([Kept("host", 20, 20 * (128 << 10))], dry_run=True)
+    assert node.status().pins == 0
+    assert wire.ask(PinIn(Selection(some))).chunks == 20
+    assert node.status().pinned_bytes == 20 * (128 << 10)
+    assert wire.refused(PinIn(Selection(rest))) == "ArenaFull"
+    assert wire.refused(PinIn(Selection([key(999)]), "disk")) == "ChunkMissing"
+    engine.save(contents_of(1000, 40, 128 << 10))
+    assert wire.ask(Find(Selection(some))).tiers["host"] == 20, "others went for those"
+    assert wire.ask(PinIn(Selection(some), pinned=False)).chunks == 20
+    engine.save(contents_of(2000, 60, 128 << 10))
+    assert wire.ask(Find(Selection(some))).tiers["host"] == 0
+
+
+def test_what_is_pinned_on_a_disk_is_not_removed_to_make_room(start_node, place):
+    node = start_node(disks=[str(place / "disk")], disk_limit_bytes=2 * MIB, pin_share=0.5)
+    engine, wire = Engine(node.address), attached(node.address, kind="controller")
+    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="the disk is counted")
+    try:
+        pinned = contents_of(0, 8)
+        engine.save(pinned)
+        what = Selection(list(pinned))
+        wait_until(lambda: wire.ask(Find(what)).tiers["disk"] == 8, what="they are stored")
+        assert wire.ask(PinIn(what, "disk")).chunks == 8
+        for first in range(1000, 6000, 1000):
+            more = contents_of(first, 8)
+            engine.save(more)
+            wait_until(lambda more=more: wire.ask(Find(Selection(list(more)))).tiers["disk"] == 8, what="stored, too")
+        assert wire.ask(Find(what)).tiers["disk"] == 8
+        assert wire.ask(PinIn(what, "disk", pinned=False)).chunks == 8
+        for first in range(7000, 12000, 1000):
+            more = contents_of(first, 8)
+            engine.save(more)
+            wait_until(lambda more=more: wire.ask(Find(Selection(list(more)))).tiers["disk"] == 8, what="stored, too")
+        assert wire.ask(Find(what)).tiers["disk"] < 8
+    finally:
+        engine.close()
+        wire.close()
+
+
+def test_evict_takes_the_low_priorities_first_and_no_others(bed):
+    node, engine, wire = bed
+    low, high = contents_of(0, 10), contents_of(100, 10)
+    engine.save(low, hints=Hints("", priority=2))
+    engine.save(high, hints=Hints("", priority=5))
+    planned = wire.ask(Evict(3, 4 * CHUNK_BYTES, dry_run=True))
+    assert planned == Effect([Kept("host", 4, 4 * CHUNK_BYTES)], dry_run=True)
+    assert wire.ask(Evict(3, 4 * CHUNK_BYTES)).chunks == 4
+    assert wire.ask(Find(Selection(list(low)))).hits == 6, "the end of a prompt goes first"
+    assert wire.ask(Evict(3, 100 * MIB)).chunks == 6
+    assert wire.ask(Find(Selection(list(high)))).hits == 10
+    assert wire.ask(Evict(6, 100 * MIB)).chunks == 10
+    assert wire.refused(Evict(3, 1, "disk")) == "NodeError"
+
+
+def test_verify_reads_a_disk_and_says_what_is_bad(bed, place):
+    _, engine, wire = bed
+    contents = contents_of(0)
+    engine.save(contents)
+    over(wire, wire.ask(Move(Selection(list(contents)), "host", "disk")))
+    assert wire.ask(Verify("disk", dry_run=True)).chunks == 8
+    status = over(wire, wire.ask(Verify("disk")))
+    assert (status.state, status.chunks_done) == ("done", 8)
+    assert status.why.startswith("8 chunks are good, 0 are not")
+    path = next((place / "disk").glob("*/*.chunk"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    status = over(wire, wire.ask(Verify("disk", remove=True)))
+    assert status.why == "7 chunks are good, 1 are not, and 0 of these are still there"
+    assert wire.refused(Verify("host")) == "NodeError"
+
+
+def test_a_request_names_its_chunks(bed):
+    _, engine, wire = bed
+    contents = contents_of(0)
+    engine.save(contents, request="cmpl-one")
+    assert wire.ask(Find(Selection(request="mpl-on"))) == Found(8, 8, {"host": 8, "disk": 0}, nbytes=CHUNK_BYTES)
+    assert wire.refused(Find(Selection(request="two"))) == "ChunkMissing"
+    assert wire.refused(Find(Selection())) == "ProtocolError"
+    assert wire.ask(Clear(Selection(request="one"), "host")).chunks == 8
+
+
+def test_ls_counts_memory_by_model_and_session(bed):
+    node, engine, wire = bed
+    engine.save(contents_of(0, 3), hints=Hints("alice"), lease_s=10.0)
+    engine.save(contents_of(100, 5), hints=Hints("bob"), lease_s=10.0)
+    listing = wire.ask(List())
+    assert listing.models == [Kept(f"0123abcd ({'e' * 16})", 8, 8 * CHUNK_BYTES)]
+    assert listing.sessions == [Kept("bob", 5, 5 * CHUNK_BYTES), Kept("alice", 3, 3 * CHUNK_BYTES)]
+    assert wire.ask(List(session="ali")).sessions == [Kept("alice", 3, 3 * CHUNK_BYTES)]
+    assert wire.ask(List(model="zz")).models == []
+    wire.ask(Clear(Selection(list(contents_of(100, 5))), "host"))
+    assert wire.ask(List()).models == [Kept(f"0123abcd ({'e' * 16})", 3, 3 * CHUNK_BYTES)]
+    assert [(model.layout, model.shape) for model in wire.ask(Models()).models] == [(LAYOUT, SHAPE)]
+
+
+def test_a_codec_that_is_not_known(bed):
+    _, engine, wire = bed
+    contents = contents_of(0)
+    engine.save(contents)
+    refused = wire.ask(Recode(Selection(list(contents)), "disk", "zip9"))
+    assert "zip9" in refused.text
+
+
+def test_chunks_move_to_a_gpu_are_pinned_there_and_come_back(place):
+    """The driver is a fake; host memory of another process stands for the GPU's."""
+    config = NodeConfig(
+        address=f"ipc://{place}/node.sock",
+        arena_bytes=8 * MIB,
+        more_gpus=["0"],
+        gpu_arena_bytes=8 * MIB,
+        store="write-back",
+        store_window=1e-9,
+    )
+    node = GpuNode(config, "--gpus", "1")
+    try:
+        node.wait_ready()
+        engine, wire = Engine(node.address), attached(node.address, kind="controller")
+        contents = contents_of(0)
+        what = Selection(list(contents))
+        engine.save(contents)
+        status = over(wire, wire.ask(Move(what, "host", "gpu")))
+        assert (status.state, status.chunks_done, status.why) == ("done", 8, "")
+        assert wire.ask(Find(what)).tiers == {"gpu": 8, "host": 0}
+        assert wire.ask(PinIn(what, "gpu")).chunks == 8
+        assert wire.ask(Find(what)).pinned == {"gpu": 8}
+        assert "pinned in gpu" in wire.ask(Move(what, "gpu", "host")).text
+        assert wire.ask(PinIn(what, "gpu", pinned=False)).chunks == 8
+        assert over(wire, wire.ask(Move(what, "gpu", "host"))).state == "done"
+        assert wire.ask(Find(what)).tiers == {"gpu": 0, "host": 8}
+        assert engine.look(list(contents)) == list(contents.values())
+        engine.close()
+        wire.close()
+    finally:
+        node.signal(signal.SIGTERM)
+        node.close()
+
+
+def test_two_shards_are_moved_together(start_node, place):
+    node = start_node(disks=[str(place / "disk")], store="write-back", store_window=1e-9)
+    scheduler, wire = Wire(node.address), attached(node.address, kind="controller")
+    scheduler.hello(kind="scheduler", engine="e" * 16)
+    workers = [attached(node.address, kind="worker", engine="e" * 16, shard=shard) for shard in range(2)]
+    wait_until(lambda: node.status().tiers[0].state != "counting the files", what="the disk is counted")
+    try:
+        keys = [key(number) for number in range(6)]
+        granted = scheduler.ask(Admit(keys, CHUNK_BYTES, LAYERS, shards=2))
+        for shard, worker in enumerate(workers):
+            worker.ask(Fill(granted.granted_slots[shard::2], 0, LAYERS, seal=True))
+        assert wire.ask(Find(Selection(keys, 2))).tiers == {"host": 6, "disk": 0}
+        status = over(wire, wire.ask(Move(Selection(keys, 2), "host", "disk")))
+        assert (status.state, status.chunks, status.chunks_done) == ("done", 12, 12)
+        assert wire.ask(Find(Selection(keys, 2))).tiers == {"host": 0, "disk": 6}
+        assert wire.ask(Find(Selection(keys, 1))).hits == 0, "a chunk is all of its shards"
+    finally:
+        for one in [scheduler, wire, *workers]:
+            one.close()
