@@ -97,7 +97,7 @@ class Reports:
                 self._url(session),
                 session.running,
                 hello.facts,
-                session.keyed,
+                session.layout,
                 hello.shape,
             )
             for session in self._sessions

@@ -335,8 +335,8 @@ class Service:
 
     def _ping(self, session: Session, ask: Ping) -> Answer:
         session.running, session.chunk_s, session.load_s = ask.running, ask.chunk_s, ask.load_s
-        if (keyed := ask.keyed or session.hello.layout) != session.keyed:
-            session.keyed = keyed
+        if (layout := ask.keyed or session.hello.layout) != session.layout:
+            session.layout = layout
             self.reports.news = True
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
