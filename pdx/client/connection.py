@@ -56,6 +56,7 @@ class Connection:
         self.running = 0  # told to the node with each heartbeat, as is what was counted since the last one
         self.chunk_s = 0.0  # likewise: how long this process computes for a chunk's tokens; 0: not known
         self.load_s = 0.0  # likewise: how long this process copies a chunk into its KV cache; 0: not known
+        self._keyed = b""  # likewise, see `key_by`
         self._degraded: Counter[str] = Counter()
         self._warned: set[str] = set()  # reasons of which the first was logged
         self._hello = hello
@@ -234,11 +235,19 @@ class Connection:
         if text:
             log.log(logging.DEBUG if is_known else logging.WARNING, text, *args)
 
+    def key_by(self, fingerprint: bytes) -> None:
+        """This engine makes its keys with this fingerprint from now on: told at once, and with each heartbeat."""
+        with self._lock:
+            self._keyed = fingerprint
+            if not self._stop.is_set():
+                self._heartbeat()
+
     def _heartbeat(self) -> None:
         """Tell what is due. The answer to it tells what before it was lost."""
         degraded, self._degraded = self._degraded, Counter()
         self._flush()
-        if not self._send(self._number(), Ping(self.running, dict(degraded), self.chunk_s, self.load_s), reply=True):
+        ping = Ping(self.running, dict(degraded), self.chunk_s, self.load_s, self._keyed)
+        if not self._send(self._number(), ping, reply=True):
             self._degraded.update(degraded)
 
     def _dispatch(self, body: Ask, *, is_asked: bool = False) -> int:

@@ -40,6 +40,7 @@ class NodeLink:
         self._starter = starter and config.start_node
         self._connection: Connection | None = None
         self._uncounted: Counter[str] = Counter()  # what happened while there was no node to tell
+        self._keyed = b""  # see `Connection.key_by`
         self._lock = threading.Lock()
         self._use: Callable[[Arena | None], None] | None = None
         self._used: Connection | None = None  # the one whose arena `_use` has
@@ -92,6 +93,13 @@ class NodeLink:
             connection.count(reason, text, *args, times=times)
         elif text:
             log.log(level, text, *args)
+
+    def key_by(self, fingerprint: bytes) -> None:
+        """See `Connection.key_by`: told to this node, and to each one after it."""
+        with self._lock:
+            self._keyed = fingerprint
+            if self._connection is not None:
+                self._connection.key_by(fingerprint)
 
     def wait_attached(self, timeout_s: float) -> bool:
         """For start-up only: whether this process is attached within `timeout_s`."""
@@ -155,6 +163,8 @@ class NodeLink:
                 with self._lock:
                     uncounted, self._uncounted = self._uncounted, Counter()
                     self._connection = connection
+                    if self._keyed:
+                        connection.key_by(self._keyed)
                 for reason, times in uncounted.items():
                     connection.count(reason, times=times)
                 self._log_attached(connection)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
@@ -43,7 +43,10 @@ class SchedulerHalf:
         engine: str,
         hasher: BlockHasher,
         facts: EngineFacts | None = None,
+        naming: Mapping[str, str] | None = None,
     ) -> None:
+        """`naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
+        `hasher` can."""
         self._layout = layout
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, layout, hasher)
@@ -66,7 +69,7 @@ class SchedulerHalf:
             role=config.role,
             url=config.url,
             layout=layout.fingerprint(),
-            shape=layout.described(),
+            shape={**layout.described(), **(naming or {})},
             facts=facts,
         )
         self._link = NodeLink(config, hello, starter=True)
@@ -304,6 +307,7 @@ class SchedulerHalf:
         What requests in the engine have computed, or are loading, belongs to the old weights: nothing of it is saved.
         """
         self._fingerprint = secrets.token_bytes(KEY_BYTES)
+        self._link.key_by(self._fingerprint)
         connection = self._link.connection
         self._loads = [msgspec.structs.replace(load, epoch=NO_EPOCH) for load in self._loads]
         for tracked in self._requests.values():

@@ -91,7 +91,15 @@ class Reports:
     def heartbeat(self) -> NodeReport:
         """What the proxy hears; takes the marks collected since the last one."""
         engines = [
-            EngineReport(hello.engine, hello.role, self._url(session), session.running, hello.facts)
+            EngineReport(
+                hello.engine,
+                hello.role,
+                self._url(session),
+                session.running,
+                hello.facts,
+                session.layout,
+                hello.shape,
+            )
             for session in self._sessions
             if (hello := session.hello).kind == "scheduler"
         ]

@@ -335,6 +335,9 @@ class Service:
 
     def _ping(self, session: Session, ask: Ping) -> Answer:
         session.running, session.chunk_s, session.load_s = ask.running, ask.chunk_s, ask.load_s
+        if (layout := ask.keyed or session.hello.layout) != session.layout:
+            session.layout = layout
+            self.reports.news = True
         self.counters.update({f"degraded_{reason}": count for reason, count in ask.degraded.items()})
         return Done()
 

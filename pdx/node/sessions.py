@@ -40,6 +40,7 @@ class Session:
         self.running = 0
         self.chunk_s = 0.0  # how long its engine computes for a chunk; 0: not known
         self.load_s = 0.0  # how long it copies a chunk into its KV cache; 0: not known
+        self.layout = hello.layout  # what its engine makes its keys with: another one when its cache was reset
         self.home = 0  # the arena that its process reads and writes
         self.unshared = ""  # with which engine of its model it cannot share chunks, and why …
         self.unshared_before = ""  # … and with which that has gone
@@ -48,11 +49,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.number} {self.hello.kind} {self.hello.engine!r} pid={self.hello.pid}>"
-
-    @property
-    def layout(self) -> bytes:
-        """What its engine makes its keys with; empty: it makes none."""
-        return self.hello.layout
 
     @property
     def title(self) -> str:

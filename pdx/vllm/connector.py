@@ -35,7 +35,7 @@ from pdx.engine.scheduler import SchedulerHalf
 from pdx.engine.worker import WorkerHalf
 from pdx.errors import ConfigError
 from pdx.vllm.facts import facts_of
-from pdx.vllm.identity import attention_backend, check_no_state, layout_of, model_identity
+from pdx.vllm.identity import attention_backend, check_no_state, layout_of, model_identity, naming_of
 from pdx.vllm.releases import check_nested
 from pdx.vllm.step import step_record
 
@@ -121,7 +121,7 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _start_scheduler(self, backend: str, order: str) -> None:
         layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
-        half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts)
+        half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts, naming_of(self._vllm_config))
         self._scheduler = SchedulerGuard(half, layout.block_tokens)
 
     # ---- scheduler side ---------------------------------------------------------------------

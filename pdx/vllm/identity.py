@@ -14,7 +14,7 @@ from typing import Any
 from pdx.engine.weights import weight_files, weights_digest
 from pdx.errors import ConfigError, LayoutError
 from pdx.memory.layout import KvLayout
-from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, is_causal, page_order
+from pdx.vllm.releases import checked_release, cpu_isa, hashed_tokens, is_causal, page_order, root_hash, salt_tag
 
 _INCIDENTAL = ("_name_or_path", "transformers_version")
 _HASHES = ("sha256", "sha256_cbor")
@@ -59,6 +59,15 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, *, mode
         hashing=_checked_hash(cache),
         release=checked_release(),
     )
+
+
+def naming_of(vllm_config: Any) -> dict[str, str]:
+    """What others need beside the layout to name the chunks of this engine's prompts (`pdx.wire.tokens`)."""
+    return {
+        "root": root_hash(str(vllm_config.cache_config.prefix_caching_hash_algo)).hex(),
+        "salt_tag": salt_tag(),
+        "vocabulary": str(vllm_config.model_config.get_vocab_size()),
+    }
 
 
 def check_no_state(model: Any) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.version import __version__, __version_tuple__
 
 from pdx.errors import ConfigError
@@ -55,6 +58,20 @@ def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens per block hash. Before 0.32 only the scheduler is told; for one group these are the cache's blocks."""
     told = getattr(kv_cache_config, "hash_block_size", None)
     return int(told or vllm_config.cache_config.block_size)
+
+
+def root_hash(algorithm: str) -> bytes:
+    """What the hash of a prompt's first block is chained to: vLLM draws it only when the scheduler half is made, and of
+    the algorithms that PDX takes, and a seed in 0.28, it is the same each time."""
+    kv_cache_utils.init_none_hash(get_hash_fn_by_name(algorithm))
+    return bytes(kv_cache_utils.NONE_HASH)
+
+
+def salt_tag() -> str:
+    """What stands beside a cache salt in the hash of a prompt's first block; empty: the salt stands there alone."""
+    request = SimpleNamespace(cache_salt="salt", lora_request=None, mm_features=[], prompt_embeds=None)
+    extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, 1, 0)
+    return "" if extra == ("salt",) else str(extra[0][0])
 
 
 def page_order(kv_cache_config: Any) -> str:

@@ -101,7 +101,7 @@ class Hello(Message, frozen=True):
     role: Literal["prefill", "decode", "both"] = "both"
     url: Name = ""  # where the engine serves HTTP, told to the proxy
     layout: Layout = b""  # what its chunks mean
-    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # the fields of that layout, as text
+    shape: Annotated[dict[FieldName, Name], Meta(max_length=32)] = {}  # its fields, and more that is in keys, as text
     facts: EngineFacts | None = None
     gpu: GpuId = ""  # of a worker's KV cache: its chunks lie in the node's arena on that GPU, if there is one
     epoch: Number = 0
@@ -119,12 +119,14 @@ class Ping(Message, frozen=True):
 
     `chunk_s`: how long the engine computes for the tokens of a chunk, `load_s`: how long it copies a chunk into its KV
     cache, as its worker has measured; 0: not known.
+    `keyed`: the fingerprint that the engine makes keys with now; empty: that of its layout.
     """
 
     running: Count = 0
     degraded: Annotated[dict[Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")], Count], Meta(max_length=32)] = {}
     chunk_s: Seconds = 0.0
     load_s: Seconds = 0.0
+    keyed: Layout = b""
 
 
 class Admit(Message, frozen=True):
@@ -622,7 +624,7 @@ class Listing(Message, frozen=True):
 
 
 class Model(msgspec.Struct, array_like=True, frozen=True):
-    """How one engine names the chunks of a prompt: see `pdx.client.tokens`."""
+    """How one engine names the chunks of a prompt: see `pdx.wire.tokens`."""
 
     engine: Name
     url: Name  # where it serves HTTP, empty: nowhere

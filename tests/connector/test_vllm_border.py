@@ -24,8 +24,10 @@ from hypothesis import strategies as st
 from pdx.engine.plan import WorkerNews
 from pdx.engine.request import parse_params
 from pdx.errors import ConfigError, LayoutError, ProtocolError
+from pdx.memory.keys import chunk_key
 from pdx.memory.layout import KvLayout
-from pdx.wire.messages import EngineFacts
+from pdx.wire.messages import EngineFacts, Model
+from pdx.wire.tokens import chunk_keys
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -44,7 +46,7 @@ with warnings.catch_warnings():
     from pdx.vllm import connector, releases
     from pdx.vllm.connector import _checked_config, tail_hash
     from pdx.vllm.facts import facts_of
-    from pdx.vllm.identity import layout_of, model_identity
+    from pdx.vllm.identity import layout_of, model_identity, naming_of
 
 # ---- the model's identity -------------------------------------------------------------------
 
@@ -62,7 +64,8 @@ def model_of(folder: Path, **changes: Any) -> Any:
     fields = {
         "model": str(folder), "revision": None, "dtype": "bfloat16", "quantization": None, "seed": 0,
         "hf_config": SimpleNamespace(to_dict=lambda: config), "max_model_len": 4096, "generation_config": "auto",
-        "override_generation_config": {}, "get_diff_sampling_param": dict, "logits_processors": None, **changes,
+        "override_generation_config": {}, "get_diff_sampling_param": dict, "logits_processors": None,
+        "get_vocab_size": lambda: 32_000, **changes,
     }  # fmt: skip
     return SimpleNamespace(**fields)
 
@@ -464,9 +467,11 @@ def test_logits_processors_that_are_installed_and_watermarks_look_back(
 
 def test_the_scheduler_half_tells_the_facts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    monkeypatch.setattr(connector, "SchedulerHalf", lambda *given: told.append(given[-1]))
+    monkeypatch.setattr(connector, "SchedulerHalf", lambda *given: told.append(given[-2:]))
     connector_of(folder, KVConnectorRole.SCHEDULER).set_xfer_handshake_metadata({})
-    assert told == [EngineFacts(4096, 0, False)]
+    ((facts, naming),) = told
+    assert facts == EngineFacts(4096, 0, False)
+    assert (naming["vocabulary"], len(naming["root"])) == ("32000", 64)
 
 
 # ---- hooks ----------------------------------------------------------------------------------
@@ -718,6 +723,42 @@ VARIANTS: dict[str, Any] = {
 def test_adapter_salt_and_pictures_are_part_of_a_tails_hash() -> None:
     hashes = {name: tail_hash(request, None, 0, 40) for name, request in VARIANTS.items()}
     assert len(set(hashes.values())) == len(VARIANTS)
+
+
+# ---- keys, as others make them --------------------------------------------------------------
+
+BLOCK_TOKENS, PER_CHUNK = 4, 3
+SALTS = st.none() | st.sampled_from(["cache_salt", "a", "é"]) | st.text(max_size=300)
+
+
+def theirs(tokens: list[int], salt: str | None, algorithm: str) -> list[bytes]:
+    """The block hashes of a request in vLLM, which has decoded the salt from what came over HTTP."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    request = vllm_request(tokens, cache_salt=salt.encode().decode() if salt is not None else None)
+    request.num_tokens, request.block_hashes = len(tokens), []
+    return kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name(algorithm))(request)
+
+
+@given(
+    st.lists(st.integers(0, 300_000) | st.sampled_from([23, 24, 255, 256, 65_535, 65_536]), min_size=12, max_size=80),
+    SALTS,
+    st.sampled_from(["sha256", "sha256_cbor"]),
+    st.sampled_from([None, "0", "seed"]),
+)
+def test_who_knows_the_tokens_makes_the_keys_that_the_engine_makes(
+    tokens: list[int], salt: str | None, algorithm: str, seed: str | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("PYTHONHASHSEED") if seed is None else patched.setenv("PYTHONHASHSEED", seed)
+        cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
+        naming = naming_of(SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(get_vocab_size=lambda: 0)))
+        hashes = theirs(tokens, salt, algorithm)
+    shape = {"block_tokens": str(BLOCK_TOKENS), "chunk_tokens": str(BLOCK_TOKENS * PER_CHUNK), "hashing": algorithm}
+    model = Model("e", "", b"l" * 16, {**shape, **naming})
+    assert chunk_keys(model, tokens, salt or "") == [
+        chunk_key(b"l" * 16, bytes(hashed)) for hashed in hashes[PER_CHUNK - 1 :: PER_CHUNK]
+    ]
 
 
 def test_what_comes_before_is_part_of_a_tails_hash() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
 from pdx.testing.waiting import wait_until
-from pdx.wire.messages import VERSION, Hello
+from pdx.wire.messages import VERSION, Hello, decode_to_proxy
 
 
 def test_what_is_counted_while_the_link_tells_what_was_counted_is_told_too(
@@ -93,3 +95,31 @@ def test_one_line_says_where_an_engine_is_attached_and_one_that_it_is_lost(
     assert [line for line in lines if line[0] == "WARNING"] == [
         ("WARNING", f"PDX has lost the node at {address} (pid {first}): this engine runs without it until the next one")
     ]
+
+
+def test_the_fingerprint_that_keys_are_made_with_is_told_at_once_and_to_each_node(
+    place: Path, address: str, start_node: Any
+) -> None:
+    """Between two heartbeats of a node that reports nothing else, and to one that is started later."""
+    context = zmq.Context()
+    proxy = context.socket(zmq.ROUTER)
+    proxy.bind(f"ipc://{place}/proxy.sock")
+
+    def keyed() -> bytes | None:
+        engines = decode_to_proxy(proxy.recv_multipart()[1]).engines if proxy.poll(30_000) else []
+        return engines[0].layout if engines else None
+
+    hello = Hello(VERSION, os.getpid(), "scheduler", engine="e", layout=b"l" * 16)
+    link = NodeLink(ConnectorConfig(node=address, start_node=False), hello, starter=False)
+    try:
+        node = start_node(proxy=f"ipc://{place}/proxy.sock", report_s=60.0)
+        wait_until(lambda: keyed() == b"l" * 16, what="the layout's")
+        link.key_by(b"k" * 16)
+        wait_until(lambda: keyed() == b"k" * 16, what="the new one")
+        node.kill()
+        start_node(proxy=f"ipc://{place}/proxy.sock", report_s=60.0)
+        wait_until(lambda: keyed() == b"k" * 16, what="the new one, at the next node")
+    finally:
+        link.close()
+        context.destroy(linger=0)
+        (place / "proxy.sock").unlink()

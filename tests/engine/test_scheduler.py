@@ -17,9 +17,10 @@ from toy_engine import BLOCK, CHUNK, Request, ToyEngine
 import pdx
 from pdx.engine.step import StepRecord, StepRequest
 from pdx.errors import LayoutError
+from pdx.memory.keys import chunk_key
 from pdx.testing.waiting import wait_until
 from pdx.vllm.step import step_record
-from pdx.wire.messages import Delete
+from pdx.wire.messages import Delete, Models
 
 TRANSFER = {"transfer_id": "reset-" + "r" * 20}
 
@@ -62,6 +63,22 @@ def test_after_a_reset_this_engine_finds_what_it_has_saved_since_and_nothing_old
     other.scheduler.reset()
     other.weights = "newer"
     check(other, engines, prompt, 0)
+
+
+def test_a_controller_is_told_what_an_engine_makes_its_keys_with_after_a_reset(
+    engines: Any,
+) -> None:
+    engine = engines()
+    with attached(engines.node.address, kind="controller") as controller:
+
+        def told() -> list[bytes]:
+            return [model.layout for model in controller.ask(Models()).models]
+
+        (before,) = told()
+        engine.scheduler.reset()
+        wait_until(lambda: told() != [before], what="another fingerprint is told")
+        request = Request("r", tokens(40, CHUNK))
+        assert engine.scheduler.track(request).chunk_keys(1) == [chunk_key(told()[0], request.block_hashes[-1])]
 
 
 MOMENTS = {"asked", "decided", "allocated", "loading", "loaded", "computing", "computed", "generating"}

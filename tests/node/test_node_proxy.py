@@ -110,6 +110,16 @@ def test_load_and_room_are_in_the_report(node, proxy, attach):
     worker.ask(Abort(slots))
 
 
+def test_how_engines_name_their_chunks_is_in_the_report_as_soon_as_it_changes(node, proxy, attach):
+    scheduler = attach(node, kind="scheduler", engine="e", layout=b"l" * 16, shape={"root": "00ff"})
+    (engine,) = proxy.report_where(lambda report: report.engines).engines
+    assert (engine.layout, engine.shape) == (b"l" * 16, {"root": "00ff"})
+    scheduler.tell(Ping(keyed=b"k" * 16))
+    assert proxy.report_where(lambda report: report.engines).engines[0].layout == b"k" * 16
+    scheduler.tell(Ping())
+    assert proxy.report_where(lambda report: report.engines).engines[0].layout == b"l" * 16
+
+
 def test_marks_arrive_once_and_in_order(node, proxy, attach):
     scheduler = attach(node, kind="scheduler", engine="e")
     for number in range(100):

@@ -11,7 +11,7 @@ from msgspec import inspect
 from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 
-TEXT = "abcdef0123456789"  # good for every pattern there is
+TEXTS = ("abcdef0123456789", "abcdef-0123456789", "abcdef")  # for every pattern there is, one of them is good
 
 
 def within(kind):
@@ -26,8 +26,9 @@ def within(kind):
         case inspect.StrType(pattern=None):
             most = min(kind.max_length or 20, 20)
             return st.text(st.characters(codec="utf-8"), min_size=kind.min_length or 0, max_size=most)
-        case inspect.StrType(min_length=None, max_length=None):
-            return st.from_regex(re.compile(kind.pattern, re.ASCII))
+        case inspect.StrType(min_length=None):
+            most = kind.max_length if kind.max_length is not None else 1 << 20
+            return st.from_regex(re.compile(kind.pattern, re.ASCII)).filter(lambda text: len(text) <= most)
         case inspect.StrType():
             return st.from_regex(f"[0-9a-zA-Z_-]{{{kind.min_length},{kind.max_length}}}", fullmatch=True)
         case inspect.BytesType():
@@ -68,7 +69,7 @@ def beyond(kind):
             yield from ["x" * (kind.min_length - 1)] if kind.min_length else []
             if kind.pattern:
                 yield from ["x" * 20 + bad for bad in ("\n", " ", "/", "\0", ".", "é", "\n\n")]
-                yield from ["\n" + "x" * 20, "x" * 65, ""]
+                yield from ["\n" + "x" * 20, "x" * 65, *([] if re.search(kind.pattern, "") else [""])]
         case inspect.BytesType():
             yield from [1, None, []]
             yield b"k" * (kind.max_length + 1)
@@ -82,13 +83,17 @@ def beyond(kind):
             yield from [] if isinstance(kind.item_type, inspect.ListType) else [[[0]]]
             yield [valid(kind.item_type)] * (kind.max_length + 1) if kind.max_length is not None else None
         case inspect.DictType():
-            yield from [None, [], "dict", {1: 1}, {"a": None}, {"a": "b"}, {"A b": 1}]
+            yield from [None, [], "dict"]
+            name, value = valid(kind.key_type), valid(kind.value_type)
+            yield from ({bad: value} for bad in beyond(kind.key_type) if isinstance(bad, (str, int)))
+            yield from ({name: bad} for bad in beyond(kind.value_type))
         case inspect.UnionType():
             for member in kind.types:
                 if not isinstance(member, (inspect.NoneType, inspect.StructType)):
                     yield from (bad for bad in beyond(member) if bad is not None)
         case inspect.StructType():
-            yield from [None, 1, "x", {}, []]
+            yield from [None, 1, "x", {}]
+            yield from [[]] if kind.tag is not None or any(field.required for field in kind.fields) else []
 
 
 def valid(kind):
@@ -99,7 +104,7 @@ def valid(kind):
         case inspect.FloatType():
             return 1.0
         case inspect.StrType():
-            return TEXT
+            return next(text for text in TEXTS if re.search(kind.pattern or "", text))
         case inspect.BytesType():
             return b"k" * min(KEY_BYTES, kind.max_length or KEY_BYTES)
         case inspect.BoolType():

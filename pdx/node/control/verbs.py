@@ -208,7 +208,7 @@ class Controls:
 
     def _list(self, ask: List) -> Listing:
         named = {
-            session.layout: f"{session.hello.shape.get('model', '')} ({session.hello.engine})"
+            session.hello.layout: f"{session.hello.shape.get('model', '')} ({session.hello.engine})"
             for session in self._sessions
             if session.hello.layout
         }

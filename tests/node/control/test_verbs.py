@@ -27,6 +27,7 @@ from pdx.wire.messages import (
     List,
     Models,
     Move,
+    Ping,
     PinIn,
     Recode,
     Release,
@@ -204,6 +205,15 @@ def test_ls_counts_memory_by_model_and_session(bed):
     wire.ask(Clear(Selection(list(contents_of(100, 5))), "host"))
     assert wire.ask(List()).models == [Kept(f"0123abcd ({'e' * 16})", 3, 3 * CHUNK_BYTES)]
     assert [(model.layout, model.shape) for model in wire.ask(Models()).models] == [(LAYOUT, SHAPE)]
+
+
+def test_an_engine_that_was_reset_names_its_chunks_otherwise_and_is_listed_as_before(bed):
+    node, engine, wire = bed
+    engine.save(contents_of(0, 3))
+    engine.scheduler.ask(Ping(keyed=b"k" * 16))
+    assert [model.layout for model in wire.ask(Models()).models] == [b"k" * 16]
+    engine.save(contents_of(100, 5))
+    assert wire.ask(List()).models == [Kept(f"0123abcd ({'e' * 16})", 8, 8 * CHUNK_BYTES)]
 
 
 def test_a_codec_that_is_not_known(bed):

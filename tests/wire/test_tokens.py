@@ -1,0 +1,89 @@
+"""Keys made of tokens: what is pinned, and what is refused; `tests/connector` holds them against vLLM's own hashes."""
+
+import hashlib
+
+import pytest
+
+from pdx.errors import SelectionError
+from pdx.memory.keys import chunk_key
+from pdx.wire.messages import MAX_KEYS, Model
+from pdx.wire.tokens import chunk_keys, chunk_tokens, num_shards
+
+LAYOUT = b"l" * 16
+SHAPE = {
+    "block_tokens": "2", "chunk_tokens": "4", "num_shards": "2", "hashing": "sha256_cbor", "root": "00" * 32,
+    "salt_tag": "cache_salt", "vocabulary": "1000",
+}  # fmt: skip
+
+
+def model(layout=LAYOUT, **changes):
+    return Model("engine", "", layout, {name: text for name, text in {**SHAPE, **changes}.items() if text is not None})
+
+
+def hashed(hexes):
+    return hashlib.sha256(bytes.fromhex(hexes)).digest()
+
+
+def test_a_key_is_made_of_the_bytes_that_rfc_8949_says():
+    """By hand: an array of the parent, an array of two numbers, and null or an array of the salt's two texts."""
+    salt = "81 82 6a 63616368655f73616c74 62 c3a9"
+    first = hashed(f"83 5820 {'00' * 32} 82 01 1903e7 {salt}")
+    second = hashed(f"83 5820 {first.hex()} 82 17 1818 f6")
+    assert chunk_keys(model(), [1, 999, 23, 24, 5], "é") == [chunk_key(LAYOUT, second)]
+
+
+@pytest.mark.parametrize(
+    ("model_", "tokens", "salt"),
+    [
+        (model(), [1, 2, 3, 5], ""),
+        (model(), [1, 2, 3, 4], "salt"),
+        (model(b"k" * 16), [1, 2, 3, 4], ""),
+        (model(root="01" * 32), [1, 2, 3, 4], ""),
+        (model(hashing="sha256"), [1, 2, 3, 4], ""),
+        (model(block_tokens="4"), [1, 2, 3, 4], ""),
+    ],
+)
+def test_whatever_differs_makes_another_key(model_, tokens, salt):
+    assert chunk_keys(model_, tokens, salt) != chunk_keys(model(), [1, 2, 3, 4])
+
+
+def test_a_longer_prompt_begins_with_the_keys_of_a_shorter_one():
+    keys = chunk_keys(model(), list(range(12)))
+    assert keys[:2] == chunk_keys(model(), list(range(11)))
+    assert len(set(keys)) == 3
+
+
+def test_numbers_are_read_from_the_shape():
+    assert (chunk_tokens(model()), num_shards(model())) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "words"),
+    [
+        ({}, [1, 2, 3], "3 tokens fill no chunk of engine 'engine': one has 4 tokens"),
+        ({}, [], "0 tokens fill no chunk"),
+        ({}, [1, 2, 3, 1000], r"token 3 is 1000: engine 'engine' knows 1,000 tokens"),
+        ({}, [1, -2, 3, 4], "token 1 is -2"),
+        ({"vocabulary": None}, [1, 2, 3, 1 << 31], "no model knows so many"),
+        ({"vocabulary": "all"}, [1, 2, 3, 1 << 31], "no model knows so many"),
+        ({}, [1, 2, "3", 4], "token 2 is '3': ids of tokens are whole numbers"),
+        ({}, [1, 2, True, 4], "token 2 is True"),
+        ({}, [1, 2, 3.0, 4], "token 2 is 3.0"),
+        ({"root": None}, [1, 2, 3, 4], "in a way that only it knows"),
+        ({"root": "xyz"}, [1, 2, 3, 4], "in a way that only it knows"),
+        ({"hashing": "xxhash"}, [1, 2, 3, 4], "'xxhash', which is not known here"),
+        ({"chunk_tokens": None}, [1, 2, 3, 4], "has not told its chunk_tokens"),
+        ({"block_tokens": "many"}, [1, 2, 3, 4], "has not told its block_tokens"),
+        ({"block_tokens": "0"}, [1, 2, 3, 4], "has not told its block_tokens"),
+    ],
+)
+def test_tokens_that_name_no_chunk_are_refused(changes, tokens, words):
+    with pytest.raises(SelectionError, match=words):
+        chunk_keys(model(**changes), tokens)
+
+
+def test_more_chunks_than_a_message_holds_are_refused():
+    whole = [1, 2, 3, 4] * MAX_KEYS
+    assert len(chunk_keys(model(), [*whole, 1, 2, 3])) == MAX_KEYS
+    with pytest.raises(SelectionError, match="more than 16384 chunks"):
+        chunk_keys(model(), [*whole, 1, 2, 3, 4])
