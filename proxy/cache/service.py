@@ -60,11 +60,11 @@ class CacheControl:
         self._instances = Instances(members=control.members, silent_s=config.heartbeat_timeout_s, clock=clock)
         self._orders = Orders(control.order, counters=counters, faults=faults)
         self._controllers = Controllers(control, self._instances, self._orders, counters=counters, faults=faults)
-        verbs = Verbs(self._instances, self._orders, Prompts(self._instances, self._tokenize), index=index)
+        self._verbs = Verbs(self._instances, self._orders, Prompts(self._instances, self._tokenize), index=index)
         token = Token(config.cache_token_file) if config.cache_token_file else None
         largest = config.max_body_bytes
         self._routes = Routes(
-            verbs,
+            self._verbs,
             Access(token, counters=counters, faults=faults, clock=clock),
             intake=Intake(each_bytes=largest, all_bytes=_ALL_BODIES * largest, progress_s=config.body_timeout_s),
             metrics=metrics,

@@ -53,7 +53,8 @@ from pdx.wire.messages import (
 
 _AGAIN_S = 0.02  # until a node is asked again whose tiers had not answered, then twice as long each time …
 _MOST_AGAIN_S = 0.5  # … up to this
-Index = Callable[[Sequence[bytes]], Mapping[str, Mapping[str, int]]]
+ANY_TIER = "any"  # of an index: leading keys that one tier or another has
+Index = Callable[[Sequence[bytes]], tuple[Mapping[str, Mapping[str, int]], bool]]
 Json = dict[str, Any]
 
 
@@ -61,7 +62,8 @@ class Verbs:
     """All calls on one event loop. Each method raises what `pdx.errors` says of its body, its node, or its chunks."""
 
     def __init__(self, instances: Instances, orders: Orders, prompts: Prompts, *, index: Index | None = None) -> None:
-        """`index`: of some keys, how many leading ones each tier of each node has; None: nodes are asked."""
+        """`index`: of some keys, how many leading ones each tier of each node has, and whether that is known of all
+        nodes; where it is not, and without an index, nodes are asked."""
         self._instances = instances
         self._orders = orders
         self._prompts = prompts
@@ -81,16 +83,24 @@ class Verbs:
             "chunk_tokens": chosen.chunk_tokens,
             "unit": "tokens" if chosen.chunk_tokens else "chunks",
             "source": "nodes",
+            "hits": {},
             "instances": {},
             "pinned": {},
             "asking": {},
             "errors": {},
         }
         if self._index is not None and keys and not body.ask:
-            found = self._index(keys)
-            hits = {name: dict(found.get(name, {})) for name in nodes}
-            answer["instances"] = {name: _scaled(tiers, unit) for name, tiers in hits.items()}
-            return {**answer, "source": "index"}
+            found, is_complete = self._index(keys)
+            if is_complete:
+                for name, instance in nodes.items():
+                    if problem := self._instances.problem(instance):
+                        text = f"node {name!r} {problem}"
+                        answer["errors"][name] = {"type": NodeUnavailable.__name__, "message": text}
+                        continue
+                    tiers = _scaled(found.get(name, {}), unit)
+                    answer["hits"][name] = tiers.pop(ANY_TIER, 0)
+                    answer["instances"][name] = tiers
+                return {**answer, "source": "index"}
         asked = {name: self._found(name, chosen.selection, body.wait_s) for name in nodes}
         for name, outcome in (await _together(asked)).items():
             if isinstance(outcome, Refused):
@@ -100,10 +110,12 @@ class Verbs:
                 continue
             assert isinstance(outcome, Found)
             answer["chunks"] = max(answer["chunks"], outcome.chunks)
+            answer["hits"][name] = outcome.hits * unit
             answer["instances"][name] = _scaled(outcome.tiers, unit)
-            for field in ("pinned", "asking"):
-                if told := getattr(outcome, field):
-                    answer[field][name] = _scaled(told, unit) if field == "pinned" else told
+            if outcome.pinned:
+                answer["pinned"][name] = _scaled(outcome.pinned, unit)
+            if outcome.asking:
+                answer["asking"][name] = outcome.asking
         return answer
 
     async def _found(self, node: str, what: Selection, wait_s: float) -> Outcome:

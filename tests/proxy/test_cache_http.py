@@ -48,6 +48,7 @@ def test_a_lookup_asks_all_nodes_and_tells_tokens_by_node_and_tier(tmp_path):
             await until_told(made)
             told = await made.ok("lookup", tokens=tokens, salt="s")
             assert told["instances"] == {"a": {"memory": 32, "disk": 64}, "b": {"memory": 0}}
+            assert told["hits"] == {"a": 64, "b": 0}
             assert told["pinned"] == {"a": {"memory": 32}}
             assert (told["chunks"], told["tokens"], told["unit"], told["source"]) == (3, 96, "tokens", "nodes")
             keys = chunk_keys(Model("engine", "", LAYOUT, SHAPE), tokens, "s")
@@ -92,6 +93,25 @@ def test_tiers_that_have_not_answered_are_asked_again(tmp_path):
             node.answers = lambda _: Found(1, 0, {}, asking=["remote"])
             told = await made.ok("lookup", **SAID, wait_s=0.2)
             assert told["asking"] == {"a": ["remote"]}
+
+    run(main)
+
+
+def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a", "b") as made:
+            verbs = made.made.proxy._cache._verbs
+            known = {"a": {"any": 2, "memory": 1, "disk": 2}}
+            verbs._index = lambda keys: (known if keys == KEYS.keys else {}, True)
+            told = await made.ok("lookup", **SAID)
+            assert told["instances"] == {"a": {"memory": 1, "disk": 2}, "b": {}}
+            assert (told["hits"], told["source"]) == ({"a": 2, "b": 0}, "index")
+            assert made.nodes["a"].verbs == []
+            assert (await made.ok("lookup", **SAID, ask=True))["source"] == "nodes"
+            verbs._index = lambda _: (known, False)
+            assert (await made.ok("lookup", **SAID))["source"] == "nodes"
+            assert (await made.ok("lookup", request="r"))["source"] == "nodes"
+            assert len(made.nodes["a"].verbs) == 3
 
     run(main)
 
