@@ -134,6 +134,7 @@ class SimulatedNode:
         self.service.store.refresh([chunk for key in keys for chunk in self.service.store.of(key)])
 
     def _ask(self, session: Session, ask: Ask) -> Answer | None:
+        self._tick()
         self.is_touched = True
         session.last_seq += 1
         return self.service.handle(session, ask)
@@ -141,14 +142,17 @@ class SimulatedNode:
     def turn(self) -> None:
         """A turn of the control loop: copies go on, and late answers are given. To be called after each event."""
         self.is_touched = False
-        if self._clock.now >= self._tick_at:
-            self._tick_at = self._clock.now + TICK_S
-            self.service.tick()
+        self._tick()
         self.service.turn()
         for _, number, answer in self.service.admissions.late_answers():
             if isinstance(answer, Admitted):
                 self.is_touched = True
                 self._late.pop(number)(answer)
+
+    def _tick(self) -> None:
+        if self._clock.now >= self._tick_at:
+            self._tick_at = self._clock.now + TICK_S
+            self.service.tick()
 
     @property
     def due_in(self) -> float:

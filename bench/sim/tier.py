@@ -162,8 +162,10 @@ class ModelledTier(Tier):
         self._cancelled.add(copy.number)
 
     def over(self, copy: Copy) -> None:
-        """See `Tier.over`."""
+        """See `Tier.over`. What was stored counts as used now."""
         self._cancelled.discard(copy.number)
+        if not copy.is_load:
+            self._touch([key for key in copy.keys if key in self._held])
 
     def evict(self, keys: Iterable[bytes]) -> int:
         """See `Tier.evict`."""
