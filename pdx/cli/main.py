@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "pdx.cli.doctor:doctor",
     "bench": "pdx.cli.main:bench",
     "plan": "pdx.bench.plan.command:plan",
+    "sim": "pdx.bench.sim.command:sim",
 }
 BENCHES = {
     "breakdown": "pdx.bench.breakdown.command:breakdown",

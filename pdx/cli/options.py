@@ -137,7 +137,7 @@ _OF_NODES = (
         "--policy",
         default="lru",
         metavar="NAME",
-        help="Which chunks leave memory first: lru, lfu, fifo, s3fifo, sieve or ttl:SECONDS.",
+        help="Which chunks leave memory first: lru, lfu, fifo, s3fifo, gittins, sieve or ttl:SECONDS.",
     ),
     option(
         "--salt-quota",

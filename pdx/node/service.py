@@ -27,6 +27,7 @@ from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.disk.tier import DiskTier
 from pdx.store.lifecycle import State
+from pdx.store.policies.by_name import Maker
 from pdx.store.policies.by_name import find as find_policy
 from pdx.store.remote.backend import RemoteSettings, open_backend
 from pdx.store.remote.tier import RemoteTier
@@ -81,8 +82,11 @@ class Service:
         arenas: Sequence[Arena],
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        policy: Maker | None = None,
     ) -> None:
-        """`arenas`: the first is where peers read and write; the others are those of GPUs.
+        """`arenas`: the first is where peers read and write; the others are those of GPUs. `policy`: in place of the
+        eviction policy that `config` names.
 
         :raises ConfigError: there is no such eviction policy.
         """
@@ -94,7 +98,12 @@ class Service:
         self.name = node_name(config)
         nbytes = round_up(config.arena_bytes)
         self.store = Store(
-            arena, clock, nbytes=nbytes, more=arenas[1:], policy=find_policy(config.policy), quota=config.salt_quota
+            arena,
+            clock,
+            nbytes=nbytes,
+            more=arenas[1:],
+            policy=policy or find_policy(config.policy, clock),
+            quota=config.salt_quota,
         )
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
@@ -105,6 +114,7 @@ class Service:
             group_bytes=config.group_bytes,
             counters=self.counters,
             tracer=tracer_for(config.trace, self.name),
+            clock_ns=lambda: int(clock() * 1e9),
         )
         self.tiers = Tiers(
             self.store,
