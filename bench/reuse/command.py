@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pdx.bench.systems.system import Bed, System
 
 WORKLOADS = ("documents", "sessions")
-QUICK = {"documents": 6, "tokens": 1000, "sessions": 6, "turns": 3, "loads": (0.6, 0.9), "repeats": 1}
+QUICK = {"documents": 6, "tokens": 1000, "sessions": 6, "turns": 3, "loads": (0.6, 1.0), "repeats": 1}
 MIB = 1 << 20
 ROOM = 1.25  # of what keeps KV, over everything that is asked for again
 SLACK = 2  # blocks
@@ -47,18 +47,17 @@ NUMBERS = listed(_above_0)
 @option("--systems", default="recompute,own-cache,pdx-both", help="What is compared; all: everything.")
 @option("--workloads", default=",".join(WORKLOADS), type=NAMES, help="documents, sessions.")
 @option("--documents", metavar="N", default=8, type=click.IntRange(2, 10_000), help="Long documents.")
-@option("--tokens", metavar="N", default=3000, type=click.IntRange(16), help="Of a document.")
+@option("--tokens", metavar="N", default=2000, type=click.IntRange(16), help="Of a document.")
 @option("--question-tokens", metavar="N", default=32, type=click.IntRange(1), help="Of a question about it.")
 @option("--rounds", metavar="N", default=2, type=click.IntRange(1), help="Questions about each at each load.")
 @option("--sessions", metavar="N", default=8, type=click.IntRange(2, 10_000), help="Chats at each load.")
-@option("--turns", metavar="N", default=4, type=click.IntRange(2), help="Requests of a chat.")
+@option("--turns", metavar="N", default=3, type=click.IntRange(2), help="Requests of a chat.")
 @option("--first-tokens", metavar="N", type=click.IntRange(1), help="Of its first message. [default: half a document]")
 @option("--message-tokens", metavar="N", default=200, type=click.IntRange(1), help="Of its later messages.")
-@option("--think", "think_s", default=0.5, type=click.FloatRange(0), metavar="S", help="Mean pause before them.")
 @option("--output-tokens", default=16, type=click.IntRange(2, 4096), help="Of each answer.")
-@option("--loads", default="0.4,0.6,0.8,0.95", type=NUMBERS, help="Shares of what the system answers in a burst.")
+@option("--loads", default="0.5,0.75,1", type=NUMBERS, help="Rates, as shares of what the system answers in a burst.")
 @option("--rates", default="", type=NUMBERS, help="Requests per second, Poisson, in place of --loads; inf: a burst.")
-@option("--targets", default="1.5,2,4", type=NUMBERS, help="TTFT, in times of computing alone.")
+@option("--targets", default="2,4", type=NUMBERS, help="TTFT, in times of computing alone.")
 @option("--repeats", metavar="N", default=2, type=click.IntRange(1, 1000), help="How often all is measured.")
 @option("--gbit", default=15.0, type=click.FloatRange(0, min_open=True), help="Gb/s to the store for all hosts.")
 @option("--seed", default=0, help="Of arrivals, pauses and which document is when.")

@@ -31,20 +31,21 @@ class Reached:
 
 
 def reached(curve: Sequence[tuple[float, float]], target_ms: float) -> Reached | None:
-    """Of (requests per second, ms): how many requests per second the target allows; None: not even the lowest load.
+    """Of (requests per second, ms), by rising load: how many requests per second the target allows; None: not even the
+    lowest load.
 
-    Loads are raised until one misses the target; between that and the one before, times are taken to grow
-    exponentially.
+    The load is raised until it misses the target; between that and the one before, times are taken to grow
+    exponentially. A higher load that answers fewer requests adds none.
     """
     met: tuple[float, float] | None = None
-    for per_s, ms in sorted(curve):
+    for per_s, ms in curve:
         if ms <= target_ms:
-            met = (per_s, ms)
+            met = (per_s if met is None else max(per_s, met[0]), ms)
             continue
         if met is None:
             return None
         share = math.log(target_ms / met[1]) / math.log(ms / met[1])
-        return Reached(met[0] + share * (per_s - met[0]), is_least=False)
+        return Reached(met[0] + share * max(0.0, per_s - met[0]), is_least=False)
     return None if met is None else Reached(met[0], is_least=True)
 
 
@@ -69,12 +70,14 @@ def itl(point: Point, share: float) -> float:
 
 
 def curve(result: Result, system: str, workload: str, repeat: int, share: float) -> list[tuple[float, float]]:
-    """(requests per second, TTFT in ms) of each load that was offered at a rate."""
-    return [
-        (point.requests_per_s, ttft(point, share))
+    """(answered requests per second, TTFT in ms) of each load that is not one request at a time, by rising load."""
+    points = [
+        point
         for point in result.points
-        if (point.system, point.workload, point.repeat) == (system, workload, repeat) and point.rate is not None
+        if (point.system, point.workload, point.repeat) == (system, workload, repeat) and point.load != FIRST
     ]
+    points.sort(key=lambda point: math.inf if point.rate is None else point.rate)
+    return [(point.requests_per_s, ttft(point, share)) for point in points]
 
 
 def targets_ms(result: Result, workload: str, repeat: int) -> list[tuple[float, float]]:
@@ -207,8 +210,8 @@ def known_tokens(result: Result, point: Point) -> float:
     block = int(result.model["block_tokens"])
     if point.workload == "documents":
         return len(point.asked) * (int(result.settings["tokens"]) // block * block)
-    # What a session said before is there when it goes on; of the last answer's tokens all but the last are computed.
-    before = {(each.session, each.turn + 1): each.prompt_tokens + len(each.token_ids) - 1 for each in point.asked}
+    # What a session asked before; its last answer may just be on its way to what keeps it.
+    before = {(each.session, each.turn + 1): each.prompt_tokens for each in point.asked}
     return sum(before.get((each.session, each.turn), 0) // block * block for each in point.asked)
 
 

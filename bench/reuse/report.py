@@ -8,10 +8,11 @@ import msgspec
 from rich.table import Table
 
 from pdx.bench.harness.report import as_text, console
-from pdx.bench.reuse import records
+from pdx.bench.reuse import plots, records
 from pdx.bench.reuse.figures import figures, itl, systems_of, ttft
 from pdx.bench.reuse.records import Point, Result
 from pdx.bench.reuse.workload import titled
+from pdx.errors import ConfigError
 
 RESULT = "result.json"
 BENCH = "reuse"
@@ -52,9 +53,22 @@ def write(result: Result, folder: Path) -> list[Path]:
         "model": result.model,
         "is_complete": result.is_complete,
     }
+    pictures = _draw(result, folder)
+    console.print(
+        f"in {folder}: {', '.join([RESULT, f'{BENCH}.json', *(path.name for path in pictures)])}", markup=False
+    )
     title = "reuse under load" + ("" if result.is_complete else ", interrupted")
     (folder / f"{BENCH}.json").write_text(as_text(BENCH, title, found, details, {}))
-    return []
+    return pictures
+
+
+def _draw(result: Result, folder: Path) -> list[Path]:
+    try:
+        drawn = plots.draw(result, folder / f"{BENCH}.png")
+    except ConfigError as error:
+        console.print(f"no picture: {error}", markup=False)
+        return []
+    return [] if drawn is None else [drawn]
 
 
 def table(result: Result, workload: str) -> Table:

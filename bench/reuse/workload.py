@@ -31,7 +31,6 @@ class Settings:
     turns: int  # of a session
     first_tokens: int  # of a session's first message
     message_tokens: int  # of its later ones
-    think_s: float
     output_tokens: int
     loads: tuple[float, ...]  # shares of what the system answers in a burst
     rates: tuple[float, ...]  # requests per second in place of `loads`; inf: a burst
@@ -142,11 +141,13 @@ def _shape(settings: Settings, turn: Turn, rate: float | None) -> Shape:
         requests=settings.turns * (1 if rate is None else settings.sessions),
         input_tokens=settings.first_tokens,
         output_tokens=settings.output_tokens,
-        rate=math.inf if rate is None else rate,
+        # First messages come at this rate. A session then pauses as long as each of the others needs for one request,
+        # so that about so many requests come later, too, and the others' KV comes between two of its own.
+        rate=math.inf if rate is None else rate * settings.turns,
         seed=seed,
         rounds=settings.turns,
         message_tokens=settings.message_tokens,
-        think_s=0.0 if rate is None else settings.think_s,
+        think_s=0.0 if rate is None else settings.sessions / rate,
     )
 
 
