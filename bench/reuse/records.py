@@ -28,7 +28,7 @@ class Asked(msgspec.Struct, frozen=True):
     itl_ms: list[float]  # between events that carry tokens; a late server puts several tokens into one
     prompt_tokens: int
     token_ids: list[int]  # of the answer
-    is_same: bool | None = None  # as the answer of the engine that computes everything; None: there was none
+    is_same: bool | None = None  # as the reference's answer; None: there was none, or it is that
 
 
 class Point(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from pdx.bench.harness.interrupts import Interrupts, undisturbed, whole
 from pdx.bench.harness.prompts import Prompts, model_facts
 from pdx.bench.harness.report import machine
 from pdx.bench.reuse import records, report
-from pdx.bench.reuse.figures import ORACLE
+from pdx.bench.reuse.figures import reference
 from pdx.bench.reuse.player import Player
 from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, Asked, Point, Result
 from pdx.bench.reuse.systems import SOURCES, CentralRunning, Source
@@ -187,11 +187,12 @@ class Reuse:
 
 
 def compare(points: list[Point]) -> None:
-    """Each answer with that of the engine that computes everything, once both are there."""
-    right = {_key(point): point for point in points if point.system == ORACLE}
+    """Each answer with the reference's, once both are there."""
+    right_one = reference(points)
+    right = {_key(point): point for point in points if point.system == right_one}
     for at, point in enumerate(points):
         computed = right.get(_key(point))
-        if computed is not None and point.system != ORACLE and any(each.is_same is None for each in point.asked):
+        if computed is not None and point.system != right_one and any(each.is_same is None for each in point.asked):
             points[at] = msgspec.structs.replace(point, asked=list(_compared(point.asked, computed.asked)))
 
 

@@ -16,6 +16,7 @@ from pdx.bench.serve.workloads import Passage, Session, Shape, Workload, plan
 from pdx.errors import ConfigError
 
 TOGETHER = 3  # requests that an engine's small KV cache holds at once
+ALONE = 3  # sessions that are asked one at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def sessions_of(settings: Settings, turn: Turn, burst_per_s: float | None) -> li
 
 
 def _shape(settings: Settings, turn: Turn, rate: float | None) -> Shape:
-    """`rate`: None: once about each document; one session."""
+    """`rate`: None: once about each document; `ALONE` sessions."""
     seed = settings.seed + turn.repeat
     if turn.workload == DOCUMENTS:
         return Shape(
@@ -138,7 +139,7 @@ def _shape(settings: Settings, turn: Turn, rate: float | None) -> Shape:
         )
     return Shape(
         workload=Workload.CHAT,
-        requests=settings.turns * (1 if rate is None else settings.sessions),
+        requests=settings.turns * (min(ALONE, settings.sessions) if rate is None else settings.sessions),
         input_tokens=settings.first_tokens,
         output_tokens=settings.output_tokens,
         # First messages come at this rate. A session then pauses as long as each of the others needs for one request,
