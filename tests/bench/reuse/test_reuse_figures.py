@@ -50,7 +50,8 @@ def test_what_a_target_allows():
 
 
 def test_a_load_is_raised_until_one_misses():
-    """One that meets the target again is chance."""
+    """One that meets the target again is chance, also where no lower one has met it."""
+    assert reached([(1.0, 400.0), (2.0, 100.0)], 200.0) is None
     assert reached([(1.0, 100.0), (2.0, 400.0), (3.0, 100.0)], 200.0).per_s == pytest.approx(1.5)
     # More requests came, and fewer were answered: the target allows what the load before answered.
     assert reached([(2.0, 100.0), (1.9, 400.0)], 200.0).per_s == pytest.approx(2.0)
