@@ -26,6 +26,7 @@ COMMANDS = {
 }
 BENCHES = {
     "breakdown": "pdx.bench.breakdown.command:breakdown",
+    "reuse": "pdx.bench.reuse.command:reuse",
     "transfer": "pdx.bench.harness.commands:transfer",
     "store": "pdx.bench.harness.commands:store",
     "proxy": "pdx.bench.harness.commands:proxy",
@@ -71,6 +72,7 @@ def bench() -> None:
 
     \b
     Where does a request's time go?      pdx bench breakdown
+    What is it worth to keep KV?         pdx bench reuse
     How fast is each channel here?       pdx bench transfer
     And the tiers of the store?          pdx bench store
     What does the proxy cost?            pdx bench proxy
