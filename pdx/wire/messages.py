@@ -497,6 +497,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     stored_bytes: int = 0
     dropped: int = 0  # chunks that were not stored: the tier did not keep up, or took none
     errors: int = 0  # calls that failed, and what was not the chunk that it should be
+    read_bytes: int = 0  # for the loaded bytes: fewer where chunks are encoded …
+    written_bytes: int = 0  # … and for the stored ones
 
 
 class NodeStatus(Message, frozen=True):
