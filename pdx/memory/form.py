@@ -19,7 +19,7 @@ from pdx.memory.layout import KvLayout
 LossyName = Literal["fp8", "int8"]
 Elements = Literal["bf16", "fp16", "fp32"]
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-FORM_PATTERN = r"^(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}\Z"
+FORM_PATTERN = r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}"
 _FORM = re.compile(FORM_PATTERN)
 _MAX_PAGE_BYTES = 1 << 31
 _DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
@@ -57,7 +57,7 @@ def parse_form(text: str) -> Form:
 
     :raises CodecError: it names none.
     """
-    match = _FORM.match(text)
+    match = _FORM.fullmatch(text)
     if match is None:
         raise CodecError(f"{text[:80]!r} is no codec of this release")
     codec, elements, shape = text.split(":")
@@ -83,7 +83,7 @@ def form_of(layout: KvLayout, codec: str) -> Form:
             f"{codec} needs pages of keys and values of {heads} heads, {tokens} tokens and {dim} elements: "
             f"{layout.page_bytes} bytes are not that"
         )
-    inner = "".join(axis for axis in layout.order if axis not in "LB")
+    inner = layout.order[2:] if layout.order[:2] in ("LB", "BL") else ""
     if layout.backend == _HALVES and inner == "HNC":
         return Form(codec, elements, (1, heads, 1, parts, tokens * dim))  # type: ignore[arg-type]
     if inner == "HNC" and not layout.isa:

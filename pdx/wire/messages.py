@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ProtocolError
+from pdx.memory.form import FORM_PATTERN
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Bytes, Slot
 from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
@@ -46,6 +47,7 @@ GpuId = Annotated[str, Meta(max_length=64)]  # UUID, the same for every process 
 PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
 ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
+FormText = Annotated[str, Meta(pattern=rf"^({FORM_PATTERN})?\Z", max_length=96)]  # of a `pdx.memory.form.Form`
 Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
 FieldName = Annotated[str, Meta(pattern=r"^[a-z_]{2,32}\Z")]
 LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
@@ -79,6 +81,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
     priority: Annotated[int, Meta(ge=0, le=9)] = 0  # more is more important
     reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again, which nobody weighs; 0: not known
     salt: Annotated[bytes, Meta(max_length=16)] = b""  # a digest of the cache salt; empty: it has none
+    form: FormText = ""  # the lossy codec by which its chunks are stored below memory; empty: none, which is exact
 
 
 # ---- from a session to its node -----------------------------------------------------------------
