@@ -19,8 +19,7 @@ from pdx.memory.layout import KvLayout
 LossyName = Literal["fp8", "int8"]
 Elements = Literal["bf16", "fp16", "fp32"]
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-FORM_PATTERN = r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}"
-_FORM = re.compile(FORM_PATTERN)
+_FORM = re.compile(r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}")
 _MAX_PAGE_BYTES = 1 << 31
 _DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _HALVES = "CPU_ATTN"  # vLLM's backend that has all keys of a head in front of all its values, packed or not

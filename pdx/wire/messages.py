@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Meta
 
 from pdx.errors import ProtocolError
-from pdx.memory.form import FORM_PATTERN
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Bytes, Slot
 from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
@@ -47,7 +46,7 @@ GpuId = Annotated[str, Meta(max_length=64)]  # UUID, the same for every process 
 PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
 ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
-FormText = Annotated[str, Meta(pattern=rf"^({FORM_PATTERN})?\Z", max_length=96)]  # of a `pdx.memory.form.Form`
+FormText = Annotated[str, Meta(max_length=96)]  # of a `pdx.memory.form.Form`; whoever encodes by it parses it
 Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
 FieldName = Annotated[str, Meta(pattern=r"^[a-z_]{2,32}\Z")]
 LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
