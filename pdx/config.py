@@ -27,6 +27,7 @@ FolderName = Annotated[str, Meta(max_length=4096)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0)]
 StoreChoice = Literal["all", "twice-seen", "write-back"]
+CodecChoice = Literal["none", "lossless"]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -122,7 +123,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disks: Annotated[list[FolderName], Meta(max_length=32)] = []  # folders with chunks as files, each with its part
     disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of the files in each of them
     disk_reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30  # of those disks are left to others, each
+    disk_codec: CodecChoice = "none"  # by which chunks are encoded there, see pdx.store.codecs
     remote: Annotated[str, Meta(max_length=1024)] = ""  # address of a store that nodes share; empty: none
+    remote_codec: CodecChoice = "none"
     remote_ttl_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # what is older is not found there; 0: never too old
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""  # file of certificates that sign its own; empty: the system's
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""  # file; empty: the environment has them
@@ -188,7 +191,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk: FolderName | Annotated[list[FolderName], Meta(max_length=32)] = ""  # one or several: NodeConfig.disks …
     disk_limit: str | int = "100GiB"  # … and there, for this and what follows
     disk_reserve: str | int = "1GiB"
+    disk_codec: CodecChoice = "none"
     remote: Annotated[str, Meta(max_length=1024)] = ""
+    remote_codec: CodecChoice = "none"
     remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
@@ -216,7 +221,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "disks": disks,
             "disk_limit_bytes": parse_bytes(self.disk_limit),
             "disk_reserve_bytes": parse_bytes(self.disk_reserve),
+            "disk_codec": self.disk_codec,
             "remote": self.remote,
+            "remote_codec": self.remote_codec,
             "remote_ttl_s": self.remote_ttl,
             "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
             "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from pdx.config import NodeOptions, StoreChoice
+from pdx.config import CodecChoice, NodeOptions, StoreChoice
 from pdx.errors import ConfigError
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -93,7 +93,19 @@ _OF_NODES = (
     option("--disk-limit", default="100GiB", metavar="SIZE", help="The most that they take of each of these disks."),
     option("--disk-reserve", default="1GiB", metavar="SIZE", help="So much of each of these disks is left to others."),
     option(
+        "--disk-codec",
+        default="none",
+        type=click.Choice(get_args(CodecChoice)),
+        help="Encode chunks for these disks: they take less there, and time of a core. They come back as they were.",
+    ),
+    option(
         "--remote", default="", metavar="URL", help="Share chunks there: valkey://, rediss:// or s3://BUCKET/PREFIX."
+    ),
+    option(
+        "--remote-codec",
+        default="none",
+        type=click.Choice(get_args(CodecChoice)),
+        help="Encode chunks for the remote store, as with --disk-codec.",
     ),
     option("--remote-ttl", default=0.0, metavar="SECONDS", help="What is older there is not used. [default: no limit]"),
     option("--remote-ca", default="", metavar="FILE", help="Certificates that sign the remote store's own."),

@@ -75,6 +75,11 @@ def parse_hints(params: Any, salt: str | None = None) -> Hints:
         raise ProtocolError(text) from error
 
 
+def parse_codec(params: Any) -> str:
+    """The lossy codec by which a request lets its chunks be stored below memory; empty: none."""
+    return str(params.get("pdx_codec") or "")[:64] if isinstance(params, Mapping) else ""
+
+
 class Asked(NamedTuple):
     """A question to the node: the number of its message, when it was sent, and in which scheduling step."""
 

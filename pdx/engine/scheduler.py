@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import msgspec
 
@@ -17,10 +18,11 @@ from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
-from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
+from pdx.engine.request import TrackedRequest, TransferParams, parse_codec, parse_hints, parse_params
 from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
-from pdx.errors import ProtocolError
+from pdx.errors import LayoutError, ProtocolError
+from pdx.memory.form import form_of, lossy_fingerprint
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
@@ -44,10 +46,15 @@ class SchedulerHalf:
         hasher: BlockHasher,
         facts: EngineFacts | None = None,
         naming: Mapping[str, str] | None = None,
+        keep_apart: Callable[[Any, str], bool] = lambda request, form: not form,
     ) -> None:
         """`naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
-        `hasher` can."""
+        `hasher` can. `keep_apart`: from now on the engine's own cache gives no blocks of this request to another one,
+        nor to it, unless that one was kept apart by the same word; empty: as ever. False: the engine cannot do that.
+        """
         self._layout = layout
+        self._keep_apart = keep_apart
+        self._forms: dict[str, str] = {}  # by lossy codec, what a node calls it for this layout
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, layout, hasher)
         self._requests: dict[str, TrackedRequest] = {}
@@ -79,18 +86,19 @@ class SchedulerHalf:
     def arrived(self, request: EngineRequest) -> None:
         """A new request is in the engine's queue. What its turn will need is asked now, if its turn may come soon; else
         the node is told what will be wanted."""
-        tracked = self.track(request)
+        tracked = self.track(request, is_new=True)
         connection = self._link.connection
         if connection is not None:
             is_soon = len(self._unscheduled) <= EARLY
             (self._lookup.begin if is_soon else self._lookup.expect)(tracked, connection)
 
-    def track(self, request: EngineRequest) -> TrackedRequest:
-        """The request's state; made at its first sight."""
+    def track(self, request: EngineRequest, *, is_new: bool = False) -> TrackedRequest:
+        """The request's state; made at its first sight. `is_new`: it has no block of the engine's own cache yet."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             params, hints = self._params(request)
-            tracked = TrackedRequest(request, self._layout, params, self._fingerprint, hints)
+            hints = msgspec.structs.replace(hints, form=self._form(request, is_new=is_new))
+            tracked = TrackedRequest(request, self._layout, params, self._fingerprint_of(hints), hints)
             self._requests[request.request_id] = tracked
             self._unscheduled.add(request.request_id)
             self._tell_load()
@@ -109,6 +117,31 @@ class SchedulerHalf:
             log.warning("request %s runs without hints: %s", request.request_id, error)
         return params, hints
 
+    def _form(self, request: EngineRequest, *, is_new: bool) -> str:
+        """What is left of its chunks below memory, where it asks for a lossy codec; empty: all of them.
+
+        A request that cannot have the codec gets exact chunks, and never another's that are not.
+        """
+        codec, form = parse_codec(request.kv_transfer_params), ""
+        try:
+            if codec:
+                form = self._forms.get(codec) or str(form_of(self._layout, codec))
+                self._forms[codec] = form
+        except LayoutError as error:
+            self._refuse_codec(request, str(error))
+        if not self._keep_apart(request, form if is_new else "") or (form and not is_new):
+            self._refuse_codec(request, "the engine's own cache would give its blocks to requests that are exact")
+            return ""
+        return form
+
+    def _refuse_codec(self, request: EngineRequest, why: str) -> None:
+        self._link.count("codec_refused")
+        log.warning("request %s is stored exactly, not by the codec it asks for: %s", request.request_id, why)
+
+    def _fingerprint_of(self, hints: Hints) -> bytes:
+        """What keys are made with: of exact chunks, or of those of one form."""
+        return lossy_fingerprint(self._fingerprint, hints.form) if hints.form else self._fingerprint
+
     def _tell_load(self) -> None:
         connection = self._link.connection
         if connection is not None:
@@ -118,7 +151,7 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
-        tracked = self.track(request)
+        tracked = self.track(request, is_new=not local_tokens)
         if tracked.scheduled:
             self._running.discard(request.request_id)
             self._lookup.restart(tracked)
@@ -313,7 +346,7 @@ class SchedulerHalf:
         for tracked in self._requests.values():
             if connection is not None and tracked.epoch == connection.epoch:
                 self._let_go(tracked, connection)
-            tracked.reset(self._fingerprint)
+            tracked.reset(self._fingerprint_of(tracked.hints))
         self._due.clear()
         log.info("the cache was reset: this engine saves and finds chunks under other keys from now on")
 

@@ -265,7 +265,7 @@ class Admissions:
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
         chunks += part
-        if ask.hints.salt:
+        if ask.hints.salt or ask.hints.form:
             for chunk in chunks:
                 if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
                     chunk.hints = ask.hints

@@ -213,6 +213,7 @@ class Service:
                 Path(folder),
                 config.disk_limit_bytes,
                 reserve_bytes=config.disk_reserve_bytes,
+                codec=config.disk_codec,
                 name="disk" if len(config.disks) == 1 else f"disk {folder}",
                 is_used=self.store.is_found,
                 on_removed=self.tiers.storing.removed,
@@ -228,7 +229,8 @@ class Service:
                 ca=config.remote_ca,
                 credentials=config.remote_credentials,
             )
-            self.tiers.below.append([RemoteTier(open_backend(settings), on_found=self.tiers.found.extend, **common)])
+            found, codec = self.tiers.found.extend, config.remote_codec
+            self.tiers.below.append([RemoteTier(open_backend(settings), on_found=found, codec=codec, **common)])
 
     # ---- attaching --------------------------------------------------------------------------
 

@@ -438,6 +438,9 @@ class Copies:
                     queue.loading_bytes -= job.nbytes
                 self._record(copy, job)
                 for part in job.parts if copy.is_load else ():
+                    if job.form:  # what came with a loss goes on as it came
+                        chunk = self._store.at(part.slot)
+                        chunk.hints = msgspec.structs.replace(chunk.hints, form=job.form)
                     self.land(part.slot, part.first_layer, part.count)
             elif not copy.is_given_up:  # else it was aborted
                 if not isinstance(error, TierError):  # a tier that fails says so itself, in bounded measure

@@ -223,7 +223,8 @@ class Copy(msgspec.Struct, eq=False):
                     break
                 fitting = 1  # a slice that is larger than a job goes alone
             chunk = item.chunk
-            parts.append(Part(chunk.key, chunk.shard, chunk.layers, first, fitting, chunk.slot, item.remote))
+            form = chunk.hints.form
+            parts.append(Part(chunk.key, chunk.shard, chunk.layers, first, fitting, chunk.slot, item.remote, form))
             item.sent |= ((1 << fitting) - 1) << first
             if item.sent == item.ready:
                 heapq.heappop(self._ready)

@@ -46,6 +46,7 @@ GpuId = Annotated[str, Meta(max_length=64)]  # UUID, the same for every process 
 PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
 ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 Shard = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
+FormText = Annotated[str, Meta(max_length=96)]  # of a `pdx.memory.form.Form`; whoever encodes by it parses it
 Layout = Annotated[bytes, Meta(max_length=KEY_BYTES)]  # fingerprint of a KV layout; empty: of none
 FieldName = Annotated[str, Meta(pattern=r"^[a-z_]{2,32}\Z")]
 LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
@@ -79,6 +80,7 @@ class Hints(msgspec.Struct, array_like=True, frozen=True):
     priority: Annotated[int, Meta(ge=0, le=9)] = 0  # more is more important
     reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again, which nobody weighs; 0: not known
     salt: Annotated[bytes, Meta(max_length=16)] = b""  # a digest of the cache salt; empty: it has none
+    form: FormText = ""  # the lossy codec by which its chunks are stored below memory; empty: none, which is exact
 
 
 # ---- from a session to its node -----------------------------------------------------------------
@@ -706,6 +708,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     stored_bytes: int = 0
     dropped: int = 0  # chunks that were not stored: the tier did not keep up, or took none
     errors: int = 0  # calls that failed, and what was not the chunk that it should be
+    read_bytes: int = 0  # for the loaded bytes: fewer where chunks are encoded …
+    written_bytes: int = 0  # … and for the stored ones
 
 
 class NodeStatus(Message, frozen=True):

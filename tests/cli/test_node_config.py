@@ -191,6 +191,8 @@ def of_up(run, monkeypatch, *options):
             {"remote": "s3://kv-cache/team", "remote_ttl_s": 3600.0, "remote_s": 30.0},
         ),
         (["--remote-lookup-timeout", "1.5", "--fetch-timeout", "9"], {"remote_lookup_s": 1.5, "fetch_s": 9.0}),
+        (["--disk-codec", "lossless", "--remote-codec", "none"], {"disk_codec": "lossless", "remote_codec": "none"}),
+        (["--remote-codec", "lossless"], {"disk_codec": "none", "remote_codec": "lossless"}),
         (["--store", "all"], {"store": "all"}),
         (["--store", "twice-seen"], {"store": "twice-seen"}),
         (["--store", "write-back", "--store-window", "0.3"], {"store": "write-back", "store_window": 0.3}),
@@ -212,6 +214,7 @@ def test_every_command_that_starts_a_node_gives_it_what_is_said(run, monkeypatch
         ("--fetch-timeout", "nan"),
         ("--pin-share", "1.5"),
         ("--store", "sometimes"),
+        ("--disk-codec", "fp8"),
     ],
 )
 def test_a_value_out_of_range_is_refused_before_anything_starts(run, monkeypatch, command, option, value):
