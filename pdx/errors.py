@@ -33,6 +33,7 @@ PdxError
     ├── RequestRefused    a client's request is not one, or too much; the status and the text are for the client
     ├── LegFailed         an engine gave no usable answer; ask another, or the decoder alone
     ├── NoEngine          nobody is there to decode; the client may come back
+    ├── VerbRefused       a node did not do what a controller asked; `error` names the class that it says
     ├── Exhausted         this process lacks descriptors, ports or buffers; the client may come back
     └── ClientGone        the client has left; stop working for it
 """
@@ -219,6 +220,14 @@ class Exhausted(ProxyError):
     def __init__(self, lack: str, text: str) -> None:
         super().__init__(f"{text} ({lack})")
         self.lack = lack
+
+
+class VerbRefused(ProxyError):
+    """A node refused a controller's verb; `error` is the name of the class in this module that the node gave."""
+
+    def __init__(self, error: str, text: str) -> None:
+        super().__init__(text)
+        self.error = error
 
 
 class NoEngine(ProxyError):

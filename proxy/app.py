@@ -19,6 +19,7 @@ from aiohttp import web
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy.body import LARGE_BYTES, Intake, parse
+from pdx.proxy.cache.service import CacheControl
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
@@ -87,6 +88,8 @@ class Proxy:
             config.control or default_proxy(),
             on_report=self._take_report,
             on_explained=lambda explained: self._explainer.told(explained),
+            on_reply=lambda node, reply: self._cache.replied(node, reply),
+            on_controller=lambda *said: self._cache.said(*said),
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
             roster=config.roster,
@@ -99,6 +102,16 @@ class Proxy:
             progress_s=config.body_timeout_s,
         )
         self._explainer = Explainer(self._control.ask_why)
+        self._cache = CacheControl(
+            config,
+            self._control,
+            engines=self._engines,
+            legs=lambda: self._legs,
+            metrics=self._metrics,
+            counters=self.counters,
+            faults=self._faults,
+            clock=self._clock,
+        )
         self._warned_stripped = False
 
     def app(self) -> web.Application:
@@ -121,6 +134,7 @@ class Proxy:
         app.router.add_get("/metrics", self._expose)
         app.router.add_get("/pdx/requests", self._requests)
         app.router.add_get("/pdx/requests/{transfer}", self._request)
+        self._cache.install(app)
         return app
 
     @property
@@ -137,6 +151,7 @@ class Proxy:
         async with AsyncExitStack() as stack:
             self._control.start()
             stack.callback(self._control.close)
+            stack.push_async_callback(self._cache.close)
             session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=engine_socket),
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -193,6 +208,7 @@ class Proxy:
 
     def _take_report(self, report: NodeReport) -> None:
         self._metrics.reports.inc()
+        self._cache.report(report)
         believed, dropped = self._engines.screen(report)
         for drop in dropped:
             self._faults.warn(f"{drop.reason} {report.node}", printable(drop.text))
@@ -209,6 +225,7 @@ class Proxy:
         peers = self._engines.peers()
         if peers != self._told_peers:
             self._control.send_peers(list(peers.values()))
+            self._cache.send_peers(list(peers.values()))
             self._told_peers = peers
 
     def _note_detached(self, urls: frozenset[str], why: str) -> None:

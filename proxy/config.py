@@ -35,6 +35,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_bodies_bytes: Annotated[int, Meta(ge=1 << 10)] = 512 << 20  # of all requests under way together
     body_timeout_s: PositiveSeconds = 60.0  # without progress
     admin: str = ""  # where metrics and timelines are told, `HOST:PORT` or a Unix socket's path; empty: nowhere
+    cache_token_file: str = ""  # whoever shows the token in it at `admin` may say verbs; empty: at a Unix socket alone
     debug_headers: bool = False  # answers say by which transfer and in which mode they came about
     allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may read answers; `*`: all
     drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0  # requests under way at a SIGTERM have so long

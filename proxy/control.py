@@ -1,5 +1,5 @@
 """The socket nodes report to. It takes `NodeReport`s in; `Cancel`s go out to the nodes of a transfer, the list of peers
-to every node.
+to every node. Controllers say verbs there (`pdx.proxy.cache.controllers`).
 
 A Unix socket is its user's alone. At any other address nodes must prove keys that the roster has, report under the
 names that it gives those keys, and name engines on their own hosts only. Nodes come in through a
@@ -32,20 +32,35 @@ from pdx.wire import messages
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
     Arriving,
+    Bye,
     Cancel,
     EngineReport,
     Explained,
+    Hello,
     NodeReport,
+    Order,
     PeerEntry,
     PeerList,
+    Ping,
     Prefilled,
     Reply,
+    ToController,
     Why,
 )
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
 _SOON_S = 0.02  # until ZMQ has taken more of those who connect
+
+
+FromController = Hello | Order | Ping | Bye
+
+
+class Rights(msgspec.Struct, frozen=True):
+    """Who says verbs, and which: those that the roster names; None: all."""
+
+    name: str
+    may: frozenset[str] | None
 
 
 class Control:
@@ -58,6 +73,7 @@ class Control:
         on_report: Callable[[NodeReport], None],
         on_explained: Callable[[Explained], None] = lambda _: None,
         on_reply: Callable[[str, Reply], None] = lambda _node, _reply: None,
+        on_controller: Callable[[bytes, str, Rights, FromController], None] = lambda *_: None,
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
@@ -76,6 +92,7 @@ class Control:
         self._on_report = on_report
         self._on_explained = on_explained
         self._on_reply = on_reply
+        self._on_controller = on_controller
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
@@ -146,6 +163,39 @@ class Control:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
         self._send(messages.encode(message), told)
 
+    def order(self, node: str, order: Order) -> str:
+        """Tell one node to carry out a verb, without waiting; what was wrong, empty if nothing."""
+        # Of a name that was used again, the route that was heard of last is the one that is alive.
+        route = next((route for route, name in reversed(self._peers.items()) if name == node), None)
+        if route is None or self._peer_socket is None:
+            return "it is not connected"
+        problem = self._peer_socket.post(route, messages.encode(order))
+        if problem == GONE:
+            self._peers.pop(route, None)
+        self._serve_soon()
+        return problem
+
+    def tell_controller(self, route: bytes, key: str, message: ToController) -> bool:
+        """Tell the controller that came with this key, without waiting; False: it is gone, or is none any more.
+
+        One that does not read what it is told loses it.
+        """
+        if self._peer_socket is None or self._rights(key) is None:
+            return False
+        problem = self._peer_socket.post(route, messages.encode(message))
+        if problem and problem != GONE:
+            self._on_drop("peer_full")
+        self._serve_soon()
+        return problem != GONE
+
+    def _rights(self, key: str) -> Rights | None:
+        """Of whoever was let in with this key; None: it is no controller's (any more)."""
+        if self._own_keys is None:
+            return Rights("this user", None)  # by the kernel's word, or nobody connects
+        self._roster.refresh()
+        found = self._roster.controller_of(key)
+        return None if found is None else Rights(found[0], frozenset(found[1].may))
+
     def members(self) -> set[str] | None:
         """The nodes that the roster file has now, None: without keys, everybody who reports is one."""
         if self._own_keys is None:
@@ -177,7 +227,7 @@ class Control:
 
     def _admits(self, key: str) -> bool:
         self._roster.refresh()
-        return self._roster.name_of(key) is not None
+        return self._roster.name_of(key) is not None or self._roster.controller_of(key) is not None
 
     # ---- what the loop calls ----------------------------------------------------------------
 
@@ -234,13 +284,11 @@ class Control:
         except ProtocolError as error:
             self._drop("malformed", arrival.key, str(error))
             return
-        if isinstance(report, Explained):
-            if arrival.route in self._peers:
-                self._on_explained(report)
+        if isinstance(report, (Hello, Order, Ping, Bye)):
+            self._take_of_controller(arrival, report)
             return
-        if isinstance(report, Reply):
-            if (node := self._peers.get(arrival.route)) is not None:
-                self._on_reply(node, report)
+        if isinstance(report, (Explained, Reply)):
+            self._take_answer(arrival, report)
             return
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")
@@ -263,6 +311,29 @@ class Control:
             self._on_drop("engines")
         engines = [each for each in report.engines[:MAX_ENGINES_OF_NODE] if self._is_believed(report, each)]
         self._on_report(msgspec.structs.replace(report, engines=engines))
+
+    def _take_answer(self, arrival: Arrival, answer: Explained | Reply) -> None:
+        node = self._peers.get(arrival.route)
+        if node is None:
+            return
+        self._roster.refresh()
+        if self._own_keys is not None and self._roster.name_of(arrival.key) != node:
+            self._drop(
+                "not_its_name", arrival.key, f"an answer of node {node[:80]!r} came with a key that is not its own"
+            )
+        elif isinstance(answer, Reply):
+            self._on_reply(node, answer)
+        else:
+            self._on_explained(answer)
+
+    def _take_of_controller(self, arrival: Arrival, message: FromController) -> None:
+        rights = self._rights(arrival.key)
+        if rights is None:
+            self._drop(
+                "not_a_controller", arrival.key, f"a {type(message).__name__} came with the key of no controller"
+            )
+        else:
+            self._on_controller(arrival.route, arrival.key, rights, message)
 
     def _is_believed(self, report: NodeReport, engine: EngineReport) -> bool:
         """Whether the engine is on the node's own host, as far as the roster knows. What is no URL passes: no request
@@ -292,6 +363,13 @@ class Control:
 
     def _drop(self, reason: str, key: str, text: str) -> None:
         """Count a message that is not taken in, and log the first one of its sender in a minute."""
-        sender = (self._roster.name_of(key) or "a node that has left the roster") if key else "a node"
+        sender = self._sender(key)
         self._faults.dropped(sender, ProtocolError(text))
         self._on_drop(reason)
+
+    def _sender(self, key: str) -> str:
+        if not key:
+            return "a node"
+        controller = self._roster.controller_of(key)
+        name = self._roster.name_of(key) or (f"controller {controller[0]}" if controller else "")
+        return name or "a node that has left the roster"

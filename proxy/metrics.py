@@ -45,6 +45,9 @@ class Metrics:
             "What nodes said and was not believed or not understood.",
             "reason",
         )
+        self.verbs = counter(
+            "verbs", "Verbs of controllers over HTTP; `outcome`: ok, or the error's class.", "verb", "outcome"
+        )
         self.reports = counter("reports", "Node reports taken in.")
         self.ttft = Histogram(
             "pdx_proxy_ttft_seconds",

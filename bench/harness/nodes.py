@@ -95,8 +95,10 @@ def asking(address: str) -> Iterator[Asking]:
 
 
 @contextlib.contextmanager
-def node_pair(scheme: str, arena_bytes: int, **settings: Any) -> Iterator[tuple[Node, Node]]:
-    """A node and its peer `TO`, linked over `scheme`; both end with this context."""
+def node_pair(
+    scheme: str, arena_bytes: int, *, of_first: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[tuple[Node, Node]]:
+    """A node and its peer `TO`, linked over `scheme`; both end with this context. `of_first`: settings of the first."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdx-bench-")))
         roster = folder / "roster.toml"
@@ -110,7 +112,7 @@ def node_pair(scheme: str, arena_bytes: int, **settings: Any) -> Iterator[tuple[
                 arena_bytes=arena_bytes,
                 channels=[scheme],
                 roster=str(roster),
-                **settings,
+                **{**settings, **((of_first or {}) if name != TO else {})},
             )
             for name in ("a", TO)
         ]

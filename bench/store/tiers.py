@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import truediv
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -239,7 +239,7 @@ def measure_tier(name: str, load: Load) -> Row:
 
 @contextlib.contextmanager
 def _tier(name: str, load: Load, memory: EngineMemory) -> Iterator[Tier]:
-    settings = {"gpu": load.gpu, "exit_when_idle_s": IDLE_S}
+    settings: dict[str, Any] = {"gpu": load.gpu, "exit_when_idle_s": IDLE_S}
     if name not in (OWN, GPU):
         with node_pair(name, load.arena_bytes, **settings) as (here, there):
             yield OtherNode(here, there, memory, load)

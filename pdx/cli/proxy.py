@@ -60,7 +60,13 @@ from pdx.cli.options import option
 @option(
     "--admin",
     metavar="ADDRESS",
-    help="Serve /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path. [default: nowhere]",
+    help="Serve /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path; /cache, too, at a "
+    "Unix socket or with --cache-token-file. [default: nowhere]",
+)
+@option(
+    "--cache-token-file",
+    metavar="FILE",
+    help="Whoever shows the token in it may say cache verbs at --admin. [default: none; at a Unix socket alone]",
 )
 @option(
     "--debug-headers", is_flag=True, help="Say in headers x-pdx-transfer-id and x-pdx-mode how an answer came about."

@@ -85,6 +85,11 @@ class Node:
     def __repr__(self) -> str:
         return f"<Node {self._connection!r}>"
 
+    @property
+    def address(self) -> str:
+        """Where it is."""
+        return self._connection.address
+
     def reserve(self, name: str, nbytes: int, *, parts: int = 1, push_to: str = "") -> WritableChunk:
         """Room for a new chunk of `nbytes`, which may be filled in `parts` equal parts.
 

@@ -36,16 +36,21 @@ from pdx.security.socket_lock import owned, remove_socket
 from pdx.telemetry.clock import WakingClock
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
+    MAX_FRAME_BYTES,
     Answer,
     Arriving,
     Bye,
     Cancel,
     FromNode,
     Hello,
+    Order,
+    Outcome,
     PeerList,
     Prefilled,
     Refused,
+    Reply,
     ToNode,
+    Verb,
     Why,
     decode_to_node,
     encode,
@@ -318,6 +323,28 @@ class Daemon:
                         self._peers.told(peers)
                     case Why(request):
                         self._proxy.send(self.service.explained(request))
+                    case Order(number, verb):
+                        self._reply(number, self._carried_out(verb))
+
+    def _carried_out(self, verb: Verb) -> Outcome:
+        """What came of a verb that a controller has said to the proxy."""
+        name = type(verb).__name__
+        outcome: Outcome = Refused(NodeError.__name__, f"an internal error ended this {name}; see the node's log")
+        try:
+            with self._faults.contain(f"a {name} of the proxy's", passing=(NodeError, ProtocolError)):
+                outcome = self.service.control(verb)
+        except (NodeError, ProtocolError) as error:
+            self.service.counters["refused"] += 1
+            outcome = Refused.of(error)
+        return outcome
+
+    def _reply(self, number: int, outcome: Outcome) -> None:
+        assert self._proxy is not None
+        reply = Reply(number, outcome)
+        if len(encode(reply)) > MAX_FRAME_BYTES:
+            reply = Reply(number, Refused(NodeError.__name__, f"the answer has more than {MAX_FRAME_BYTES} bytes"))
+        if not self._proxy.send(reply):
+            self.service.counters["replies_dropped"] += 1
 
     def _report(self, now: float) -> None:
         if self._proxy is None or not self._proxy.is_up:

@@ -29,6 +29,7 @@ SHARE = 0.5  # of the first arena, for what the queue wants
 MAX_REQUESTS = 4096  # of all queues together
 MAX_KEYS = 1 << 17
 MAX_SESSIONS = 4096  # whose last request is remembered
+MAX_LOOKS = 8192  # at chunks, for one list of sessions
 ARRIVAL_S = 30.0  # a request that the proxy has told of comes by then
 SPARE = 64  # numbers of requests that are gone are tolerated up to so many, and as many again as there are
 
@@ -91,17 +92,21 @@ class LookAhead:
             return self._end(session.number, ask.request, is_over=True)
         return self._add(session.number, ask.request, Wanted.of(session, ask, arenas))
 
-    def kept(self, session: str) -> dict[str, tuple[int, int]]:
-        """By session whose name contains this, how many chunks of its last request memory has, and their bytes.
-
-        Costs a look at what the sessions' last requests have asked for, 131,072 keys at most.
-        """
+    def kept(self, session: str) -> tuple[dict[str, tuple[int, int]], int]:
+        """By session whose name contains this, those that came last first, how many chunks of its last request memory
+        has, and their bytes; and how many sessions are left out, because it would take too long to look at them."""
         found: dict[str, tuple[int, int]] = {}
+        looks = left_out = 0
         for name, wanted in reversed(self._last.items()):
-            if session in name:
-                chunks = [chunk for key in wanted.keys for chunk in self._store.of(key)]
-                found[name] = len(chunks), sum(chunk.slot.nbytes for chunk in chunks)
-        return found
+            if session not in name:
+                continue
+            if looks >= MAX_LOOKS:
+                left_out += 1
+                continue
+            looks += len(wanted.keys)
+            chunks = [chunk for key in wanted.keys for chunk in self._store.of(key)]
+            found[name] = len(chunks), sum(chunk.slot.nbytes for chunk in chunks)
+        return found, left_out
 
     def arriving(self, session: str) -> None:
         """A request of this session is on its way, as the proxy says."""

@@ -9,6 +9,10 @@
     address = "tcp://10.0.0.9:7600"
     key = "..."
 
+    [controllers.ops]                   # may say verbs at the proxy, and nothing that a node says
+    key = "..."
+    may = ["lookup", "health"]          # may be left out: all of `RIGHTS_TO`
+
 Where there is a file, it decides. Without one, names come from the proxy, but only addresses of this host are
 believed. An address from anywhere else, above all from a request, is never dialled. No sockets here.
 """
@@ -18,7 +22,7 @@ from __future__ import annotations
 import logging
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -28,11 +32,44 @@ from msgspec import Meta
 from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
 from pdx.security.curve_keys import check_key
-from pdx.wire.messages import PeerEntry
+from pdx.wire.messages import (
+    Clear,
+    EndJob,
+    Evict,
+    Find,
+    Jobs,
+    List,
+    Message,
+    Models,
+    Move,
+    PeerEntry,
+    PinIn,
+    Recode,
+    Status,
+    Verify,
+    Why,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_NODES = 1024
+MAX_CONTROLLERS = 256
+# What the file calls the right to say a verb.
+RIGHTS_TO: Mapping[type[Message], str] = {
+    Find: "lookup",
+    Move: "move",
+    Clear: "clear",
+    PinIn: "pin",
+    Recode: "compress",
+    Evict: "evict",
+    Verify: "verify",
+    List: "ls",
+    Jobs: "jobs",
+    EndJob: "cancel",
+    Models: "models",
+    Status: "health",
+    Why: "why",
+}
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNED = 4096
 
@@ -45,11 +82,19 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_hosts: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=16)] = []
 
 
+class ControllerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One controller in the file."""
+
+    key: Annotated[str, Meta(max_length=40)]
+    may: Annotated[tuple[Annotated[str, Meta(max_length=32)], ...], Meta(max_length=64)] = tuple(RIGHTS_TO.values())
+
+
 class RosterFile(msgspec.Struct, frozen=True):
     """All of a file, checked."""
 
     nodes: dict[str, RosterEntry]
     proxy: RosterEntry | None = None
+    controllers: dict[str, ControllerEntry] = {}
 
     @classmethod
     def load(cls, path: str | Path, *, has_keys: bool) -> RosterFile:
@@ -77,23 +122,42 @@ class RosterFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def _checked(cls, tables: dict[str, object], path: str, *, has_keys: bool) -> RosterFile:
-        unknown = sorted(tables.keys() - {"nodes", "proxy"})
-        nodes = tables.get("nodes", {})
-        if unknown or not isinstance(nodes, dict):
-            raise ConfigError(f"roster {path}: {', '.join(unknown) or 'nodes'} is not [nodes.NAME] or [proxy]")
+        unknown = sorted(tables.keys() - {"nodes", "proxy", "controllers"})
+        nodes, controllers = tables.get("nodes", {}), tables.get("controllers", {})
+        if unknown or not isinstance(nodes, dict) or not isinstance(controllers, dict):
+            wrong = unknown or ["controllers" if isinstance(nodes, dict) else "nodes"]
+            known = "[nodes.NAME], [proxy] or [controllers.NAME]"
+            raise ConfigError(f"roster {path}: {', '.join(wrong)} is not {known}")
         if len(nodes) > MAX_NODES:
             raise ConfigError(f"roster {path}: {len(nodes)} nodes; at most {MAX_NODES} are possible")
         found = {name: _entry(value, f"roster {path}: nodes.{name}", has_keys) for name, value in nodes.items()}
-        too_long = [name for name in found if not 0 < len(name) <= 256]
+        if len(controllers) > MAX_CONTROLLERS:
+            raise ConfigError(f"roster {path}: {len(controllers)} controllers; at most {MAX_CONTROLLERS} are possible")
+        ruling = {name: _controller(each, f"roster {path}: controllers.{name}") for name, each in controllers.items()}
+        too_long = [name for name in (*found, *ruling) if not 0 < len(name) <= 256]
         if too_long:
-            raise ConfigError(f"roster {path}: a node's name has 1 to 256 characters, not {len(too_long[0])}")
+            raise ConfigError(f"roster {path}: a name has 1 to 256 characters, not {len(too_long[0])}")
         proxy = _entry(tables["proxy"], f"roster {path}: proxy", has_keys) if "proxy" in tables else None
         owners: dict[str, str] = {}
-        everybody = {f"nodes.{name}": entry for name, entry in found.items()} | ({"proxy": proxy} if proxy else {})
-        for where, entry in everybody.items():
-            if entry.key and owners.setdefault(entry.key, where) != where:
-                raise ConfigError(f"roster {path}: {owners[entry.key]} and {where} have the same key")
-        return cls(found, proxy)
+        keys = {f"nodes.{name}": entry.key for name, entry in found.items()}
+        keys |= {f"controllers.{name}": entry.key for name, entry in ruling.items()}
+        keys |= {"proxy": proxy.key} if proxy else {}
+        for where, key in keys.items():
+            if key and owners.setdefault(key, where) != where:
+                raise ConfigError(f"roster {path}: {owners[key]} and {where} have the same key")
+        return cls(found, proxy, ruling)
+
+
+def _controller(value: object, where: str) -> ControllerEntry:
+    try:
+        entry = msgspec.convert(value, ControllerEntry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    check_key(entry.key, where)
+    known = list(RIGHTS_TO.values())
+    if unknown := [right for right in entry.may if right not in known]:
+        raise ConfigError(f"{where}: there is no verb {unknown[0]!r} in may; there are {', '.join(known)}")
+    return entry
 
 
 def _entry(value: object, where: str, has_keys: bool) -> RosterEntry:
@@ -127,6 +191,7 @@ class Roster:
         self._file: RosterFile | None = None
         self._stamp: tuple[int, ...] = ()
         self._by_key: dict[str, str] = {}
+        self._controllers: dict[str, str] = {}  # names by key
         self._nodes: dict[str, RosterEntry] = {}  # of the file; without one, as the proxy told
         self._warned: set[str] = set()
         if path:
@@ -187,6 +252,11 @@ class Roster:
         """Whose key this is now; None: no node's."""
         return self._by_key.get(key)
 
+    def controller_of(self, key: str) -> tuple[str, ControllerEntry] | None:
+        """The controller whose key this is now, by its name and entry; None: no controller's."""
+        name = self._controllers.get(key)
+        return None if name is None or self._file is None else (name, self._file.controllers[name])
+
     def refresh(self) -> bool:
         """Read the file again if it changed; True: something is different. A file that is wrong changes nothing."""
         if self._file is None:
@@ -234,6 +304,7 @@ class Roster:
         self._file = file
         self._nodes = file.nodes
         self._by_key = {entry.key: name for name, entry in file.nodes.items() if entry.key}
+        self._controllers = {entry.key: name for name, entry in file.controllers.items()}
 
     def _stamped(self) -> tuple[int, ...]:
         try:

@@ -492,11 +492,9 @@ class Store:
             order = self.pools[chunk.slot.arena].order
             (order.insert if chunk.is_evictable else order.hold)(chunk)
 
-    def keys(self, arenas: Iterable[int]) -> list[bytes]:
-        """Of all sealed chunks in these arenas, each once."""
-        slots = (self._index.slots[arena].values() for arena in arenas)
-        sealed = (chunk.key for chunk in itertools.chain.from_iterable(slots) if chunk.state is State.SEALED)
-        return list(dict.fromkeys(sealed))
+    def chunks(self, arenas: Iterable[int]) -> list[Chunk]:
+        """All in these arenas, in any state."""
+        return [chunk for arena in arenas for chunk in self._index.slots[arena].values()]
 
     def by_layout(self) -> dict[bytes, tuple[int, int]]:
         """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""

@@ -128,6 +128,8 @@ class StandIn:
         self.headers = {}  # of every answer
         self.released = asyncio.Event()  # what ends the fault "hold"
         self.models_served = ["hash"]
+        self.tokenized = []  # (body, headers) of every POST /tokenize …
+        self.tokens = []  # … and the answer; None: 500
         self.listed = 0  # how often GET /v1/models came
         self.end = b": keep-alive\n\ndata: [DONE]\n\n"  # of every stream
         self.runner = None
@@ -141,6 +143,7 @@ class StandIn:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/completions", self.serve)
         app.router.add_post("/v1/chat/completions", self.serve)
+        app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.tell_health)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -165,6 +168,12 @@ class StandIn:
             return refusal(401, "a key is needed")
         card = {"object": "model", "max_model_len": self.server.model_len, "owner": self.name}
         return web.json_response({"object": "list", "data": [{"id": name, **card} for name in self.models_served]})
+
+    async def tokenize(self, request):
+        self.tokenized.append((json.loads(await request.read()), dict(request.headers)))
+        if self.tokens is None:
+            return refusal(500, "it has none")
+        return web.json_response({"count": len(self.tokens), "max_model_len": 9, "tokens": self.tokens})
 
     async def serve(self, request):
         body = json.loads(await request.read())

@@ -174,11 +174,13 @@ async def cluster(
     decode_server=None,
     probe_s=3600.0,
     served=(),
+    node="node",
     **settings,
 ):
     """A proxy; unless `named`, its engines are known only once a node reports them. What is healthy has time.
 
     Named engines are `known`: a node has reported them, too, and its word is good for the whole test.
+    `node`: the name of that node.
     Engines are probed once at the start, then every `probe_s`, and when they are suspect.
     """
     folder = Path(tempfile.mkdtemp(prefix="pdxp"))
@@ -202,7 +204,7 @@ async def cluster(
     admin = HttpServer(proxy.admin_app(), counters=proxy.counters)
     for each in (http, admin):
         await each.start("127.0.0.1:0")
-    node = Node(address)
+    node = Node(address, node)
     client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
     made = Cluster(proxy, http.url, admin.url, client, node, prefill, decode)
     try:

@@ -90,6 +90,8 @@ class Places:
         """How many leading ones of the keys are there in every shard."""
         if place.tier is not None:
             return len(place.tier.find(keys, shards))
+        if len(self._memory) == 1:
+            return len(self._store.find(keys, shards))
         for at, key in enumerate(keys):
             if not self.chunks(place, key, shards):
                 return at

@@ -10,9 +10,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
 from pdx.node.admissions import Admissions
@@ -27,6 +27,7 @@ from pdx.store.copies import Copies
 from pdx.store.copy import Copy, CopyState
 from pdx.store.disk.scrub import scrub
 from pdx.store.disk.tier import DiskTier
+from pdx.store.lifecycle import State
 from pdx.store.store import Store
 from pdx.store.tiers import Tiers
 from pdx.telemetry.faults import printable
@@ -57,6 +58,8 @@ from pdx.wire.messages import (
     Verb,
     Verify,
 )
+
+_T = TypeVar("_T")
 
 STEP_KEYS = 256  # that a job drops between two messages of the control loop
 MAX_EVICTED = 2048  # chunks, by one message
@@ -186,6 +189,8 @@ class Controls:
     def _leading_pinned(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
         if place.tier is not None:
             return sum(1 for _ in itertools.takewhile(place.tier.is_pinned, keys))
+        if not self._store.pinned_bytes:
+            return 0
         for at, key in enumerate(keys):
             chunks = self.places.chunks(place, key, shards)
             if not chunks or not all(chunk.pins for chunk in chunks):
@@ -210,11 +215,12 @@ class Controls:
         models = [
             Kept(_model(named.get(layout, ""), layout), *kept) for layout, kept in self._store.by_layout().items()
         ]
-        sessions = [Kept(printable(name), *kept) for name, kept in self._look_ahead.kept(ask.session).items()]
+        kept, left_out = self._look_ahead.kept(ask.session)
+        sessions = [Kept(printable(name), *of_session) for name, of_session in kept.items()]
         models = [each for each in models if ask.model in each.name]
         for rows in (models, sessions):
             rows.sort(key=lambda row: -row.nbytes)
-        more = max(0, len(models) - MAX_LISTED) + max(0, len(sessions) - MAX_LISTED)
+        more = left_out + max(0, len(models) - MAX_LISTED) + max(0, len(sessions) - MAX_LISTED)
         return Listing(models[:MAX_LISTED], sessions[:MAX_LISTED], more)
 
     # ---- moving -----------------------------------------------------------------------------
@@ -326,42 +332,42 @@ class Controls:
         keys, shards = self._selected(ask.what)
         self.jobs.check(keys)
         if ask.dry_run:
-            return Effect([self._drops(place, keys) for place in places], dry_run=True)
+            return Effect([self._drops(place, keys, shards) for place in places], dry_run=True)
         return Effect([self.places.drop(place, keys, shards if place.tier is not None else 0) for place in places])
 
-    def _drops(self, place: Place, keys: Sequence[bytes]) -> Kept:
+    def _drops(self, place: Place, keys: Sequence[bytes], shards: int) -> Kept:
         """What `clear` would drop there."""
         if place.tier is not None:
-            held = [held for key in keys for held in place.tier.find([key], 1)]
-            return Kept(place.name, len(held), sum(each.nbytes for each in held))
+            held = [held for key in keys for held in place.tier.find([key], shards)]
+            return Kept(place.name, len(held) * shards, sum(each.nbytes for each in held) * shards)
         chunks = [chunk for key in keys for chunk in self._store.of(key) if chunk.slot.arena in place.arenas]
         return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
 
     def _clear_all(self, places: Sequence[Place], *, dry_run: bool) -> JobStatus:
-        of_place: list[tuple[Place, list[bytes]]] = []
-        for place in places:
-            keys = self._all_keys(place)
-            of_place.append((place, keys))
-        count = sum(len(keys) for _, keys in of_place)
-        what = f"clear {', '.join(place.name for place in places)}"
+        shared = next((place.name for place in places if place.tier is not None and place.tier.is_shared), "")
+        if shared and len(places) == 1:
+            raise NodeError(f"{shared} is shared with other nodes: clear it by tokens, or where it runs")
+        own = [place for place in places if place.name != shared]
+        chunks = [(place, self._store.chunks(place.arenas)) for place in own if place.tier is None]
+        files = [(place, place.tier.keys()) for place in own if place.tier is not None]
+        count = sum(len(of_place) for _, of_place in chunks) + sum(len(keys) for _, keys in files)
+        what = f"clear {', '.join(place.name for place in own)}"
         if dry_run:
             return JobStatus("", "clear", "planned", count, what=what)
         job = Job("clear", what, (), count, 0)
-        return self.jobs.start(job, self._clearing(job, of_place))
+        return self.jobs.start(job, self._clearing(job, chunks, files))
 
-    def _all_keys(self, place: Place) -> list[bytes]:
-        if place.tier is not None:
-            if place.tier.is_shared:
-                raise NodeError(f"{place.name} is shared with other nodes: clear it by tokens, or where it runs")
-            return place.tier.keys()
-        return self._store.keys(place.arenas)
-
-    def _clearing(self, job: Job, of_place: Sequence[tuple[Place, list[bytes]]]) -> Steps:
-        for place, keys in of_place:
-            for at in range(0, len(keys), STEP_KEYS):
-                some = keys[at : at + STEP_KEYS]
-                dropped = self.places.drop(place, some)
-                job.did(len(some), dropped.nbytes)
+    def _clearing(
+        self, job: Job, chunks: Sequence[tuple[Place, list[Chunk]]], files: Sequence[tuple[Place, list[bytes]]]
+    ) -> Steps:
+        for place, of_place in chunks:
+            for some in _steps(of_place):
+                there = [chunk.key for chunk in some if chunk.state is State.SEALED]
+                job.did(len(some), self.places.drop(place, there).nbytes)
+                yield
+        for place, keys in files:
+            for of_step in _steps(keys):
+                job.did(len(of_step), self.places.drop(place, of_step).nbytes)
                 yield
 
     def _evict(self, ask: Evict) -> Effect:
@@ -443,6 +449,11 @@ class Controls:
 
     def _end_job(self, ask: EndJob) -> JobStatus:
         return self.jobs.cancel(ask.job)
+
+
+def _steps(things: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """So many of them as a job looks at between two messages."""
+    return (things[at : at + STEP_KEYS] for at in range(0, len(things), STEP_KEYS))
 
 
 def _model(name: str, layout: bytes) -> str:

@@ -1,0 +1,194 @@
+"""A controller's `move` of 1 GiB against what it takes: `python -m pdx.bench.node.moves FOLDER`, a folder on the disk.
+
+Two nodes on this host, 128 chunks of 8 MiB. From memory to disk and back against raw direct I/O of the same bytes by as
+many threads as the tier has; from memory to the other node's memory against a plain push of the same chunks, which is
+all that the channel does. In turns, each with bytes of its own. Then moves that are cancelled on the way: until the
+answer, and until nothing of them is under way. Ratios are of rates. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from pdx.bench.harness.nodes import ATTACH_S, TO, node_pair
+from pdx.bench.harness.report import Figure, at_least, at_most, plain, publish
+from pdx.client.api import Node
+from pdx.client.connection import Connection
+from pdx.memory.keys import named_key
+from pdx.store.disk.workers import THREADS
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import VERSION, EndJob, Find, Found, Hello, Jobs, JobStatus, Move, Selection
+
+CHUNKS, CHUNK_BYTES = 128, 8 << 20
+TOTAL_BYTES = CHUNKS * CHUNK_BYTES
+ROUNDS = 5
+GOAL, CANCEL_S = 0.9, 1.0
+LAYERS = 32
+
+
+class Bed:
+    """Two nodes, of which the first has chunks."""
+
+    def __init__(self, a: Node, b: Node) -> None:
+        self.a, self.b = a, b
+        self._number = 0
+
+    def fresh(self) -> list[str]:
+        """New chunks in the first node's memory, by name."""
+        self._number += 1
+        names = [f"{self._number} {index}" for index in range(CHUNKS)]
+        data = os.urandom(CHUNK_BYTES)
+        for name in names:
+            with self.a.reserve(name, CHUNK_BYTES, parts=LAYERS) as chunk:
+                chunk.view[:] = data
+                chunk.seal()
+        return names
+
+
+class Controller:
+    """Says verbs to one node."""
+
+    def __init__(self, address: str) -> None:
+        self.connection = Connection(address, Hello(VERSION, os.getpid(), "controller", name="bench"))
+        self.connection.attach(ATTACH_S)
+
+    def start(self, names: Sequence[str], source: str, target: str, node: str = "") -> JobStatus:
+        what = Selection([named_key(name) for name in names])
+        answer = self.connection.call(Move(what, source, target, node), ATTACH_S)
+        assert isinstance(answer, JobStatus), answer
+        return answer
+
+    def job(self, name: str) -> JobStatus:
+        answer = self.connection.call(Jobs(name), ATTACH_S)
+        assert isinstance(answer, JobStatus)
+        return answer
+
+    def has_done(self, name: str, chunks: int) -> bool:
+        return self.job(name).chunks_done >= chunks
+
+    def move(self, names: Sequence[str], source: str, target: str, node: str = "") -> float:
+        """Seconds, by the node's own clock."""
+        job = self.start(names, source, target, node).job
+        wait_until(lambda: self.job(job).is_over, "the move is over", 120.0, pause_s=0.02)
+        status = self.job(job)
+        assert (status.state, status.chunks_done) == ("done", len(names)), status
+        return status.seconds
+
+    def cancel(self, job: str) -> JobStatus:
+        answer = self.connection.call(EndJob(job), ATTACH_S)
+        assert isinstance(answer, JobStatus)
+        return answer
+
+    def found(self, names: Sequence[str]) -> Found:
+        answer = self.connection.call(Find(Selection([named_key(name) for name in names])), ATTACH_S)
+        assert isinstance(answer, Found)
+        return answer
+
+
+class Raw:
+    """One file, written and read by as many threads as the tier has, past the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._data = memoryview(_aligned(TOTAL_BYTES))
+
+    def _run(self, flags: int, call: Callable[[int, int], int]) -> float:
+        fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
+        started_at = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            counts = list(pool.map(lambda at: call(fd, at * CHUNK_BYTES), range(CHUNKS)))
+        took_s = time.perf_counter() - started_at
+        os.close(fd)
+        assert set(counts) == {CHUNK_BYTES}
+        return took_s
+
+    def write(self) -> float:
+        self._path.unlink(missing_ok=True)
+        piece = self._data
+        return self._run(os.O_RDWR | os.O_CREAT, lambda fd, at: os.pwrite(fd, piece[at : at + CHUNK_BYTES], at))
+
+    def read(self) -> float:
+        piece = self._data
+        return self._run(os.O_RDONLY, lambda fd, at: os.preadv(fd, [piece[at : at + CHUNK_BYTES]], at))
+
+
+def _aligned(nbytes: int) -> memoryview:
+    memory = mmap.mmap(-1, nbytes)
+    memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
+    return memoryview(memory)
+
+
+def pushed(bed: Bed, names: Sequence[str]) -> float:
+    """A plain push, until the other node has sealed all."""
+    started_at = time.perf_counter()
+    bed.a.push(*names, to=TO)
+    wait_until(lambda: bed.b.lookup(list(names)) == CHUNKS, "all have come", 120.0, pause_s=0.005)
+    return time.perf_counter() - started_at
+
+
+def measure(folder: Path) -> list[Figure]:
+    times: dict[str, list[float]] = {}
+    cancels: list[float] = []
+    quiet: list[float] = []
+    settings = {"disks": [str(folder / "disk")], "store": "write-back", "store_window": 1e-9, "pin_share": 1.0}
+    with node_pair("tcp", TOTAL_BYTES + (512 << 20), of_first=settings, peer_share=1.0) as (a, b):
+        bed = Bed(a, b)
+        controller = Controller(a.address)
+        raw = Raw(folder / "raw")
+        wait_until(lambda: a.status().tiers[0].state != "counting the files", "the disk is counted")
+        try:
+            for number in range(ROUNDS + 1):
+                kept = times if number else {}  # the first round warms up
+                names = bed.fresh()
+                kept.setdefault("raw write", []).append(raw.write())
+                kept.setdefault("host to disk", []).append(controller.move(names, "host", "disk"))
+                kept.setdefault("raw read", []).append(raw.read())
+                kept.setdefault("disk to host", []).append(controller.move(names, "disk", "host"))
+                kept.setdefault("push", []).append(pushed(bed, names))
+                b.delete(*names)
+                kept.setdefault("to the other node", []).append(controller.move(names, "host", "host", TO))
+                b.delete(*names)
+                names = bed.fresh()
+                job = controller.start(names, "host", "disk").job
+                wait_until(partial(controller.has_done, job, 8), "it is under way", pause_s=0.002)
+                started_at = time.perf_counter()
+                assert controller.cancel(job).state == "cancelled"
+                cancels.append(time.perf_counter() - started_at)
+                wait_until(lambda: not a.status().tiers[0].copies, "nothing is under way", pause_s=0.002)
+                quiet.append(time.perf_counter() - started_at)
+                there = [controller.found([name]).tiers for name in names]
+                assert all(sum(each.values()) for each in there), "a chunk is lost"
+                a.delete(*names)
+        finally:
+            controller.connection.close()
+    found = []
+    for name, reference in (("host to disk", "raw write"), ("disk to host", "raw read"), ("to the other node", "push")):
+        ratios = (theirs / ours for ours, theirs in zip(times[name], times[reference], strict=True))
+        ratio = statistics.median(ratios)
+        rate = TOTAL_BYTES / statistics.median(times[name]) / 1e9
+        other = TOTAL_BYTES / statistics.median(times[reference]) / 1e9
+        note = f"{rate:.2f} GB/s against {other:.2f} GB/s of {reference}"
+        found.append(at_least(f"{name}: rate over that of {reference}", ratio, "", GOAL, note))
+    found.append(at_most("cancel: until the answer, the worst", max(cancels) * 1e3, "ms", CANCEL_S * 1e3))
+    found.append(at_most("cancel: until nothing is under way, the worst", max(quiet) * 1e3, "ms", CANCEL_S * 1e3))
+    found.append(plain("chunks of one move", CHUNKS, "", f"{CHUNK_BYTES >> 20} MiB each"))
+    return found
+
+
+def main(folder: str) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        figures = measure(Path(name))
+    publish("moves", f"a controller's moves of {TOTAL_BYTES >> 30} GiB, median of {ROUNDS}", figures, {})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

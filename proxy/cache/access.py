@@ -1,0 +1,159 @@
+"""Who may say verbs over HTTP: whoever shows the token, or without one, whoever reaches a Unix socket of this user.
+
+A loopback address is open to every user of the host, and to their browsers' pages, so it needs the token, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import os
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from pdx.errors import ConfigError, RequestRefused
+from pdx.telemetry.faults import Faults
+
+MIN_CHARS = 32  # so many can be guessed at any rate: 16 bytes in hex
+_MAX_CHARS = 1024
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows in the header
+MAX_FAILED = 32  # of one address, in …
+WINDOW_S = 10.0
+_MAX_ADDRESSES = 1024
+
+
+class Token:
+    """A file with the token; it is read again when it has changed. One thread."""
+
+    def __init__(self, path: str) -> None:
+        """:raises ConfigError: it cannot be read, others may read it, or there is no token in it."""
+        self._path = path
+        self._stamp = self._stamped()
+        self._digest = _digest(load(path))
+
+    def is_shown(self, token: str) -> bool:
+        """Whether this is the token that is in the file now, in a time that does not depend on it.
+
+        :raises ConfigError: there is none (any more): nobody is let in.
+        """
+        stamp = self._stamped()
+        if stamp != self._stamp or not self._digest:
+            self._digest = b""
+            self._digest = _digest(load(self._path))
+            self._stamp = stamp
+        return hmac.compare_digest(self._digest, _digest(token))
+
+    def _stamped(self) -> tuple[int, ...]:
+        try:
+            info = os.stat(self._path)
+        except OSError:
+            return ()
+        return info.st_mtime_ns, info.st_size, info.st_ino, info.st_mode, info.st_uid
+
+
+def load(path: str | Path) -> str:
+    """The token in a file.
+
+    :raises ConfigError: it cannot be read, others may read it, or there is no token in it.
+    """
+    make = f"(umask 077; openssl rand -hex 32 > {path})"
+    try:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            text = file.read(_MAX_CHARS + 2).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise ConfigError(f"token file {path}: {error.strerror}; {make} makes one") from error
+    if info.st_mode & 0o077 or info.st_uid not in (os.getuid(), 0):
+        raise ConfigError(
+            f"token file {path} has mode {info.st_mode & 0o777:04o} and belongs to user {info.st_uid}; "
+            f"nobody but user {os.getuid()} may read it: chmod 600 {path}"
+        )
+    if not MIN_CHARS <= len(text) <= _MAX_CHARS or _TOKEN.fullmatch(text) is None:
+        raise ConfigError(
+            f"token file {path} holds no token, which has {MIN_CHARS} to {_MAX_CHARS} letters, digits and ._~+/=-; "
+            f"{make} makes one"
+        )
+    return text
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.blake2b(token.encode("utf-8", "surrogateescape"), digest_size=32).digest()
+
+
+class Access:
+    """Lets requests in, or not. `counters` counts refusals as `controllers_denied`."""
+
+    def __init__(
+        self,
+        token: Token | None,
+        *,
+        counters: Counter[str],
+        faults: Faults,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._token = token
+        self._counters = counters
+        self._faults = faults
+        self._clock = clock
+        self._failed: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, and how many, by address
+
+    def check(self, request: web.Request) -> None:
+        """Before anything of its body is read.
+
+        After MAX_FAILED wrong tokens in WINDOW_S, the address that they came from is not listened to until that time is
+        over, whatever it shows. A Unix socket has no address: only this user reaches it.
+
+        :raises RequestRefused: it may say no verbs.
+        """
+        address = request.remote or ""
+        try:
+            self._check(address, request.headers.get("Authorization", ""), is_unix=_is_unix(request))
+        except RequestRefused as refusal:
+            self._counters["controllers_denied"] += 1
+            text = f"a verb from {address or 'a Unix socket'} was refused: {refusal}"
+            self._faults.warn(f"controllers_denied {refusal.status}", text)
+            raise
+
+    def _check(self, address: str, header: str, *, is_unix: bool) -> None:
+        if self._token is None:
+            if not is_unix:
+                raise RequestRefused(
+                    403,
+                    "every user of this host reaches this address, so verbs need a token here: start the proxy with "
+                    "--cache-token-file, or with --admin /path/of/a/socket",
+                )
+            return
+        since, failed = self._failed.get(address, (0.0, 0))
+        left_s = since + WINDOW_S - self._clock()
+        if not is_unix and failed >= MAX_FAILED and left_s > 0:
+            text = f"{failed} wrong tokens came from this address within {WINDOW_S:g} s"
+            raise RequestRefused(429, text, retry_after_s=math.ceil(left_s))
+        scheme, _, token = header.partition(" ")
+        try:
+            if scheme.lower() == "bearer" and self._token.is_shown(token.strip()):
+                return
+        except ConfigError as error:
+            raise RequestRefused(503, "the proxy's token file cannot be used; see its log") from error
+        self._fail(address)
+        text = "the token is wrong" if header else "a token is needed: Authorization: Bearer TOKEN"
+        raise RequestRefused(401, text)
+
+    def _fail(self, address: str) -> None:
+        now = self._clock()
+        since, failed = self._failed.pop(address, (now, 0))
+        self._failed[address] = (since, failed + 1) if now < since + WINDOW_S else (now, 1)
+        if len(self._failed) > _MAX_ADDRESSES:
+            self._failed.popitem(last=False)
+
+
+def _is_unix(request: web.Request) -> bool:
+    """Whether it came by a Unix socket, which `pdx.proxy.server` makes this user's alone."""
+    transport = request.transport
+    socket = transport.get_extra_info("socket") if transport is not None else None
+    return socket is not None and socket.family.name == "AF_UNIX"

@@ -1,0 +1,168 @@
+"""The nodes that controllers name: what each has last said of itself, and addresses of tiers, `NODE/TIER`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import msgspec
+
+from pdx.errors import NodeUnavailable, SelectionError
+from pdx.proxy.engines import MAX_NODES
+from pdx.wire.messages import EngineReport, Model, NodeReport
+
+FORGET_S = 3600.0  # a node without a roster that was silent for so long is forgotten
+_NAMED = 16  # names in an error's text …
+_MAX_TOLD = 700  # … and characters of what there is
+_LEAST_HEX = 4  # digits of a layout that stand for it
+ALL = "*"
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """A node as it was when it was last heard of. `report` is None: the roster names it, and it has not reported."""
+
+    name: str
+    report: NodeReport | None
+    seen_at: float
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a verb goes: to these nodes, and there to this tier; empty: none is named."""
+
+    nodes: tuple[str, ...]
+    tier: str
+    is_one: bool
+
+
+class Instances:
+    """All calls on one thread. At most MAX_NODES are known."""
+
+    def __init__(
+        self, *, members: Callable[[], Collection[str] | None], silent_s: float, clock: Callable[[], float]
+    ) -> None:
+        """`members`: the names in the roster now, None: whoever reports is one."""
+        self._members = members
+        self._silent_s = silent_s
+        self._clock = clock
+        self._seen: dict[str, Instance] = {}
+
+    def report(self, report: NodeReport) -> bool:
+        """Take in a node's word; True: it is another life of a node that was known."""
+        before = self._seen.pop(report.node, None)
+        if before is None and len(self._seen) >= MAX_NODES:
+            self._expire()
+        if before is not None or len(self._seen) < MAX_NODES:
+            kept = msgspec.structs.replace(report, marks=[])
+            self._seen[report.node] = Instance(report.node, kept, self._clock())
+        return before is not None and before.report is not None and before.report.epoch != report.epoch
+
+    def all(self) -> dict[str, Instance]:
+        """By name: those that have reported, and those that the roster names."""
+        members = self._members()
+        if members is None:
+            self._expire()
+            return dict(sorted(self._seen.items()))
+        return {name: self._seen.get(name) or Instance(name, None, 0.0) for name in sorted(members)}
+
+    def _expire(self) -> None:
+        oldest = self._clock() - FORGET_S
+        self._seen = {name: each for name, each in self._seen.items() if each.seen_at >= oldest}
+
+    def named(self, names: Collection[str]) -> dict[str, Instance]:
+        """Those of these names; of none: all.
+
+        :raises SelectionError: one is not known.
+        """
+        known = self.all()
+        for name in names:
+            if name not in known:
+                raise _unknown(name, known)
+        return {name: known[name] for name in names} if names else known
+
+    def check_heard(self, name: str) -> None:
+        """:raises SelectionError: nobody is called so. :raises NodeUnavailable: it has not been heard of lately."""
+        if problem := self.problem(self.named([name])[name]):
+            raise NodeUnavailable(f"node {name!r} {problem}")
+
+    def problem(self, instance: Instance) -> str:
+        """Why it cannot be told anything, empty: it can."""
+        if instance.report is None:
+            return "is in the roster, and has not reported to this proxy"
+        age_s = self._clock() - instance.seen_at
+        return f"has not been heard of for {age_s:.0f} s" if age_s >= self._silent_s else ""
+
+    def age_s(self, instance: Instance) -> float:
+        """Since its last report."""
+        return self._clock() - instance.seen_at
+
+    def place(self, address: str) -> Place:
+        """What an address means: `NODE`, `NODE/TIER`, `*` or `*/TIER`.
+
+        :raises SelectionError: there is no such node.
+        """
+        known = self.all()
+        head, _, tier = address.partition("/")
+        if head == ALL:
+            return Place(tuple(known), tier, is_one=False)
+        # A name may have slashes: the longest one that is known counts.
+        ends = [at for at, char in enumerate(address) if char == "/"]
+        for end in (len(address), *reversed(ends)):
+            if address[:end] in known:
+                return Place((address[:end],), address[end + 1 :], is_one=True)
+        raise _unknown(head, known)
+
+    def tier(self, address: str, what: str) -> Place:
+        """The same, of an address that has to name one tier.
+
+        :raises SelectionError: it does not, or there is no such node.
+        """
+        place = self.place(address)
+        if not place.is_one or not place.tier:
+            raise SelectionError(f"{what} {address!r} names no tier: write NODE/TIER")
+        return place
+
+    def models(self) -> list[Model]:
+        """How the engines that are attached to nodes name the chunks of a prompt, of those that have told."""
+        return [
+            model_of(engine)
+            for each in self.all().values()
+            if each.report is not None and not self.problem(each)
+            for engine in each.report.engines
+            if engine.layout and engine.shape
+        ]
+
+    def model(self, name: str) -> list[Model]:
+        """Engines that name chunks alike: those of this name, URL, model or layout; of no name: all there are.
+
+        :raises SelectionError: there are none, or they do not name chunks alike.
+        """
+        models = self.models()
+        if not models:
+            raise SelectionError("no engine that is attached to a node has told how it names chunks; give keys")
+        alike: dict[object, list[Model]] = {}
+        for model in models:
+            alike.setdefault((model.layout, *sorted(model.shape.items())), []).append(model)
+        chosen = [those for those in alike.values() if not name or any(_is_called(each, name) for each in those)]
+        if len(chosen) == 1:
+            return chosen[0]
+        told = "; ".join(f"{those[0].layout.hex()} of {_listed(m.engine for m in those)}" for those in alike.values())
+        if not chosen:
+            raise SelectionError(f"no engine here is, or has, a model {name!r:.80}; there are {told[:_MAX_TOLD]}")
+        raise SelectionError(f"engines here name chunks differently, so say which model; there are {told[:_MAX_TOLD]}")
+
+
+def model_of(engine: EngineReport) -> Model:
+    """What an engine's report says of the keys that it makes."""
+    return Model(engine.engine, engine.url, engine.layout, engine.shape)
+
+
+def _is_called(model: Model, name: str) -> bool:
+    is_layout = len(name) >= _LEAST_HEX and model.layout.hex().startswith(name)
+    return is_layout or name in (model.engine, model.url, model.shape.get("model", ""))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names))[:_NAMED])
+
+
+def _unknown(name: str, known: Collection[str]) -> SelectionError:
+    return SelectionError(f"no node is named {name!r:.80}; there are {_listed(known) or 'none'}")

@@ -1,0 +1,80 @@
+"""Which chunks a verb is about: tokens, a text or a conversation, keys, or a request, as a `Selection`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from pdx.errors import SelectionError
+from pdx.memory.keys import KEY_BYTES
+from pdx.proxy.cache.instances import Instances
+from pdx.wire.messages import MAX_KEYS, Model, Name, Selection, ShardCount
+from pdx.wire.tokens import chunk_keys, chunk_tokens, num_shards
+
+_MAX_TOKENS = 1 << 24
+HexKeys = Annotated[
+    list[Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}\Z")]], Meta(min_length=1, max_length=MAX_KEYS)
+]
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class What(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Of a request's body: exactly one of `tokens`, `text`, `messages`, `keys` and `request`."""
+
+    tokens: Annotated[list[Token], Meta(max_length=_MAX_TOKENS)] | None = None
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    model: Name = ""  # of the three above: whose chunks, where engines of several models are there …
+    salt: str = ""  # … and the requests' `cache_salt`
+    keys: HexKeys | None = None
+    shards: ShardCount = 1  # of each of `keys`
+    request: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The chunks; each stands for `chunk_tokens` tokens, 0: not known."""
+
+    selection: Selection
+    chunk_tokens: int
+
+
+class Prompts:
+    """Makes keys of prompts. All calls on one event loop."""
+
+    def __init__(self, instances: Instances, tokenize: Callable[[Model, bytes], Awaitable[list[int]]]) -> None:
+        """`tokenize` has that engine make tokens of the body of a request for its /tokenize."""
+        self._instances = instances
+        self._tokenize = tokenize
+
+    async def choose(self, what: What) -> Chosen:
+        """:raises SelectionError: it is not said, or said twice, or it names no chunk.
+
+        :raises NoEngine: a text, and no engine makes tokens of it.
+        """
+        given = {
+            name: value
+            for name in ("tokens", "text", "messages", "keys", "request")
+            if (value := getattr(what, name)) is not None
+        }
+        if len(given) != 1:
+            said = " and ".join(given) or "nothing"
+            raise SelectionError(f"say which chunks by one of tokens, text, messages, keys and request, not by {said}")
+        if what.request is not None:
+            return Chosen(Selection(request=what.request), 0)
+        if what.keys is not None:
+            return Chosen(Selection([bytes.fromhex(key) for key in what.keys], what.shards), 0)
+        models = self._instances.model(what.model)
+        tokens = what.tokens if what.tokens is not None else await self._tokens(what, models)
+        # In a thread: a million tokens take a second, in which clients would wait.
+        keys = await asyncio.to_thread(chunk_keys, models[0], tokens, what.salt)
+        return Chosen(Selection(keys, num_shards(models[0])), chunk_tokens(models[0]))
+
+    async def _tokens(self, what: What, models: list[Model]) -> list[int]:
+        body: dict[str, Any] = {"prompt": what.text} if what.text is not None else {"messages": what.messages}
+        return await self._tokenize(
+            next((model for model in models if model.url), models[0]), msgspec.json.encode(body)
+        )

@@ -1,0 +1,320 @@
+"""The verbs of controllers: which nodes are told what, and what is made of their answers. No HTTP here.
+
+A verb that one node answers has that outcome as its answer. All others have an entry for each node: what is wrong with
+one node is in its entry, and the others are answered. The name of a job begins with that of its node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any
+
+from pdx.errors import ConfigError, NodeUnavailable, PdxError, SelectionError, VerbRefused
+from pdx.proxy.cache.bodies import (
+    ClearBody,
+    EvictBody,
+    JobBody,
+    ListBody,
+    Lookup,
+    MoveBody,
+    OfChunks,
+    OfNodes,
+    RecodeBody,
+    VerifyBody,
+    WhyBody,
+)
+from pdx.proxy.cache.instances import Instance, Instances, model_of
+from pdx.proxy.cache.orders import Orders
+from pdx.proxy.cache.prompts import Prompts, What
+from pdx.proxy.cache.shown import shown, split_job
+from pdx.security.address import address_host
+from pdx.wire.messages import (
+    Clear,
+    EndJob,
+    Evict,
+    Find,
+    Found,
+    Jobs,
+    List,
+    ModelList,
+    Move,
+    Outcome,
+    PinIn,
+    Recode,
+    Refused,
+    Selection,
+    Status,
+    Verb,
+    Verify,
+    Why,
+)
+
+_AGAIN_S = 0.02  # until a node is asked again whose tiers had not answered, then twice as long each time …
+_MOST_AGAIN_S = 0.5  # … up to this
+ANY_TIER = "any"  # of an index: leading keys that one tier or another has
+Index = Callable[[Sequence[bytes]], tuple[Mapping[str, Mapping[str, int]], bool]]
+Json = dict[str, Any]
+
+
+class Verbs:
+    """All calls on one event loop. Each method raises what `pdx.errors` says of its body, its node, or its chunks."""
+
+    def __init__(self, instances: Instances, orders: Orders, prompts: Prompts, *, index: Index | None = None) -> None:
+        """`index`: of some keys, how many leading ones each tier of each node has, and whether that is known of all
+        nodes; where it is not, and without an index, nodes are asked."""
+        self._instances = instances
+        self._orders = orders
+        self._prompts = prompts
+        self._index = index
+
+    # ---- asked of several nodes ---------------------------------------------------------------
+
+    async def lookup(self, body: Lookup) -> Json:
+        """Where chunks are: hits in tokens by node and tier."""
+        chosen = await self._prompts.choose(body)
+        nodes = self._instances.named(body.instances)
+        keys = chosen.selection.keys
+        unit = chosen.chunk_tokens or 1
+        answer: Json = {
+            "chunks": len(keys),
+            "tokens": len(keys) * chosen.chunk_tokens,
+            "chunk_tokens": chosen.chunk_tokens,
+            "unit": "tokens" if chosen.chunk_tokens else "chunks",
+            "source": "nodes",
+            "hits": {},
+            "instances": {},
+            "pinned": {},
+            "asking": {},
+            "errors": {},
+        }
+        if self._index is not None and keys and not body.ask:
+            found, is_complete = self._index(keys)
+            if is_complete:
+                for name, instance in nodes.items():
+                    if problem := self._instances.problem(instance):
+                        text = f"node {name!r} {problem}"
+                        answer["errors"][name] = {"type": NodeUnavailable.__name__, "message": text}
+                        continue
+                    tiers = _scaled(found.get(name, {}), unit)
+                    answer["hits"][name] = tiers.pop(ANY_TIER, 0)
+                    answer["instances"][name] = tiers
+                return {**answer, "source": "index"}
+        asked = {name: self._found(name, chosen.selection, body.wait_s) for name in nodes}
+        for name, outcome in (await _together(asked)).items():
+            if isinstance(outcome, Refused):
+                if len(body.instances) == 1:
+                    raise VerbRefused(outcome.error, outcome.text)
+                answer["errors"][name] = {"type": outcome.error, "message": outcome.text}
+                continue
+            assert isinstance(outcome, Found)
+            answer["chunks"] = max(answer["chunks"], outcome.chunks)
+            answer["hits"][name] = outcome.hits * unit
+            answer["instances"][name] = _scaled(outcome.tiers, unit)
+            if outcome.pinned:
+                answer["pinned"][name] = _scaled(outcome.pinned, unit)
+            if outcome.asking:
+                answer["asking"][name] = outcome.asking
+        return answer
+
+    async def _found(self, node: str, what: Selection, wait_s: float) -> Outcome:
+        """What a node has, once all its tiers have answered, or what is known of it by then."""
+        loop = asyncio.get_running_loop()
+        until, pause_s, last = loop.time() + wait_s, _AGAIN_S, None
+        while True:
+            left_s = until - loop.time()
+            try:
+                found = await self._ask(node, Find(what), max(left_s, 0.001))
+            except NodeUnavailable:
+                if last is None:
+                    raise
+                return last
+            if not isinstance(found, Found) or not found.asking or until - loop.time() <= pause_s:
+                return found
+            last = found
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_AGAIN_S)
+
+    async def query_ip(self, body: OfNodes) -> Json:
+        """Where nodes are."""
+        return _entries({name: _address(each) for name, each in self._instances.named(body.instances).items()})
+
+    async def models(self, body: OfNodes) -> Json:
+        """How the engines of nodes name chunks."""
+        entries: Json = {}
+        for name, each in self._instances.named(body.instances).items():
+            engines = each.report.engines if each.report is not None else []
+            told = [model_of(engine) for engine in engines if engine.layout and engine.shape]
+            entries[name] = shown(ModelList(told), name)
+        return _entries(entries)
+
+    async def health(self, body: OfNodes) -> Json:
+        """How nodes are. One that is not reachable is an entry as well, never an error."""
+        nodes = self._instances.named(body.instances)
+        asked = await _together({name: self._ask(name, Status(), body.wait_s) for name in nodes})
+        return _entries({name: self._health(each, asked[name]) for name, each in nodes.items()})
+
+    def _health(self, instance: Instance, outcome: Outcome) -> Json:
+        report, is_well = instance.report, not isinstance(outcome, Refused)
+        return {
+            "type": "Health",
+            "reachable": is_well,
+            "why": outcome.text if isinstance(outcome, Refused) else "",
+            "epoch": f"{report.epoch:x}" if report is not None else "",
+            "age_s": self._instances.age_s(instance) if report is not None else None,
+            "engines": [engine.url for engine in report.engines] if report is not None else [],
+            "status": shown(outcome, instance.name) if is_well else None,
+        }
+
+    async def ls(self, body: ListBody) -> Json:
+        """What nodes have in memory."""
+        return await self._several(body.instances, List(body.session, body.model), body.wait_s)
+
+    async def why(self, body: WhyBody) -> Json:
+        """Why chunks of requests were hits or not."""
+        return await self._several(body.instances, Why(body.request), body.wait_s)
+
+    async def jobs(self, body: OfNodes) -> Json:
+        """All jobs that nodes know of."""
+        return await self._several(body.instances, Jobs(), body.wait_s)
+
+    # ---- done in one place, or in all --------------------------------------------------------
+
+    async def clear(self, body: ClearBody) -> Json:
+        """Forget chunks."""
+        place = self._instances.place(body.at)
+        what = Selection() if body.everything and _says_nothing(body) else await self._selection(body)
+        return await self._at(body.at, Clear(what, place.tier, body.everything, body.dry_run), body.wait_s)
+
+    async def pin(self, body: OfChunks) -> Json:
+        """Keep chunks in a tier."""
+        return await self._pin(body, pinned=True)
+
+    async def unpin(self, body: OfChunks) -> Json:
+        """Undo that."""
+        return await self._pin(body, pinned=False)
+
+    async def _pin(self, body: OfChunks, *, pinned: bool) -> Json:
+        place = self._instances.place(body.at)
+        verb = PinIn(await self._selection(body), place.tier, pinned, body.dry_run)
+        return await self._at(body.at, verb, body.wait_s)
+
+    async def evict(self, body: EvictBody) -> Json:
+        """Free an arena of what is worth least."""
+        place = self._instances.place(body.at)
+        return await self._at(body.at, Evict(body.below, body.nbytes, place.tier, body.dry_run), body.wait_s)
+
+    # ---- jobs of one node --------------------------------------------------------------------
+
+    async def move(self, body: MoveBody) -> Json:
+        """Copy chunks to another tier, and drop them. The job is the node's that has them."""
+        source, target = self._instances.tier(body.source, "source"), self._instances.tier(body.target, "target")
+        (node,), (goal,) = source.nodes, target.nodes
+        self._instances.check_heard(goal)
+        verb = Move(
+            await self._selection(body),
+            source.tier,
+            target.tier,
+            node=goal if goal != node else "",
+            keeps=body.keeps,
+            dry_run=body.dry_run,
+        )
+        return await self._one(node, verb, body.wait_s)
+
+    async def compress(self, body: RecodeBody) -> Json:
+        """Store chunks by another codec."""
+        place = self._instances.tier(body.at, "at")
+        new_keys = [bytes.fromhex(key) for key in body.new_keys or ()]
+        verb = Recode(await self._selection(body), place.tier, body.method, new_keys, body.dry_run)
+        return await self._one(place.nodes[0], verb, body.wait_s)
+
+    async def decompress(self, body: RecodeBody) -> Json:
+        """Store chunks as they are."""
+        if body.method != "none":
+            raise SelectionError(f"decompress stores chunks as they are, not by {body.method!r}; that is compress")
+        return await self.compress(body)
+
+    async def verify(self, body: VerifyBody) -> Json:
+        """Read a tier that is a disk, and compare digests."""
+        place = self._instances.tier(body.at, "at")
+        return await self._one(place.nodes[0], Verify(place.tier, body.remove, body.dry_run), body.wait_s)
+
+    async def check_finish(self, body: JobBody) -> Json:
+        """How a job is doing."""
+        node, job = split_job(body.job)
+        return await self._one(node, Jobs(job), body.wait_s)
+
+    async def cancel(self, body: JobBody) -> Json:
+        """End a job."""
+        node, job = split_job(body.job)
+        return await self._one(node, EndJob(job), body.wait_s)
+
+    # ---- what they have in common ------------------------------------------------------------
+
+    async def _selection(self, body: OfChunks | MoveBody) -> Selection:
+        return (await self._prompts.choose(body)).selection
+
+    async def _ask(self, node: str, verb: Verb, wait_s: float) -> Outcome:
+        self._instances.check_heard(node)
+        return await self._orders.ask(node, verb, wait_s)
+
+    async def _one(self, node: str, verb: Verb, wait_s: float) -> Json:
+        outcome = await self._ask(node, verb, wait_s)
+        if isinstance(outcome, Refused):
+            raise VerbRefused(outcome.error, outcome.text)
+        return {**shown(outcome, node), "instance": node}
+
+    async def _at(self, address: str, verb: Verb, wait_s: float) -> Json:
+        place = self._instances.place(address)
+        if place.is_one:
+            return await self._several(place.nodes, verb, wait_s)
+        return _entries(await self._outcomes(place.nodes, verb, wait_s))
+
+    async def _several(self, names: Sequence[str], verb: Verb, wait_s: float) -> Json:
+        """Of these nodes, of none: of all. What is wrong with the only one that was named is an error."""
+        if len(names) == 1:
+            outcome = await self._ask(names[0], verb, wait_s)
+            if isinstance(outcome, Refused):
+                raise VerbRefused(outcome.error, outcome.text)
+            return _entries({names[0]: shown(outcome, names[0])})
+        return _entries(await self._outcomes(self._instances.named(names), verb, wait_s))
+
+    async def _outcomes(self, names: Collection[str], verb: Verb, wait_s: float) -> Json:
+        outcomes = await _together({name: self._ask(name, verb, wait_s) for name in names})
+        return {name: shown(outcome, name) for name, outcome in outcomes.items()}
+
+
+async def _together(asked: Mapping[str, Coroutine[None, None, Outcome]]) -> dict[str, Outcome]:
+    """What each of them answers; what is wrong with one is a `Refused` in its place."""
+    outcomes = await asyncio.gather(*map(_settled, asked.values()))
+    return dict(zip(asked, outcomes, strict=True))
+
+
+async def _settled(asked: Coroutine[None, None, Outcome]) -> Outcome:
+    try:
+        return await asked
+    except PdxError as error:
+        return Refused.of(error)
+
+
+def _entries(entries: Json) -> Json:
+    return {"instances": entries}
+
+
+def _scaled(counts: Mapping[str, int], unit: int) -> dict[str, int]:
+    return {tier: count * unit for tier, count in counts.items()}
+
+
+def _says_nothing(body: What) -> bool:
+    said = (body.tokens, body.text, body.messages, body.keys, body.request)
+    return all(each is None for each in said)
+
+
+def _address(instance: Instance) -> Json:
+    report = instance.report
+    listen, ip = report.listen if report is not None else "", ""
+    with contextlib.suppress(ConfigError):
+        ip = address_host(listen) if listen else ""
+    engines = [engine.url for engine in report.engines] if report is not None else []
+    return {"type": "Address", "ip": ip, "address": listen, "engines": engines}

@@ -1,0 +1,134 @@
+"""A proxy with stand-in nodes that carry out verbs, and a controller that says them over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import secrets
+from contextlib import asynccontextmanager, suppress
+
+from proxy_harness import cluster, within
+
+from pdx.wire import messages
+from pdx.wire.messages import EngineReport, Found, NodeReport, Order, Refused, Reply
+
+TOKEN = secrets.token_hex(16)
+LAYOUT = b"l" * 16
+SHAPE = {
+    "model": "m",
+    "chunk_tokens": "32",
+    "block_tokens": "16",
+    "num_shards": "2",
+    "hashing": "sha256_cbor",
+    "root": "00" * 32,
+    "salt_tag": "",
+    "vocabulary": "100",
+}
+KEY = "ab" * 16
+
+
+class Ruled:
+    """A stand-in node that carries out verbs: `answers` makes an outcome, or nothing, of each verb."""
+
+    def __init__(self, node):
+        self.node = node
+        self.orders = []
+        self.answers = lambda _verb: Found(1, 1, {"memory": 1})
+        self._task = asyncio.create_task(self._serve())
+
+    @property
+    def name(self):
+        return self.node.name
+
+    @property
+    def verbs(self):
+        return [order.verb for order in self.orders]
+
+    async def report(self, *engines, layout=LAYOUT, shape=SHAPE, listen="", epoch=None):
+        """`engines` by name and URL."""
+        self.node.epoch = epoch or self.node.epoch
+        told = [EngineReport(name, "both", url, 0, layout=layout, shape=shape) for name, url in engines]
+        report = NodeReport(messages.VERSION, self.name, self.node.epoch, 1, 1, told, [], listen=listen)
+        await self.node.socket.send(messages.encode(report))
+
+    async def reply(self, number, outcome):
+        await self.node.socket.send(messages.encode(Reply(number, outcome)))
+
+    async def _serve(self):
+        while True:
+            message = messages.decode_from_proxy(await self.node.socket.recv())
+            if isinstance(message, Order):
+                self.orders.append(message)
+                if (outcome := self.answers(message.verb)) is not None:
+                    await self.reply(message.number, outcome)
+
+    async def close(self):
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+
+class Stage:
+    """What a test talks to."""
+
+    def __init__(self, made, nodes):
+        self.made, self.nodes = made, nodes
+
+    @property
+    def counters(self):
+        return self.made.proxy.counters
+
+    async def post(self, verb, body=None, *, token=TOKEN, raw=None, headers=None):
+        """(status, answer)"""
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        if token:
+            sent["Authorization"] = f"Bearer {token}"
+        data = io.BytesIO(json.dumps(body or {}).encode() if raw is None else raw)
+        url = f"{self.made.admin}/cache/{verb}"
+        async with self.made.client.post(url, data=data, headers=sent) as response:
+            return response.status, json.loads(await within(response.read()))
+
+    async def ok(self, verb, **body):
+        status, answer = await self.post(verb, body)
+        assert status == 200, answer
+        return answer
+
+    async def error(self, verb, **body):
+        """(status, class, text)"""
+        status, answer = await self.post(verb, body)
+        assert status != 200, answer
+        return status, answer["error"]["type"], answer["error"]["message"]
+
+    async def known(self, *names):
+        """Wait for these nodes to have reported."""
+        async with asyncio.timeout(10):
+            while not set(names) <= set((await self.ok("query_ip"))["instances"]):
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def stage(folder, *names, **settings):
+    """Nodes of these names, that have reported and have no engines."""
+    token = folder / "token"
+    if "cache_token_file" not in settings:
+        token.write_text(TOKEN + "\n")
+        token.chmod(0o600)
+        settings["cache_token_file"] = str(token)
+    settings.setdefault("heartbeat_timeout_s", 600.0)
+    async with cluster(named=False, node=names[0], **settings) as made:
+        nodes = {name: Ruled(made.other_node(name) if name != names[0] else made.node) for name in names}
+        built = Stage(made, nodes)
+        try:
+            for node in nodes.values():
+                await node.report()
+            if settings["cache_token_file"]:
+                await built.known(*names)
+            yield built
+        finally:
+            for node in nodes.values():
+                await node.close()
+
+
+def refused(error, text="why"):
+    return Refused(error, text)

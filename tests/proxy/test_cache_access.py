@@ -1,0 +1,373 @@
+"""Who may say verbs over HTTP, and what a request may look like."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections import Counter
+
+import aiohttp
+import pytest
+from cache_stage import KEY, SHAPE, TOKEN, refused, stage
+from proxy_harness import run, until
+
+from pdx.errors import ConfigError
+from pdx.proxy.app import Proxy
+from pdx.proxy.cache import access, routes
+from pdx.proxy.cache.access import Token, load
+from pdx.proxy.config import ProxyConfig
+from pdx.proxy.server import Server
+from pdx.wire.messages import JobStatus
+
+RUNNING = JobStatus("3f-7", "move", "running", 4)
+SAID = {"keys": [KEY]}
+
+
+@pytest.mark.parametrize("token", ["", "x" * 32, TOKEN[:-1], TOKEN + "x", "é" * 16])
+def test_without_the_token_nothing_is_told_and_nothing_done(tmp_path, token, caplog):
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            for verb in ("clear", "health", "nonsense"):
+                status, answer = await made.post(verb, {**SAID, "at": "a"}, token=token)
+                assert status == 401
+                assert answer["error"]["type"] == "RequestRefused"
+            assert made.nodes["a"].verbs == []
+            assert made.counters["controllers_denied"] == 3
+
+    run(main)
+    assert not token or token not in caplog.text
+    assert TOKEN not in caplog.text
+
+
+def test_the_token_is_read_again_when_its_file_changes(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            file, other = tmp_path / "token", secrets.token_hex(32)
+            fresh = tmp_path / "fresh"
+            fresh.write_text(other)
+            fresh.chmod(0o600)
+            fresh.replace(file)
+            assert (await made.post("query_ip"))[0] == 401
+            assert (await made.post("query_ip", token=other))[0] == 200
+            file.chmod(0o644)  # others can read it: it is worth nothing
+            status, answer = await made.post("query_ip", token=other)
+            assert (status, answer["error"]["message"]) == (503, "the proxy's token file cannot be used; see its log")
+            file.unlink()
+            assert (await made.post("query_ip", token=other))[0] == 503
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("short", 0o600, "holds no token"),
+        ("", 0o600, "holds no token"),
+        ("a token of several words, which no header has", 0o600, "holds no token"),
+        ("x" * 2000, 0o600, "holds no token"),
+        ("x" * 32, 0o640, "nobody but user"),
+        ("x" * 32, 0o604, "nobody but user"),
+        (None, 0, "No such file"),
+    ],
+)
+def test_a_token_file_that_is_wrong_is_refused_at_the_start(tmp_path, text, mode, why):
+    file = tmp_path / "token"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    with pytest.raises(ConfigError, match=why):
+        Token(str(file))
+    with pytest.raises(ConfigError, match=why):
+        Proxy(ProxyConfig(control=f"ipc://{tmp_path}/p.sock", cache_token_file=str(file)))
+    if text:
+        with pytest.raises(ConfigError) as raised:
+            load(file)
+        assert text not in str(raised.value)
+
+
+def test_a_token_file_of_another_user_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "token"
+    file.write_text("x" * 32)
+    file.chmod(0o600)
+    uid = os.getuid()
+    os.chown(file, 12345, -1) if uid == 0 else monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        load(file)
+
+
+def test_wrong_tokens_of_one_address_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(access, "MAX_FAILED", 3)
+
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            for _ in range(3):
+                assert (await made.post("health", token="x" * 32))[0] == 401
+            assert (await made.post("health", token="y" * 32))[0] == 429
+            assert (await made.post("health"))[0] == 429, "or guesses would go on"
+            clock = made.made.proxy._cache._routes._access
+            clock._clock = lambda: made.made.proxy._clock() + access.WINDOW_S
+            assert (await made.post("query_ip"))[0] == 200
+
+    run(main)
+
+
+def test_addresses_that_fail_are_forgotten_the_oldest_first(monkeypatch):
+    monkeypatch.setattr(access, "_MAX_ADDRESSES", 2)
+    made = access.Access(None, counters=Counter(), faults=None, clock=lambda: 0.0)
+    for address in ("a", "b", "c"):
+        made._fail(address)
+    assert list(made._failed) == ["b", "c"]
+
+
+def test_without_a_token_file_nobody_is_let_in_at_a_port(tmp_path, caplog):
+    async def main():
+        async with stage(tmp_path, "a", cache_token_file="") as made:
+            for token in ("", TOKEN):
+                status, answer = await made.post("health", token=token)
+                assert status == 403
+                assert "--cache-token-file" in answer["error"]["message"]
+                assert "--admin /path" in answer["error"]["message"]
+
+    run(main)
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+def test_at_a_unix_socket_this_user_needs_no_token_unless_there_is_one(tmp_path, has_token):
+    async def main():
+        settings = {} if has_token else {"cache_token_file": ""}
+        async with stage(tmp_path, "a", **settings) as made:
+            folder = tmp_path / "admin"
+            server = Server(made.made.proxy.admin_app(), counters=made.counters)
+            await server.start(f"{folder}/s.sock")
+            assert (folder / "s.sock").stat().st_mode & 0o777 == 0o600
+            connector = aiohttp.UnixConnector(f"{folder}/s.sock")
+            async with aiohttp.ClientSession(connector=connector) as client:
+                async with client.post("http://pdx/cache/query_ip", json={}) as response:
+                    assert response.status == (401 if has_token else 200)
+                headers = {"Authorization": f"Bearer {TOKEN}"}
+                async with client.post("http://pdx/cache/query_ip", json={}, headers=headers) as response:
+                    assert list((await response.json())["instances"]) == ["a"]
+            await server.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"not json", 400),
+        (b"[]", 400),
+        (b'{"keys": ["ab"]}', 400),
+        (b'{"keys": "' + b"ab" * 16 + b'"}', 400),
+        (b'{"keys": []}', 400),
+        (b'{"tokens": [1.5]}', 400),
+        (b'{"tokens": [true]}', 400),
+        (b'{"tokens": [-1]}', 400),
+        (b'{"tokens": [99999999999999999999]}', 400),
+        (b'{"tokens": ["1"]}', 400),
+        (b'{"unknown": 1, "tokens": [1]}', 400),
+        (b'{"tokens": [1], "wait_s": 1e9}', 400),
+        (b'{"tokens": [1], "wait_s": NaN}', 400),
+        (b'{"text": "\xff"}', 400),
+        (b'{"text": ' + b"[" * 100_000, 400),
+        (b"{}", 400),
+        (b"", 400),
+        (b'{"text": "a", "request": "b"}', 400),
+        (b'{"tokens": [' + b"1," * 600_000 + b"1]}", 413),
+        (b'{"keys": [' + b",".join([b'"' + b"ab" * 16 + b'"'] * 16_385) + b"]}", 400),
+        (b'{"instances": [' + b",".join([b'"a"'] * 1_025) + b'], "request": "r"}', 400),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words_and_reaches_no_node(tmp_path, raw, status):
+    async def main():
+        async with stage(tmp_path, "a", max_body_bytes=1 << 20) as made:
+            got, answer = await made.post("lookup", raw=raw)
+            assert got == status, answer
+            assert answer["error"]["type"] in ("RequestRefused", "SelectionError")
+            assert answer["error"]["message"]
+            assert made.nodes["a"].verbs == []
+            assert made.counters["internal_errors"] == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({"Content-Type": "text/plain"}, 415), ({"Content-Encoding": "gzip"}, 415)]
+)
+def test_pages_of_others_and_packed_bodies_are_refused(tmp_path, headers, status):
+    """A page that a browser shows may post as text/plain without asking first."""
+
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            assert (await made.post("clear", {**SAID, "at": "a"}, headers=headers))[0] == status
+            assert made.nodes["a"].verbs == []
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "error", "text"),
+    [
+        ("lookup", {**SAID, "instances": ["x"]}, "SelectionError", "no node is named 'x'; there are a, b/c"),
+        ("clear", {**SAID, "at": "x/host"}, "SelectionError", "no node is named 'x'; there are a, b/c"),
+        ("move", {**SAID, "source": "a/host", "target": "x/host"}, "SelectionError", "no node is named 'x'"),
+        ("move", {**SAID, "source": "a/host", "target": "a"}, "SelectionError", "names no tier"),
+        ("move", {**SAID, "source": "*/host", "target": "a/host"}, "SelectionError", "names no tier"),
+        ("verify", {"at": "a"}, "SelectionError", "names no tier"),
+        ("decompress", {**SAID, "at": "a/disk", "method": "fp8"}, "SelectionError", "that is compress"),
+        ("lookup", {"tokens": [1]}, "SelectionError", "no engine that is attached"),
+        ("check_finish", {"job": "yesterday"}, "JobUnknown", "is no job's name"),
+        ("check_finish", {"job": "a:yesterday"}, "JobUnknown", "is no job's name"),
+        ("check_finish", {"job": ":3f-7"}, "JobUnknown", "is no job's name"),
+        ("check_finish", {"job": "x:3f-7"}, "SelectionError", "no node is named 'x'"),
+        ("dance", {}, "RequestRefused", "there is no such verb; there are lookup"),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, body, error, text):
+    async def main():
+        async with stage(tmp_path, "a", "b/c") as made:
+            status, kind, message = await made.error(verb, **body)
+            assert (kind, 400 <= status < 500) == (error, True)
+            assert text in message
+            assert all(node.verbs == [] for node in made.nodes.values())
+            place = made.made.proxy._cache._instances.place
+            assert (place("b/c/disk x").nodes, place("b/c/disk x").tier) == (("b/c",), "disk x")
+            assert (place("b/c").nodes, place("b/c").tier) == (("b/c",), "")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "status"),
+    [
+        ("JobUnknown", "JobUnknown", 404),
+        ("TierUnknown", "TierUnknown", 404),
+        ("JobConflict", "JobConflict", 409),
+        ("ArenaFull", "ArenaFull", 502),
+        ("system", "NodeError", 502),
+        ("Mapping", "NodeError", 502),
+    ],
+)
+def test_a_nodes_refusal_keeps_its_class(tmp_path, error, told, status):
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            made.nodes["a"].answers = lambda _: refused(error, "so there")
+            assert await made.error("check_finish", job="a:3f-7") == (status, told, "so there")
+            assert await made.made.metric("pdx_proxy_verbs_total", verb="check_finish", outcome=told) == 1
+
+    run(main)
+
+
+def test_engines_that_name_chunks_differently_have_to_be_named(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a", "b") as made:
+            await made.nodes["a"].report(("ea", ""), layout=b"a" * 16)
+            await made.nodes["b"].report(("eb", ""), layout=b"b" * 16, shape={**SHAPE, "model": "other"})
+            async with asyncio.timeout(10):
+                while len([n for n in (await made.ok("models"))["instances"].values() if n["models"]]) < 2:
+                    await asyncio.sleep(0.005)
+            tokens = list(range(32))
+            _, kind, text = await made.error("lookup", tokens=tokens)
+            assert kind == "SelectionError"
+            assert "say which model" in text
+            assert ("ea" in text, "eb" in text) == (True, True)
+            for model in ("ea", (b"a" * 16).hex(), (b"a" * 16).hex()[:6], "m"):
+                assert (await made.ok("lookup", tokens=tokens, model=model))["tokens"] == 32
+            _, _, text = await made.error("lookup", tokens=tokens, model="llama")
+            assert "no engine here is, or has, a model 'llama'" in text
+            _, kind, text = await made.error("lookup", tokens=[500] * 32, model="ea")
+            assert kind == "SelectionError"
+            assert "another model" in text
+            _, kind, _ = await made.error("clear", tokens=[1, 2], model="ea", at="a")
+            assert kind == "SelectionError", "less than a chunk is never all chunks"
+
+    run(main)
+
+
+def test_a_thousand_verbs_at_once_are_answered(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            most = 0
+            node = made.nodes["a"]
+
+            def answer(_):
+                nonlocal most
+                most = max(most, len(made.made.proxy._cache._orders))
+                return RUNNING
+
+            node.answers = answer
+            told = await asyncio.gather(*(made.ok("check_finish", job="a:3f-7", wait_s=60) for _ in range(1000)))
+            assert {each["job"] for each in told} == {"a:3f-7"}
+            assert len(node.orders) == 1000
+            assert len({order.number for order in node.orders}) == 1000
+            assert 1 < most <= 32
+            assert made.made.proxy._cache._orders._turns == {}
+
+    run(main)
+
+
+def test_too_many_verbs_are_refused_with_when_to_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(routes, "AT_A_TIME", 1)
+
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            node = made.nodes["a"]
+            node.answers = lambda _: None
+            first = asyncio.create_task(made.post("check_finish", {"job": "a:3f-7", "wait_s": 60}))
+            await until(lambda: node.orders)
+            status, answer = await made.post("query_ip")
+            assert (status, answer["error"]["type"]) == (503, "RequestRefused")
+            await node.reply(node.orders[0].number, RUNNING)
+            assert (await first)[0] == 200
+            assert (await made.post("query_ip"))[0] == 200
+
+    run(main)
+
+
+def test_one_dead_node_does_not_hold_up_the_others(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a", "b") as made:
+            a, b = made.nodes.values()
+            a.answers = lambda _: None
+            b.answers = lambda _: RUNNING
+            dead = [asyncio.create_task(made.post("check_finish", {"job": "a:3f-7", "wait_s": 60})) for _ in range(50)]
+            await until(lambda: len(a.orders) == 32)
+            assert (await made.ok("check_finish", job="b:3f-7"))["job"] == "b:3f-7"
+            await a.report(epoch=9)  # it died, and another life began
+            done = await asyncio.gather(*dead[:32])
+            assert {status for status, _ in done} == {504}
+            for task in dead:
+                task.cancel()
+            await asyncio.gather(*dead, return_exceptions=True)
+            await until(lambda: len(made.made.proxy._cache._orders) == 0)
+
+    run(main)
+
+
+def test_a_proxy_that_is_started_again_finds_jobs_by_their_names(tmp_path):
+    async def main():
+        numbers = []
+        for _ in range(2):
+            async with stage(tmp_path, "a") as made:
+                made.nodes["a"].answers = lambda _: RUNNING
+                assert (await made.ok("check_finish", job="a:3f-7"))["state"] == "running"
+                numbers.append(made.nodes["a"].orders[0].number)
+        assert abs(numbers[0] - numbers[1]) > 1000, "an answer to its last life is none to this one"
+
+    run(main)
+
+
+def test_neither_tokens_nor_texts_are_logged(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            await made.post("lookup", {"text": "confidential", "tokens": [8675309]})
+            await made.post("lookup", {"tokens": [8675309] * 40})
+            await made.post("lookup", raw=b'{"text": "confidential"')
+
+    run(main)
+    assert "confidential" not in caplog.text
+    assert "8675309" not in caplog.text

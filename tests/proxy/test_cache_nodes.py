@@ -1,0 +1,179 @@
+"""Verbs over HTTP with two real nodes behind a real proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cache_stage import SHAPE
+from node_harness import MIB
+from peers_harness import Cluster
+from proxy_harness import run, within
+from raw_engine import CHUNK_BYTES, Engine
+
+from pdx.proxy.app import Proxy
+from pdx.proxy.config import ProxyConfig
+from pdx.proxy.server import Server
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Model
+from pdx.wire.tokens import chunk_keys
+
+NUM, PER_CHUNK = 6, int(SHAPE["chunk_tokens"])
+LAYOUT = b"l" * 16
+ONE_SHARD = {**SHAPE, "num_shards": "1"}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two nodes with a disk each, and an engine at each that tells how it names chunks."""
+    with tempfile.TemporaryDirectory(prefix="pdxc") as name:
+        folder = Path(name)
+        of_one = {node: {"disks": [str(folder / f"disk-{node}")]} for node in "ab"}
+        control = f"ipc://{folder}/proxy/p.sock"
+        settings = {"proxy": control, "store": "write-back", "store_window": 1e-9, "arena_bytes": 16 * MIB}
+        with Cluster(folder, "ab", of_one=of_one, **settings) as cluster:
+            cluster.start("a", "b")
+            wait_until(lambda: cluster.peer("a", "b").state == "ready", what="they know each other")
+            engines = {node: Engine(cluster.address(node), layout=LAYOUT, shape=ONE_SHARD) for node in "ab"}
+            yield cluster, engines, control, folder
+            for engine in engines.values():
+                engine.close()
+
+
+class Says:
+    """A controller at the administrator's socket of a proxy."""
+
+    def __init__(self, client):
+        self.client = client
+
+    async def post(self, verb, **body):
+        async with self.client.post(f"http://pdx/cache/{verb}", json=body) as response:
+            return response.status, json.loads(await within(response.read()))
+
+    async def ok(self, verb, **body):
+        status, answer = await self.post(verb, **body)
+        assert status == 200, answer
+        return answer
+
+    async def finished(self, job):
+        async with asyncio.timeout(20):
+            while (status := await self.ok("check_finish", job=job))["state"] == "running":
+                await asyncio.sleep(0.01)
+        return status
+
+
+@asynccontextmanager
+async def proxy(control, folder):
+    made = Proxy(ProxyConfig(control=control, heartbeat_timeout_s=60.0))
+    http, admin = (Server(app, counters=made.counters) for app in (made.app(), made.admin_app()))
+    await http.start("127.0.0.1:0")
+    await admin.start(f"{folder}/admin/s.sock")
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(f"{folder}/admin/s.sock")) as client:
+        says = Says(client)
+        async with asyncio.timeout(20):
+            while sum(bool(each["models"]) for each in (await says.ok("models"))["instances"].values()) < 2:
+                await asyncio.sleep(0.01)
+        yield says
+    await admin.close()
+    await http.close()
+
+
+def prompt(seed):
+    return [(seed * 7 + number) % 100 for number in range(NUM * PER_CHUNK)]
+
+
+def save(engines, node, tokens):
+    keys = chunk_keys(Model("", "", LAYOUT, ONE_SHARD), tokens)
+    engines[node].save({key: os.urandom(CHUNK_BYTES) for key in keys})
+
+
+ALL = NUM * PER_CHUNK
+
+
+def test_lookup_move_pin_and_clear_over_http(pair):
+    _, engines, control, folder = pair
+    tokens = prompt(1)
+    save(engines, "a", tokens)
+
+    async def main():
+        async with proxy(control, folder) as says:
+
+            async def where():
+                return (await says.ok("lookup", tokens=tokens))["instances"]
+
+            assert await where() == {"a": {"host": ALL, "disk": 0}, "b": {"host": 0, "disk": 0}}
+            planned = await says.ok("move", tokens=tokens, source="a/host", target="b/disk", dry_run=True)
+            assert (planned["state"], planned["job"], planned["chunks"]) == ("planned", "", NUM)
+            job = await says.ok("move", tokens=tokens, source="a/host", target="b/disk")
+            assert job["job"].startswith("a:")
+            done = await says.finished(job["job"])
+            assert (done["state"], done["chunks_done"], done["why"]) == ("done", NUM, "")
+            assert await where() == {"a": {"host": 0, "disk": 0}, "b": {"host": 0, "disk": ALL}}
+
+            effect = (await says.ok("pin", tokens=tokens[: 2 * PER_CHUNK], at="b/disk"))["instances"]["b"]
+            assert effect["tiers"][0]["chunks"] == 2
+            assert (await says.ok("lookup", tokens=tokens))["pinned"] == {"b": {"disk": 2 * PER_CHUNK}}
+            status, answer = await says.post("move", tokens=tokens, source="b/disk", target="b/host")
+            assert (status, "pinned" in answer["error"]["message"]) == (502, True)
+            await says.ok("unpin", tokens=tokens, at="b/disk")
+
+            would = (await says.ok("clear", tokens=tokens, at="*", dry_run=True))["instances"]
+            assert {name: each["type"] for name, each in would.items()} == {"a": "Effect", "b": "Effect"}
+            assert (await where())["b"]["disk"] == ALL
+            await says.ok("clear", tokens=tokens, at="b")
+            assert await where() == {"a": {"host": 0, "disk": 0}, "b": {"host": 0, "disk": 0}}
+
+    run(main)
+
+
+def test_what_two_nodes_say_of_themselves(pair):
+    cluster, engines, control, folder = pair
+    tokens = prompt(2)
+    save(engines, "b", tokens)
+
+    async def main():
+        async with proxy(control, folder) as says:
+            health = (await says.ok("health"))["instances"]
+            assert {name: each["reachable"] for name, each in health.items()} == {"a": True, "b": True}
+            assert health["a"]["status"]["name"] == "a"
+            assert health["a"]["epoch"] == f"{health['a']['status']['epoch']:x}"
+            assert [tier["name"] for tier in health["b"]["status"]["tiers"]] == ["disk"]
+            places = (await says.ok("query_ip"))["instances"]
+            assert places["b"]["address"] == f"{cluster.address('b')}.peers"
+            listed = (await says.ok("ls", instances=["b"]))["instances"]["b"]
+            assert sum(model["chunks"] for model in listed["models"]) == NUM
+            status, answer = await says.post("clear", tokens=tokens, at="b/tape")
+            assert (status, answer["error"]["type"]) == (404, "TierUnknown")
+            assert "'host', 'disk'" in answer["error"]["message"]
+            status, answer = await says.post("check_finish", job="b:3f-1")
+            assert (status, answer["error"]["type"]) == (404, "JobUnknown")
+            assert (await says.ok("why", instances=["b"]))["instances"]["b"]["type"] == "Explained"
+            job = (await says.ok("verify", at="b/disk"))["job"]
+            assert (await says.finished(job))["state"] == "done"
+            await says.ok("clear", at="*", everything=True)
+            assert (await says.ok("lookup", tokens=tokens))["hits"] == {"a": 0, "b": 0}
+
+    run(main)
+
+
+def test_a_job_outlives_the_proxy_that_it_was_asked_through(pair):
+    _, engines, control, folder = pair
+    tokens = prompt(3)
+    save(engines, "a", tokens)
+
+    async def main():
+        async with proxy(control, folder) as says:
+            job = (await says.ok("move", tokens=tokens, source="a/host", target="a/disk"))["job"]
+        async with proxy(control, folder) as says:
+            assert (await says.finished(job))["state"] == "done"
+            jobs = (await says.ok("jobs"))["instances"]["a"]["jobs"]
+            assert job in [each["job"] for each in jobs]
+            assert (await says.ok("lookup", tokens=tokens))["instances"]["a"] == {"host": 0, "disk": ALL}
+
+    run(main)
