@@ -89,7 +89,7 @@ class Controller:
         found = self.find(tokens, instances, wait_s=wait_s)
         if not found.chunk_tokens:
             raise SelectionError("no engine is attached that says how many tokens a chunk has; `find` counts chunks")
-        return found.hits
+        return found.tiers
 
     def find(self, tokens: Tokens, instances: Sequence[str] = (), *, wait_s: float = 5.0) -> Lookup:
         """The same with all that nodes say of it. Tiers that have to ask a store elsewhere have `wait_s` for it."""

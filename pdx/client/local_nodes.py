@@ -85,7 +85,7 @@ class LocalNodes:
         selection, per_chunk = self._selected(prompt)
         until = time.monotonic() + wait_s
         found = self._each(instances, lambda connection: self._found(connection, Find(selection), until))
-        hits, pinned, asking, errors = {}, {}, {}, {}
+        tiers, hits, pinned, asking, errors = {}, {}, {}, {}, {}
         chunks = len(selection.keys)
         for name, outcome in found.items():
             if isinstance(outcome, Refused):
@@ -93,9 +93,10 @@ class LocalNodes:
                 continue
             assert isinstance(outcome, Found)
             chunks = max(chunks, outcome.chunks)
-            hits[name], pinned[name] = _scaled(outcome.tiers, per_chunk), _scaled(outcome.pinned, per_chunk)
+            tiers[name], pinned[name] = _scaled(outcome.tiers, per_chunk), _scaled(outcome.pinned, per_chunk)
+            hits[name] = outcome.hits * (per_chunk or 1)
             asking[name] = list(outcome.asking)
-        return Lookup(chunks, per_chunk, hits, _only(pinned), _only(asking), errors)
+        return Lookup(chunks, per_chunk, tiers, hits, _only(pinned), _only(asking), errors)
 
     def _found(self, connection: Connection, ask: Find, until: float) -> Found:
         """What a node has, once all its tiers have answered, or what is known of it by then."""

@@ -114,14 +114,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """Where a prompt's chunks are. All counts are leading ones: of tokens, or of chunks where `chunk_tokens` is 0,
-    because nobody has told how many tokens a chunk has."""
+    """Where a prompt's chunks are. All counts but `chunks` are leading ones: of tokens, or of chunks where
+    `chunk_tokens` is 0, because nobody has told how many tokens a chunk has."""
 
     chunks: int  # that were asked for
     chunk_tokens: int
-    hits: dict[str, dict[str, int]]  # by node and tier
+    tiers: dict[str, dict[str, int]]  # by node and tier
+    hits: dict[str, int] = {}  # by node: those that some tier of it has
     pinned: dict[str, dict[str, int]] = {}
-    asking: dict[str, list[str]] = {}  # tiers that have not answered in time: what they have is not in `hits`
+    asking: dict[str, list[str]] = {}  # tiers that have not answered in time: what they have is not in here
     errors: dict[str, str] = {}  # by node, why it has not answered
 
     @property

@@ -37,6 +37,7 @@ from pdx.wire.messages import (
 )
 
 _Object = dict[str, Any]
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 60.0
 
 
 class ThroughProxy:
@@ -58,13 +59,10 @@ class ThroughProxy:
         return list(self._entries("query_ip", {}))
 
     def find(self, prompt: Prompt, instances: Sequence[str], wait_s: float) -> Lookup:
-        told = self._post("lookup", {**_what(prompt), "instances": list(instances), "wait_s": wait_s})
+        told = self._post("lookup", {**_what(prompt), "instances": list(instances)}, wait_s)
         errors = {name: str(error["message"]) for name, error in told.get("errors", {}).items()}
-        fields = (told.get("pinned", {}), told.get("asking", {}), errors)
-        found: _LookupFields = _convert(
-            [told.get("chunks"), told.get("chunk_tokens"), told.get("instances"), *fields], _LookupFields
-        )
-        return found.as_lookup()
+        found: Lookup = _convert({**told, "tiers": told.get("instances"), "errors": errors}, Lookup)
+        return found
 
     def addresses(self, instances: Sequence[str]) -> dict[str, str]:
         entries = self._entries("query_ip", {"instances": list(instances)})
@@ -104,11 +102,18 @@ class ThroughProxy:
             raise ProtocolError(f"the proxy at {self._url} does not answer /cache/{route} by nodes")
         return entries
 
-    def _post(self, route: str, body: _Object) -> _Object:
-        """:raises ProxyError: nobody answers. Or what the proxy or a node says is the matter."""
+    def _post(self, route: str, body: _Object, wait_s: float | None = None) -> _Object:
+        """`wait_s`: that nodes have; not less than the proxy allows, nor more.
+
+        :raises ProxyError: nobody answers. Or what the proxy or a node says is the matter.
+        """
+        wait_s = min(max(self._timeout_s if wait_s is None else wait_s, _LEAST_WAIT_S), _MOST_WAIT_S)
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        timeout_s = wait_s + self._timeout_s
         try:
-            answer = call(self._url, f"/cache/{route}", body, timeout_s=self._timeout_s, headers=headers)
+            answer = call(
+                self._url, f"/cache/{route}", {**body, "wait_s": wait_s}, timeout_s=timeout_s, headers=headers
+            )
         except (OSError, http.client.HTTPException) as error:
             raise ProxyError(f"the proxy at {self._url} does not answer: {error}") from error
         except ValueError as error:
@@ -125,18 +130,6 @@ class ThroughProxy:
                 f"{self._url}/cache/{route} answers {answer.status}, and not as a proxy's --admin address does"
             )
         return told
-
-
-class _LookupFields(msgspec.Struct, array_like=True):
-    chunks: int
-    chunk_tokens: int
-    hits: dict[str, dict[str, int]]
-    pinned: dict[str, dict[str, int]]
-    asking: dict[str, list[str]]
-    errors: dict[str, str]
-
-    def as_lookup(self) -> Lookup:
-        return Lookup(self.chunks, self.chunk_tokens, self.hits, self.pinned, self.asking, self.errors)
 
 
 def _what(prompt: Prompt) -> _Object:

@@ -75,7 +75,7 @@ def test_a_request_names_its_chunks(two, cache):
     tokens = prompt()
     two.save("alpha", tokens, request="cmpl-by-request-0")
     found = cache.find(Prompt(request="by-request"))
-    assert found.hits == {"alpha": {"host": 64, "disk": 0}}
+    assert (found.tiers, found.hits) == ({"alpha": {"host": 64, "disk": 0}}, {"alpha": 64})
     assert "by-request" in found.errors["beta"]
     with pytest.raises(ChunkMissing, match="nobody-asked"):
         cache.move("alpha/host", "alpha/disk", Prompt(request="nobody-asked"))
@@ -259,7 +259,7 @@ def test_a_node_that_is_stopped_does_not_answer_and_others_do(two):
         two.cluster.nodes["beta"].signal(signal.SIGSTOP)
         try:
             found = cache.find(tokens)
-            assert found.hits == {"alpha": {"host": 64, "disk": 0}}
+            assert found.tiers == {"alpha": {"host": 64, "disk": 0}}
             assert "does not answer" in found.errors["beta"]
             with pytest.raises(NodeUnavailable, match="does not answer"):
                 cache.clear(tokens, "beta")
