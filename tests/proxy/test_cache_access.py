@@ -16,9 +16,10 @@ from proxy_harness import run, until
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
 from pdx.proxy.cache import access, routes
-from pdx.proxy.cache.access import Token, load
+from pdx.proxy.cache.access import Token
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.server import Server
+from pdx.security.token_file import load
 from pdx.wire.messages import JobStatus
 
 RUNNING = JobStatus("3f-7", "move", "running", 4)
