@@ -22,6 +22,8 @@ from pdx.wire.messages import MAX_KEYS, Model
 _Extra = tuple[object, ...] | None
 _Hash = Callable[[bytes, tuple[int, ...], _Extra], bytes]
 _WIDTHS = ((24, 1), (25, 2), (26, 4), (27, 8))  # in CBOR, of numbers above 23: what says so, and bytes
+_LEAST = 4  # characters of a name's beginning
+_MOST_LISTED = 8
 
 
 def chunk_tokens(model: Model) -> int:
@@ -150,3 +152,41 @@ def _head(major: int, number: int) -> bytes:
         return bytes([major << 5 | number])
     mark, width = next((mark, width) for mark, width in _WIDTHS if number < 1 << 8 * width)
     return bytes([major << 5 | mark]) + number.to_bytes(width, "big")
+
+
+def chosen(models: Sequence[Model], name: str = "") -> list[Model]:
+    """Of these engines those that make keys alike and are called so: by an engine's name or URL, or by how its layout,
+    in hex, or its model begins; without a name all there are.
+
+    :raises SelectionError: there are none, or they do not make keys alike.
+    """
+    if not models:
+        raise SelectionError(
+            "no engine is attached that has told how it names chunks, so nobody knows the keys of these tokens: start "
+            "one, or name the chunks by a request's id"
+        )
+    alike: dict[object, list[Model]] = {}
+    for model in models:
+        if not name or _is_called(model, name):
+            alike.setdefault((model.layout, *sorted(model.shape.items())), []).append(model)
+    if len(alike) == 1:
+        return next(iter(alike.values()))
+    if not alike:
+        raise SelectionError(f"no engine here is, or has, the model {name!r:.80}; there are {_listed(models)}")
+    told = "; ".join(_listed(those) for those in alike.values())
+    raise SelectionError(f"engines here name chunks differently, so say of which model the tokens are: {told}")
+
+
+def _is_called(model: Model, name: str) -> bool:
+    is_start = len(name) >= _LEAST and any(
+        each.startswith(name) for each in (model.engine, model.layout.hex(), model.shape.get("model", ""))
+    )
+    return is_start or name in (model.engine, model.url)
+
+
+def _listed(models: Sequence[Model]) -> str:
+    return ", ".join(
+        f"engine {model.engine!r:.80}{f' at {model.url}' if model.url else ''} (model "
+        f"{model.shape.get('model', '')[:16]!r}, layout {model.layout.hex()[:16]})"
+        for model in models[:_MOST_LISTED]
+    )

@@ -9,20 +9,16 @@ import hashlib
 import hmac
 import math
 import os
-import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 
 from aiohttp import web
 
 from pdx.errors import ConfigError, RequestRefused
+from pdx.security.token_file import load
 from pdx.telemetry.faults import Faults
 
-MIN_CHARS = 32  # so many can be guessed at any rate: 16 bytes in hex
-_MAX_CHARS = 1024
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows in the header
 MAX_FAILED = 32  # of one address, in …
 WINDOW_S = 10.0
 _MAX_ADDRESSES = 1024
@@ -55,31 +51,6 @@ class Token:
         except OSError:
             return ()
         return info.st_mtime_ns, info.st_size, info.st_ino, info.st_mode, info.st_uid
-
-
-def load(path: str | Path) -> str:
-    """The token in a file.
-
-    :raises ConfigError: it cannot be read, others may read it, or there is no token in it.
-    """
-    make = f"(umask 077; openssl rand -hex 32 > {path})"
-    try:
-        with open(path, "rb") as file:
-            info = os.fstat(file.fileno())
-            text = file.read(_MAX_CHARS + 2).decode("ascii", "replace").strip()
-    except OSError as error:
-        raise ConfigError(f"token file {path}: {error.strerror}; {make} makes one") from error
-    if info.st_mode & 0o077 or info.st_uid not in (os.getuid(), 0):
-        raise ConfigError(
-            f"token file {path} has mode {info.st_mode & 0o777:04o} and belongs to user {info.st_uid}; "
-            f"nobody but user {os.getuid()} may read it: chmod 600 {path}"
-        )
-    if not MIN_CHARS <= len(text) <= _MAX_CHARS or _TOKEN.fullmatch(text) is None:
-        raise ConfigError(
-            f"token file {path} holds no token, which has {MIN_CHARS} to {_MAX_CHARS} letters, digits and ._~+/=-; "
-            f"{make} makes one"
-        )
-    return text
 
 
 def _digest(token: str) -> bytes:

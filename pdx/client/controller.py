@@ -1,0 +1,269 @@
+"""Look after the chunks of nodes from Python: where a prompt's chunks are, and to move, pin, clear and check them.
+
+with pdx.Controller() as cache:                      # the node of this host
+    cache.lookup([1, 2, 3, …])                       # {"alpha": {"host": 512, "disk": 1024}}
+    job = cache.move(("alpha", "host"), ("alpha", "disk"), [1, 2, 3, …])
+    cache.wait(job)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pdx.client.local_nodes import LocalNodes
+from pdx.client.prompt import ALL, Health, Job, Lookup, Place, Prompt, Tokens, prompt_of
+from pdx.client.proxy_http import ThroughProxy
+from pdx.client.reach import Reach, error_of
+from pdx.config import default_node
+from pdx.errors import ProtocolError, SelectionError
+from pdx.wire.messages import (
+    Clear,
+    Effect,
+    EndJob,
+    Evict,
+    Explained,
+    JobList,
+    Jobs,
+    JobStatus,
+    List,
+    Listing,
+    Move,
+    Outcome,
+    PinIn,
+    Recode,
+    Refused,
+    Selection,
+    Verb,
+    Verify,
+    Why,
+)
+
+_T = TypeVar("_T")
+_PlaceLike = Place | tuple[str, str] | str
+_NOTHING = Selection()  # until `Reach.ask` puts a prompt's in
+_LOOK_S, _SELDOM_S = 0.02, 0.25  # between two looks at a job
+
+
+class Controller:
+    """A controller of the nodes at `addresses`, sockets of this host (default: PDX_NODE, else this user's); or of all
+    nodes that a `proxy` knows, by the URL or the Unix socket of its --admin, with the `token` that it asks for.
+
+    `instance` is a node's name, empty for the only one there is, and "*" for all. Tokens are a list of ids, a text, or
+    a `Prompt`, which may also name a request. With `dry_run` nothing is done, and the answer says what would be.
+    One thread at a time; everything ends with `close()`, but for jobs, which are their node's.
+
+    Each method raises what a node or the proxy refuses it with, and where it does not say otherwise:
+
+    :raises NodeUnavailable: no node answers within `timeout_s`. :raises ProxyError: the proxy does not.
+    :raises SelectionError: no node is named so, or the tokens fill no chunk of a model that is known there.
+    """
+
+    def __init__(self, *addresses: str, proxy: str = "", token: str = "", timeout_s: float = 10.0) -> None:
+        self._reach: Reach
+        if proxy and addresses:
+            raise SelectionError("nodes are reached at their sockets or through a proxy, and not both")
+        if proxy:
+            self._reach = ThroughProxy(proxy, token, timeout_s)
+        else:
+            self._reach = LocalNodes(addresses or [default_node()], timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<Controller {self._reach!r}>"
+
+    @property
+    def instances(self) -> list[str]:
+        """The names of the nodes that can be asked."""
+        return self._reach.names()
+
+    # ---- looking ----------------------------------------------------------------------------
+
+    def lookup(
+        self, tokens: Tokens, instances: Sequence[str] = (), *, wait_s: float = 5.0
+    ) -> dict[str, dict[str, int]]:
+        """How many leading tokens each tier of each node has, whole chunks of them.
+
+        :raises SelectionError: also where nobody knows how many tokens a chunk has (`find`).
+        """
+        found = self.find(tokens, instances, wait_s=wait_s)
+        if not found.chunk_tokens:
+            raise SelectionError("no engine is attached that says how many tokens a chunk has; `find` counts chunks")
+        return found.tiers
+
+    def find(self, tokens: Tokens, instances: Sequence[str] = (), *, wait_s: float = 5.0) -> Lookup:
+        """The same with all that nodes say of it. Tiers that have to ask a store elsewhere have `wait_s` for it."""
+        return self._reach.find(prompt_of(tokens), instances, wait_s)
+
+    def query_ip(self, instances: Sequence[str] = ()) -> dict[str, str]:
+        """Where nodes are: the address that their peers connect to."""
+        return self._reach.addresses(instances)
+
+    def health(self, instance: str = ALL) -> dict[str, Health]:
+        """How nodes are; one that does not answer is not well."""
+        return self._reach.health(self._names(instance))
+
+    def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, Listing]:
+        """What is in memory, by model and by session; of those whose name contains `model` or `session`."""
+        return self._each(List(session, model), instance, Listing)
+
+    def why(self, request: str = "", instance: str = ALL) -> dict[str, Explained]:
+        """Why chunks of the last requests whose name contains this were hits or not."""
+        return self._each(Why(request), instance, Explained)
+
+    # ---- changing ---------------------------------------------------------------------------
+
+    def move(
+        self, source: _PlaceLike, target: _PlaceLike, tokens: Tokens, *, keep: bool = False, dry_run: bool = False
+    ) -> Job:
+        """Copy a prompt's chunks from one tier to another, also of another node, and drop them at the source unless
+        told to `keep` them. A source without a tier is any of its node's; a target without one is the first arena."""
+        from_, to = Place.of(source), Place.of(target)
+        node = "" if to.node == from_.node else to.node
+        verb = Move(_NOTHING, from_.tier, to.tier, node, keep, dry_run)
+        return self._job(verb, from_.node, prompt_of(tokens))
+
+    def clear(
+        self,
+        tokens: Tokens | None,
+        instance: str = "",
+        tier: str = "",
+        *,
+        everything: bool = False,
+        dry_run: bool = False,
+    ) -> dict[str, Effect | Job]:
+        """Forget a prompt's chunks in a tier, or in all tiers, pinned or not. `everything` (and no tokens): all that is
+        there, which is a job."""
+        if everything == (tokens is not None):
+            raise SelectionError("clear takes tokens, or everything and no tokens")
+        prompt = prompt_of(tokens) if tokens is not None else None
+        verb = Clear(_NOTHING, tier, everything, dry_run)
+        outcomes = self._outcomes(verb, self._names(instance), prompt)
+        return {
+            name: Job(name, outcome) if isinstance(outcome, JobStatus) else _checked(outcome, Effect)
+            for name, outcome in outcomes.items()
+        }
+
+    def pin(self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False) -> dict[str, Effect]:
+        """Keep a prompt's chunks in a tier until they are unpinned there; without a tier in the first that has all."""
+        return self._each(PinIn(_NOTHING, tier, True, dry_run), instance, Effect, prompt_of(tokens))
+
+    def unpin(self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False) -> dict[str, Effect]:
+        """Take one pin off each of a prompt's chunks there."""
+        return self._each(PinIn(_NOTHING, tier, False, dry_run), instance, Effect, prompt_of(tokens))
+
+    def compress(self, tokens: Tokens, instance: str, tier: str, method: str, *, dry_run: bool = False) -> Job:
+        """Store a prompt's chunks in a tier by the codec `method`."""
+        return self._job(Recode(_NOTHING, tier, method, dry_run=dry_run), instance, prompt_of(tokens))
+
+    def decompress(self, tokens: Tokens, instance: str, tier: str, *, dry_run: bool = False) -> Job:
+        """Store a prompt's chunks in a tier as they are in memory."""
+        return self._job(Recode(_NOTHING, tier, "none", dry_run=dry_run), instance, prompt_of(tokens))
+
+    def evict(
+        self, below: int, nbytes: int, instance: str = "", tier: str = "", *, dry_run: bool = False
+    ) -> dict[str, Effect]:
+        """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena."""
+        return self._each(Evict(below, nbytes, tier, dry_run), instance, Effect)
+
+    def verify(self, instance: str, tier: str, *, remove: bool = False, dry_run: bool = False) -> Job:
+        """Read all chunks of a disk and compare their digests; `remove`: those that are not what they were."""
+        return self._job(Verify(tier, remove, dry_run), instance)
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    def check_finish(self, job: Job | str) -> Job:
+        """How a job is doing now.
+
+        :raises JobUnknown: its node knows no such job (any more).
+        """
+        name, number = self._of_job(job)
+        return self._job(Jobs(number), name)
+
+    def cancel(self, job: Job | str) -> Job:
+        """End a job: what it has moved stays moved. One that is over stays as it is.
+
+        :raises JobUnknown: see `check_finish`.
+        """
+        name, number = self._of_job(job)
+        return self._job(EndJob(number), name)
+
+    def wait(
+        self, job: Job | str, on_progress: Callable[[Job], None] | None = None, timeout_s: float = float("inf")
+    ) -> Job:
+        """The job when it is over, or as it is after `timeout_s`; `on_progress` is called with each look at it.
+
+        :raises JobUnknown: see `check_finish`. :raises NodeUnavailable: its node has died, and the job with it.
+        """
+        if isinstance(job, Job) and job.is_over:
+            return job
+        until, pause_s = time.monotonic() + timeout_s, _LOOK_S
+        while True:
+            now = self.check_finish(job)
+            if on_progress is not None:
+                on_progress(now)
+            left_s = until - time.monotonic()
+            if now.is_over or left_s <= 0:
+                return now
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(1.5 * pause_s, _SELDOM_S)
+
+    def jobs(self, instance: str = ALL) -> list[Job]:
+        """Those that run and the last that are over, the newest first for each node."""
+        told = self._each(Jobs(), instance, JobList)
+        return [Job(name, status) for name, listed in told.items() for status in listed.jobs]
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the nodes; jobs go on. Idempotent."""
+        self._reach.close()
+
+    def __enter__(self) -> Controller:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- asking -----------------------------------------------------------------------------
+
+    def _names(self, instance: str) -> list[str]:
+        if instance == ALL:
+            return []
+        if instance:
+            return [instance]
+        names = self._reach.names()
+        if len(names) != 1:
+            raise SelectionError(f"say which node of {', '.join(names) or 'none'}, or {ALL} for all")
+        return names
+
+    def _of_job(self, job: Job | str) -> tuple[str, str]:
+        name = job.name if isinstance(job, Job) else job
+        if isinstance(job, Job) and not name:
+            raise SelectionError("that job was only planned: it was asked for with dry_run")
+        return Job.split(name)
+
+    def _outcomes(self, verb: Verb, names: Sequence[str], prompt: Prompt | None) -> dict[str, Outcome]:
+        """:raises NodeError: all of them refuse; the error is that of the first one."""
+        outcomes = self._reach.ask(verb, names, prompt)
+        refused = [outcome for outcome in outcomes.values() if isinstance(outcome, Refused)]
+        if refused and len(refused) == len(outcomes):
+            raise error_of(refused[0].error, refused[0].text)
+        return outcomes
+
+    def _each(self, verb: Verb, instance: str, kind: type[_T], prompt: Prompt | None = None) -> dict[str, _T]:
+        outcomes = self._outcomes(verb, self._names(instance), prompt)
+        return {name: _checked(outcome, kind) for name, outcome in outcomes.items()}
+
+    def _job(self, verb: Verb, instance: str, prompt: Prompt | None = None) -> Job:
+        names = self._names(instance)
+        if len(names) != 1:
+            raise SelectionError("a job is of one node: name it")
+        ((name, outcome),) = self._outcomes(verb, names, prompt).items()
+        return Job(name, _checked(outcome, JobStatus))
+
+
+def _checked(outcome: Outcome, kind: type[_T]) -> _T:
+    if not isinstance(outcome, kind):
+        raise ProtocolError(f"the node answers {type(outcome).__name__} and no {kind.__name__}")
+    return outcome

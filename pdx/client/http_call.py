@@ -1,0 +1,72 @@
+"""One HTTP request and its answer, over TCP or a Unix socket; no redirect is followed, no proxy of the system used."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+MAX_ANSWER_BYTES = 256 << 20
+
+
+class HttpAnswer(NamedTuple):
+    """What came back, whatever its status."""
+
+    status: int
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """The body, for messages."""
+        return self.body.decode(errors="replace")
+
+
+class _OverUnix(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+        self._timeout_s = timeout_s
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self._timeout_s)
+        self.sock.connect(self._path)
+
+
+def call(
+    url: str, path: str, body: Any = None, *, timeout_s: float, headers: Mapping[str, str] | None = None
+) -> HttpAnswer:
+    """GET, or POST of `body` as JSON. `url`: http://…, https://…, or the /path of a Unix socket.
+
+    :raises OSError, http.client.HTTPException: nobody answers, or not in HTTP.
+    :raises ValueError: that is no such URL, or the answer is longer than MAX_ANSWER_BYTES.
+    """
+    connection, prefix = _connection(url, timeout_s)
+    sent = {"Accept": "application/json", **(headers or {})}
+    data = None
+    if body is not None:
+        data = msgspec.json.encode(body)
+        sent["Content-Type"] = "application/json"
+    try:
+        connection.request("GET" if data is None else "POST", prefix + path, data, sent)
+        answer = connection.getresponse()
+        got = answer.read(MAX_ANSWER_BYTES + 1)
+    finally:
+        connection.close()
+    if len(got) > MAX_ANSWER_BYTES:
+        raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return HttpAnswer(answer.status, got)
+
+
+def _connection(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
+    if url.startswith("/"):
+        return _OverUnix(url, timeout_s), ""
+    parts = urlsplit(url)
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    if parts.scheme not in kinds or not parts.hostname:
+        raise ValueError(f"{url!r} is no URL of HTTP")
+    return kinds[parts.scheme](parts.hostname, parts.port, timeout=timeout_s), parts.path.rstrip("/")

@@ -1,0 +1,38 @@
+"""The token that a controller shows to a proxy, in a file that nobody else may read."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pdx.errors import ConfigError
+
+MIN_CHARS = 32  # so many can be guessed at any rate: 16 bytes in hex
+_MAX_CHARS = 1024
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows in the header
+
+
+def load(path: str | Path) -> str:
+    """The token in a file.
+
+    :raises ConfigError: it cannot be read, others may read it, or there is no token in it.
+    """
+    make = f"(umask 077; openssl rand -hex 32 > {path})"
+    try:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            text = file.read(_MAX_CHARS + 2).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise ConfigError(f"token file {path}: {error.strerror}; {make} makes one") from error
+    if info.st_mode & 0o077 or info.st_uid not in (os.getuid(), 0):
+        raise ConfigError(
+            f"token file {path} has mode {info.st_mode & 0o777:04o} and belongs to user {info.st_uid}; "
+            f"nobody but user {os.getuid()} may read it: chmod 600 {path}"
+        )
+    if not MIN_CHARS <= len(text) <= _MAX_CHARS or _TOKEN.fullmatch(text) is None:
+        raise ConfigError(
+            f"token file {path} holds no token, which has {MIN_CHARS} to {_MAX_CHARS} letters, digits and ._~+/=-; "
+            f"{make} makes one"
+        )
+    return text

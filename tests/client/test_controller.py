@@ -1,0 +1,333 @@
+"""`Controller` against two real nodes of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from cache_bed import CHUNK, LAYOUT, MODEL, NODES, SHAPE, bed, prompt
+from node_harness import attached
+from raw_engine import CHUNK_BYTES, Engine
+
+from pdx.client.controller import Controller
+from pdx.client.prompt import Job, Place, Prompt
+from pdx.errors import (
+    ChunkMissing,
+    JobConflict,
+    JobUnknown,
+    NodeError,
+    NodeUnavailable,
+    SelectionError,
+    TierUnknown,
+)
+from pdx.testing.waiting import wait_until
+from pdx.wire.messages import Effect, Kept
+from pdx.wire.tokens import chunk_keys
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two nodes; see `cache_bed`."""
+    with bed(tmp_path_factory.mktemp("two")) as made:
+        yield made
+
+
+@pytest.fixture
+def cache(two):
+    """A controller of both."""
+    with Controller(*two.addresses) as made:
+        yield made
+
+
+def _keys(tokens):
+    return chunk_keys(MODEL, tokens)
+
+
+# ---- looking ------------------------------------------------------------------------------------
+
+
+def test_a_lookup_says_how_many_tokens_each_tier_of_each_node_has(two, cache):
+    tokens = prompt(chunks=4, more=3)
+    two.save("alpha", tokens)
+    cache.wait(cache.move("alpha/host", "beta/disk", tokens[: 2 * CHUNK], keep=True))
+    assert cache.lookup(tokens) == {"alpha": {"host": 64, "disk": 0}, "beta": {"host": 0, "disk": 32}}
+    assert cache.lookup(tokens, ["beta"]) == {"beta": {"host": 0, "disk": 32}}
+    assert cache.find(tokens).tokens == 64
+    cache.pin(tokens[:CHUNK], "alpha", "host")
+    assert cache.find(tokens).pinned == {"alpha": {"host": 16}}
+    cache.unpin(tokens[:CHUNK], "alpha", "host")
+
+
+def test_the_salt_is_part_of_what_is_looked_up(two, cache):
+    tokens = prompt()
+    two.save("alpha", tokens, salt="tenant")
+    assert cache.lookup(tokens)["alpha"]["host"] == 0
+    assert cache.lookup(Prompt(tokens=tokens, salt="tenant"))["alpha"]["host"] == 64
+    assert "tenant" not in repr(Prompt(tokens=tokens, salt="tenant"))
+
+
+def test_a_request_names_its_chunks(two, cache):
+    tokens = prompt()
+    two.save("alpha", tokens, request="cmpl-by-request-0")
+    found = cache.find(Prompt(request="by-request"))
+    assert (found.tiers, found.hits) == ({"alpha": {"host": 64, "disk": 0}}, {"alpha": 64})
+    assert "by-request" in found.errors["beta"]
+    with pytest.raises(ChunkMissing, match="nobody-asked"):
+        cache.move("alpha/host", "alpha/disk", Prompt(request="nobody-asked"))
+
+
+def test_query_ip_and_health(two, cache):
+    assert cache.instances == list(NODES)
+    assert cache.query_ip(["beta"]) == {"beta": f"{two.address('beta')}.peers"}
+    health = cache.health()
+    assert set(health) == set(NODES)
+    assert health["alpha"].troubles == []
+    assert health["alpha"].status.name == "alpha"
+
+
+def test_ls_and_why(two, cache):
+    two.save("beta", prompt(), request="cmpl-why-1", session="alice")
+    (listing,) = cache.ls("beta", session="alice").values()
+    assert [(kept.name, kept.chunks) for kept in listing.sessions] == [("alice", 4)]
+    (explained,) = cache.why("cmpl-why-1", "beta").values()
+    assert explained.requests[0].chunks == 4
+
+
+# ---- changing -----------------------------------------------------------------------------------
+
+
+def test_move_says_what_it_would_do_and_does_it(two, cache):
+    tokens = prompt()
+    contents = two.save("alpha", tokens)
+    keys = _keys(tokens)
+    planned = cache.move(("alpha", "host"), ("beta", "host"), tokens, dry_run=True)
+    assert (planned.name, planned.status.state, planned.status.chunks) == ("", "planned", 4)
+    assert cache.lookup(tokens)["beta"]["host"] == 0
+    seen = []
+    done = cache.wait(cache.move(Place("alpha", "host"), ("beta", "host"), tokens), seen.append)
+    assert (done.instance, done.status.state, done.status.chunks_done) == ("alpha", "done", 4)
+    assert seen[-1].status == done.status
+    assert cache.lookup(tokens) == {"alpha": {"host": 0, "disk": 0}, "beta": {"host": 64, "disk": 0}}
+    assert two.engines["beta"].look(keys) == contents
+    assert cache.check_finish(done.name).status.state == "done"
+    assert done.name in [job.name for job in cache.jobs("alpha")]
+    with pytest.raises(SelectionError, match="only planned"):
+        cache.check_finish(planned)
+
+
+def test_clear_pin_and_evict(two, cache):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    assert cache.pin(tokens, "alpha", "host", dry_run=True)["alpha"].dry_run
+    assert cache.find(tokens).pinned == {}
+    assert cache.pin(tokens, "alpha", "host") == {"alpha": Effect([Kept("host", 4, 4 * CHUNK_BYTES)])}
+    with pytest.raises(NodeError, match="is pinned in host"):
+        cache.move("alpha/host", "alpha/disk", tokens)
+    cache.unpin(tokens, "alpha", "host")
+    assert cache.clear(tokens, "alpha", "host", dry_run=True)["alpha"].chunks == 4
+    assert cache.clear(tokens, "*")["alpha"].chunks == 4
+    assert cache.lookup(tokens) == {name: {"host": 0, "disk": 0} for name in NODES}
+    two.save("alpha", tokens, priority=0)
+    assert cache.evict(1, 2 * CHUNK_BYTES, "alpha", dry_run=True)["alpha"].chunks == 2
+    assert cache.evict(1, 1 << 30, "alpha")["alpha"].chunks >= 4
+    assert cache.lookup(tokens)["alpha"]["host"] == 0
+
+
+def test_clear_of_everything_and_verify_are_jobs(two, cache):
+    tokens = prompt()
+    two.save("beta", tokens)
+    cache.wait(cache.move("beta/host", "beta/disk", tokens))
+    verified = cache.wait(cache.verify("beta", "disk"))
+    assert verified.status.state == "done"
+    assert "are good, 0 are not" in verified.status.why
+    (job,) = cache.clear(None, "beta", "disk", everything=True).values()
+    assert isinstance(job, Job)
+    assert cache.wait(job).status.chunks_done >= 4
+    assert cache.lookup(tokens)["beta"]["disk"] == 0
+    with pytest.raises(SelectionError, match="everything and no tokens"):
+        cache.clear(tokens, "beta", everything=True)
+    with pytest.raises(SelectionError, match="everything and no tokens"):
+        cache.clear(None, "beta")
+
+
+def test_a_job_is_cancelled(two, cache):
+    """What is to be moved there waits behind a peer that is stopped."""
+    tokens = prompt(chunks=8)
+    two.save("alpha", tokens)
+    two.cluster.nodes["beta"].signal(signal.SIGSTOP)
+    try:
+        with Controller(two.address("alpha")) as alone:
+            job = alone.move("alpha/host", "beta/disk", tokens)
+            assert alone.wait(job, timeout_s=0.1).status.state == "running"
+            with pytest.raises(JobConflict, match=job.status.job):
+                alone.clear(tokens, "alpha")
+            assert alone.cancel(job).status.state == "cancelled"
+            assert alone.wait(job.name).is_over
+            assert alone.lookup(tokens)["alpha"]["host"] == 8 * CHUNK, "nothing is lost"
+    finally:
+        two.cluster.nodes["beta"].signal(signal.SIGCONT)
+    wait_until(lambda: two.cluster.peer("alpha", "beta").state == "ready", what="the peer is back")
+
+
+# ---- what cannot be -----------------------------------------------------------------------------
+
+
+def test_what_is_wrong_is_named(two, cache):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    for ask, error, words in (
+        (
+            lambda: cache.lookup(tokens, ["gamma"]),
+            SelectionError,
+            "no node 'gamma' is known here; there are alpha, beta",
+        ),
+        (lambda: cache.clear(tokens), SelectionError, "say which node of alpha, beta, or \\* for all"),
+        (lambda: cache.clear(tokens, "alpha", "tape"), TierUnknown, "no tier 'tape'; it has 'host', 'disk'"),
+        (lambda: cache.move("alpha/host", "alpha/tape", tokens), TierUnknown, "it has 'host', 'disk'"),
+        (lambda: cache.move("alpha/", "alpha/disk", tokens), SelectionError, "no tier behind its slash"),
+        (lambda: cache.move("/host", "alpha/disk", tokens), SelectionError, "names no node: write NODE/TIER"),
+        (lambda: cache.verify("alpha", "host"), NodeError, "host is no disk"),
+        (lambda: cache.lookup(tokens[:15]), SelectionError, "15 tokens fill no chunk .* one has 16 tokens"),
+        (lambda: cache.lookup([*tokens, 100_000]), SelectionError, "knows 100,000 tokens; are these ids of another"),
+        (lambda: cache.lookup(Prompt(tokens=tokens, model="llama")), SelectionError, "is, or has, the model 'llama'"),
+        (lambda: cache.lookup("a text"), SelectionError, "nobody makes tokens of a text: give ids"),
+        (lambda: cache.check_finish("alpha:1-1"), JobUnknown, "of another life of this node"),
+        (lambda: cache.check_finish("yesterday"), JobUnknown, "is no job's name, which is NODE:EPOCH-NUMBER"),
+        (lambda: cache.cancel("gamma:1-1"), SelectionError, "no node 'gamma'"),
+        (lambda: cache.compress(tokens, "alpha", "host", "zip9"), NodeError, "zip9"),
+        (lambda: Prompt(), SelectionError, "by one of tokens, a text, and a part"),
+        (lambda: Prompt(tokens=tokens, request="r"), SelectionError, "by one of tokens, a text, and a part"),
+    ):
+        with pytest.raises(error, match=words):
+            ask()
+    assert cache.lookup(tokens)["alpha"]["host"] == 64, "nothing came of any of that"
+
+
+def test_a_move_to_a_node_that_nobody_knows(two, cache):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    done = cache.wait(cache.move("alpha/host", "gamma/host", tokens))
+    assert done.status.state == "failed"
+    assert "gamma" in done.status.why
+    assert cache.lookup(tokens)["alpha"]["host"] == 64
+
+
+def test_engines_that_make_other_keys_have_to_be_told_apart(two, cache):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    with contextlib.ExitStack() as undo:
+        other = undo.enter_context(
+            attached(two.address("beta"), kind="scheduler", engine="f" * 16, layout=b"m" * 16, shape=SHAPE)
+        )
+        assert other
+        with pytest.raises(SelectionError, match="of which model the tokens are: engine 'eeee.*; engine 'ffff"):
+            cache.lookup(tokens)
+        assert cache.lookup(Prompt(tokens=tokens, model="e" * 16))["alpha"]["host"] == 64
+        assert cache.lookup(Prompt(tokens=tokens, model=LAYOUT.hex()[:8]))["alpha"]["host"] == 64
+        assert cache.lookup(Prompt(tokens=tokens, model="f" * 16))["alpha"]["host"] == 0
+
+
+def test_without_an_engine_nobody_knows_the_keys(node):
+    with Controller(node.address) as cache:
+        with pytest.raises(SelectionError, match="no engine is attached"):
+            cache.lookup(list(range(1000)))
+        assert cache.health(cache.instances[0])[cache.instances[0]].troubles == []
+
+
+def test_no_node_and_a_node_that_dies(address, start_node):
+    with pytest.raises(NodeUnavailable, match="start one with: pdx node"):
+        Controller(address, timeout_s=0.2)
+    node = start_node()
+    with Controller(address) as cache:
+        node.kill()
+        (name,) = cache.instances
+        with pytest.raises(NodeUnavailable, match="has died"):
+            cache.jobs(name)
+        assert "has died" in cache.health()[name].troubles[0]
+    start_node()  # which removes what the dead one has left
+
+
+def test_a_node_that_is_stopped_does_not_answer_and_others_do(two):
+    with Controller(*two.addresses, timeout_s=2.0) as cache:
+        tokens = prompt()
+        two.save("alpha", tokens)
+        two.cluster.nodes["beta"].signal(signal.SIGSTOP)
+        try:
+            found = cache.find(tokens)
+            assert found.tiers == {"alpha": {"host": 64, "disk": 0}}
+            assert "does not answer" in found.errors["beta"]
+            with pytest.raises(NodeUnavailable, match="does not answer"):
+                cache.clear(tokens, "beta")
+        finally:
+            two.cluster.nodes["beta"].signal(signal.SIGCONT)
+
+
+# ---- texts --------------------------------------------------------------------------------------
+
+
+class FakeEngine(ThreadingHTTPServer):
+    """What vLLM answers to who wants a text's tokens: here the code points."""
+
+    daemon_threads = False
+    block_on_close = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.status = 200
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeEngine
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "served"}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tokens = [ord(letter) for letter in asked["prompt"]]
+        self._answer({"count": len(tokens), "tokens": tokens} if asked["model"] == "served" else {})
+
+    def _answer(self, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served() -> Iterator[FakeEngine]:
+    """An engine's HTTP server, in this process."""
+    with FakeEngine() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_text_is_made_tokens_of_by_the_engine_itself(node, served):
+    text = "the quick brown fox jumps over the lazy dog"
+    engine = Engine(node.address, layout=LAYOUT, shape=SHAPE, url=served.url)
+    try:
+        engine.save({key: bytes(1024) for key in _keys([ord(letter) for letter in text])})
+        with Controller(node.address) as cache:
+            assert [tiers["host"] for tiers in cache.lookup(text).values()] == [32]
+            served.status = 500
+            with pytest.raises(SelectionError, match="answers 500 to /v1/models"):
+                cache.lookup(text)
+            served.shutdown()
+            served.socket.close()
+            with pytest.raises(SelectionError, match="makes no tokens of a text: .*refused"):
+                cache.lookup(text)
+    finally:
+        engine.close()
