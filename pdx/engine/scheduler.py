@@ -25,7 +25,8 @@ from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Hints, Release
+from pdx.wire.hints import Envelope
+from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Release
 
 log = logging.getLogger("pdx")
 
@@ -86,25 +87,24 @@ class SchedulerHalf:
         """The request's state; made at its first sight."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            params, hints = self._params(request)
-            tracked = TrackedRequest(request, self._layout, params, self._fingerprint, hints)
+            params, envelope = self._params(request)
+            tracked = TrackedRequest(request, self._layout, params, self._fingerprint, envelope)
             self._requests[request.request_id] = tracked
             self._unscheduled.add(request.request_id)
             self._tell_load()
         return tracked
 
-    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Hints]:
+    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Envelope]:
         salt = getattr(request, "cache_salt", None)  # which not every engine has
-        params, hints = None, parse_hints(None, salt)
+        params, envelope = None, parse_hints(request.kv_transfer_params, salt)
         try:
             params = parse_params(request.kv_transfer_params)
         except ProtocolError as error:
             log.warning("request %s runs without a transfer: %s", request.request_id, error)
-        try:
-            hints = parse_hints(request.kv_transfer_params, salt)
-        except ProtocolError as error:
-            log.warning("request %s runs without hints: %s", request.request_id, error)
-        return params, hints
+        for verdict in envelope.refused:
+            text = "request %s runs without its hint %s: %s"
+            self._link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
+        return params, envelope
 
     def _tell_load(self) -> None:
         connection = self._link.connection
@@ -267,12 +267,18 @@ class SchedulerHalf:
 
     # ---- the end of a request ---------------------------------------------------------------
 
-    def finished(self, request: EngineRequest) -> None:
-        """The request is over, whatever way: what it still holds is given back."""
-        request_id = request.request_id
-        tracked = self._requests.pop(request_id, None)
+    def finished(self, request: EngineRequest) -> dict[str, str]:
+        """The request is over, whatever way: what it still holds is given back.
+
+        :returns: what became of each field of its hints, in words; empty: it had none.
+        """
+        tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
-            return
+            return {}
+        self._end(request.request_id, tracked)
+        return tracked.hints_answer
+
+    def _end(self, request_id: str, tracked: TrackedRequest) -> None:
         self._unscheduled.discard(request_id)
         self._running.discard(request_id)
         self._due.discard(request_id)

@@ -18,6 +18,7 @@ from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
+from pdx.node.hinting import Hinting
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
@@ -42,6 +43,7 @@ from pdx.wire.messages import (
     Abort,
     Admit,
     Admitted,
+    Advise,
     Answer,
     Ask,
     Bye,
@@ -91,7 +93,14 @@ class Service:
         self.name = node_name(config)
         nbytes = round_up(config.arena_bytes)
         self.store = Store(
-            arena, clock, nbytes=nbytes, more=arenas[1:], policy=find_policy(config.policy), quota=config.salt_quota
+            arena,
+            clock,
+            nbytes=nbytes,
+            more=arenas[1:],
+            policy=find_policy(config.policy),
+            quota=config.salt_quota,
+            lease_share=config.tenant_lease_share,
+            kept_share=config.pin_share,
         )
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
@@ -133,6 +142,14 @@ class Service:
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post, self.counters)
         self.look_ahead = LookAhead(self.store, self.tiers, self.counters, clock)
+        self.hinting = Hinting(
+            config,
+            store=self.store,
+            tiers=self.tiers,
+            look_ahead=self.look_ahead,
+            counters=self.counters,
+            clock=clock,
+        )
         self.admissions = Admissions(
             config,
             store=self.store,
@@ -140,6 +157,7 @@ class Service:
             transfers=self.transfers,
             tiers=self.tiers,
             peers=self.peers,
+            hinting=self.hinting,
             counters=self.counters,
             faults=self.faults,
             clock=clock,
@@ -272,6 +290,8 @@ class Service:
             self.tiers.storing.look_ahead()
         with self.faults.contain("the deadlines of the look-ahead"):
             self.look_ahead.tick()
+        with self.faults.contain("the times of hints"):
+            self.hinting.tick()
         self.peers.tick()
 
     def turn(self) -> None:
@@ -299,6 +319,7 @@ class Service:
             Renew: self._renew,
             Pin: self._pin,
             Delete: self._delete,
+            Advise: self._advise,
             Cancel: self._cancel,
             Mark: self._mark,
             Status: self._status,
@@ -392,17 +413,23 @@ class Service:
         found = {
             chunk: None for key in ask.keys for chunks in self.store.find([key], ask.shards, arenas) for chunk in chunks
         }
-        more = sum(chunk.slot.nbytes for chunk in found if not chunk.pins)
+        more = sum(chunk.slot.nbytes for chunk in found if not chunk.is_kept)
         most = int(self.store.total_bytes * self._config.pin_share)
-        if more and self.store.pinned_bytes + more > most:
+        if more and self.store.kept_bytes + more > most:
             self.counters["pins_refused"] += 1
             raise ArenaFull(
-                f"{self.store.pinned_bytes} bytes are pinned, and {more} more would be above the {most} that may be "
-                f"(pin_share); unpin some, or give the node a larger --arena"
+                f"{self.store.kept_bytes} bytes are pinned or leased by tenants, and {more} more would be above the "
+                f"{most} that may be (pin_share); unpin some, or give the node a larger --arena"
             )
 
     def _delete(self, session: Session, ask: Delete) -> Answer:
         return Done(sum(max(self.store.delete([key]), self.tiers.forget([key])) for key in ask.keys))
+
+    def _advise(self, session: Session, ask: Advise) -> Answer:
+        if len(ask.keys) * ask.shards > MAX_SLOTS:
+            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        arenas = self.sessions.arenas(session, ask.shards)
+        return self.hinting.advise(ask, arenas, is_named=session.hello.kind == "client")
 
     def _cancel(self, session: Session, ask: Cancel) -> Answer:
         return Done(int(self.cancel(ask.transfer, session.source)))
