@@ -30,7 +30,20 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.messages import Arriving, Cancel, EngineReport, Explained, NodeReport, PeerEntry, PeerList, Prefilled, Why
+from pdx.wire.hints import Hints
+from pdx.wire.messages import (
+    Advise,
+    Advised,
+    Arriving,
+    Cancel,
+    EngineReport,
+    Explained,
+    NodeReport,
+    PeerEntry,
+    PeerList,
+    Prefilled,
+    Why,
+)
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -46,6 +59,7 @@ class Control:
         *,
         on_report: Callable[[NodeReport], None],
         on_explained: Callable[[Explained], None] = lambda _: None,
+        on_advised: Callable[[str, Advised], None] = lambda *_: None,
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
@@ -63,6 +77,7 @@ class Control:
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
         self._on_report = on_report
         self._on_explained = on_explained
+        self._on_advised = on_advised
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
@@ -121,9 +136,14 @@ class Control:
         """Likewise: the prefill leg has answered, and nobody opens the transfer any more."""
         self._tell(Prefilled(transfer), nodes)
 
-    def arriving(self, session: str, nodes: Collection[str]) -> None:
-        """Likewise, where names are known: a request of this session comes to engines of theirs."""
-        self._tell(Arriving(session), {name for name in nodes if name})
+    def arriving(self, hints: Hints, nodes: Collection[str]) -> None:
+        """Likewise, where names are known: a request of this session of its tenant comes to engines of theirs."""
+        self._tell(Arriving(hints.session, hints.salt), {name for name in nodes if name})
+
+    def advise(self, message: Advise) -> int:
+        """Tell all nodes what an application says; how many there are. `on_advised` hears their answers."""
+        self._send(messages.encode(message), list(self._peers))
+        return len(set(self._peers.values()))
 
     def ask_why(self, request: str) -> None:
         """Ask all nodes what they know of this request; `on_explained` hears of it."""
@@ -221,9 +241,12 @@ class Control:
         except ProtocolError as error:
             self._drop("malformed", arrival.key, str(error))
             return
-        if isinstance(report, Explained):
-            if arrival.route in self._peers:
+        if isinstance(report, Explained | Advised):
+            name = self._peers.get(arrival.route)
+            if name is not None and isinstance(report, Explained):
                 self._on_explained(report)
+            elif name is not None and isinstance(report, Advised):
+                self._on_advised(name, report)
             return
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")
