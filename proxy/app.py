@@ -322,6 +322,7 @@ class Proxy:
 
     def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
         body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))
+        envelope = envelope.within(self._config.client_priority)
         plan = classify(route, body, min_split_tokens=self._config.min_split_tokens)
         self._check_length(plan)
         if plan.mode is Mode.FORWARD and not self._config.forward:
@@ -332,8 +333,8 @@ class Proxy:
         headers = _passed_headers(request.headers)
         if "X-Request-Id" not in headers and body.get("request_id") is None:
             headers["X-Request-Id"] = transfer  # both legs' answers carry one id, and logs can be joined
-        if envelope.refused:
-            self.counters["hints_refused"] += len(envelope.refused)  # the answer says which, and why
+        if envelope.decided:
+            self.counters["hints_refused"] += len(envelope.decided)  # the answer says which, and why
         if envelope.said:
             request[_HINTED] = Hinted(envelope, headers.get("X-Request-Id") or str(body["request_id"]))
         return Exchange(

@@ -121,8 +121,8 @@ def _advice(raw: bytes) -> Envelope:
     salt = said.pop(_SALT, "")
     if not isinstance(salt, str):
         raise RequestRefused(400, f"{_SALT} is not a text")
-    envelope = parse(said, salt)
-    whole = next((verdict for verdict in envelope.refused if verdict.field == "version"), None)
+    envelope = parse(said, salt)  # of any priority: it is the word of who runs this proxy
+    whole = next((verdict for verdict in envelope.decided if verdict.field == "version"), None)
     if whole is not None:
         raise RequestRefused(400, f"the envelope is refused: {whole.text}")
     if not envelope.hints.session:

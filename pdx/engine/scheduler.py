@@ -101,7 +101,7 @@ class SchedulerHalf:
             params = parse_params(request.kv_transfer_params)
         except ProtocolError as error:
             log.warning("request %s runs without a transfer: %s", request.request_id, error)
-        for verdict in envelope.refused:
+        for verdict in envelope.decided:
             text = "request %s runs without its hint %s: %s"
             self._link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
         return params, envelope

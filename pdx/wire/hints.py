@@ -91,11 +91,21 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """An envelope that was parsed: `said` names the fields that it had, `refused` what of it nodes are not told."""
+    """An envelope that was parsed: `said` names the fields that it had, `decided` has the answer to those of which
+    nodes are not told, or not all."""
 
     hints: Hints = Hints("")
     said: tuple[str, ...] = ()
-    refused: tuple[Verdict, ...] = ()
+    decided: tuple[Verdict, ...] = ()
+
+    def within(self, most_priority: int) -> Envelope:
+        """The same, which asks for no more priority than that."""
+        if self.hints.priority <= most_priority:
+            return self
+        text = "more is above --client-priority"
+        clipped = Verdict("priority", "clipped", text, str(most_priority))
+        hints = msgspec.structs.replace(self.hints, priority=most_priority)
+        return Envelope(hints, self.said, (*self.decided, clipped))
 
     def answer(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
         """What became of each field that was said, in their order. `verdicts`: of the nodes.
@@ -103,7 +113,7 @@ class Envelope(msgspec.Struct, frozen=True):
         A field that asks for nothing (as `"prefetch": false`) is accepted.
         """
         found = {name: Verdict(name, "refused", "no node has answered to it") for name in self.hints.asks}
-        found.update((verdict.field, verdict) for verdict in (*worst(verdicts), *self.refused))
+        found.update((verdict.field, verdict) for verdict in (*worst(verdicts), *self.decided))
         return [found.get(name) or Verdict(name, "accepted") for name in self.said]
 
 

@@ -124,7 +124,7 @@ def test_a_request_may_say_how_important_its_chunks_are(params: Any, hints: Hint
 def test_hints_that_make_no_sense_are_left_out_with_a_warning(
     engine: ToyEngine, caplog: pytest.LogCaptureFixture, params: Any
 ) -> None:
-    [verdict] = parse_hints(params).refused
+    [verdict] = parse_hints(params).decided
     request = Request("r", tokens(500, CHUNK), params)
     engine.scheduler_guard.arrived(request)
     assert f"request r runs without its hint {verdict.field}: " in caplog.text
@@ -167,3 +167,28 @@ def test_the_node_has_the_priority_with_each_chunk(engine: ToyEngine) -> None:
     engine.admit(request)
     engine.finish(request)
     assert [(body.request, body.hints.priority) for body in said] == [("plain", 0), ("important", 7)]
+
+
+def test_what_a_request_wants_demoted_is_on_the_disk_alone_and_is_found_there(engine: ToyEngine) -> None:
+    prompt = tokens(605, 3 * CHUNK + 2)
+    request = Request("demotes", prompt, {"pdx_hints": {"version": 1, "demote": True}})
+    engine.admit(request)
+    engine.step((request, len(prompt)))
+    assert engine.finish(request) == {"demote": "accepted"}
+    wait_until(lambda: counter(engine, "demoted_chunks") == 3, what="its chunks have left memory")
+    assert status(engine).tiers[0].chunks == 3
+    again = Request("again", prompt)
+    wait_until(lambda: engine.match(again) is not None, what="it is loaded")
+    assert engine.match(again) == 3 * CHUNK
+    engine.finish(again)
+
+
+def test_what_has_a_time_to_live_is_gone_from_memory_and_from_the_disk(engine: ToyEngine) -> None:
+    prompt = tokens(606, 3 * CHUNK + 2)
+    request = Request("ends", prompt, {"pdx_hints": {"version": 1, "ttl_s": 1}})
+    engine.admit(request)
+    engine.step((request, len(prompt)))
+    assert engine.finish(request) == {"ttl_s": "accepted"}
+    wait_until(lambda: counter(engine, "ttl_deleted") >= 3, what="its time is over")
+    wait_until(lambda: status(engine).tiers[0].chunks == 0, what="the disk has forgotten them")
+    assert status(engine).chunks == {}

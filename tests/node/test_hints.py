@@ -6,7 +6,7 @@ import os
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pdx.config import NodeConfig
 from pdx.errors import ArenaFull, ChunkMissing, ProtocolError
@@ -395,17 +395,29 @@ class Leases(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.arena = Arena.create(self.place / f"arena-{id(self)}", CHUNKS * GRANULE_BYTES + (1 << 20))
-        self.bed = Bed(self.place, self.arena, has_tier=False)
         self.open = []
+
+    @initialize(
+        policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "sieve", "ttl:40"]), quota=st.sampled_from([1.0, 0.2])
+    )
+    def start(self, policy, quota):
+        self.bed = Bed(self.place, self.arena, has_tier=False, policy=policy, salt_quota=quota)
 
     def keys_of(self, tenant, numbers):
         """Keys cover the salt."""
         offset = {b"": 0, A: 1000, B: 2000}[tenant]
         return keys(number + offset for number in numbers)
 
-    @rule(numbers=numbers, who=tenants, seconds=st.sampled_from([1.0, 20.0, 5000.0]), is_done=st.booleans())
-    def request(self, numbers, who, seconds, is_done):
-        hints = Hints("", salt=who, lease_s=seconds)
+    @rule(
+        numbers=numbers,
+        who=tenants,
+        seconds=st.sampled_from([None, 1.0, 20.0, 5000.0]),
+        reuse_s=st.sampled_from([0.0, 10.0, 300.0]),
+        priority=st.integers(0, 9),
+        is_done=st.booleans(),
+    )
+    def request(self, numbers, who, seconds, reuse_s, priority, is_done):
+        hints = Hints("", priority, reuse_s, who, lease_s=seconds)
         ask = Admit(self.keys_of(who, numbers), GRANULE_BYTES, 1, lease_s=5.0, partial=True, hints=hints)
         answer = self.bed.ask(ask)
         if is_done:
@@ -450,7 +462,10 @@ class Leases(RuleBasedStateMachine):
         assert sum(chunk.room_bytes for chunk in leased) == store.tenant_leases.total_bytes()
         kept = sum(chunk.slot.nbytes for chunk in chunks if chunk.pins or chunk.leased_until)
         assert kept == store.kept_bytes <= CHUNKS * GRANULE_BYTES / 4
-        assert not any(chunk.is_in_order for chunk in leased)
+        [pool] = store.pools
+        evictable = [chunk for chunk in chunks if chunk.is_evictable]
+        assert set(pool.order.peek()) == {chunk for chunk in chunks if chunk.is_in_order} == set(evictable)
+        assert sum(chunk.room_bytes for chunk in evictable) == pool.order.nbytes
         assert all(chunk.leased_until <= self.bed.now + 600 for chunk in leased)
 
     def teardown(self):
@@ -471,8 +486,6 @@ class Leases(RuleBasedStateMachine):
 
 
 def test_leases_never_keep_more_than_their_shares_and_all_is_given_back(place):
-    from hypothesis.stateful import run_state_machine_as_test
-
     Leases.place = place
     run_state_machine_as_test(Leases, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
 

@@ -143,6 +143,22 @@ def test_what_is_deep_large_or_no_number_is_refused(raw):
     assert {verdict.outcome for verdict in envelope.answer([])} == {"refused"}
 
 
+def test_what_clients_may_ask_for_is_clipped():
+    async def main():
+        async with cluster(client_priority=3) as made:
+            node = asyncio.create_task(answer(made.node, Verdict("priority", "accepted")))
+            _, headers, _ = await made.post(COMPLETIONS, {**BODY, "pdx_hints": {"version": 1, "priority": 4}})
+            assert headers["X-PDX-Hints"] == 'priority=clipped:3;why="more is above --client-priority"'
+            assert made.prefill.bodies[-1]["kv_transfer_params"]["pdx_hints"]["priority"] == 3
+            await node
+            node = asyncio.create_task(answer(made.node, Verdict("priority", "accepted")))
+            _, headers, _ = await made.post(COMPLETIONS, {**BODY, "pdx_hints": {"version": 1, "priority": 3}})
+            assert headers["X-PDX-Hints"] == "priority=accepted"
+            await node
+
+    run(main)
+
+
 def test_other_names_for_it_are_still_removed():
     async def main():
         async with cluster() as made:

@@ -26,7 +26,7 @@ FULL = {
 
 
 def refused(envelope):
-    return {verdict.field: verdict.text for verdict in parse(envelope).refused}
+    return {verdict.field: verdict.text for verdict in parse(envelope).decided}
 
 
 def test_an_envelope_is_what_nodes_are_told():
@@ -40,7 +40,7 @@ def test_an_envelope_is_what_nodes_are_told():
 def test_nothing_said_is_nothing_asked():
     for envelope in (None, {"version": 1}, {"version": 1, "prefetch": False, "priority": 0, "demote": []}):
         found = parse(envelope)
-        assert (found.hints, found.refused, found.hints.asks) == (Hints(""), (), [])
+        assert (found.hints, found.decided, found.hints.asks) == (Hints(""), (), [])
         assert {verdict.outcome for verdict in found.answer([])} <= {"accepted"}
 
 
@@ -82,13 +82,13 @@ def test_what_is_no_envelope_is_refused_as_a_whole(envelope):
 )
 def test_a_field_that_makes_no_sense_is_refused_and_the_others_are_taken(field, bad):
     found = parse({**FULL, field: bad})
-    assert [verdict.field for verdict in found.refused] == [field]
+    assert [verdict.field for verdict in found.decided] == [field]
     assert found.hints == msgspec.structs.replace(parse(FULL).hints, **{field: getattr(Hints(""), field)})
 
 
 def test_fields_that_this_version_does_not_have_are_refused_by_name():
     found = parse({**FULL, "color": 1, "salt": "x", "a\nb\x1b": 1, "n" * 1000: {}})
-    assert [verdict.field for verdict in found.refused] == ["color", "salt", "a?b?", "n" * 32]
+    assert [verdict.field for verdict in found.decided] == ["color", "salt", "a?b?", "n" * 32]
     assert found.hints == parse(FULL).hints
 
 
@@ -121,7 +121,7 @@ def test_whatever_is_said_each_field_has_one_answer_and_what_is_told_decodes(sai
     assert len({verdict.field for verdict in answer}) == len(answer)
     assert decode_to_node(encode(ToNode(1, True, Admit([], hints=found.hints)))).body.hints == found.hints
     again = parse(json.loads(json.dumps(found.hints.as_object())))
-    assert (again.hints, again.refused) == (found.hints, ())
+    assert (again.hints, again.decided) == (found.hints, ())
     for verdict in answer:
         assert verdict.as_member.isascii()
         assert verdict.as_member.isprintable()
