@@ -151,7 +151,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are sent together until a write has so much
     window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # written to a peer and not acknowledged
     peer_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the arena that one peer may be writing at a time
-    pin_share: ShareOrNone = 0.8  # of the arenas that pins may keep from being evicted
+    pin_share: ShareOrNone = 0.8  # of the arenas that pins, and tenants' leases, may keep from being evicted
+    tenant_lease_share: ShareOrNone = 0.1  # of each arena that the leases of one tenant may keep (`Hints.lease_s`) …
+    lease_max_s: PositiveSeconds = 600.0  # … each for so long
     metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT on this host for Prometheus; empty: nowhere
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
@@ -205,6 +207,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     policy: Annotated[str, Meta(max_length=256)] = "lru"
     salt_quota: Share = 1.0
     pin_share: ShareOrNone = 0.8
+    tenant_lease_share: ShareOrNone = 0.1
+    lease_max_s: PositiveSeconds = 600.0
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
 
@@ -235,6 +239,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "policy": self.policy,
             "salt_quota": self.salt_quota,
             "pin_share": self.pin_share,
+            "tenant_lease_share": self.tenant_lease_share,
+            "lease_max_s": self.lease_max_s,
             "numa": self.numa,
             "metrics": self.metrics,
         }

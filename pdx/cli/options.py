@@ -163,7 +163,21 @@ _OF_NODES = (
         default=0.8,
         type=click.FloatRange(0.0, 1.0),
         metavar="SHARE",
-        help="So much of memory may pins keep; a pin of more is refused.",
+        help="So much of memory may pins, and tenants' leases, keep; a pin of more is refused.",
+    ),
+    option(
+        "--tenant-lease-share",
+        default=0.1,
+        type=click.FloatRange(0.0, 1.0),
+        metavar="SHARE",
+        help="So much of memory may the leases of one cache salt keep; 0: none.",
+    ),
+    option(
+        "--lease-max-s",
+        default=600.0,
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="The longest time that a request may lease its chunks for.",
     ),
     option(
         "--numa",

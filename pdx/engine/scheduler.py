@@ -18,7 +18,7 @@ from pdx.client.connection import Connection
 from pdx.config import ConnectorConfig
 from pdx.engine.link import NodeLink
 from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
-from pdx.engine.request import TrackedRequest, TransferParams, parse_codec, parse_hints, parse_params
+from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
 from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
 from pdx.errors import LayoutError, ProtocolError
@@ -27,7 +27,8 @@ from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Hints, Release
+from pdx.wire.hints import Envelope, Hints, Verdict
+from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Release
 
 log = logging.getLogger("pdx")
 
@@ -96,47 +97,50 @@ class SchedulerHalf:
         """The request's state; made at its first sight. `is_new`: it has no block of the engine's own cache yet."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            params, hints = self._params(request)
-            hints = msgspec.structs.replace(hints, form=self._form(request, is_new=is_new))
-            tracked = TrackedRequest(request, self._layout, params, self._fingerprint_of(hints), hints)
+            params, envelope = self._params(request)
+            envelope = self._with_form(request, envelope, is_new=is_new)
+            fingerprint = self._fingerprint_of(envelope.hints)
+            tracked = TrackedRequest(request, self._layout, params, fingerprint, envelope)
             self._requests[request.request_id] = tracked
             self._unscheduled.add(request.request_id)
             self._tell_load()
         return tracked
 
-    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Hints]:
+    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Envelope]:
         salt = getattr(request, "cache_salt", None)  # which not every engine has
-        params, hints = None, parse_hints(None, salt)
+        params, envelope = None, parse_hints(request.kv_transfer_params, salt)
         try:
             params = parse_params(request.kv_transfer_params)
         except ProtocolError as error:
             log.warning("request %s runs without a transfer: %s", request.request_id, error)
-        try:
-            hints = parse_hints(request.kv_transfer_params, salt)
-        except ProtocolError as error:
-            log.warning("request %s runs without hints: %s", request.request_id, error)
-        return params, hints
+        for verdict in envelope.decided:
+            text = "request %s runs without its hint %s: %s"
+            self._link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
+        return params, envelope
 
-    def _form(self, request: EngineRequest, *, is_new: bool) -> str:
-        """What is left of its chunks below memory, where it asks for a lossy codec; empty: all of them.
+    def _with_form(self, request: EngineRequest, envelope: Envelope, *, is_new: bool) -> Envelope:
+        """The envelope with what is left of the request's chunks below memory, where it asks for a lossy codec.
 
         A request that cannot have the codec gets exact chunks, and never another's that are not.
         """
-        codec, form = parse_codec(request.kv_transfer_params), ""
+        codec = envelope.hints.codec
+        wants = codec not in (None, "none")
+        form, why = "", ""
         try:
-            if codec:
-                form = self._forms.get(codec) or str(form_of(self._layout, codec))
-                self._forms[codec] = form
+            if wants and codec is not None:
+                form = self._forms.setdefault(codec, str(form_of(self._layout, codec)))
         except LayoutError as error:
-            self._refuse_codec(request, str(error))
+            why = str(error)
         if not self._keep_apart(request, form if is_new else "") or (form and not is_new):
-            self._refuse_codec(request, "the engine's own cache would give its blocks to requests that are exact")
-            return ""
-        return form
-
-    def _refuse_codec(self, request: EngineRequest, why: str) -> None:
-        self._link.count("codec_refused")
-        log.warning("request %s is stored exactly, not by the codec it asks for: %s", request.request_id, why)
+            form, why = "", "the engine's own cache would give its blocks to requests that are exact"
+        if codec is None:
+            return envelope
+        if wants and not form:
+            text = "request %s is stored exactly, not by the codec that it asks for: %s"
+            self._link.count("codec_refused", text, request.request_id, why)
+        verdict = Verdict("codec", "refused", why[:200]) if wants and not form else Verdict("codec", "accepted")
+        hints = msgspec.structs.replace(envelope.hints, form=form, codec=None)  # nodes are told the form
+        return Envelope(hints, envelope.said, (*envelope.decided, verdict))
 
     def _fingerprint_of(self, hints: Hints) -> bytes:
         """What keys are made with: of exact chunks, or of those of one form."""
@@ -303,12 +307,18 @@ class SchedulerHalf:
 
     # ---- the end of a request ---------------------------------------------------------------
 
-    def finished(self, request: EngineRequest) -> None:
-        """The request is over, whatever way: what it still holds is given back."""
-        request_id = request.request_id
-        tracked = self._requests.pop(request_id, None)
+    def finished(self, request: EngineRequest) -> dict[str, str]:
+        """The request is over, whatever way: what it still holds is given back.
+
+        :returns: what became of each field of its hints, in words; empty: it had none.
+        """
+        tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
-            return
+            return {}
+        self._end(request.request_id, tracked)
+        return tracked.hints_answer
+
+    def _end(self, request_id: str, tracked: TrackedRequest) -> None:
         self._unscheduled.discard(request_id)
         self._running.discard(request_id)
         self._due.discard(request_id)

@@ -29,7 +29,7 @@ from pdx.store.copy import Copy
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Job, Part, Tier
 from pdx.telemetry.faults import counted
-from pdx.wire.messages import Hints
+from pdx.wire.hints import Hints
 
 log = logging.getLogger("pdx.node")
 

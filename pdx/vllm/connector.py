@@ -166,8 +166,8 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.finished(request)
-        return False, None
+        hints = self.scheduler.finished(request)
+        return False, {"pdx_hints": hints} if hints else None
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_unsent_plans()

@@ -54,7 +54,7 @@ def run(engine: ToyEngine, prompt: list[int], codec: str | None = None, params: 
 def begun(
     engine: ToyEngine, prompt: list[int], codec: str | None = None, params: dict[str, Any] | None = None
 ) -> Request:
-    given = dict(params or {}) | ({"pdx_codec": codec} if codec else {})
+    given = dict(params or {}) | ({"pdx_hints": {"version": 1, "codec": codec}} if codec else {})
     request = Request(f"request-{next(numbers)}", prompt, given or None)
     assert engine.admit(request) == set()
     request.loaded = request.num_computed
@@ -199,7 +199,7 @@ def test_after_a_reset_they_are_apart_still(
     node = start_node(arena_bytes=2 * MIB, disks=[str(place / "disk")])
     engine = engine_of(node, stack)
     prompt = tokens(1)
-    waiting = Request("waiting", prompt, {"pdx_codec": "int8"})
+    waiting = Request("waiting", prompt, {"pdx_hints": {"version": 1, "codec": "int8"}})
     assert engine.match(waiting) == 0
     engine.scheduler.reset()
     assert engine.match(waiting) == 0
@@ -239,7 +239,7 @@ def test_who_cannot_have_the_codec_is_told_and_is_exact(
 def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(node: NodeProcess, stack: ExitStack) -> None:
     """They may be those of exact requests, and what is computed behind them goes to these."""
     engine = engine_of(node, stack)
-    request = Request("late", tokens(1), {"pdx_codec": "int8"})
+    request = Request("late", tokens(1), {"pdx_hints": {"version": 1, "codec": "int8"}})
     assert engine.match(request, local=CHUNK) == 0
     assert engine.scheduler._requests["late"].hints.form == ""
     engine.finish(request)

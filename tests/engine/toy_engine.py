@@ -332,11 +332,12 @@ class ToyEngine:
                     wanted = self._right(request, position, layer, shard)
                     assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
 
-    def finish(self, request: Request) -> None:
-        """The request is over; one more step tells the workers."""
-        self.scheduler_guard.finished(request)
+    def finish(self, request: Request) -> dict[str, str]:
+        """The request is over; one more step tells the workers. What became of its hints."""
+        hints = self.scheduler_guard.finished(request)
         self.free += request.block_ids
         self.idle()
+        return hints
 
     @property
     def is_attached(self) -> bool:

@@ -27,7 +27,8 @@ from pdx.store.tier import Job, Tier
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
-from pdx.wire.messages import Admit, Cancel, Chosen, Hints, PeerBody, Release, Welcome
+from pdx.wire.hints import Hints
+from pdx.wire.messages import Admit, Cancel, Chosen, PeerBody, Release, Welcome
 
 log = logging.getLogger("pdx.node")
 
