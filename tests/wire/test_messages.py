@@ -52,7 +52,6 @@ DECODERS = {
 }
 BODIES = [*msgspec.inspect.type_info(messages.Ask).types, *msgspec.inspect.type_info(messages.Answer).types]
 # Only a node makes these, and only tools read them, of its own user or through a proxy; no number there is acted on.
-RELAYED = ("Arriving", "Order", "Reply", "Advise", "Advised")
 UNBOUNDED = {"NodeStatus", "AttachedStatus"}
 TRANSFER = "0123456789abcdef"
 
