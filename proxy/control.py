@@ -30,7 +30,19 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
-from pdx.wire.messages import Arriving, Cancel, EngineReport, Explained, NodeReport, PeerEntry, PeerList, Prefilled, Why
+from pdx.wire.messages import (
+    Arriving,
+    Cancel,
+    Changes,
+    EngineReport,
+    Explained,
+    Follow,
+    NodeReport,
+    PeerEntry,
+    PeerList,
+    Prefilled,
+    Why,
+)
 
 MAX_PEERS = 1024
 _HANDSHAKE_S = 5.0  # a connection that has not shown its key by then is closed
@@ -46,6 +58,7 @@ class Control:
         *,
         on_report: Callable[[NodeReport], None],
         on_explained: Callable[[Explained], None] = lambda _: None,
+        on_changes: Callable[[str, Changes], None] = lambda node, changes: None,
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
@@ -63,6 +76,7 @@ class Control:
         self._roster = Roster(roster, has_keys=self._own_keys is not None)
         self._on_report = on_report
         self._on_explained = on_explained
+        self._on_changes = on_changes
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
@@ -129,7 +143,11 @@ class Control:
         """Ask all nodes what they know of this request; `on_explained` hears of it."""
         self._send(messages.encode(Why(request)), list(self._peers))
 
-    def _tell(self, message: Arriving | Cancel | Prefilled, nodes: Collection[str]) -> None:
+    def follow(self, node: str, ask: Follow) -> None:
+        """Ask this node for its changes; `on_changes` hears of them."""
+        self._tell(ask, [node])
+
+    def _tell(self, message: Arriving | Cancel | Follow | Prefilled, nodes: Collection[str]) -> None:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
         self._send(messages.encode(message), told)
 
@@ -224,6 +242,11 @@ class Control:
         if isinstance(report, Explained):
             if arrival.route in self._peers:
                 self._on_explained(report)
+            return
+        if isinstance(report, Changes):
+            node = self._peers.get(arrival.route)
+            if node is not None and (self._own_keys is None or self._roster.name_of(arrival.key) == node):
+                self._on_changes(node, report)
             return
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")

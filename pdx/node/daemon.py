@@ -25,6 +25,8 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
+from pdx.node.events.follower import Follower
+from pdx.node.events.publisher import Publisher
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.process_socket import Delivery, ProcessSocket
@@ -40,6 +42,7 @@ from pdx.wire.messages import (
     Arriving,
     Bye,
     Cancel,
+    Follow,
     FromNode,
     Hello,
     PeerList,
@@ -140,10 +143,22 @@ class Daemon:
                         config.metrics, post=self._peers.mailbox.post, status=self.service.reports.status
                     ).close
                 )
+            self._publisher: Publisher | None = None
+            if config.events:
+                self._publisher = Publisher(
+                    self.service.events,
+                    address=config.events,
+                    replay=config.events_replay,
+                    topic=config.events_topic,
+                    as_bytes=config.events_hashes == "bytes",
+                )
+                undo.callback(self._publisher.close)
             self._proxy: ProxyLine | None = None
+            self._follower: Follower | None = None
             if config.proxy:
                 self._proxy = ProxyLine(self._context, config.proxy, self._peers.connections.secure_proxy, self._faults)
                 undo.callback(self._proxy.close)
+                self._follower = Follower(self.service.events, epoch, self._proxy.send)
                 for line in self._proxy.sockets:
                     self._poller.register(line, zmq.POLLIN)
             self._undo = undo.pop_all()
@@ -190,6 +205,8 @@ class Daemon:
             for session, seq, answer in self.service.admissions.late_answers():
                 self._send(session.route, seq, answer)
             self.service.copies.pump()  # what the answers have started
+        with self._faults.contain("what is told of chunks"):
+            self._tell_changes()
         with self._faults.contain("the report to the proxy"):
             self._report(now)
 
@@ -209,8 +226,20 @@ class Daemon:
         elif isinstance(source, int):
             any(handover.serve(source) for handover in self._handovers)
 
+    def _tell_changes(self) -> None:
+        batch = self.service.events.turn()
+        if self._publisher is not None:
+            if batch is not None:
+                self._publisher.put(batch)
+            self._publisher.turn()
+        if self._follower is not None:
+            self._follower.turn()
+
     def _tick(self, now: float) -> None:
         self.service.tick()
+        if self._publisher is not None:
+            for name, count in self._publisher.counts.items():
+                self.service.counters[name] = count
         for handover in self._handovers:
             with self._faults.contain("the tick of the handover"):
                 handover.tick()
@@ -303,7 +332,10 @@ class Daemon:
 
     def _serve_proxy(self) -> None:
         assert self._proxy is not None
+        assert self._follower is not None
         self._proxy.heed_events()
+        if not self._proxy.is_up:
+            self._follower.gone()
         for message in self._proxy.receive():
             with self._faults.contain("a message of the proxy"):
                 match message:
@@ -311,6 +343,8 @@ class Daemon:
                         self.service.look_ahead.arriving(session)
                     case Cancel(transfer):
                         self.service.cancel(transfer, "the proxy")
+                    case Follow():
+                        self._follower.asked(message)
                     case Prefilled(transfer):
                         self.service.prefilled(transfer, "the proxy")
                     case PeerList(peers):

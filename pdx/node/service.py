@@ -18,6 +18,7 @@ from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
+from pdx.node.events.log import EventLog
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
@@ -156,6 +157,7 @@ class Service:
             gpus=[each.gpu for each in arenas],
             clock=clock,
         )
+        self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], self.counters)
         self._handlers = self._by_message()
 
     def open_tiers(self) -> None:

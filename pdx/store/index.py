@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from pdx.store.chunk import Chunk
@@ -68,6 +68,7 @@ class Index:
         self.siblings = Siblings()  # SEALED chunks whose blocks have names
         self.chunks = dict.fromkeys(State, 0)  # how many, by state
         self.nbytes = dict.fromkeys(State, 0)  # their bytes, by state
+        self.changed: list[Chunk] | None = None  # sealed, named, or not there any more since then; None: nobody asks
         self.pins = 0  # of all chunks together
         self.pinned_bytes = 0  # of chunks with a pin
 
@@ -100,6 +101,20 @@ class Index:
                     break
             run.append(chunks)
         return run
+
+    def is_whole(self, key: bytes, shards: int, arenas: Sequence[int] = ()) -> bool:
+        """Whether there is a chunk of this key in every shard, all sealed."""
+        chunks = self.of(key, shards, arenas)
+        return len(chunks) == shards and all(chunk.state is State.SEALED for chunk in chunks)
+
+    @property
+    def whole(self) -> Mapping[bytes, tuple[Chunk, ...]]:
+        """By key what is sealed in every shard; with several arenas, not all of that."""
+        return self._whole
+
+    def keys(self) -> list[bytes]:
+        """Of all chunks that can be found, sealed or not: about 10 ns for each."""
+        return [*self._whole, *self._partial]
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """New chunks of one reservation, to be filled; in its shard the key of each has no other."""
@@ -140,6 +155,8 @@ class Index:
                 self.siblings.add(chunk.parent, chunk.blocks, chunk.key)
             elif chunk.blocks and was is State.SEALED:
                 self.siblings.discard(chunk.key)
+            if self.changed is not None and State.SEALED in (was, state):
+                self.changed.append(chunk)
             if state is State.SEALED:
                 of_key = self._partial[chunk.key]
                 if len(of_key) == chunk.shards and all(each.state is State.SEALED for each in of_key):

@@ -41,6 +41,10 @@ class FileIndex:
             return None
         return Held(*sizes.pop())
 
+    def keys(self) -> list[bytes]:
+        """Of all chunks, in no order: a walk through a million by their order would stop the control loop."""
+        return list(dict.keys(self._files))
+
     def last_used(self) -> Iterator[ChunkFile]:
         """All files, those that were used last first."""
         for files in reversed(self._files.values()):
