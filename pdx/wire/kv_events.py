@@ -25,7 +25,7 @@ MAX_BATCH_BYTES = 1 << 30
 Hash = int | bytes
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+class BlockStored(msgspec.Struct, tag=True, gc=False):
     """These blocks came into a tier (`medium`), one behind the other; the first one behind `parent_block_hash`."""
 
     block_hashes: Sequence[Hash]
@@ -37,7 +37,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     lora_name: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
     """These blocks are not in a tier any more."""
 
     block_hashes: Sequence[Hash]

@@ -44,6 +44,17 @@ class Blocks:
     def __len__(self) -> int:
         return len(self._known)
 
+    def begin(self) -> None:
+        """What was told is void, but for the names of blocks: all that is there is told anew, until `end`."""
+        for known in self._known.values():
+            known.tiers = 0
+
+    def end(self) -> None:
+        """It has been told: what was not is nowhere."""
+        for key, known in list(self._known.items()):
+            if not known.tiers:
+                self._forget(key, known)
+
     def apply(self, changes: Iterable[Change]) -> list[KvEvent]:
         """Take these in; what they are by block."""
         events: list[KvEvent] = []
@@ -81,19 +92,21 @@ class Blocks:
         if known is None or not known.tiers & bit:
             return ()
         known.tiers &= ~bit
-        first = known.blocks[:KEY_BYTES]
-        others = [other for other in self._firsts.get(first, ()) if other != key]
+        others = [other for other in self._firsts.get(known.blocks[:KEY_BYTES], ()) if other != key]
         if not known.tiers:
-            del self._known[key]
-            if others:
-                self._firsts[first] = tuple(others)
-            else:
-                self._firsts.pop(first, None)
+            self._forget(key, known)
         left = 0
         for other in others:
             if self._known[other].tiers & bit:
                 left = max(left, common(self._known[other].blocks, known.blocks))
         return self._hashes(known.blocks[left * KEY_BYTES :])
+
+    def _forget(self, key: bytes, known: _Known) -> None:
+        del self._known[key]
+        first = known.blocks[:KEY_BYTES]
+        others = tuple(other for other in self._firsts.pop(first, ()) if other != key)
+        if others:
+            self._firsts[first] = others
 
     def _told(self, keys: Iterable[bytes], tier: str) -> list[KvEvent]:
         """These are in a tier: those that follow one another in one event."""

@@ -79,7 +79,6 @@ class Publisher:
         self.published = self.replayed = self.snapshots = 0  # batches, batches, and answers; the thread's
         self._events = events
         self._blocks = Blocks(as_bytes=as_bytes)
-        self._as_bytes = as_bytes
         self._topic = topic.encode()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept)
         self._kept_bytes = 0
@@ -198,14 +197,15 @@ class Publisher:
         if isinstance(item, _Feed):
             self._is_whole = item is _Feed.WHOLE
             if item is _Feed.BEGINS:
-                self._blocks = Blocks(as_bytes=self._as_bytes)
-                self._forget_kept()
+                self._blocks.begin()
+            else:
+                self._blocks.end()
+            self._forget_kept()  # there is more than these told of
         elif isinstance(item, Batch):
             events = self._blocks.apply(item.changes)
             self._publish(item.seq, item.ts, events)
         else:
             self._blocks.apply(item)
-            self._forget_kept()  # there is more than these told of
 
     def _publish(self, seq: int, ts: float, events: Sequence[object]) -> None:
         self._seq = seq
