@@ -58,6 +58,7 @@ log = logging.getLogger("pdx.node")
 
 SHM = Path("/dev/shm")
 TICK_S = 0.2
+CHANGES_S = 0.01  # between two batches of what changed
 TOUCH_S = 3600.0  # between two touches of the lock: what cleans up /tmp takes files that nobody touched for days
 
 _FAILED = Refused(NodeError.__name__, "an internal error ended this session; see the node's log, and attach again")
@@ -163,6 +164,7 @@ class Daemon:
                     self._poller.register(line, zmq.POLLIN)
             self._undo = undo.pop_all()
         self._next_tick = time.monotonic()
+        self._next_changes = time.monotonic()  # from then on they are told
         self._next_touch = time.monotonic() + TOUCH_S
         self._next_report = time.monotonic()
         self._waking = WakingClock(2 * TICK_S, time.monotonic)
@@ -185,7 +187,10 @@ class Daemon:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        timeout_s = min(timeout_s, self.service.admissions.due_in(time.monotonic()))
+        now = time.monotonic()
+        timeout_s = min(timeout_s, self.service.admissions.due_in(now))
+        if self.service.events.has_news:
+            timeout_s = min(timeout_s, max(0.0, self._next_changes - now))
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         with self._faults.contain("letting processes in"):
             self._process_socket.queue.heed()
@@ -206,7 +211,7 @@ class Daemon:
                 self._send(session.route, seq, answer)
             self.service.copies.pump()  # what the answers have started
         with self._faults.contain("what is told of chunks"):
-            self._tell_changes()
+            self._tell_changes(now)
         with self._faults.contain("the report to the proxy"):
             self._report(now)
 
@@ -226,8 +231,13 @@ class Daemon:
         elif isinstance(source, int):
             any(handover.serve(source) for handover in self._handovers)
 
-    def _tell_changes(self) -> None:
-        batch = self.service.events.turn()
+    def _tell_changes(self, now: float) -> None:
+        """Not after each turn: to make a batch and to hand it over costs as much as some hundred chunks in it."""
+        batch = None
+        if now >= self._next_changes:
+            batch = self.service.events.turn()
+            if batch is not None:
+                self._next_changes = now + CHANGES_S
         if self._publisher is not None:
             if batch is not None:
                 self._publisher.put(batch)

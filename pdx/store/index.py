@@ -140,6 +140,7 @@ class Index:
 
     def step(self, chunks: Iterable[Chunk], step: Step) -> None:
         """Move chunks on in their lives. Once FREE they are forgotten altogether, and their slots are nobody's."""
+        changed = self.changed
         for chunk in chunks:
             was = chunk.state
             state = chunk.state = advance(was, step)
@@ -155,13 +156,15 @@ class Index:
                 self.siblings.add(chunk.parent, chunk.blocks, chunk.key)
             elif chunk.blocks and was is State.SEALED:
                 self.siblings.discard(chunk.key)
-            if self.changed is not None and State.SEALED in (was, state):
-                self.changed.append(chunk)
             if state is State.SEALED:
+                if changed is not None:
+                    changed.append(chunk)
                 of_key = self._partial[chunk.key]
                 if len(of_key) == chunk.shards and all(each.state is State.SEALED for each in of_key):
                     self._whole[chunk.key] = self._partial.pop(chunk.key)
             elif was in FINDABLE and state not in FINDABLE:
+                if changed is not None and was is State.SEALED:
+                    changed.append(chunk)
                 self._hide(chunk)
             if chunk.transfer is not None and not (chunk.tail and state is State.SEALED):
                 self.transfers.discard(chunk.transfer, chunk)

@@ -3,9 +3,9 @@
 Places are told by key. An arena in host memory is the tier `host`, one on a GPU the tier of that GPU's UUID; the tiers
 below have the names of `pdx node --status`. A key is in a tier as long as all its shards are.
 
-What is told is the state at the end of a turn of the control loop: what came and went within one turn is told as gone.
-So it does no harm to hear of something twice, and who hears everything from some number on has what is there, whatever
-he thought before of the keys that he heard of.
+What is told is the state at the end of a turn of the control loop, some milliseconds after the last: what came and went
+in between is told as gone. So it does no harm to hear of something twice, and who hears everything from some number on
+has what is there, whatever he thought before of the keys that he heard of.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -28,8 +29,9 @@ PIECE_KEYS = 4096  # of a snapshot at a time: a millisecond of the control loop
 FIRST_SHIFT = 20  # of the seconds since 1970 in the first number
 
 
-class Named(msgspec.Struct, frozen=True, gc=False):
-    """What a chunk is to its engine: so many tokens to a block, the blocks' names, the key that leads up to it."""
+class Named(Protocol):
+    """What a chunk is to its engine: its record, of which other threads may read this much; once `blocks` is not empty,
+    nothing of it changes any more."""
 
     key: bytes
     parent: bytes
@@ -38,7 +40,7 @@ class Named(msgspec.Struct, frozen=True, gc=False):
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """These keys came into a tier, or they are not there any more. `named`: what is known of some of those."""
+    """These keys came into a tier, or they are not there any more. `named`: what some of those are to their engines."""
 
     tier: str
     is_stored: bool
@@ -126,8 +128,13 @@ class EventLog:
 
     # ---- what changed -----------------------------------------------------------------------
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `turn` has something to tell, or might have."""
+        return bool(self._index.changed or self._moved or any(tier.changed for tier in self._below()))
+
     def turn(self) -> Batch | None:
-        """What has changed since the last turn; to be called at the end of each."""
+        """What has changed since the last turn; to be called at the end of one, if not of each."""
         changed = self._index.changed
         if changed is None:
             return None
@@ -136,7 +143,7 @@ class EventLog:
         named: dict[str, list[Named]] = {}
         if changed:
             self._index.changed = []
-            self._of_arenas({chunk.key: chunk for chunk in changed}, changed, stored, removed, named)
+            self._of_arenas(changed, stored, removed, named)
         for tier in self._below():
             if tier.changed:
                 keys, tier.changed = tier.changed, {}
@@ -155,7 +162,8 @@ class EventLog:
     def _add(self, changes: Sequence[Change]) -> Batch:
         self.seq += 1
         batch = Batch(self.seq, self._wall_clock(), changes)
-        self._ring.append(batch)
+        kept = [Change(each.tier, each.is_stored, each.keys) for each in changes]  # records are not kept from going
+        self._ring.append(Batch(self.seq, batch.ts, kept))
         count = batch.count
         self._kept += count
         self._counters["events"] += count
@@ -165,7 +173,6 @@ class EventLog:
 
     def _of_arenas(
         self,
-        by_key: dict[bytes, Chunk],
         changed: Sequence[Chunk],
         stored: dict[str, list[bytes]],
         removed: dict[str, list[bytes]],
@@ -176,18 +183,20 @@ class EventLog:
         sealed = State.SEALED
         if len(self._names) == 1:
             whole, name = self._index.whole, self._names[0]
-            here = [key for key, chunk in by_key.items() if key in whole and not (chunk.tail and not chunk.blocks)]
+            here = [each for each in changed if each.key in whole and (not each.tail or each.blocks)]
             gone = [
-                chunk.key
-                for chunk in changed
-                if chunk.state is not sealed and chunk.key not in whole and not (chunk.tail and not chunk.blocks)
+                each.key
+                for each in changed
+                if each.state is not sealed and each.key not in whole and (not each.tail or each.blocks)
             ]
+            if here and here[-1].shards > 1:
+                here = list({each.key: each for each in here}.values())
             if here:
-                stored[name] = here
+                stored[name] = [each.key for each in here]
+                if any(self._followers.values()):
+                    named[name] = [each for each in here if each.blocks]
             if gone:
-                removed[name] = list(dict.fromkeys(gone))
-            if here and any(self._followers.values()):
-                named[name] = [_named(by_key[key]) for key in here if by_key[key].blocks]
+                removed[name] = gone
             return
         wants_names = any(self._followers.values())
         places: dict[tuple[bytes, tuple[int, ...]], list[Chunk]] = {}
@@ -201,7 +210,7 @@ class EventLog:
             for name in dict.fromkeys(self._names[arena] for arena in arenas or (0,)):
                 (stored if is_here else removed).setdefault(name, []).append(key)
                 if is_here and chunk.blocks and wants_names:
-                    named.setdefault(name, []).append(_named(chunk))
+                    named.setdefault(name, []).append(chunk)
 
     # ---- what is there ----------------------------------------------------------------------
 
@@ -233,7 +242,7 @@ class EventLog:
         removed: dict[str, list[bytes]] = {}
         named: dict[str, list[Named]] = {}
         chunks = [chunk for key in keys for chunk in self._index.of(key)]
-        self._of_arenas({chunk.key: chunk for chunk in chunks}, chunks, stored, removed, named)
+        self._of_arenas(chunks, stored, removed, named)
         return [Change(tier, True, found, named.get(tier, ())) for tier, found in stored.items()]
 
     def _is_in(self, key: bytes, place: str) -> bool:
@@ -245,7 +254,3 @@ class EventLog:
             and self._index.is_whole(key, chunk.shards, chunk.arenas)
             for chunk in self._index.of(key)
         )
-
-
-def _named(chunk: Chunk) -> Named:
-    return Named(chunk.key, chunk.parent, chunk.blocks, chunk.block_tokens)
