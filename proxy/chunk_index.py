@@ -195,6 +195,10 @@ class ChunkIndex:
 
 def _bits(number: int) -> list[int]:
     """Which bits of a number are set."""
-    text = f"{number:b}"
-    last = len(text) - 1
-    return [last - at for at, digit in enumerate(text) if digit == "1"] if number else []
+    digits = bin(number)[:1:-1]  # the lowest first
+    found = []
+    at = digits.find("1")
+    while at >= 0:
+        found.append(at)
+        at = digits.find("1", at + 1)
+    return found

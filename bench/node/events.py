@@ -75,6 +75,8 @@ class Bed:
         self._session, _ = self.service.attach(b"route", Hello(VERSION, os.getpid(), "client"), os.getpid())
         self._seq = 0
         self._parent = os.urandom(16)
+        assert self._daemon._follower is not None
+        self._follower, self._daemon._follower = self._daemon._follower, None  # until there is a proxy
         self._is_followed = False
         self._turns = 0
         proxy = ("proxy", "--port", str(port), "--control", control, "--chunk-index", "--log-level", "warning")
@@ -129,14 +131,14 @@ class Bed:
 
             wait_until(is_ready, what=name)
         self._is_followed = name == PROXY
-        follower = self._daemon._follower
-        assert follower is not None
         if self._is_followed:
+            follower = self._daemon._follower = self._follower
+            self.service.events.follow(follower)
 
             def is_told() -> bool:
                 self.turn()
                 self._daemon._report(time.monotonic())
-                return bool(follower._stream and follower._feed is None)
+                return bool(follower._stream and follower._feed is None and not follower._frames)
 
             wait_until(is_told, what=name)
         yield
@@ -145,7 +147,8 @@ class Bed:
             self._daemon._publisher = None
         if self._is_followed:
             self._is_followed = False
-            follower.gone()
+            self.service.events.leave(self._follower)
+            self._daemon._follower = None
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 100 nodes tell of 100,000 chunks each, in each of the cases in a process of its own: all have the same; none has what
 another has; each prompt's chunks are in a random set of nodes, each with another leading run. A prompt of 64 and one of
-512 chunks are looked up, and one that nobody has, in processor time. Memory is what the process has more than before. The
-last line is JSON.
+512 chunks are looked up, and one that nobody has, in processor time. Memory is what the process has more than before.
+The last line is JSON.
 """
 
 from __future__ import annotations

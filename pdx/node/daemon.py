@@ -58,7 +58,7 @@ log = logging.getLogger("pdx.node")
 
 SHM = Path("/dev/shm")
 TICK_S = 0.2
-CHANGES_S = 0.01  # between two batches of what changed
+CHANGES_S = 0.05  # between two batches of what changed
 TOUCH_S = 3600.0  # between two touches of the lock: what cleans up /tmp takes files that nobody touched for days
 
 _FAILED = Refused(NodeError.__name__, "an internal error ended this session; see the node's log, and attach again")

@@ -183,7 +183,11 @@ class EventLog:
         sealed = State.SEALED
         if len(self._names) == 1:
             whole, name = self._index.whole, self._names[0]
-            here = [each for each in changed if each.key in whole and (not each.tail or each.blocks)]
+            here = [
+                each
+                for each in changed
+                if each.state is sealed and (each.shards == 1 or each.key in whole) and (not each.tail or each.blocks)
+            ]
             gone = [
                 each.key
                 for each in changed
