@@ -179,9 +179,7 @@ class Store:
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.blocks:
                 chunk.parent, chunk.blocks, chunk.block_tokens = parent, blocks, block_tokens
-                if self._index.changed is not None:
-                    self._index.changed.append(chunk)
-                self._index.siblings.add(parent, blocks, chunk.key)
+                self._index.named(chunk)
 
     @property
     def index(self) -> Index:

@@ -64,9 +64,14 @@ class Follower:
         self._frames.clear()
         self._seq, self._feed, self._is_first = self._events.seq, self._events.snapshot(), True
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something that the proxy has not been told."""
+        return self._stream > 0 and bool(self._frames or self._feed is not None or self._seq != self._events.seq)
+
     def turn(self) -> None:
         """Send what there is, as far as the proxy keeps up; after each turn of the control loop."""
-        while self._stream and self._frame - self._come < WINDOW:
+        while self.is_behind and self._frame - self._come < WINDOW:
             if not self._frames and not self._fill():
                 return
             seq, runs = self._frames[0]

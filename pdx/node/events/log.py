@@ -101,7 +101,7 @@ class EventLog:
         if not self._is_on:
             self._is_on = True
             self.seq += 1  # of what was before nobody knows
-            self._index.changed = []
+            self._index.watch(is_on=True)
             for tier in self._below():
                 tier.changed = {}
 
@@ -110,7 +110,7 @@ class EventLog:
         self._followers.pop(who, None)
         if self._is_on and not self._followers:
             self._is_on = False
-            self._index.changed = None
+            self._index.watch(is_on=False)
             for tier in self._below():
                 tier.changed = None
             self._ring.clear()
@@ -131,23 +131,26 @@ class EventLog:
     @property
     def has_news(self) -> bool:
         """Whether `turn` has something to tell, or might have."""
-        return bool(self._index.changed or self._moved or any(tier.changed for tier in self._below()))
+        news = self._index.changed_keys or self._index.changed or self._moved
+        return bool(news or any(tier.changed for tier in self._below()))
 
     def turn(self) -> Batch | None:
         """What has changed since the last turn; to be called at the end of one, if not of each."""
-        changed = self._index.changed
-        if changed is None:
+        if not self._is_on:
             return None
         stored: dict[str, list[bytes]] = {}
         removed: dict[str, list[bytes]] = {}
         named: dict[str, list[Named]] = {}
-        if changed:
-            self._index.changed = []
+        if self._index.changed_keys:
+            keys, self._index.changed_keys = self._index.changed_keys, []
+            self._of_one_arena(keys, stored, removed, named)
+        if self._index.changed:
+            changed, self._index.changed = self._index.changed, []
             self._of_arenas(changed, stored, removed, named)
         for tier in self._below():
             if tier.changed:
-                keys, tier.changed = tier.changed, {}
-                for key, shards in keys.items():
+                touched, tier.changed = tier.changed, {}
+                for key, shards in touched.items():
                     to = stored if tier.holds(key, shards) else removed
                     to.setdefault(tier.name, []).append(key)
         for key, *places in self._moved:
@@ -171,6 +174,23 @@ class EventLog:
             self._kept -= self._ring.popleft().count
         return batch
 
+    def _of_one_arena(
+        self,
+        keys: Sequence[bytes],
+        stored: dict[str, list[bytes]],
+        removed: dict[str, list[bytes]],
+        named: dict[str, list[Named]],
+    ) -> None:
+        """As `_of_arenas`, where the index has sorted out what was never whole."""
+        whole, name = self._index.whole, self._names[0]
+        here = [key for key in keys if key in whole]
+        if here:
+            stored[name] = here
+            if any(self._followers.values()):
+                named[name] = [chunk for key in here if (chunk := whole[key][0]).blocks]
+        if len(here) < len(keys):
+            removed[name] = [key for key in keys if key not in whole]
+
     def _of_arenas(
         self,
         changed: Sequence[Chunk],
@@ -181,27 +201,6 @@ class EventLog:
         """A tail without names is found by nobody but its transfer, and never told of; nor is a chunk that has never
         been whole."""
         sealed = State.SEALED
-        if len(self._names) == 1:
-            whole, name = self._index.whole, self._names[0]
-            here = [
-                each
-                for each in changed
-                if each.state is sealed and (each.shards == 1 or each.key in whole) and (not each.tail or each.blocks)
-            ]
-            gone = [
-                each.key
-                for each in changed
-                if each.state is not sealed and each.key not in whole and (not each.tail or each.blocks)
-            ]
-            if here and here[-1].shards > 1:
-                here = list({each.key: each for each in here}.values())
-            if here:
-                stored[name] = [each.key for each in here]
-                if any(self._followers.values()):
-                    named[name] = [each for each in here if each.blocks]
-            if gone:
-                removed[name] = gone
-            return
         wants_names = any(self._followers.values())
         places: dict[tuple[bytes, tuple[int, ...]], list[Chunk]] = {}
         for chunk in changed:
@@ -245,8 +244,13 @@ class EventLog:
         stored: dict[str, list[bytes]] = {}
         removed: dict[str, list[bytes]] = {}
         named: dict[str, list[Named]] = {}
-        chunks = [chunk for key in keys for chunk in self._index.of(key)]
-        self._of_arenas(chunks, stored, removed, named)
+        if len(self._names) == 1:
+            whole = self._index.whole
+            keys = [key for key in keys if (found := whole.get(key)) and not (found[0].tail and not found[0].blocks)]
+            self._of_one_arena(keys, stored, removed, named)
+        else:
+            chunks = [chunk for key in keys for chunk in self._index.of(key)]
+            self._of_arenas(chunks, stored, removed, named)
         return [Change(tier, True, found, named.get(tier, ())) for tier, found in stored.items()]
 
     def _is_in(self, key: bytes, place: str) -> bool:

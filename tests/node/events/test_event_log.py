@@ -58,7 +58,7 @@ def test_nobody_follows_and_nothing_is_noted(bed):
     bed = bed()
     bed.put(key(1))
     bed.disk.put(key(1))
-    assert (bed.log.turn(), bed.store.index.changed, bed.disk.changed) == (None, None, None)
+    assert (bed.log.turn(), bed.store.index.changed_keys, bed.disk.changed) == (None, None, None)
     assert bed.log.since(bed.log.seq) is None
 
 

@@ -236,7 +236,7 @@ def test_nobody_beyond_this_host_is_told_without_keys(place, address):
     for settings_ in ({"address": address}, {"address": f"ipc://{place}/e.sock", "replay": address}):
         with pytest.raises(ConfigError, match="--events"):
             Publisher(bed.log, **settings_)
-    assert bed.store.index.changed is None
+    assert bed.store.index.changed_keys is None
     bed.close()
 
 
