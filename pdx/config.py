@@ -26,6 +26,8 @@ PositiveSeconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 FolderName = Annotated[str, Meta(max_length=4096)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0)]
+EventsAddress = Annotated[str, Meta(max_length=256)]
+HashForm = Literal["int", "bytes"]
 StoreChoice = Literal["all", "twice-seen", "write-back"]
 CodecChoice = Literal["none", "lossless"]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
@@ -155,6 +157,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tenant_lease_share: ShareOrNone = 0.1  # of each arena that the leases of one tenant may keep (`Hints.lease_s`) …
     lease_max_s: PositiveSeconds = 600.0  # … each for so long
     metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT on this host for Prometheus; empty: nowhere
+    events: EventsAddress = ""  # where changes of chunks are published, as vLLM does; empty: nowhere …
+    events_replay: EventsAddress = ""  # … and where who has missed some asks for them
+    events_topic: Annotated[str, Meta(max_length=256)] = ""  # of what is published
+    events_hashes: HashForm = "int"  # how blocks are named there, see pdx.wire.kv_events
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
     reserve_s: PositiveSeconds = 600.0  # a reservation not sealed by then is aborted
@@ -211,6 +217,10 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lease_max_s: PositiveSeconds = 600.0
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
+    events: EventsAddress = ""
+    events_replay: EventsAddress = ""
+    events_topic: Annotated[str, Meta(max_length=256)] = ""
+    events_hashes: HashForm = "int"
 
     def settings(self) -> dict[str, Any]:
         """The settings of `NodeConfig` that say the same. The first arena is the host's, where it has one.
@@ -243,7 +253,13 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "lease_max_s": self.lease_max_s,
             "numa": self.numa,
             "metrics": self.metrics,
+            "events": self.events,
+            "events_replay": self.events_replay,
+            "events_topic": self.events_topic,
+            "events_hashes": self.events_hashes,
         }
+        if self.events_replay and not self.events:
+            raise ConfigError("--events-replay answers who has missed what --events publishes; name that, too")
         if len(set(self.gpus)) != len(self.gpus):
             raise ConfigError(f"--gpu {' --gpu '.join(self.gpus)}: a GPU has one arena; name each once")
         if not self.gpus:

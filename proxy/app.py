@@ -21,10 +21,12 @@ from pdx.errors import ClientGone, Exhausted, RequestRefused
 from pdx.proxy import hints
 from pdx.proxy.body import LARGE_BYTES, Intake, parse
 from pdx.proxy.cache.service import CacheControl
+from pdx.proxy.chunk_index import ChunkIndex
 from pdx.proxy.config import ProxyConfig
 from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange, Outcome
+from pdx.proxy.following import Following
 from pdx.proxy.health import Health
 from pdx.proxy.hints import Advice
 from pdx.proxy.leg import Legs, engine_socket
@@ -41,7 +43,7 @@ from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire.hints import Envelope
-from pdx.wire.messages import NodeReport, PeerEntry
+from pdx.wire.messages import Changes, NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class Proxy:
             on_reply=lambda node, reply: self._cache.replied(node, reply),
             on_controller=lambda *said: self._cache.said(*said),
             on_advised=lambda node, advised: self._advice.told(node, advised),
+            on_changes=self._take_changes,
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
             roster=config.roster,
@@ -117,6 +120,16 @@ class Proxy:
             progress_s=config.body_timeout_s,
         )
         self._explainer = Explainer(self._control.ask_why)
+        self._following: Following | None = None
+        if config.chunk_index:
+            self._following = Following(
+                ChunkIndex(config.chunk_index_limit, self.counters),
+                self._control.follow,
+                timeout_s=config.heartbeat_timeout_s,
+                clock=self._clock,
+                faults=self._faults,
+                counters=self.counters,
+            )
         self._cache = CacheControl(
             config,
             self._control,
@@ -126,6 +139,7 @@ class Proxy:
             counters=self.counters,
             faults=self._faults,
             clock=self._clock,
+            index=self._following.lookup if self._following is not None else None,
         )
         self._advice = Advice(self._control.advise)
         self._warned_stripped = False
@@ -159,6 +173,11 @@ class Proxy:
     def num_engines(self) -> int:
         """How many engines it knows now."""
         return len(self._engines.all())
+
+    @property
+    def chunks(self) -> Following | None:
+        """Which node has which chunks; None without `--chunk-index`."""
+        return self._following
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """The control socket and the client session are open.
@@ -214,11 +233,15 @@ class Proxy:
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
+        members: set[str] | None = None
         with self._faults.contain("the look at silent legs"):
             self._legs.end_silent()
         with self._faults.contain("the look at silent nodes"):
             members = self._control.members()
             self._note_detached(self._engines.expire(members), "its node is silent or has left the roster")
+        if self._following is not None:
+            with self._faults.contain("the index of chunks"):
+                self._following.look(members)
         with self._faults.contain("telling nodes of each other"):
             self._tell_peers()
         with self._faults.contain("the look at probes"):
@@ -234,6 +257,13 @@ class Proxy:
         if believed is not None:
             self._timelines.merge(report.marks, self._clocks.offset_ns(report, time.monotonic_ns()))
             self._note_detached(self._engines.report(believed), f"node {report.node!r} says so")
+
+        if believed is not None and self._following is not None:
+            self._following.heard(report.node, report.epoch)
+
+    def _take_changes(self, node: str, changes: Changes) -> None:
+        if self._following is not None:
+            self._following.took(node, changes)
 
     def _tell_peers(self) -> None:
         """Nodes find each other by this: they hear of every change, and a node's new epoch is one.

@@ -40,4 +40,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     debug_headers: bool = False  # answers say by which transfer and in which mode they came about
     allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may read answers; `*`: all
     drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0  # requests under way at a SIGTERM have so long
+    chunk_index: bool = False  # know which node has which chunks in which tier
+    chunk_index_limit: Annotated[int, Meta(ge=1, le=1 << 31)] = 10_000_000  # chunks; each takes about 110 bytes
     kept_timelines: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000

@@ -37,8 +37,10 @@ from pdx.wire.messages import (
     Arriving,
     Bye,
     Cancel,
+    Changes,
     EngineReport,
     Explained,
+    Follow,
     Hello,
     NodeReport,
     Order,
@@ -78,6 +80,7 @@ class Control:
         on_reply: Callable[[str, Reply], None] = lambda _node, _reply: None,
         on_controller: Callable[[bytes, str, Rights, FromController], None] = lambda *_: None,
         on_advised: Callable[[str, Advised], None] = lambda *_: None,
+        on_changes: Callable[[str, Changes], None] = lambda node, changes: None,
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
@@ -98,6 +101,7 @@ class Control:
         self._on_reply = on_reply
         self._on_controller = on_controller
         self._on_advised = on_advised
+        self._on_changes = on_changes
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
@@ -169,7 +173,11 @@ class Control:
         """Ask all nodes what they know of this request; `on_explained` hears of it."""
         self._send(messages.encode(Why(request)), list(self._peers))
 
-    def _tell(self, message: Arriving | Cancel | Prefilled, nodes: Collection[str]) -> None:
+    def follow(self, node: str, ask: Follow) -> None:
+        """Ask this node for its changes; `on_changes` hears of them."""
+        self._tell(ask, [node])
+
+    def _tell(self, message: Arriving | Cancel | Follow | Prefilled, nodes: Collection[str]) -> None:
         told = [route for route, name in self._peers.items() if "" in nodes or name in nodes]
         self._send(messages.encode(message), told)
 
@@ -299,6 +307,11 @@ class Control:
             return
         if isinstance(report, (Explained, Reply, Advised)):
             self._take_answer(arrival, report)
+            return
+        if isinstance(report, Changes):
+            node = self._peers.get(arrival.route)
+            if node is not None and (self._own_keys is None or self._roster.name_of(arrival.key) == node):
+                self._on_changes(node, report)
             return
         if report.version != messages.VERSION:
             self._drop("version", arrival.key, f"it speaks version {report.version}, and this is {messages.VERSION}")

@@ -28,7 +28,7 @@ LAYERS = [
     {"pdx.store.codecs"},  # for the tiers, and for the wire
     {"pdx.cuda", "pdx.proxy"},
     {"pdx.store", "pdx.transports"},
-    {"pdx.node.peers"},
+    {"pdx.node.peers", "pdx.node.events"},
     {"pdx.node"},
     {"pdx.client"},
     {"pdx"},
@@ -54,6 +54,7 @@ OTHERS = {
     "pdx.store.codecs": "numpy zstandard",
     "pdx.transports": "*",
     "pdx.node.peers": "msgspec zmq",
+    "pdx.node.events": "msgspec zmq",
     "pdx.node": "msgspec prometheus_client zmq",
     "pdx.client": "msgspec zmq",
     "pdx.engine": "msgspec numpy torch prometheus_client",
@@ -68,15 +69,34 @@ LAZY = {
     "pdx.client": "numpy torch",
     "pdx.cli": "*",
 }
+NODE = {"pdx.node", "pdx.node.peers", "pdx.node.events"}
 # What lies lower, but is none of a room's business.
 FORBIDDEN = {
     "pdx.node": {"pdx.transports", "pdx.proxy"},
     "pdx.node.peers": {"pdx.transports", "pdx.proxy"},
-    "pdx.client": {"pdx.node", "pdx.node.peers", "pdx.store", "pdx.transports", "pdx.proxy"},
-    "pdx.engine": {"pdx.node.peers", "pdx.store", "pdx.transports", "pdx.proxy"},
-    "pdx.vllm": {"pdx.node", "pdx.node.peers", "pdx.store", "pdx.transports", "pdx.proxy"},
-    "pdx.testing": {"pdx.node", "pdx.node.peers", "pdx.store", "pdx.proxy", "pdx.engine", "pdx.vllm"},
-    "pdx.cli": {"pdx.node", "pdx.node.peers", "pdx.store", "pdx.proxy", "pdx.engine", "pdx.vllm", "pdx.bench"},
+    "pdx.node.events": {"pdx.transports", "pdx.proxy"},
+    "pdx.client": {*NODE, "pdx.store", "pdx.transports", "pdx.proxy"},
+    "pdx.engine": {"pdx.node.peers", "pdx.node.events", "pdx.store", "pdx.transports", "pdx.proxy"},
+    "pdx.vllm": {*NODE, "pdx.store", "pdx.transports", "pdx.proxy"},
+    "pdx.testing": {
+        "pdx.node",
+        "pdx.node.peers",
+        "pdx.node.events",
+        "pdx.store",
+        "pdx.proxy",
+        "pdx.engine",
+        "pdx.vllm",
+    },
+    "pdx.cli": {
+        "pdx.node",
+        "pdx.node.peers",
+        "pdx.node.events",
+        "pdx.store",
+        "pdx.proxy",
+        "pdx.engine",
+        "pdx.vllm",
+        "pdx.bench",
+    },
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from pdx.config import CodecChoice, NodeOptions, StoreChoice
+from pdx.config import CodecChoice, HashForm, NodeOptions, StoreChoice
 from pdx.errors import ConfigError
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -190,6 +190,25 @@ _OF_NODES = (
         default="",
         metavar="HOST:PORT",
         help="Prometheus metrics of the node at /metrics, for this host. [default: nowhere]",
+    ),
+    option(
+        "--events",
+        default="",
+        metavar="ADDRESS",
+        help="Publish there which blocks came and went, as vLLM does: ipc:///path or tcp://IP:PORT. [default: nowhere]",
+    ),
+    option(
+        "--events-replay",
+        default="",
+        metavar="ADDRESS",
+        help="Who has missed some of --events asks there. [default: nowhere]",
+    ),
+    option("--events-topic", default="", metavar="TOPIC", help="Of what --events publishes."),
+    option(
+        "--events-hashes",
+        default="int",
+        type=click.Choice(get_args(HashForm)),
+        help="How --events names blocks: by 64 bits of the engine's hash, vLLM's default, or by 16 bytes.",
     ),
 )
 

@@ -91,6 +91,14 @@ from pdx.cli.options import option
     metavar="SECONDS",
     help="After SIGTERM, requests under way have so long; a second signal ends them at once.",
 )
+@option("--chunk-index", is_flag=True, help="Know which node has which chunks in which tier, as nodes tell.")
+@option(
+    "--chunk-index-limit",
+    default=10_000_000,
+    type=click.IntRange(1, 1 << 31),
+    metavar="CHUNKS",
+    help="Of so many chunks; each takes about 110 bytes.",
+)
 @option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False))
 def proxy(log_level: str, max_body_bytes: str, **settings: Any) -> None:
     """Serve the OpenAI API, splitting each request into a prefill and a decode leg."""

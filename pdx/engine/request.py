@@ -216,8 +216,10 @@ class TrackedRequest:
         return self._keys[:num_chunks]
 
     def block_names(self, first: int, end: int) -> bytes:
-        """What the node calls its blocks [first, end), as far as they are full of known tokens."""
-        return b"".join([bytes(one)[:KEY_BYTES].ljust(KEY_BYTES) for one in self.request.block_hashes[first:end]])
+        """What the node calls its blocks [first, end), as far as they are full of known tokens: the end of the engine's
+        hashes, by which others who hear of blocks know them (`pdx.wire.kv_events`)."""
+        hashes = self.request.block_hashes[first:end]
+        return b"".join([bytes(one)[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for one in hashes])
 
     def parent_key(self, chunk: int) -> bytes:
         """What leads up to its chunk of this number."""

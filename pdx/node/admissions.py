@@ -264,7 +264,7 @@ class Admissions:
             hits, chunks = early, [chunk for shards in early for chunk in shards]
             self._counters["early_answers"] += 1
         if ask.blocks:
-            self._tell_names(ask, hits)
+            self._tell_names(ask, hits, session.block_tokens)
         part, part_blocks = self._part(ask, len(hits), arenas)
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
@@ -342,13 +342,13 @@ class Admissions:
         found = self._store.part(ask.before(hits), names, ask.shards, arenas)
         return found if found is not None else ((), 0)
 
-    def _tell_names(self, ask: Admit, hits: Sequence[tuple[Chunk, ...]]) -> None:
+    def _tell_names(self, ask: Admit, hits: Sequence[tuple[Chunk, ...]], block_tokens: int) -> None:
         """What has come from elsewhere does not say what its blocks are. A decode leg names more blocks than a tail
         has: its prompt goes on behind that."""
         whole = len(ask.blocks) // (ask.chunk_blocks * KEY_BYTES)
         for at, chunks in enumerate(hits[:whole]):
             if not (chunks[0].blocks or chunks[0].tail):
-                self._store.name(chunks, ask.before(at), ask.names(at))
+                self._store.name(chunks, ask.before(at), ask.names(at), block_tokens)
                 if chunks[0].is_stored:
                     self._tiers.name(chunks[0])
 
@@ -383,6 +383,7 @@ class Admissions:
                 blocks=ask.blocks[hits * width :],
                 chunk_blocks=ask.chunk_blocks,
                 parent=ask.before(hits),
+                block_tokens=session.block_tokens,
                 partial=ask.partial,
                 is_named=session.hello.kind == "client",
                 transfer=ask.writes,

@@ -25,6 +25,8 @@ from pdx.cuda.gpu import Gpu
 from pdx.cuda.handover import HandoverServer
 from pdx.errors import GpuUnavailable, NodeError, NodeRunning, ProtocolError
 from pdx.memory.arena import FIRST_GENERATIONS, Arena, round_up
+from pdx.node.events.follower import Follower
+from pdx.node.events.publisher import Publisher
 from pdx.node.metrics import MetricsServer
 from pdx.node.numa import choose, memory_on, run_on
 from pdx.node.process_socket import Delivery, ProcessSocket
@@ -42,6 +44,7 @@ from pdx.wire.messages import (
     Arriving,
     Bye,
     Cancel,
+    Follow,
     FromNode,
     Hello,
     Order,
@@ -61,6 +64,7 @@ log = logging.getLogger("pdx.node")
 
 SHM = Path("/dev/shm")
 TICK_S = 0.2
+CHANGES_S = 0.05  # between two batches of what changed
 TOUCH_S = 3600.0  # between two touches of the lock: what cleans up /tmp takes files that nobody touched for days
 
 _FAILED = Refused(NodeError.__name__, "an internal error ended this session; see the node's log, and attach again")
@@ -147,14 +151,27 @@ class Daemon:
                         config.metrics, post=self._peers.mailbox.post, status=self.service.reports.status
                     ).close
                 )
+            self._publisher: Publisher | None = None
+            if config.events:
+                self._publisher = Publisher(
+                    self.service.events,
+                    address=config.events,
+                    replay=config.events_replay,
+                    topic=config.events_topic,
+                    as_bytes=config.events_hashes == "bytes",
+                )
+                undo.callback(self._publisher.close)
             self._proxy: ProxyLine | None = None
+            self._follower: Follower | None = None
             if config.proxy:
                 self._proxy = ProxyLine(self._context, config.proxy, self._peers.connections.secure_proxy, self._faults)
                 undo.callback(self._proxy.close)
+                self._follower = Follower(self.service.events, epoch, self._proxy.send)
                 for line in self._proxy.sockets:
                     self._poller.register(line, zmq.POLLIN)
             self._undo = undo.pop_all()
         self._next_tick = time.monotonic()
+        self._next_changes = time.monotonic()  # from then on they are told
         self._next_touch = time.monotonic() + TOUCH_S
         self._next_report = time.monotonic()
         self._waking = WakingClock(2 * TICK_S, time.monotonic)
@@ -177,7 +194,10 @@ class Daemon:
 
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, deaths and deadlines once, and deal with them."""
-        timeout_s = min(timeout_s, self.service.due_in(time.monotonic()))
+        now = time.monotonic()
+        timeout_s = min(timeout_s, self.service.due_in(now))
+        if self.service.events.has_news:
+            timeout_s = min(timeout_s, max(0.0, self._next_changes - now))
         ready = self._poller.poll(math.ceil(timeout_s * 1000))
         with self._faults.contain("letting processes in"):
             self._process_socket.queue.heed()
@@ -197,6 +217,8 @@ class Daemon:
             for session, seq, answer in self.service.admissions.late_answers():
                 self._send(session.route, seq, answer)
             self.service.copies.pump()  # what the answers have started
+        with self._faults.contain("what is told of chunks"):
+            self._tell_changes(now)
         with self._faults.contain("the report to the proxy"):
             self._report(now)
 
@@ -216,8 +238,25 @@ class Daemon:
         elif isinstance(source, int):
             any(handover.serve(source) for handover in self._handovers)
 
+    def _tell_changes(self, now: float) -> None:
+        """Not after each turn: to make a batch and to hand it over costs as much as some hundred chunks in it."""
+        batch = None
+        if now >= self._next_changes:
+            batch = self.service.events.turn()
+            if batch is not None:
+                self._next_changes = now + CHANGES_S
+        if self._publisher is not None:
+            if batch is not None:
+                self._publisher.put(batch)
+            self._publisher.turn()
+        if self._follower is not None:
+            self._follower.turn()
+
     def _tick(self, now: float) -> None:
         self.service.tick()
+        if self._publisher is not None:
+            for name, count in self._publisher.counts.items():
+                self.service.counters[name] = count
         for handover in self._handovers:
             with self._faults.contain("the tick of the handover"):
                 handover.tick()
@@ -310,7 +349,10 @@ class Daemon:
 
     def _serve_proxy(self) -> None:
         assert self._proxy is not None
+        assert self._follower is not None
         self._proxy.heed_events()
+        if not self._proxy.is_up:
+            self._follower.gone()
         for message in self._proxy.receive():
             with self._faults.contain("a message of the proxy"):
                 match message:
@@ -320,6 +362,8 @@ class Daemon:
                         self.service.look_ahead.arriving((salt, session))
                     case Cancel(transfer):
                         self.service.cancel(transfer, "the proxy")
+                    case Follow():
+                        self._follower.asked(message)
                     case Prefilled(transfer):
                         self.service.prefilled(transfer, "the proxy")
                     case PeerList(peers):

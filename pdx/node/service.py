@@ -19,6 +19,7 @@ from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
 from pdx.node.control.verbs import Controls
+from pdx.node.events.log import EventLog
 from pdx.node.hinting import Hinting
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
@@ -198,6 +199,7 @@ class Service:
             gpus=[each.gpu for each in arenas],
             clock=clock,
         )
+        self.events = EventLog(self.store, self.tiers, [each.gpu for each in arenas], self.counters)
         self._handlers = self._by_message()
 
     def open_tiers(self) -> None:

@@ -42,6 +42,8 @@ class Session:
         self.load_s = 0.0  # how long it copies a chunk into its KV cache; 0: not known
         self.layout = hello.layout  # what its engine makes its keys with: another one when its cache was reset
         self.home = 0  # the arena that its process reads and writes
+        tokens = hello.shape.get("block_tokens", "")
+        self.block_tokens = int(tokens) if tokens.isascii() and tokens.isdigit() and len(tokens) < 10 else 0
         self.unshared = ""  # with which engine of its model it cannot share chunks, and why …
         self.unshared_before = ""  # … and with which that has gone
         self.has_failed = False  # an internal error ended it; what its process holds stays until that one is gone

@@ -59,6 +59,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     tail: bool = False  # fewer blocks than a chunk has: the end of a prompt
     blocks: bytes = b""  # names of its full blocks (`pdx.store.siblings`), where the engine has told them …
     parent: bytes = b""  # … and the key of the chunk that leads up to it
+    block_tokens: int = 0  # that a block has; 0: not known
     is_shared: bool = False  # a prompt was found that begins as it does
     is_found: bool = False  # a request has found it since it is here
     is_stored: bool = False  # the tiers below were given it, or it came from one

@@ -437,6 +437,8 @@ class Copies:
                     copy.chunks[0].origin.moved(job.nbytes, job.start_ns, job.end_ns)
                     queue.loading_bytes -= job.nbytes
                 self._record(copy, job)
+                if copy.tier.changed is not None and not copy.is_load:
+                    copy.tier.changed.update((part.key, copy.shards) for part in job.parts)
                 for part in job.parts if copy.is_load else ():
                     if job.form:  # what came with a loss goes on as it came
                         chunk = self._store.at(part.slot)

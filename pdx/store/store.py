@@ -48,6 +48,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     blocks: bytes = b""  # names of the full blocks of all of it, from the first key's first on; empty: not told …
     chunk_blocks: int = 0  # … and how many a chunk has
     parent: bytes = b""  # the key that leads up to the first one
+    block_tokens: int = 0  # that a block has; 0: not known
     partial: bool = False
     is_named: bool = False
     transfer: str | None = None
@@ -81,6 +82,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             is_named=self.is_named,
             blocks=self.names(index),
             parent=self.keys[index - 1] if index else self.parent,
+            block_tokens=self.block_tokens,
             shards=len(self.writers),
             arenas=self.arenas,
             owner=self.owner,
@@ -179,12 +181,17 @@ class Store:
                 return chunks, count
         return None
 
-    def name(self, chunks: Iterable[Chunk], parent: bytes, blocks: bytes) -> None:
+    def name(self, chunks: Iterable[Chunk], parent: bytes, blocks: bytes, block_tokens: int = 0) -> None:
         """Sealed chunks of one key have these blocks: what came from elsewhere does not say so itself."""
         for chunk in chunks:
             if chunk.state is State.SEALED and not chunk.blocks:
-                chunk.parent, chunk.blocks = parent, blocks
-                self._index.siblings.add(parent, blocks, chunk.key)
+                chunk.parent, chunk.blocks, chunk.block_tokens = parent, blocks, block_tokens
+                self._index.named(chunk)
+
+    @property
+    def index(self) -> Index:
+        """The records, for others to read only."""
+        return self._index
 
     def of(self, key: bytes) -> Sequence[Chunk]:
         """The chunks of `key`, filling or sealed, in all shards and arenas."""

@@ -8,7 +8,7 @@ bytes of one job at a time on threads of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,8 @@ class Tier(ABC):
     max_job_bytes: int = 8 << 20  # a job shall not keep the next one waiting for long
     answer_s: float = 0.0  # how long a question took lately that `seeks` has asked
     max_inflight_bytes: int = 32 << 20  # of jobs that were given and are not over
+    # keys that came or went since somebody looked, and in how many shards (0: not known); None: nobody looks
+    changed: dict[bytes, int] | None = None
 
     @cached_property
     def tally(self) -> Tally:
@@ -144,6 +146,22 @@ class Tier(ABC):
         """The leading keys that the tier has in every shard, by what it knows in memory. A tier that nothing is loaded
         from, as a peer, has none, and neither `load` nor `evict` of its own."""
         return []
+
+    def holds(self, key: bytes, shards: int = 0) -> bool:
+        """Whether the tier has this key in every shard, by what it knows in memory, whether or not it can be loaded
+        now. `shards` 0: how many there are is not known; then as many as are there. Unlike `find` this is no use of it.
+        """
+        return False
+
+    def keys(self) -> list[bytes]:
+        """All that `holds` may be true of."""
+        return []
+
+    def note(self, keys: Iterable[bytes]) -> None:
+        """For the tier itself: these have come or gone."""
+        if self.changed is not None:
+            for key in keys:
+                self.changed.setdefault(key, 0)
 
     def seeks(self, keys: Sequence[bytes], shards: int) -> bool:
         """Whether the first of these, which `find` does not have, may be found in a moment: the tier is asking for
@@ -187,10 +205,6 @@ class Tier(ABC):
     def evict(self, keys: Sequence[bytes]) -> int:
         """Forget these in every shard; returns how many were there."""
         return 0
-
-    def keys(self) -> list[bytes]:
-        """All that it has, as far as it is this node's alone."""
-        return []
 
     def is_pinned(self, key: bytes) -> bool:
         """Whether the tier keeps this until it is unpinned."""

@@ -33,6 +33,8 @@ MAX_NAME = 256  # characters
 MAX_REASONS = 64  # for the chunks of one request
 MAX_LAYERS = 4_096
 MAX_SLOTS = MAX_KEYS * 8  # in one answer
+MAX_RUN_KEYS = 4096  # of one tier, in one frame of changes …
+MAX_RUNS = 256  # … and runs in it
 
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 BlockNames = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_BLOCKS)]
@@ -885,11 +887,50 @@ class Arriving(Message, frozen=True):
     salt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # of its tenant (`Hints.salt`)
 
 
+class Follow(Message, frozen=True):
+    """Proxy to a node: tell of all chunks that come into a tier or go, behind change `seq` of the node's life `epoch`;
+    if that is too long ago, what is where first. `stream` is drawn by the proxy: what was told under another is void.
+
+    Said again with each `frame` of the stream that came: so many are here, and a few more may be sent. 0: of none.
+    """
+
+    stream: Number
+    epoch: Number = 0
+    seq: Number = 0
+    frame: Number = 0
+
+
 class PeerList(Message, frozen=True):
     """Proxy to nodes, whenever it changes: the nodes that report to it. Believed only as far as a node's own roster
     file allows; without one, for addresses on this host."""
 
     peers: Annotated[list[PeerEntry], Meta(max_length=1024)]
+
+
+class Run(msgspec.Struct, array_like=True, frozen=True):
+    """These keys, one after the other, came into a tier, or they are not there any more."""
+
+    tier: Name
+    is_stored: bool
+    keys: Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_RUN_KEYS)]
+
+
+class Changes(Message, frozen=True):
+    """Node to proxy, as it was asked by `Follow`: one frame of the stream, the `frame`th. `telling` is another number
+    where the node has begun the stream anew, because it had lost the proxy.
+
+    `first`: what was told before is void, and what is where begins. `whole`: all of that has been told by now, and with
+    it all changes up to `seq`.
+    """
+
+    stream: Number
+    telling: Number
+    frame: Number
+    epoch: Number
+    seq: Number
+    runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
+    first: bool = False
+    whole: bool = True
 
 
 class Prefilled(Message, frozen=True):
@@ -915,8 +956,8 @@ class Reply(Message, frozen=True):
     outcome: Outcome
 
 
-ToProxy = Advised | NodeReport | Explained | Reply | Hello | Order | Ping | Bye
-FromProxy = Advise | Arriving | Cancel | Order | PeerList | Prefilled | Why
+ToProxy = Advised | NodeReport | Explained | Changes | Reply | Hello | Order | Ping | Bye
+FromProxy = Advise | Arriving | Cancel | Follow | Order | PeerList | Prefilled | Why
 ToController = Welcome | Refused | Reply | PeerList
 
 

@@ -201,6 +201,14 @@ class DiskTier(Tier):
             self._index.touch(keys[: len(found)])
         return found
 
+    def holds(self, key: bytes, shards: int = 0) -> bool:
+        """See `Tier.holds`."""
+        return self._index.held(key, shards or len(self._index.of(key))) is not None
+
+    def keys(self) -> list[bytes]:
+        """See `Tier.keys`."""
+        return self._index.keys()
+
     def _look(self) -> None:
         """Notice what takes too long, and find out whether a disk in doubt works again."""
         if self._workers.silent(self._clock() - SILENT_S):
@@ -310,6 +318,7 @@ class DiskTier(Tier):
     def _take_out(self, files: Sequence[ChunkFile], task: Task) -> None:
         """These cannot be found any more; `task` removes them."""
         self._index.remove(files)
+        self.note(file.key for file in files)
         for file in files:
             self._health.forget(file.key)
             self._busy.setdefault(file.key, {})[file.shard] = task
@@ -374,10 +383,6 @@ class DiskTier(Tier):
     def root(self) -> Path:
         """The folder."""
         return self._root
-
-    def keys(self) -> list[bytes]:
-        """See `Tier.keys`."""
-        return self._index.keys()
 
     def is_pinned(self, key: bytes) -> bool:
         """See `Tier.is_pinned`."""
@@ -479,6 +484,7 @@ class DiskTier(Tier):
             return
         self.used_bytes += file.charge
         self._index.add(file)
+        self.note([file.key])
 
     def _stick(self, file: ChunkFile, *, is_unfinished: bool = False) -> None:
         self.used_bytes += file.charge * ((file, is_unfinished) not in self._stuck)

@@ -113,6 +113,7 @@ class RemoteTier(Tier):
         self._faults = Faults(counters, clock)
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._put: OrderedDict[bytes, int] = OrderedDict()  # what this node has stored there: a bit for each shard
         self._sought: dict[bytes, tuple[int, float]] = {}  # what is asked for: the question's number, and since when
         self._numbers = itertools.count()
         self._seeking = 0  # questions
@@ -198,6 +199,19 @@ class RemoteTier(Tier):
             found.append(known.held)
         return found
 
+    def holds(self, key: bytes, shards: int = 0) -> bool:
+        """See `Tier.holds`: what this node has stored or found there, until it hears otherwise. What others remove, or
+        the store by itself, it hears of when it asks the next time."""
+        known = self._known.get(key)
+        if known is not None and known.held is not None and shards in (0, known.shards):
+            return True
+        bits = self._put.get(key, 0)
+        return bits > 0 and bits == (1 << (shards or bits.bit_length())) - 1
+
+    def keys(self) -> list[bytes]:
+        """See `Tier.keys`."""
+        return list(dict.fromkeys((*self._known, *self._put)))
+
     def _of(self, key: bytes, shards: int) -> _Known | None:
         known = self._known.get(key)
         return known if known is not None and known.shards == shards and known.until >= self._clock() else None
@@ -276,10 +290,13 @@ class RemoteTier(Tier):
     def _know(self, key: bytes, shards: int, held: Held | None, why: str = "") -> None:
         self._sought.pop(key, None)
         until = self._clock() + (NOT_THERE_S if held is None else THERE_S)
+        if held is None and not why:  # a question that failed says nothing
+            self._put.pop(key, None)
+        self.note([key])
         self._known[key] = _Known(until, shards, held, why)
         self._known.move_to_end(key)
         if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+            self.note([self._known.popitem(last=False)[0]])
 
     def _seek_ended(
         self, number: int, keys: Sequence[bytes], shards: int, asked_at: float, future: Future[None]
@@ -342,6 +359,9 @@ class RemoteTier(Tier):
         """See `Tier.evict`: those that this node knows of."""
         known = {key: self._known.pop(key) for key in dict.fromkeys(keys) if key in self._known}
         there = {key: each.shards for key, each in known.items() if each.held is not None}
+        for key in keys:
+            self._put.pop(key, None)
+        self.note(keys)
         if there:
             names = [_name(key, shard) for key, shards in there.items() for shard in range(shards)]
             self._submit(self._writers, partial(self._remove, names), self._removed)
@@ -381,6 +401,11 @@ class RemoteTier(Tier):
             self._know(key, self._known[key].shards, None)
         elif not is_load and error is None:  # of which other shards are there nobody knows
             self._known.pop(key, None)
+            self._put[key] = self._put.get(key, 0) | 1 << work.part.shard
+            self._put.move_to_end(key)
+            self.note([key])
+            if len(self._put) > MAX_KNOWN:
+                self.note([self._put.popitem(last=False)[0]])
         self._on_done(self.name, work.job, error)
 
     def close(self) -> None:

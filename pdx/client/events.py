@@ -1,0 +1,379 @@
+"""Which blocks are in which tiers of a node, or of a vLLM engine, kept right from the events that it publishes.
+
+    with Subscriber("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558") as blocks:
+        while True:
+            blocks.poll(1.0)
+            blocks.leading(hashes)  # {"host": 12, "disk": 40}
+
+Events get lost: a subscriber that is slow, or away, does not get them. Their numbers tell. What is missing is asked for
+at the publisher's second address; a PDX node answers with all that is there where it has not kept the events
+(`pdx.node.events.publisher`), vLLM with what it has. Without that address what is lost stays lost, and `is_complete`
+says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import zmq
+
+from pdx.errors import ProtocolError
+from pdx.security.address import needs_ipv6
+from pdx.security.curve_keys import KeyPair, secure_client
+from pdx.wire.kv_events import (
+    END_SEQ,
+    MAX_BATCH_BYTES,
+    SEQ_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Hash,
+    KvEvent,
+    decode_batch,
+)
+
+log = logging.getLogger("pdx")
+
+MAX_PENDING = 10_000  # batches that wait until those before them have come
+HOLES = 3  # answers that begin with the same hole: the publisher has not kept more
+_BURST = 1000  # messages taken at a time
+
+
+class BlockIndex:
+    """Which tiers have a block. What is not known is nowhere."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[Hash, frozenset[str]] = {}
+        self._sets: dict[frozenset[str], frozenset[str]] = {}  # equal ones are one object
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    def tiers(self, block: Hash) -> frozenset[str]:
+        """That have this block."""
+        return self._tiers.get(block, frozenset())
+
+    def leading(self, blocks: Iterable[Hash]) -> dict[str, int]:
+        """Of each tier, how many leading blocks it has, where it has the first."""
+        counts: dict[str, int] = {}
+        alive: frozenset[str] | None = None
+        for block in blocks:
+            here = self.tiers(block)
+            alive = here if alive is None else alive & here
+            if not alive:
+                break
+            for tier in alive:
+                counts[tier] = counts.get(tier, 0) + 1
+        return counts
+
+    def as_dict(self) -> Mapping[Hash, frozenset[str]]:
+        """All of it, to be read only."""
+        return self._tiers
+
+    def apply(self, events: Iterable[KvEvent]) -> None:
+        """Take these in, in their order."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self._tiers.clear()
+                continue
+            tier = frozenset((event.medium or "",))
+            for block in event.block_hashes:
+                here = self._tiers.get(block, frozenset())
+                if isinstance(event, BlockStored):
+                    here |= tier
+                elif isinstance(event, BlockRemoved):
+                    here -= tier
+                if here:
+                    self._tiers[block] = self._sets.setdefault(here, here)
+                else:
+                    self._tiers.pop(block, None)
+
+
+class Tracker:
+    """Puts batches in order: what is applied, what waits, and what is to be asked for. No sockets, no clock."""
+
+    def __init__(self, *, can_ask: bool) -> None:
+        """`can_ask`: whether there is somebody to be asked for what is missing."""
+        self.index = BlockIndex()
+        self.counters: Counter[str] = Counter()
+        self.asking: int | None = 0 if can_ask else None  # from which number on the answer is awaited
+        self.last: int | None = None  # number of the last batch that is in the index
+        self._can_ask = can_ask
+        self._is_complete = False
+        self._last_ts = 0.0
+        self._pending: dict[int, EventBatch] = {}
+        self._answered: int | None = None  # last number of the answer that is coming
+        self._is_spoilt = False  # that answer has a hole
+        self._hole: tuple[int, int] | None = None  # for this number an answer began so late …
+        self._holes = 0  # … so often
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was told up to the last batch is in the index, and what was there before as well."""
+        return self._is_complete and self.asking is None
+
+    def ask(self) -> None:
+        """What is behind the last batch, if there is any, is to be asked for, or again."""
+        if self._can_ask:
+            self.asking = 0 if self.last is None else self.last + 1
+            self._answered, self._is_spoilt = None, False
+
+    def live(self, seq: int, payload: bytes) -> None:
+        """A batch was published."""
+        batch = self._decode(payload)
+        if self.last is not None and seq <= self.last:
+            if batch.ts <= self._last_ts:
+                self.counters["repeated"] += 1
+                return
+            self.counters["restarts"] += 1  # a lower number, but a later time
+            self._forget()
+        if self.last is None and not self._can_ask:
+            self.last = seq - 1
+        if self.last is not None and seq == self.last + 1 and self.asking is None:
+            self._apply(seq, batch)
+        elif not self._can_ask:
+            assert self.last is not None
+            self.counters["lost"] += seq - self.last - 1
+            self._is_complete = False
+            self._apply(seq, batch)
+        else:
+            self._pending[seq] = batch
+            if len(self._pending) > MAX_PENDING:
+                del self._pending[min(self._pending)]
+            if self.asking is None:
+                self.counters["gaps"] += 1
+                self.ask()
+
+    def _forget(self) -> None:
+        self.index.apply([AllBlocksCleared()])
+        self._pending.clear()
+        self.last, self._last_ts, self._is_complete = None, 0.0, False
+        self.ask()
+
+    def replayed(self, seq: int, payload: bytes) -> None:
+        """A batch of the answer has come."""
+        if self.asking is None or self._is_spoilt:
+            return
+        batch = self._decode(payload)
+        is_all = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
+        if self._answered is None and seq > self.asking and not is_all:
+            self._holes = self._holes + 1 if self._hole == (self.asking, seq) else 1
+            self._hole = (self.asking, seq)
+            if self._holes < HOLES:  # the beginning may have got lost on the way: another time tells
+                self._is_spoilt = True
+                return
+            if self.asking:
+                self._forget()  # rather too little than what is not there any more; and perhaps all of it is told
+                return
+            self.counters["lost"] += seq
+            self._is_complete = False
+        elif self._answered is not None and seq != self._answered + 1 and not is_all:
+            self._is_spoilt = True
+            return
+        elif self._answered is None and (is_all or self.last is None):
+            self._is_complete = True
+        self._answered = seq
+        self.counters["replayed"] += 1
+        if self.last is None or seq > self.last:
+            self._apply(seq, batch)
+
+    def answered(self) -> None:
+        """The answer is over."""
+        if self.asking is None:
+            return
+        if self._is_spoilt:
+            self.ask()
+            return
+        if self.last is None:  # nothing was ever published
+            self.last, self._is_complete = self.asking - 1, True
+        self.asking = None
+        for seq in sorted(self._pending):
+            if seq == self.last + 1:
+                self._apply(seq, self._pending.pop(seq))
+            elif seq <= self.last:
+                del self._pending[seq]
+            else:
+                self.ask()
+                return
+
+    def _apply(self, seq: int, batch: EventBatch) -> None:
+        self.last, self._last_ts = seq, batch.ts
+        self.index.apply(batch.events)
+        self.counters["batches"] += 1
+
+    def _decode(self, payload: bytes) -> EventBatch:
+        try:
+            return decode_batch(payload)
+        except ProtocolError as error:
+            if not self.counters["malformed"]:
+                log.warning("%s; further ones are counted as malformed", error)
+            self.counters["malformed"] += 1
+            self._is_complete = False
+            return EventBatch(self._last_ts, [])
+
+
+class Subscriber:
+    """Listens from construction to `close`. One thread; `poll` alone takes in what has come."""
+
+    def __init__(
+        self,
+        address: str,
+        replay: str = "",
+        *,
+        topic: str = "",
+        keys: str = "",
+        server_key: str = "",
+        check_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`keys`: file of the own secret key, `server_key`: the node's public one, where it has keys. Nothing heard for
+        `check_s`: the publisher is asked whether the last events got lost. An answer that takes longer is asked for
+        again.
+
+        :raises ConfigError: the keys are wrong.
+        """
+        self._own = KeyPair.load(keys) if keys else None
+        self._server_key = server_key or None
+        self._tracker = Tracker(can_ask=bool(replay))
+        self._replay_address = replay
+        self._check_s = check_s
+        self._clock = clock
+        with contextlib.ExitStack() as undo:
+            self._context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
+            self._sub = self._connected(zmq.SUB, address)
+            undo.callback(lambda: self._sub.close())
+            self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
+            self._dealer: zmq.Socket[bytes] | None = None
+            undo.callback(self._close_dealer)
+            self._undo = undo.pop_all()
+        self._asked: int | None = None  # what was sent last
+        self._heard_at = self._asked_at = clock()
+
+    @property
+    def index(self) -> BlockIndex:
+        """What is known. It changes in `poll`."""
+        return self._tracker.index
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Tracker.is_complete`."""
+        return self._tracker.is_complete
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Batches; gaps, lost, replayed, repeated, restarts, malformed."""
+        return self._tracker.counters
+
+    @property
+    def seq(self) -> int | None:
+        """Number of the last batch that is in the index."""
+        return self._tracker.last
+
+    def leading(self, blocks: Sequence[Hash]) -> dict[str, int]:
+        """See `BlockIndex.leading`."""
+        return self.index.leading(blocks)
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Take in what has come; wait for something so long. Whether anything came."""
+        self._ask()
+        poller = zmq.Poller()
+        poller.register(self._sub, zmq.POLLIN)
+        if self._dealer is not None:
+            poller.register(self._dealer, zmq.POLLIN)
+        wait_s = min(timeout_s, self._check_s)
+        if not poller.poll(max(0, round(wait_s * 1000))):
+            return False
+        for _ in range(_BURST):
+            heard = self._take_live()
+            if not (self._take_replayed() or heard):
+                break
+        self._ask()
+        return True
+
+    def _take_live(self) -> bool:
+        frames = _received(self._sub)
+        if frames is None:
+            return False
+        self._heard_at = self._clock()
+        if len(frames) == 3 and len(frames[1]) == SEQ_BYTES:
+            self._live(int.from_bytes(frames[1], "big"), frames[2])
+        return True
+
+    def _take_replayed(self) -> bool:
+        frames = _received(self._dealer) if self._dealer is not None else None
+        if frames is None:
+            return False
+        self._asked_at = self._clock()
+        if len(frames) >= 3 and len(frames[-2]) == SEQ_BYTES:  # an empty one, in new releases the topic, number, batch
+            self._replayed(frames[-2], frames[-1])
+        return True
+
+    def _live(self, seq: int, payload: bytes) -> None:
+        self._tracker.live(seq, payload)
+
+    def _replayed(self, seq: bytes, payload: bytes) -> None:
+        if seq == END_SEQ:
+            self._asked = None
+            self._tracker.answered()
+        else:
+            self._tracker.replayed(int.from_bytes(seq, "big"), payload)
+
+    def _ask(self) -> None:
+        """Ask for what is missing, if that is due."""
+        if not self._replay_address:
+            return
+        now = self._clock()
+        if self._tracker.asking is None and now - max(self._heard_at, self._asked_at) > self._check_s:
+            self._tracker.ask()
+        is_late = self._asked is not None and now - self._asked_at > self._check_s
+        if is_late:
+            self._tracker.ask()
+        if self._tracker.asking is None or (self._asked == self._tracker.asking and not is_late):
+            return
+        if self._asked is not None:
+            self._close_dealer()  # what still comes of the answer before is nobody's any more
+        if self._dealer is None:
+            self._dealer = self._connected(zmq.DEALER, self._replay_address)
+        self._asked, self._asked_at = self._tracker.asking, now
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send_multipart([b"", self._asked.to_bytes(SEQ_BYTES, "big")], zmq.NOBLOCK)
+
+    def _connected(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, 100_000),
+            (zmq.MAXMSGSIZE, MAX_BATCH_BYTES),
+            (zmq.IPV6, int(needs_ipv6(address))),
+        ):
+            socket.setsockopt(option, value)
+        secure_client(socket, own=self._own, server_key=self._server_key)
+        socket.connect(address)
+        return socket
+
+    def _close_dealer(self) -> None:
+        if self._dealer is not None:
+            self._dealer.close()
+            self._dealer = None
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._undo.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

@@ -1,0 +1,1 @@
+"""What a node tells others of its chunks: what came where, and what went."""

@@ -1,0 +1,143 @@
+"""From changes by chunk to events by block: which blocks are in which tiers. Pure; one thread.
+
+A chunk is told of when its blocks' names are known. A block may be in several chunks, as in the end of one prompt and
+in a whole chunk of a longer one: it is gone when the last of them is. Such chunks begin with the same block, because a
+block's name covers all that leads up to it; so a look at the chunks with the same first block is enough. (Not where
+engines of one model have chunks of different lengths: then a block is told as gone though a chunk of the other length
+has it, which costs a router a hit.)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from pdx.memory.keys import KEY_BYTES
+from pdx.node.events.log import Change, Named
+from pdx.store.siblings import common
+from pdx.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
+
+PIECE_KEYS = 1024
+
+
+class _Known(msgspec.Struct, gc=False):
+    """One key: the tiers that have it, as bits, and what it is to its engine."""
+
+    tiers: int = 0
+    parent: bytes = b""
+    blocks: bytes = b""
+    block_tokens: int = 0
+
+
+class Blocks:
+    """What all changes so far amount to."""
+
+    def __init__(self, *, as_bytes: bool = False) -> None:
+        """`as_bytes`: hashes are told as 16 bytes, else as their last 64 bits in a number."""
+        self._as_bytes = as_bytes
+        self._known: dict[bytes, _Known] = {}
+        self._bits: dict[str, int] = {}  # by tier
+        self._firsts: dict[bytes, tuple[bytes, ...]] = {}  # keys by the name of their first block
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def begin(self) -> None:
+        """What was told is void, but for the names of blocks: all that is there is told anew, until `end`."""
+        for known in self._known.values():
+            known.tiers = 0
+
+    def end(self) -> None:
+        """It has been told: what was not is nowhere."""
+        for key, known in list(self._known.items()):
+            if not known.tiers:
+                self._forget(key, known)
+
+    def apply(self, changes: Iterable[Change]) -> list[KvEvent]:
+        """Take these in; what they are by block."""
+        events: list[KvEvent] = []
+        for change in changes:
+            bit = self._bits.setdefault(change.tier, 1 << len(self._bits))
+            if change.is_stored:
+                events += self._stored(change, bit)
+            else:
+                hashes = [each for key in change.keys for each in self._removed(key, bit)]
+                if hashes:
+                    events.append(BlockRemoved(hashes, change.tier))
+        return events
+
+    def _stored(self, change: Change, bit: int) -> list[KvEvent]:
+        late: dict[bytes, int] = {}  # tiers that had what is told only now
+        for named in change.named:
+            known = self._known.setdefault(named.key, _Known())
+            if not known.blocks:
+                self._name(known, named)
+                late[named.key] = known.tiers & ~bit
+        for key in change.keys:
+            self._known.setdefault(key, _Known()).tiers |= bit
+        events = self._told(change.keys, change.tier)
+        for tier, other in self._bits.items():
+            events += self._told([key for key, tiers in late.items() if tiers & other], tier)
+        return events
+
+    def _name(self, known: _Known, named: Named) -> None:
+        known.parent, known.blocks, known.block_tokens = named.parent, named.blocks, named.block_tokens
+        first = named.blocks[:KEY_BYTES]
+        self._firsts[first] = *self._firsts.get(first, ()), named.key
+
+    def _removed(self, key: bytes, bit: int) -> Sequence[Hash]:
+        known = self._known.get(key)
+        if known is None or not known.tiers & bit:
+            return ()
+        known.tiers &= ~bit
+        others = [other for other in self._firsts.get(known.blocks[:KEY_BYTES], ()) if other != key]
+        if not known.tiers:
+            self._forget(key, known)
+        left = 0
+        for other in others:
+            if self._known[other].tiers & bit:
+                left = max(left, common(self._known[other].blocks, known.blocks))
+        return self._hashes(known.blocks[left * KEY_BYTES :])
+
+    def _forget(self, key: bytes, known: _Known) -> None:
+        del self._known[key]
+        first = known.blocks[:KEY_BYTES]
+        others = tuple(other for other in self._firsts.pop(first, ()) if other != key)
+        if others:
+            self._firsts[first] = others
+
+    def _told(self, keys: Iterable[bytes], tier: str) -> list[KvEvent]:
+        """These are in a tier: those that follow one another in one event."""
+        events: list[KvEvent] = []
+        before, last = b"", BlockStored([], None, [], 0)
+        for key in keys:
+            known = self._known[key]
+            if not known.blocks:
+                continue
+            hashes = self._hashes(known.blocks)
+            if known.parent == before and known.block_tokens == last.block_size:
+                last.block_hashes = [*last.block_hashes, *hashes]
+            else:
+                last = BlockStored(hashes, self._parent(known), [], known.block_tokens, medium=tier)
+                events.append(last)
+            before = key
+        return events
+
+    def _parent(self, known: _Known) -> Hash | None:
+        parent = self._known.get(known.parent)
+        return self._hashes(parent.blocks[-KEY_BYTES:])[0] if parent is not None and parent.blocks else None
+
+    def _hashes(self, names: bytes) -> Sequence[Hash]:
+        if self._as_bytes:
+            return [names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES)]
+        return struct.unpack(">" + "8xQ" * (len(names) // KEY_BYTES), names)
+
+    def everything(self) -> Iterator[list[KvEvent]]:
+        """What is where now, in pieces. Nothing may be taken in meanwhile."""
+        keys = list(self._known)
+        for at in range(0, len(keys), PIECE_KEYS):
+            piece = keys[at : at + PIECE_KEYS]
+            for tier, bit in self._bits.items():
+                yield self._told([key for key in piece if self._known[key].tiers & bit], tier)

@@ -1,0 +1,130 @@
+"""Tells the proxy of changes by chunk, over the line on which it gets reports.
+
+The proxy says how much of it has come (`pdx.wire.messages.Follow`). No more than a few frames are under way, so that
+heartbeats find room on the line, and a proxy that does not read costs nothing but that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from pdx.node.events.log import Change, EventLog
+from pdx.wire.messages import MAX_RUN_KEYS, MAX_RUNS, Changes, Follow, Run
+
+MAX_REPEATS = 3
+WINDOW = 8  # frames that the proxy has not said it has
+
+
+class Follower:
+    """One proxy. Owned by the control loop; nothing waits."""
+
+    def __init__(self, events: EventLog, epoch: int, send: Callable[[Changes], bool]) -> None:
+        """`send`: False where that one cannot be sent now."""
+        self._events = events
+        self._epoch = epoch
+        self._send = send
+        self._stream = 0  # none
+        self._telling = 0
+        self._frame = self._come = 0
+        self._repeats = 0  # how often the proxy has said so, though more was sent
+        self._seq = 0  # told up to here
+        self._feed: Iterator[list[Change]] | None = None  # what was there when the stream began
+        self._is_first = False
+        self._frames: deque[tuple[int, Sequence[Run]]] = deque()  # to be sent, with the number up to which they tell
+
+    def asked(self, ask: Follow) -> None:
+        """The proxy wants to know, or has got some."""
+        if ask.stream == self._stream:
+            self._repeats = self._repeats + 1 if ask.frame == self._come < self._frame else 0
+            self._come = max(self._come, min(ask.frame, self._frame))
+            if self._repeats < MAX_REPEATS:
+                return
+            # what was sent is lost: the proxy finds another number, and asks anew
+        self._repeats = 0
+        self._stream, self._frame, self._come = ask.stream, 0, 0
+        self._telling += 1
+        self._frames.clear()
+        self._feed, self._is_first = None, False
+        is_on = self._events.since(ask.seq) is not None and ask.epoch == self._epoch
+        self._events.follow(self)
+        if is_on:
+            self._seq = ask.seq
+        else:
+            self._begin()
+
+    def gone(self) -> None:
+        """The proxy is not there."""
+        self._stream = 0
+        self._feed = None
+        self._frames.clear()
+        self._events.leave(self)
+
+    def _begin(self) -> None:
+        self._frames.clear()
+        self._seq, self._feed, self._is_first = self._events.seq, self._events.snapshot(), True
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something that the proxy has not been told."""
+        return self._stream > 0 and bool(self._frames or self._feed is not None or self._seq != self._events.seq)
+
+    def turn(self) -> None:
+        """Send what there is, as far as the proxy keeps up; after each turn of the control loop."""
+        while self.is_behind and self._frame - self._come < WINDOW:
+            if not self._frames and not self._fill():
+                return
+            seq, runs = self._frames[0]
+            is_whole = self._feed is None and len(self._frames) == 1
+            frame = Changes(
+                self._stream,
+                self._telling,
+                self._frame + 1,
+                self._epoch,
+                seq,
+                list(runs),
+                first=self._is_first,
+                whole=is_whole,
+            )
+            if not self._send(frame):
+                return
+            self._frames.popleft()
+            self._frame += 1
+            self._is_first = False
+
+    def _fill(self) -> bool:
+        """Make frames of what has changed, and of a piece of what was there; False: there is nothing to tell."""
+        batches = self._events.since(self._seq)
+        if batches is None:  # the proxy was too slow
+            self._begin()
+            batches = []
+        is_news = bool(batches) or self._feed is not None
+        for batch in batches:
+            parts = list(_packed(batch.changes))
+            self._frames.extend((batch.seq if part is parts[-1] else self._seq, part) for part in parts)
+            self._seq = batch.seq
+        if self._feed is not None:
+            piece = next(self._feed, None)
+            if piece is None:
+                self._feed = None
+            self._frames.extend((self._seq, part) for part in _packed(piece or []))
+            if not self._frames:
+                self._frames.append((self._seq, ()))
+        return is_news
+
+
+def _packed(changes: Iterable[Change]) -> Iterator[list[Run]]:
+    """Runs of so many keys together that one message holds them."""
+    runs: list[Run] = []
+    room = MAX_RUN_KEYS
+    for change in changes:
+        at = 0
+        while at < len(change.keys):
+            if not room or len(runs) == MAX_RUNS:
+                yield runs
+                runs, room = [], MAX_RUN_KEYS
+            keys = change.keys[at : at + room]
+            runs.append(Run(change.tier[:256], change.is_stored, b"".join(keys)))
+            at, room = at + len(keys), room - len(keys)
+    if runs:
+        yield runs

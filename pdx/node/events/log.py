@@ -1,0 +1,264 @@
+"""What came into which tier of a node and what went, in order, with numbers; and what is where now.
+
+Places are told by key. An arena in host memory is the tier `host`, one on a GPU the tier of that GPU's UUID; the tiers
+below have the names of `pdx node --status`. A key is in a tier as long as all its shards are.
+
+What is told is the state at the end of a turn of the control loop, some milliseconds after the last: what came and went
+in between is told as gone. So it does no harm to hear of something twice, and who hears everything from some number on
+has what is there, whatever he thought before of the keys that he heard of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pdx.store.chunk import Chunk
+from pdx.store.lifecycle import State
+from pdx.store.store import Store
+from pdx.store.tier import Tier
+from pdx.store.tiers import Tiers
+
+HOST = "host"
+RING_KEYS = 1 << 17  # in the batches that are kept: about 10 MB
+PIECE_KEYS = 4096  # of a snapshot at a time: a millisecond of the control loop
+FIRST_SHIFT = 20  # of the seconds since 1970 in the first number
+
+
+class Named(Protocol):
+    """What a chunk is to its engine: its record, of which other threads may read this much; once `blocks` is not empty,
+    nothing of it changes any more."""
+
+    key: bytes
+    parent: bytes
+    blocks: bytes
+    block_tokens: int
+
+
+class Change(msgspec.Struct, frozen=True, gc=False):
+    """These keys came into a tier, or they are not there any more. `named`: what some of those are to their engines."""
+
+    tier: str
+    is_stored: bool
+    keys: Sequence[bytes]
+    named: Sequence[Named] = ()
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """The changes of one turn: what is stored before what is removed, so that a key that moves is never nowhere."""
+
+    seq: int
+    ts: float  # seconds since 1970
+    changes: Sequence[Change]
+
+    @property
+    def count(self) -> int:
+        """How many keys it tells of."""
+        return sum(len(change.keys) for change in self.changes)
+
+
+class EventLog:
+    """Owned by the control loop. Until somebody follows it costs nothing, and knows nothing of what was before.
+
+    Numbers grow by one from batch to batch. The first one has the time in it, so that those of a node that starts again
+    are higher than all of its life before, and nobody takes them for what follows.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tiers: Tiers,
+        arenas: Sequence[str],
+        counters: Counter[str],
+        *,
+        ring_keys: int = RING_KEYS,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`arenas`: of each the GPU that it is on, or nothing."""
+        self._store = store
+        self._index = store.index
+        self._tiers = tiers
+        self._names = [gpu or HOST for gpu in arenas]
+        self._counters = counters
+        self._ring_keys = ring_keys
+        self._wall_clock = wall_clock
+        self._is_on = False
+        self._followers: dict[object, bool] = {}  # whether it wants to know of names
+        self._ring: deque[Batch] = deque()
+        self._kept = 0  # keys in the ring
+        self._moved: list[tuple[bytes, str, str]] = []
+        self.first_seq = self.seq = int(wall_clock()) << FIRST_SHIFT
+
+    # ---- who follows ------------------------------------------------------------------------
+
+    def follow(self, who: object, *, names: bool = False) -> None:
+        """`who` wants to know from now on, with `names` also what chunks are to their engines. Idempotent."""
+        self._followers[who] = names
+        if not self._is_on:
+            self._is_on = True
+            self.seq += 1  # of what was before nobody knows
+            self._index.watch(is_on=True)
+            for tier in self._below():
+                tier.changed = {}
+
+    def leave(self, who: object) -> None:
+        """It does not. Idempotent."""
+        self._followers.pop(who, None)
+        if self._is_on and not self._followers:
+            self._is_on = False
+            self._index.watch(is_on=False)
+            for tier in self._below():
+                tier.changed = None
+            self._ring.clear()
+            self._kept = 0
+
+    def _below(self) -> Iterator[Tier]:
+        for level in self._tiers.below:
+            yield from level
+
+    def moved(self, key: bytes, source: str, target: str) -> None:
+        """One verb has brought this key from one tier to another: both are told in one batch."""
+        self._counters["events_moved"] += 1
+        if self._is_on:
+            self._moved.append((key, source, target))
+
+    # ---- what changed -----------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `turn` has something to tell, or might have."""
+        news = self._index.changed_keys or self._index.changed or self._moved
+        return bool(news or any(tier.changed for tier in self._below()))
+
+    def turn(self) -> Batch | None:
+        """What has changed since the last turn; to be called at the end of one, if not of each."""
+        if not self._is_on:
+            return None
+        stored: dict[str, list[bytes]] = {}
+        removed: dict[str, list[bytes]] = {}
+        named: dict[str, list[Named]] = {}
+        if self._index.changed_keys:
+            keys, self._index.changed_keys = self._index.changed_keys, []
+            self._of_one_arena(keys, stored, removed, named)
+        if self._index.changed:
+            changed, self._index.changed = self._index.changed, []
+            self._of_arenas(changed, stored, removed, named)
+        for tier in self._below():
+            if tier.changed:
+                touched, tier.changed = tier.changed, {}
+                for key, shards in touched.items():
+                    to = stored if tier.holds(key, shards) else removed
+                    to.setdefault(tier.name, []).append(key)
+        for key, *places in self._moved:
+            for place in places:
+                to = stored if self._is_in(key, place) else removed
+                to.setdefault(place, []).append(key)
+        self._moved.clear()
+        changes = [Change(tier, True, keys, named.get(tier, ())) for tier, keys in stored.items()]
+        changes += [Change(tier, False, keys) for tier, keys in removed.items()]
+        return self._add(changes) if changes else None
+
+    def _add(self, changes: Sequence[Change]) -> Batch:
+        self.seq += 1
+        batch = Batch(self.seq, self._wall_clock(), changes)
+        kept = [Change(each.tier, each.is_stored, each.keys) for each in changes]  # records are not kept from going
+        self._ring.append(Batch(self.seq, batch.ts, kept))
+        count = batch.count
+        self._kept += count
+        self._counters["events"] += count
+        while self._kept > self._ring_keys and len(self._ring) > 1:
+            self._kept -= self._ring.popleft().count
+        return batch
+
+    def _of_one_arena(
+        self,
+        keys: Sequence[bytes],
+        stored: dict[str, list[bytes]],
+        removed: dict[str, list[bytes]],
+        named: dict[str, list[Named]],
+    ) -> None:
+        """As `_of_arenas`, where the index has sorted out what was never whole."""
+        whole, name = self._index.whole, self._names[0]
+        here = [key for key in keys if key in whole]
+        if here:
+            stored[name] = here
+            if any(self._followers.values()):
+                named[name] = [chunk for key in here if (chunk := whole[key][0]).blocks]
+        if len(here) < len(keys):
+            removed[name] = [key for key in keys if key not in whole]
+
+    def _of_arenas(
+        self,
+        changed: Sequence[Chunk],
+        stored: dict[str, list[bytes]],
+        removed: dict[str, list[bytes]],
+        named: dict[str, list[Named]],
+    ) -> None:
+        """A tail without names is found by nobody but its transfer, and never told of; nor is a chunk that has never
+        been whole."""
+        sealed = State.SEALED
+        wants_names = any(self._followers.values())
+        places: dict[tuple[bytes, tuple[int, ...]], list[Chunk]] = {}
+        for chunk in changed:
+            places.setdefault((chunk.key, tuple(chunk.arenas)), []).append(chunk)
+        for (key, arenas), chunks in places.items():
+            chunk = chunks[-1]
+            is_here = self._index.is_whole(key, chunk.shards, arenas)
+            if (chunk.tail and not chunk.blocks) or not (is_here or any(each.state is not sealed for each in chunks)):
+                continue
+            for name in dict.fromkeys(self._names[arena] for arena in arenas or (0,)):
+                (stored if is_here else removed).setdefault(name, []).append(key)
+                if is_here and chunk.blocks and wants_names:
+                    named.setdefault(name, []).append(chunk)
+
+    # ---- what is there ----------------------------------------------------------------------
+
+    def since(self, seq: int) -> list[Batch] | None:
+        """All batches behind this number; None: they are not kept any more, or it is a number of another life."""
+        if not self._is_on or seq > self.seq or seq < self.seq - len(self._ring):
+            return None
+        return [self._ring[-back] for back in range(self.seq - seq, 0, -1)]
+
+    def snapshot(self) -> Iterator[list[Change]]:
+        """What is where, in pieces, each as it is when it is asked for. Who takes them all, and meanwhile and
+        afterwards what `turn` says, each as soon as it is told, has what is there.
+
+        To begin costs a list of all keys: about 20 ms of the control loop for a million.
+        """
+        todo: list[tuple[Tier | None, list[bytes]]] = [(None, self._index.keys())]
+        todo += [(tier, tier.keys()) for tier in self._below()]
+        for tier, keys in todo:
+            for at in range(0, len(keys), PIECE_KEYS):
+                piece = keys[at : at + PIECE_KEYS]
+                if tier is not None:
+                    changes = [Change(tier.name, True, [key for key in piece if tier.holds(key)])]
+                else:
+                    changes = self._piece(piece)
+                yield [change for change in changes if change.keys]
+
+    def _piece(self, keys: Iterable[bytes]) -> list[Change]:
+        stored: dict[str, list[bytes]] = {}
+        removed: dict[str, list[bytes]] = {}
+        named: dict[str, list[Named]] = {}
+        if len(self._names) == 1:
+            whole = self._index.whole
+            keys = [key for key in keys if (found := whole.get(key)) and not (found[0].tail and not found[0].blocks)]
+            self._of_one_arena(keys, stored, removed, named)
+        else:
+            chunks = [chunk for key in keys for chunk in self._index.of(key)]
+            self._of_arenas(chunks, stored, removed, named)
+        return [Change(tier, True, found, named.get(tier, ())) for tier, found in stored.items()]
+
+    def _is_in(self, key: bytes, place: str) -> bool:
+        for tier in self._below():
+            if tier.name == place:
+                return tier.holds(key)
+        return any(
+            place in {self._names[arena] for arena in tuple(chunk.arenas) or (0,)}
+            and self._index.is_whole(key, chunk.shards, chunk.arenas)
+            for chunk in self._index.of(key)
+        )

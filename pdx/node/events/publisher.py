@@ -1,0 +1,303 @@
+"""Publishes what changes in a node as events of blocks, in vLLM's form (`pdx.wire.kv_events`).
+
+One thread owns the sockets and the record of blocks. The control loop hands it batches, and never waits for it. A
+subscriber that does not keep up loses events, as ZMQ's PUB does it; he sees that by the numbers and asks for what he
+lacks at the other socket. What is not kept any more is answered by one batch that begins with `AllBlocksCleared` and
+goes on with all that is there: it has the number of the last event that is in it.
+
+Nothing is encoded or kept for replay as long as nobody subscribes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
+
+import zmq
+
+from pdx.config import private_folder, socket_path
+from pdx.errors import ConfigError
+from pdx.node.events.blocks import Blocks
+from pdx.node.events.log import Batch, Change, EventLog
+from pdx.security.address import check_listen, needs_ipv6
+from pdx.security.socket_lock import owned, remove_socket
+from pdx.wire.kv_events import (
+    END_SEQ,
+    SEQ_BYTES,
+    AllBlocksCleared,
+    EventBatch,
+    encode_batch,
+    encode_events,
+    encode_whole,
+)
+
+log = logging.getLogger("pdx.node")
+
+MAX_KEPT = 10_000  # batches for replay, as vLLM keeps …
+MAX_KEPT_BYTES = 64 << 20  # … and their bytes
+MAX_QUEUED = 4096  # batches that the thread has not taken; then it begins anew with what is there
+MAX_REPLAYS = 64  # under way
+REPLAY_S = 10.0  # a replay that nobody reads ends
+HIGH_WATER = 100_000  # messages that a subscriber may leave unread, as with vLLM …
+REPLAY_HIGH_WATER = 64  # … and of a replay
+_PIECES_AHEAD = 4
+_SOON_MS, _LATER_MS = 5, 1000
+_JOIN_S = 5.0
+
+
+class _Feed(Enum):
+    """What was there when the publisher began: what was told before is void; all of it has been told."""
+
+    BEGINS = auto()
+    WHOLE = auto()
+
+
+class Publisher:
+    """Listens from construction to `close`. `put`, `turn` and `close` are for the control loop."""
+
+    def __init__(
+        self,
+        events: EventLog,
+        *,
+        address: str,
+        replay: str = "",
+        topic: str = "",
+        as_bytes: bool = False,
+        max_kept: int = MAX_KEPT,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        """`replay`: where what was missed is asked for; empty: nowhere.
+
+        :raises ConfigError: an address is none, or cannot be had.
+        """
+        self.published = self.replayed = self.snapshots = 0  # batches, batches, and answers; the thread's
+        self._events = events
+        self._blocks = Blocks(as_bytes=as_bytes)
+        self._topic = topic.encode()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept)
+        self._kept_bytes = 0
+        self._subscribed: set[bytes] = set()
+        self._replays: dict[bytes, tuple[Iterator[list[bytes]], list[bytes], float]] = {}
+        self._max_queued = max_queued
+        self._queue: deque[Batch | list[Change] | _Feed] = deque()
+        self._is_whole = False
+        self._feed: Iterator[list[Change]] | None = None
+        self._is_closing = False
+        with contextlib.ExitStack() as undo:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
+            context: zmq.Context[zmq.Socket[bytes]] = undo.enter_context(zmq.Context())
+            self._pub = undo.enter_context(context.socket(zmq.XPUB))
+            self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER)
+            self.address = _bind(self._pub, address, "--events", undo)
+            self._router: zmq.Socket[bytes] | None = None
+            self.replay = ""
+            if replay:
+                self._router = undo.enter_context(context.socket(zmq.ROUTER))
+                self._router.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER)
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.replay = _bind(self._router, replay, "--events-replay", undo)
+            self._undo = undo.pop_all()
+        events.follow(self, names=True)
+        self._seq = events.seq
+        self._begin_anew()
+        self._thread = threading.Thread(target=self._run, name="pdx-events", daemon=True)
+        self._thread.start()
+
+    # ---- the control loop -------------------------------------------------------------------
+
+    def put(self, batch: Batch) -> None:
+        """Have this published. Returns at once."""
+        if len(self._queue) >= self._max_queued:
+            self._begin_anew()
+        self._queue.append(batch)
+        self._ring()
+
+    def turn(self) -> None:
+        """After each turn of the control loop: hand over a piece of what was there when it began."""
+        if self._feed is not None and len(self._queue) < _PIECES_AHEAD:
+            piece = next(self._feed, None)
+            if piece is None:
+                self._feed = None
+            self._queue.append(_Feed.WHOLE if piece is None else piece)
+            self._ring()
+
+    def _begin_anew(self) -> None:
+        self._queue.clear()
+        self._queue.append(_Feed.BEGINS)
+        self._feed = self._events.snapshot()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For the node's status."""
+        return {
+            "events_seq": self._seq,
+            "events_published": self.published,
+            "events_replayed": self.replayed,
+            "events_snapshots": self.snapshots,
+        }
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._events.leave(self)
+        self._ring()
+        self._thread.join(_JOIN_S)
+        self._undo.close()
+
+    # ---- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._pub, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        while not self._is_closing:
+            try:
+                poller.poll(_SOON_MS if self._replays else _LATER_MS)
+                self._once()
+            except Exception:
+                log.exception("events: the publisher failed; it goes on")
+                time.sleep(0.1)
+
+    def _once(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._note_subscription(self._pub.recv(zmq.NOBLOCK))
+        while self._queue:
+            self._take(self._queue.popleft())
+        self._hear_replays()
+        for client in list(self._replays):
+            self._go_on(client)
+
+    def _note_subscription(self, frame: bytes) -> None:
+        topic = frame[1:]
+        if not self._topic.startswith(topic):
+            return
+        if frame[:1] == b"\x01":
+            self._subscribed.add(topic)
+        else:
+            self._subscribed.discard(topic)
+
+    def _take(self, item: Batch | list[Change] | _Feed) -> None:
+        if isinstance(item, _Feed):
+            self._is_whole = item is _Feed.WHOLE
+            if item is _Feed.BEGINS:
+                self._blocks.begin()
+            else:
+                self._blocks.end()
+            self._forget_kept()  # there is more than these told of
+        elif isinstance(item, Batch):
+            events = self._blocks.apply(item.changes)
+            self._publish(item.seq, item.ts, events)
+        else:
+            self._blocks.apply(item)
+
+    def _publish(self, seq: int, ts: float, events: Sequence[object]) -> None:
+        self._seq = seq
+        if not self._subscribed:
+            self._forget_kept()
+            return
+        payload = encode_batch(EventBatch(ts, events))  # type: ignore[arg-type]
+        self._pub.send_multipart((self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload), zmq.NOBLOCK)
+        self.published += 1
+        if len(self._kept) == self._kept.maxlen:
+            self._kept_bytes -= len(self._kept[0][1])
+        self._kept.append((seq, payload))
+        self._kept_bytes += len(payload)
+        while self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _forget_kept(self) -> None:
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    # ---- replay -----------------------------------------------------------------------------
+
+    def _hear_replays(self) -> None:
+        if self._router is None or not self._is_whole:
+            return  # who asks now would not get all
+        with contextlib.suppress(zmq.Again):
+            while True:
+                client, *rest = self._router.recv_multipart(zmq.NOBLOCK)
+                if len(rest) == 2 and not rest[0] and len(rest[1]) == SEQ_BYTES:
+                    self._replays.pop(client, None)  # he has given up the one before
+                    if len(self._replays) < MAX_REPLAYS:
+                        frames = self._answer(int.from_bytes(rest[1], "big"))
+                        self._replays[client] = (frames, next(frames), time.monotonic())
+
+    def _answer(self, start: int) -> Iterator[list[bytes]]:
+        """All messages from number `start` on."""
+        if start <= self._seq and not (self._kept and self._kept[0][0] <= start):
+            yield [self._topic, self._seq.to_bytes(SEQ_BYTES, "big"), self._whole()]
+            self.snapshots += 1
+        elif start <= self._seq:
+            for seq, payload in list(self._kept):
+                if seq >= start:
+                    yield [self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload]
+                    self.replayed += 1
+        yield [b"", END_SEQ, b""]
+
+    def _whole(self) -> bytes:
+        """What is there, as one batch: encoded piece by piece, so that the control loop has its turn in between."""
+        pieces, count = [encode_events([AllBlocksCleared()])], 1
+        for events in self._blocks.everything():
+            pieces.append(encode_events(events))
+            count += len(events)
+            time.sleep(0)
+        return encode_whole(time.time(), pieces, count)
+
+    def _go_on(self, client: bytes) -> None:
+        """Send as much of a replay as its reader takes."""
+        assert self._router is not None
+        frames, frame, since = self._replays[client]
+        try:
+            while True:
+                self._router.send_multipart([client, b"", *frame], zmq.NOBLOCK)
+                since = time.monotonic()
+                frame = next(frames)
+        except zmq.Again:
+            self._replays[client] = (frames, frame, since)
+            if time.monotonic() - since > REPLAY_S:
+                del self._replays[client]
+        except (StopIteration, zmq.ZMQError):  # it is over, or nobody is there any more
+            del self._replays[client]
+
+
+def _bind(socket: zmq.Socket[bytes], address: str, option: str, undo: contextlib.ExitStack) -> str:
+    """Where it listens then."""
+    try:
+        check_listen(address, has_keys=False)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from error
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
+    socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # what comes in are topics and numbers
+    if address.startswith("ipc://"):
+        path = socket_path(address)
+        private_folder(path.parent)
+        undo.enter_context(owned(path, lambda owner: ConfigError(f"{option} {address}: process {owner} listens there")))
+        remove_socket(path)
+        undo.callback(path.unlink, missing_ok=True)
+    mask = os.umask(0o177)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{option} {address}: {error}") from error
+    finally:
+        os.umask(mask)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

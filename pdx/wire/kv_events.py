@@ -1,0 +1,101 @@
+"""Events of a KV cache, as vLLM publishes them over ZMQ: which blocks came, and which went.
+
+A message has three frames: the topic, a number of 8 bytes, and a batch in msgpack. Numbers grow by one. Who has missed
+some sends the first that he lacks to another socket, a ROUTER, and gets the batches from there on, as they are still
+kept, and at last the number -1 with an empty batch.
+
+A block is named by the engine's chained hash of it: the last 64 bits as a number, or the bytes. What is written here is
+the form of vLLM 0.32, which readers of others take as well. What is read is also in the forms of its releases before:
+batches and events as arrays or as maps, answers of two frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pdx.errors import ProtocolError
+
+SEQ_BYTES = 8
+END_SEQ = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
+MAX_BATCH_BYTES = 1 << 30
+
+Hash = int | bytes
+
+
+class BlockStored(msgspec.Struct, tag=True, gc=False):
+    """These blocks came into a tier (`medium`), one behind the other; the first one behind `parent_block_hash`."""
+
+    block_hashes: Sequence[Hash]
+    parent_block_hash: Hash | None
+    token_ids: Sequence[int]  # empty: not known
+    block_size: int  # tokens; 0: not known
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """These blocks are not in a tier any more."""
+
+    block_hashes: Sequence[Hash]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """No block is in any tier."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
+    """`ts`: seconds since 1970. Events count in their order."""
+
+    ts: float
+    events: Sequence[KvEvent]
+
+
+_FIELDS: dict[str, tuple[str, ...]] = {
+    kind.__name__: kind.__struct_fields__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    """One batch."""
+    return _encoder.encode(batch)
+
+
+def encode_whole(ts: float, pieces: Sequence[bytes], count: int) -> bytes:
+    """One batch of `count` events that were encoded before, so that no call takes long."""
+    return b"".join((b"\x92", _encoder.encode(ts), b"\xdd", count.to_bytes(4, "big"), *pieces))
+
+
+def encode_events(events: Sequence[KvEvent]) -> bytes:
+    """A part of a batch for `encode_whole`."""
+    return b"".join(map(_encoder.encode, events))
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """A batch of any vLLM; events of a kind that is not known here are left out.
+
+    :raises ProtocolError: it is none.
+    """
+    try:
+        raw = msgspec.msgpack.decode(payload)
+        ts, events = (raw["ts"], raw["events"]) if isinstance(raw, dict) else raw[:2]
+        known = [named for event in events if (named := _named(event))["type"] in _FIELDS]
+        return EventBatch(float(ts), msgspec.convert(known, list[KvEvent]))
+    except (msgspec.MsgspecError, TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
+        raise ProtocolError(f"no batch of KV events: {str(error)[:200]!r}") from error
+
+
+def _named(event: Any) -> dict[str, Any]:
+    """An event as a map."""
+    if isinstance(event, dict):
+        return event
+    kind, *values = event
+    return {"type": kind, **dict(zip(_FIELDS.get(kind, ()), values, strict=False))}

@@ -1,0 +1,204 @@
+"""Which chunks are in which tiers of which nodes: by key a number with a bit for each place that has it.
+
+A place is a tier of a node. The bits of one node lie side by side, so that a few shifts tell which nodes have a chunk
+anywhere. Most chunks are in few different sets of places, and equal numbers are one object; so an entry costs its key
+and its share of a dictionary. There are 256 of these, by the first byte of the key, because a dictionary that grows
+stops everything until it is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+KEY_BYTES = 16
+TIERS = 16  # of one node that are told apart; what is in further ones is in OTHERS
+OTHERS = "others"
+ANY = "any"  # in an answer: whichever tier of the node
+MAX_SHARED = 1 << 16  # numbers that are kept to be the same object
+SWEEP_S = 0.003  # at a time, to forget what only nodes had that are gone
+
+
+class _Node(msgspec.Struct):
+    first_bit: int
+    tiers: dict[str, int]  # number of the place of each, from the node's first one
+    has_all: bool = True  # nothing that it told was left out for lack of room
+
+
+class ChunkIndex:
+    """One thread. `limit`: of keys that are known; what would be more is left out, and counted."""
+
+    def __init__(self, limit: int, counters: Counter[str]) -> None:
+        self._limit = limit
+        self._counters = counters
+        self._places: list[dict[bytes, int]] = [{} for _ in range(256)]
+        self._shared: dict[int, int] = {}
+        self._nodes: dict[str, _Node] = {}
+        self._names: dict[int, str] = {}  # of nodes, by their first bit
+        self._live = 0  # the bits of all places
+        self._firsts = 0  # … and the first bit of each node
+        self._free: list[int] = []  # first bits that no entry has any more
+        self._dead: list[int] = []  # … and those that some may have: of nodes that are gone, until all was swept …
+        self._sweeping: list[int] = []
+        self._sweep_at = 0  # … from this dictionary on
+        self._num_firsts = 0
+        self.num_keys = 0
+
+    def __len__(self) -> int:
+        return self.num_keys
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that the nodes have told is known."""
+        return all(node.has_all for node in self._nodes.values())
+
+    # ---- what nodes tell --------------------------------------------------------------------
+
+    def add(self, node: str, tier: str, keys: bytes) -> None:
+        """These keys, one after the other, are in that tier."""
+        bit = self._bit(node, tier)
+        shared, places = self._shared, self._places
+        if len(shared) > MAX_SHARED:
+            shared.clear()
+        bit = shared.setdefault(bit, bit)
+        left_out = 0
+        for at in range(0, len(keys), KEY_BYTES):
+            key = keys[at : at + KEY_BYTES]
+            of_byte = places[key[0]]
+            old = of_byte.get(key)
+            if old is None:
+                if self.num_keys >= self._limit:
+                    left_out += 1
+                    continue
+                of_byte[key] = bit
+                self.num_keys += 1
+            elif not old & bit:
+                new = old & self._live | bit
+                of_byte[key] = shared.setdefault(new, new)
+        if left_out:
+            self._counters["chunk_index_full"] += left_out
+            self._nodes[node].has_all = False
+
+    def remove(self, node: str, tier: str, keys: bytes) -> None:
+        """These are not there any more."""
+        bit = self._bit(node, tier)
+        others, shared = self._live & ~bit, self._shared
+        for at in range(0, len(keys), KEY_BYTES):
+            key = keys[at : at + KEY_BYTES]
+            of_byte = self._places[key[0]]
+            old = of_byte.get(key)
+            if old is None or not old & bit:
+                continue
+            new = old & others
+            if new:
+                of_byte[key] = shared.setdefault(new, new)
+            else:
+                del of_byte[key]
+                self.num_keys -= 1
+
+    def drop(self, node: str) -> None:
+        """Forget all that this node has told. What that leaves is swept out later. Idempotent."""
+        known = self._nodes.pop(node, None)
+        if known is None:
+            return
+        self._live &= ~(((1 << TIERS) - 1) << known.first_bit)
+        self._firsts &= ~(1 << known.first_bit)
+        del self._names[known.first_bit]
+        self._dead.append(known.first_bit)
+
+    def _bit(self, node: str, tier: str) -> int:
+        known = self._nodes.get(node)
+        if known is None:
+            first = self._free.pop() if self._free else self._num_firsts * TIERS
+            self._num_firsts += first == self._num_firsts * TIERS
+            known = self._nodes[node] = _Node(first, {})
+            self._names[first] = node
+            self._firsts |= 1 << first
+        number = known.tiers.get(tier)
+        if number is None:
+            if len(known.tiers) >= TIERS - 1 and tier != OTHERS:
+                return self._bit(node, OTHERS)
+            number = known.tiers[tier] = len(known.tiers)
+            self._live |= 1 << known.first_bit + number
+        return 1 << known.first_bit + number
+
+    def sweep(self) -> None:
+        """Go on to forget what only nodes had that are gone, for some milliseconds; to be called now and then."""
+        if not self._sweeping:
+            if not self._dead:
+                return
+            self._sweeping, self._dead, self._sweep_at = self._dead, [], 0
+        until = time.perf_counter() + SWEEP_S
+        mask = 0
+        for first in self._sweeping:
+            mask |= ((1 << TIERS) - 1) << first
+        while self._sweep_at < len(self._places):
+            of_byte, live = self._places[self._sweep_at], self._live
+            touched = [(key, old & live) for key, old in of_byte.items() if old & mask]
+            for key, new in touched:
+                if new:
+                    of_byte[key] = self._shared.setdefault(new, new)
+                else:
+                    del of_byte[key]
+                    self.num_keys -= 1
+            self._sweep_at += 1
+            if time.perf_counter() > until:
+                break
+        if self._sweep_at == len(self._places):
+            self._free += self._sweeping
+            self._sweeping = []
+
+    # ---- what is asked ----------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes]) -> dict[str, dict[str, int]]:
+        """Of each node that has the first of these keys: how many leading ones each of its tiers has, and (ANY) how
+        many are in one tier or another."""
+        alive, nodes = self._live, self._firsts
+        ends: list[tuple[int, int]] = []  # of places: how many leading keys they have, and which
+        node_ends: list[tuple[int, int]] = []
+        before = -1
+        count = 0
+        for key in keys:
+            found = self._places[key[0]].get(key, 0)
+            if found != before:
+                before = found
+                if lost := alive & ~found:
+                    ends.append((count, lost))
+                    alive ^= lost
+                found |= found >> 8
+                found |= found >> 4
+                found |= found >> 2
+                found |= found >> 1
+                if lost := nodes & ~found:
+                    node_ends.append((count, lost))
+                    nodes ^= lost
+                    if not nodes:
+                        break
+            count += 1
+        ends.append((count, alive))
+        node_ends.append((count, nodes))
+        answer: dict[str, dict[str, int]] = {}
+        for length, bits in node_ends:
+            for at in _bits(bits) if length else ():
+                answer[self._names[at]] = {ANY: length}
+        leading = {at: length for length, bits in ends if length for at in _bits(bits)}
+        for name, of_node in answer.items():
+            node = self._nodes[name]
+            for tier, number in node.tiers.items():
+                if leads := leading.get(node.first_bit + number):
+                    of_node[tier] = leads
+        return answer
+
+
+def _bits(number: int) -> list[int]:
+    """Which bits of a number are set."""
+    digits = bin(number)[:1:-1]  # the lowest first
+    found = []
+    at = digits.find("1")
+    while at >= 0:
+        found.append(at)
+        at = digits.find("1", at + 1)
+    return found

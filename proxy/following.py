@@ -1,0 +1,127 @@
+"""Keeps the index of chunks right: asks nodes for their changes, notices what is missing, and asks again."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+
+import msgspec
+
+from pdx.proxy.chunk_index import ChunkIndex
+from pdx.telemetry.faults import Faults, printable
+from pdx.wire.messages import Changes, Follow
+
+ACKNOWLEDGE = 4  # frames at a time
+
+
+class _Stream(msgspec.Struct):
+    """What a node tells."""
+
+    number: int
+    asked_epoch: int  # of the report that made us ask
+    epoch: int = 0
+    seq: int = 0
+    telling: int = 0
+    frame: int = 0
+    acknowledged: int = 0
+    is_whole: bool = False
+    seen_at: float = 0.0
+
+
+class Following:
+    """One thread, the event loop's. Who asks for chunks asks `index`."""
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        send: Callable[[str, Follow], None],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+        faults: Faults,
+        counters: Counter[str],
+    ) -> None:
+        """`send`: to the node of that name, if it can be; where it cannot, the next report has it said again."""
+        self.index = index
+        self._send = send
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._faults = faults
+        self._counters = counters
+        self._streams: dict[str, _Stream] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that is in the nodes that report is known, as far as it has reached this process."""
+        return self.index.is_complete and all(stream.is_whole for stream in self._streams.values())
+
+    def lookup(self, keys: Sequence[bytes]) -> tuple[dict[str, dict[str, int]], bool]:
+        """See `ChunkIndex.lookup`; and whether that is everything."""
+        return self.index.lookup(keys), self.is_complete
+
+    def heard(self, node: str, epoch: int) -> None:
+        """A node has reported."""
+        stream = self._streams.get(node)
+        if stream is None:
+            stream = self._streams[node] = _Stream(_draw(), epoch)
+        elif stream.asked_epoch != epoch:
+            self._ask_again(stream)
+            stream.asked_epoch = epoch
+        stream.seen_at = self._clock()
+        self._ask(node, stream)
+
+    def took(self, node: str, changes: Changes) -> None:
+        """What a node has told."""
+        stream = self._streams.get(node)
+        if stream is None or changes.stream != stream.number or changes.epoch != stream.asked_epoch:
+            return  # of a stream, or a life, that is over
+        is_same = changes.telling == stream.telling or not stream.frame
+        if is_same and changes.frame <= stream.frame:
+            return
+        if not is_same or changes.frame != stream.frame + 1:
+            self._counters["chunk_changes_missed"] += 1
+            self._ask_again(stream)
+            self._ask(node, stream)
+            return
+        stream.frame, stream.telling = changes.frame, changes.telling
+        if changes.first:
+            self.index.drop(node)
+            stream.is_whole = False
+        before = self.index.is_complete
+        for run in changes.runs:
+            (self.index.add if run.is_stored else self.index.remove)(node, run.tier, run.keys)
+        if before and not self.index.is_complete:
+            self._faults.warn(
+                "chunk index",
+                f"the index of chunks is full: those of node {printable(node)} are known in part; see "
+                "--chunk-index-limit; what is left out counts as chunk_index_full",
+            )
+        stream.epoch, stream.seq = changes.epoch, changes.seq
+        stream.is_whole = stream.is_whole or changes.whole
+        self._counters["chunk_changes"] += 1
+        if stream.frame - stream.acknowledged >= ACKNOWLEDGE:
+            self._ask(node, stream)
+
+    def look(self, members: Container[str] | None) -> None:
+        """Forget nodes that are silent, or no `members` any more; to be called a few times a second."""
+        oldest = self._clock() - self._timeout_s
+        for node, stream in list(self._streams.items()):
+            if stream.seen_at < oldest or not (members is None or node in members):
+                del self._streams[node]
+                self.index.drop(node)
+        self.index.sweep()
+
+    def _ask_again(self, stream: _Stream) -> None:
+        """From what is known on; where that is not all of it, from the beginning."""
+        stream.number, stream.frame, stream.acknowledged = _draw(), 0, 0
+        if not stream.is_whole:
+            stream.epoch = stream.seq = 0
+
+    def _ask(self, node: str, stream: _Stream) -> None:
+        stream.acknowledged = stream.frame
+        self._send(node, Follow(stream.number, stream.epoch, stream.seq, stream.frame))
+
+
+def _draw() -> int:
+    return secrets.randbits(62) + 1

@@ -1,0 +1,160 @@
+"""A real node process: what it publishes, and what a proxy that follows it knows."""
+
+import asyncio
+import struct
+from collections import Counter
+
+import pytest
+import zmq
+from node_harness import MIB, refused_node
+
+from pdx.client.events import Subscriber
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.proxy.chunk_index import ANY, ChunkIndex
+from pdx.proxy.control import Control
+from pdx.proxy.following import Following
+from pdx.telemetry.faults import Faults
+from pdx.testing.waiting import wait_until
+from pdx.wire.kv_events import decode_batch
+from pdx.wire.messages import Admit, Delete, Fill
+
+BLOCKS = 4  # of a chunk
+LAYERS = 2
+
+
+def names(count, first=0):
+    return [number.to_bytes(16, "big") for number in range(first + 1, first + count + 1)]
+
+
+def ints(blocks):
+    return [struct.unpack(">8xQ", block)[0] for block in blocks]
+
+
+class Engine:
+    """A scheduler half and a worker that write the chunks of one prompt."""
+
+    def __init__(self, attach, node):
+        shape = {"block_tokens": "16"}
+        self.scheduler = attach(node, kind="scheduler", engine="e", shape=shape)
+        self.worker = attach(node, kind="worker", engine="e", shape=shape)
+
+    def write(self, chunks, first=0):
+        """Keys and blocks of so many chunks; the last are evicted for that if they must."""
+        keys = [b"k%015d" % number for number in range(first, first + chunks)]
+        blocks = names(chunks * BLOCKS, first * BLOCKS)
+        ask = Admit(keys, GRANULE_BYTES, LAYERS, blocks=b"".join(blocks), chunk_blocks=BLOCKS, parent=b"root")
+        slots = self.scheduler.ask(ask).granted_slots
+        assert len(slots) == chunks
+        self.worker.ask(Fill(slots, layers=LAYERS, seal=True))
+        return keys, blocks
+
+
+@pytest.fixture
+def where(place):
+    return {"events": f"ipc://{place}/events.sock", "events_replay": f"ipc://{place}/replay.sock"}
+
+
+def test_a_subscriber_knows_what_is_where_while_nodes_come_and_go(start_node, attach, place, where):
+    settings = {**where, "disks": [str(place / "disk")], "disk_limit_bytes": 64 * MIB}
+    node = start_node(**settings)
+    with Subscriber(*where.values(), check_s=0.3) as subscriber:
+        keys, blocks = Engine(attach, node).write(3)
+        full = {"host": 12, "disk": 12}
+        wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(blocks)) == full)
+        attach(node).ask(Delete(keys[1:]))
+        wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(blocks)) == {"host": 4, "disk": 4})
+        wait_until(lambda: node.status().counters.get("events_seq", 0) >= subscriber.seq)
+        assert node.status().counters["events"] > 0
+        node.kill()
+        node = start_node(**settings)
+        _, others = Engine(attach, node).write(2, first=100)
+        wait_until(lambda: subscriber.poll(0.05) and subscriber.leading(ints(others)) == {"host": 8, "disk": 8})
+        assert subscriber.leading(ints(blocks)) == {}  # it is on the disk, but nobody has told what its blocks are
+        assert subscriber.is_complete
+
+
+def test_the_form_of_what_is_published(start_node, attach, where):
+    node = start_node(**where, events_topic="kv@here", events_hashes="bytes")
+    context = zmq.Context()
+    try:
+        replay = context.socket(zmq.REQ)
+        replay.connect(where["events_replay"])
+        _, blocks = Engine(attach, node).write(2)
+
+        def stored():
+            replay.send((0).to_bytes(8, "big"))
+            topic, _, payload = replay.recv_multipart()
+            assert topic == b"kv@here"
+            return decode_batch(payload).events[1:]
+
+        (event,) = wait_until(stored)
+        assert (event.block_hashes, event.parent_block_hash, event.block_size) == (blocks, None, 16)
+        assert (event.token_ids, event.lora_id, event.medium) == ([], None, "host")
+    finally:
+        context.destroy(linger=0)
+
+
+def test_chunks_that_clients_name_are_not_published(start_node, attach, where):
+    node = start_node(**where)
+    client = attach(node)
+    with Subscriber(*where.values(), check_s=0.3) as subscriber:
+        slots = client.ask(Admit([b"n" * 16], GRANULE_BYTES)).granted_slots
+        client.ask(Fill(slots, seal=True))
+        Engine(attach, node).write(1)
+        wait_until(lambda: subscriber.poll(0.05) and len(subscriber.index))
+        assert len(subscriber.index) == BLOCKS
+
+
+def test_a_node_does_not_publish_to_others_hosts_without_keys(place):
+    done = refused_node(f"ipc://{place}/node.sock", events="tcp://10.0.0.1:5557")
+    assert done.returncode != 0
+    assert "--events" in done.stderr
+
+
+def test_a_proxy_that_follows_a_node_knows_its_chunks(start_node, attach, place):
+    counters = Counter()
+    index = ChunkIndex(1000, counters)
+
+    async def main():
+        heard = []
+
+        def on_report(report):
+            heard.append(report.node)
+            following.heard(report.node, report.epoch)
+
+        def on_changes(node, changes):
+            following.took(node, changes)
+
+        control = Control(f"ipc://{place}/proxy.sock", on_report=on_report, on_changes=on_changes, on_drop=print)
+        following = Following(
+            index,
+            control.follow,
+            timeout_s=60.0,
+            clock=lambda: 0.0,
+            faults=Faults(counters),
+            counters=counters,
+        )
+        control.start()
+        try:
+            node = await asyncio.to_thread(start_node, proxy=control.address, report_s=0.1)
+            engine = await asyncio.to_thread(Engine, attach, node)
+            keys, _ = await asyncio.to_thread(engine.write, 3)
+            name = await until(lambda: heard and heard[-1])
+            await until(lambda: following.lookup(keys) == ({name: {ANY: 3, "host": 3}}, True))
+            await asyncio.to_thread(attach(node).ask, Delete(keys[2:]))
+            await until(lambda: following.lookup(keys) == ({name: {ANY: 2, "host": 2}}, True))
+            await asyncio.to_thread(node.kill)
+            node = await asyncio.to_thread(start_node, proxy=control.address, report_s=0.1)
+            await until(lambda: following.lookup(keys) == ({}, True))
+        finally:
+            control.close()
+
+    asyncio.run(main())
+
+
+async def until(condition):
+    for _ in range(3000):
+        if result := condition():
+            return result
+        await asyncio.sleep(0.01)
+    raise AssertionError("not in time")

@@ -1,0 +1,256 @@
+"""The proxy's index of chunks against a model, and following a node over a line that loses things."""
+
+import random
+from collections import Counter
+
+import pytest
+from events_bed import EventsBed, key, random_step
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdx.node.events.follower import WINDOW, Follower
+from pdx.proxy import chunk_index
+from pdx.proxy.chunk_index import ANY, OTHERS, ChunkIndex
+from pdx.proxy.following import Following
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import decode_from_proxy, decode_to_proxy, encode
+
+KEYS = [key(number) for number in range(40)]
+
+
+def model_lookup(model, keys):
+    """`model`: (node, tier) -> set of keys."""
+    answer = {}
+    for node in {node for node, _ in model}:
+        tiers = {tier: found for (each, tier), found in model.items() if each == node}
+        counts = {ANY: run(keys, set().union(*tiers.values()))}
+        counts |= {tier: run(keys, found) for tier, found in tiers.items()}
+        if counts[ANY]:
+            answer[node] = {tier: count for tier, count in counts.items() if count}
+    return answer
+
+
+def run(keys, found):
+    return next((at for at, each in enumerate(keys) if each not in found), len(keys))
+
+
+@given(seed=st.integers(0, 1 << 30))
+def test_a_lookup_is_that_of_the_model(seed):
+    rng = random.Random(seed)
+    index, model = ChunkIndex(1000, Counter()), {}
+    nodes, tiers = ["a", "b", "c"], ["host", "disk", "remote"]
+    for _ in range(rng.randrange(60)):
+        node, tier = rng.choice(nodes), rng.choice(tiers)
+        start = rng.randrange(8)
+        some = KEYS[start : start + rng.randrange(1, 30)]
+        found = model.setdefault((node, tier), set())
+        if rng.random() < 0.6:
+            index.add(node, tier, b"".join(some))
+            found.update(some)
+        elif rng.random() < 0.8:
+            index.remove(node, tier, b"".join(some))
+            found.difference_update(some)
+        else:
+            index.drop(node)
+            model = {place: found for place, found in model.items() if place[0] != node}
+        if rng.random() < 0.3:
+            index.sweep()
+        first = rng.randrange(4)
+        asked = KEYS[first : first + rng.randrange(1, 36)]
+        assert index.lookup(asked) == model_lookup(model, asked)
+    for _ in range(2 * 256):
+        index.sweep()
+    assert len(index) == len(set().union(*model.values()))
+    assert index.is_complete
+
+
+def test_nothing_of_a_node_that_is_gone_is_left(monkeypatch):
+    monkeypatch.setattr(chunk_index, "SWEEP_S", 0.0)
+    index = ChunkIndex(1000, Counter())
+    for _ in range(5):
+        index.add("a", "host", b"".join(KEYS))
+        index.add("b", "host", b"".join(KEYS[:5]))
+        index.drop("a")
+        assert index.lookup(KEYS) == {"b": {ANY: 5, "host": 5}}
+        for _sweep in range(600):
+            index.sweep()
+        assert len(index) == 5
+    assert index._num_firsts <= 3
+
+
+def test_what_is_beyond_the_limit_is_left_out_and_said(monkeypatch):
+    counters = Counter()
+    index = ChunkIndex(10, counters)
+    index.add("a", "host", b"".join(KEYS))
+    index.add("b", "host", b"".join(KEYS[:10]))
+    assert index.lookup(KEYS) == {"a": {ANY: 10, "host": 10}, "b": {ANY: 10, "host": 10}}
+    assert (len(index), counters["chunk_index_full"], index.is_complete) == (10, 30, False)
+    index.drop("a")
+    assert index.is_complete
+
+
+def test_tiers_beyond_sixteen_are_told_as_one():
+    index = ChunkIndex(1000, Counter())
+    for number in range(40):
+        index.add("a", f"disk {number}", KEYS[0])
+    (found,) = index.lookup(KEYS).values()
+    assert len(found) == chunk_index.TIERS + 1
+    assert found[OTHERS] == found["disk 3"] == found[ANY] == 1
+
+
+def test_equal_sets_of_places_are_one_object():
+    index = ChunkIndex(1000, Counter())
+    index.add("a", "host", b"".join(KEYS))
+    index.add("b", "host", b"".join(KEYS))
+    assert len({id(places) for of_byte in index._places for places in of_byte.values()}) == 1
+
+
+# ---- following ----------------------------------------------------------------------------------
+
+
+class Line:
+    """Between a follower in a node and the proxy, which loses some of what goes over it."""
+
+    def __init__(self, bed, rng, loss):
+        self.bed, self.rng, self.loss = bed, rng, loss
+        self.counters = Counter()
+        self.now = 0.0
+        self.to_proxy, self.to_node = [], []
+        self.epoch = 1
+        self.follower = Follower(bed.log, self.epoch, self.send)
+        self.index = ChunkIndex(100_000, self.counters)
+        self.following = Following(
+            self.index,
+            lambda node, ask: self.to_node.append(encode(ask)),
+            timeout_s=10.0,
+            clock=lambda: self.now,
+            faults=Faults(self.counters),
+            counters=self.counters,
+        )
+
+    def send(self, changes):
+        if len(self.to_proxy) >= 3:
+            return False
+        self.to_proxy.append(encode(changes))
+        return True
+
+    def _is_lost(self):
+        return self.rng.random() < self.loss
+
+    def pass_on(self):
+        """What is on its way arrives, or does not."""
+        frames, self.to_node = self.to_node, []
+        for frame in frames:
+            if not self._is_lost():
+                self.follower.asked(decode_from_proxy(frame))
+        self.bed.log.turn()
+        self.follower.turn()
+        frames, self.to_proxy = self.to_proxy, []
+        for frame in frames:
+            if not self._is_lost():
+                self.following.took("n", decode_to_proxy(frame))
+                if self.loss and self.rng.random() < 0.1:
+                    self.following.took("n", decode_to_proxy(frame))
+
+    def settle(self):
+        self.loss = 0.0
+        for _ in range(300):
+            self.following.heard("n", self.epoch)
+            self.pass_on()
+
+    def known(self):
+        found = {}
+        for of_byte in self.index._places:
+            for each in of_byte:
+                tiers = self.index.lookup([each]).get("n", {})
+                if tiers:
+                    found[each] = set(tiers) - {ANY}
+        return found
+
+
+@given(seed=st.integers(0, 1 << 30), loss=st.sampled_from([0.0, 0.01, 0.3]))
+def test_a_proxy_that_loses_frames_ends_with_what_is_there(tmp_path_factory, seed, loss):
+    rng = random.Random(seed)
+    bed = EventsBed(tmp_path_factory.mktemp("bed"), slots=6, ring_keys=rng.choice([5, 1000]))
+    try:
+        line = Line(bed, rng, loss)
+        for _ in range(60):
+            random_step(bed, rng)
+            if rng.random() < 0.3:
+                line.following.heard("n", line.epoch)
+            if rng.random() < 0.7:
+                line.pass_on()
+            if rng.random() < 0.02:
+                line.follower.gone()  # the line broke
+        line.settle()
+        assert line.known() == bed.truth()
+        assert line.following.is_complete
+    finally:
+        bed.close()
+
+
+@pytest.fixture
+def line(tmp_path):
+    bed = EventsBed(tmp_path, slots=6)
+    yield Line(bed, random.Random(1), 0.0)
+    bed.close()
+
+
+def test_a_proxy_that_does_not_read_is_sent_a_few_frames(line):
+    line.following.heard("n", 1)
+    line.pass_on()
+    sent = []
+    line.follower._send = lambda changes: sent.append(changes) or True
+    for number in range(5000):
+        line.bed.disk.put(number.to_bytes(16, "big"))
+        line.bed.log.turn()
+        line.follower.turn()
+    assert len(sent) <= WINDOW
+
+
+def test_a_node_in_a_new_life_is_asked_for_everything(line):
+    line.bed.disk.put(key(1))
+    line.settle()
+    assert line.known() == {key(1): {"disk"}}
+    line.bed.disk.there.clear()
+    line.bed.disk.put(key(2))
+    line.epoch = 2
+    line.bed.log.leave(line.follower)
+    line.follower = Follower(line.bed.log, 2, line.send)
+    line.settle()
+    assert line.known() == {key(2): {"disk"}}
+
+
+def test_a_silent_node_is_forgotten_and_comes_back(line):
+    line.bed.disk.put(key(1))
+    line.settle()
+    line.now = 11.0
+    line.following.look(None)
+    assert line.known() == {}
+    line.settle()
+    assert line.known() == {key(1): {"disk"}}
+    line.following.look({"others"})
+    assert line.known() == {}
+
+
+def test_a_large_change_goes_in_frames_of_bounded_size(line):
+    line.settle()
+    frames = []
+    send = line.follower._send
+    line.follower._send = lambda changes: frames.append(len(encode(changes))) or send(changes)
+    for number in range(10_000):
+        line.bed.disk.put(number.to_bytes(16, "big"))
+    line.settle()
+    assert len(line.index) == 10_000
+    assert len(frames) >= 3
+    assert max(frames) < 70_000
+
+
+def test_over_the_limit_there_is_one_warning(line, caplog):
+    line.index._limit = 5
+    for number in range(20):
+        line.bed.disk.put(key(number))
+        line.settle()
+    assert not line.following.is_complete
+    assert sum("--chunk-index-limit" in record.message for record in caplog.records) == 1
+    assert line.counters["chunk_index_full"] == 15
