@@ -473,7 +473,8 @@ class Leases(RuleBasedStateMachine):
         assert kept == store.kept_bytes <= CHUNKS * GRANULE_BYTES / 4
         [pool] = store.pools
         evictable = [chunk for chunk in chunks if chunk.is_evictable]
-        assert set(pool.order.peek()) == {chunk for chunk in chunks if chunk.is_in_order} == set(evictable)
+        # A policy leaves out of `peek` what it would spare now.
+        assert set(pool.order.peek()) <= {chunk for chunk in chunks if chunk.is_in_order} == set(evictable)
         assert sum(chunk.room_bytes for chunk in evictable) == pool.order.nbytes
         assert all(chunk.leased_until <= self.bed.now + 600 for chunk in leased)
 
