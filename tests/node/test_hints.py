@@ -247,6 +247,7 @@ def test_what_has_a_time_to_live_is_forgotten_after_it_everywhere(bed):
 def test_what_requests_share_lives_as_long_as_the_longest(bed):
     bed.request(range(8), Hints("", ttl_s=60.0))
     bed.request(range(4), Hints("", ttl_s=600.0))
+    bed.request(range(4), Hints("", ttl_s=5.0))
     bed.request(range(2))
     bed.wait(61)
     assert bed.there(range(8)) == [0, 1, 2, 3]
@@ -380,6 +381,14 @@ def test_who_reads_what_is_leased_does_not_make_it_evictable(bed):
     assert bed.there(range(4)) == [0, 1, 2, 3]
 
 
+def test_what_nobody_reads_is_leased_by_advice(bed):
+    bed.request(range(4))
+    assert outcomes(bed.advise(Hints("", lease_s=60.0), range(4))) == {"lease_s": "accepted"}
+    assert bed.service.store.available_bytes == (CHUNKS - 4) * GRANULE_BYTES
+    bed.flood(count=2 * CHUNKS)
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+
+
 def test_a_share_of_nothing_leases_nothing(beds):
     bed = beds(tenant_lease_share=0.0)
     assert outcomes(bed.request(range(4), Hints("", lease_s=60.0))) == {"lease_s": "refused"}
@@ -389,7 +398,7 @@ class Leases(RuleBasedStateMachine):
     """Never more than the shares, and all of it is given back. `run` gives it a place."""
 
     place = None
-    numbers = st.integers(0, 30).map(lambda first: range(first * 4, first * 4 + 12))
+    numbers = st.integers(0, 7).map(lambda first: range(first * 4, first * 4 + 12))
     tenants = st.sampled_from([b"", A, B])
 
     def __init__(self):
@@ -464,7 +473,8 @@ class Leases(RuleBasedStateMachine):
         assert kept == store.kept_bytes <= CHUNKS * GRANULE_BYTES / 4
         [pool] = store.pools
         evictable = [chunk for chunk in chunks if chunk.is_evictable]
-        assert set(pool.order.peek()) == {chunk for chunk in chunks if chunk.is_in_order} == set(evictable)
+        # A policy leaves out of `peek` what it would spare now.
+        assert set(pool.order.peek()) <= {chunk for chunk in chunks if chunk.is_in_order} == set(evictable)
         assert sum(chunk.room_bytes for chunk in evictable) == pool.order.nbytes
         assert all(chunk.leased_until <= self.bed.now + 600 for chunk in leased)
 
@@ -608,6 +618,7 @@ def test_the_name_of_a_session_finds_nothing_of_another_tenant(bed):
         for hints in (
             Hints("s", salt=salt, demote=[""]),
             Hints("x", salt=salt, demote=["s"]),
+            Hints("x", salt=salt, prefetch=["s"]),
             Hints("s", salt=salt, ttl_s=600.0, lease_s=60.0, priority=9, reuse_s=1.0, prefetch=[""], demote=["s"]),
         ):
             assert set(outcomes(bed.advise(hints)).values()) == {"refused"}
