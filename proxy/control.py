@@ -97,6 +97,7 @@ class Control:
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
         self._peers: dict[bytes, str] = {}  # names by route, in the order last heard of
+        self._routes: dict[str, bytes] = {}  # of each name the route that was heard of last
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
         self._peer_socket: PeerSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -139,6 +140,7 @@ class Control:
     def _forget(self) -> None:
         self._peer_socket = None
         self._peers.clear()
+        self._routes.clear()
 
     def cancel(self, transfer: str, nodes: Collection[str]) -> None:
         """Tell these nodes, all where the name of one is not known (""), without waiting.
@@ -165,13 +167,12 @@ class Control:
 
     def order(self, node: str, order: Order) -> str:
         """Tell one node to carry out a verb, without waiting; what was wrong, empty if nothing."""
-        # Of a name that was used again, the route that was heard of last is the one that is alive.
-        route = next((route for route, name in reversed(self._peers.items()) if name == node), None)
+        route = self._routes.get(node)
         if route is None or self._peer_socket is None:
             return "it is not connected"
         problem = self._peer_socket.post(route, messages.encode(order))
         if problem == GONE:
-            self._peers.pop(route, None)
+            self._forget_route(route)
         self._serve_soon()
         return problem
 
@@ -221,9 +222,14 @@ class Control:
         assert self._peer_socket is not None
         problem = self._peer_socket.post(peer, frame)
         if problem == GONE:
-            self._peers.pop(peer, None)
+            self._forget_route(peer)
         elif problem:
             self._on_drop("peer_full")
+
+    def _forget_route(self, route: bytes) -> None:
+        name = self._peers.pop(route, None)
+        if name is not None and self._routes.get(name) == route:
+            del self._routes[name]
 
     def _admits(self, key: str) -> bool:
         self._roster.refresh()
@@ -299,10 +305,11 @@ class Control:
             self._drop("not_its_name", arrival.key, text)
             return
         is_new = arrival.route not in self._peers
-        self._peers.pop(arrival.route, None)
+        self._forget_route(arrival.route)
         self._peers[arrival.route] = report.node
+        self._routes[report.node] = arrival.route
         if len(self._peers) > MAX_PEERS:
-            del self._peers[next(iter(self._peers))]
+            self._forget_route(next(iter(self._peers)))
         if is_new and self._list:
             self._send(self._list, [arrival.route])
         if len(report.engines) > MAX_ENGINES_OF_NODE:

@@ -42,7 +42,7 @@ def test_without_the_token_nothing_is_told_and_nothing_done(tmp_path, token, cap
     assert TOKEN not in caplog.text
 
 
-def test_the_token_is_read_again_when_its_file_changes(tmp_path):
+def test_the_token_is_read_again_when_its_file_changes(tmp_path, caplog):
     async def main():
         async with stage(tmp_path, "a") as made:
             file, other = tmp_path / "token", secrets.token_hex(32)
@@ -59,6 +59,8 @@ def test_the_token_is_read_again_when_its_file_changes(tmp_path):
             assert (await made.post("query_ip", token=other))[0] == 503
 
     run(main)
+    assert "nobody may say verbs: token file" in caplog.text
+    assert "chmod 600" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -234,8 +236,11 @@ def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, body, err
             assert text in message
             assert all(node.verbs == [] for node in made.nodes.values())
             place = made.made.proxy._cache._instances.place
-            assert (place("b/c/disk x").nodes, place("b/c/disk x").tier) == (("b/c",), "disk x")
-            assert (place("b/c").nodes, place("b/c").tier) == (("b/c",), "")
+            assert ([each.name for each in place("b/c/disk x").instances], place("b/c/disk x").tier) == (
+                ["b/c"],
+                "disk x",
+            )
+            assert ([each.name for each in place("b/c").instances], place("b/c").tier) == (["b/c"], "")
 
     run(main)
 
