@@ -15,6 +15,8 @@ from pdx.wire.messages import (
     Abort,
     Admit,
     Admitted,
+    Advise,
+    Advised,
     Arriving,
     Bye,
     Cancel,
@@ -301,3 +303,20 @@ def test_a_verb_in_which_the_node_fails_is_refused_and_the_node_lives_on(place, 
         assert outcome_of(Find(Selection([KEY]))).hits == 0
         monkeypatch.setattr("pdx.node.daemon.MAX_FRAME_BYTES", 10)
         assert "more than 10 bytes" in outcome_of(Find(Selection([KEY]))).text
+
+
+def test_the_node_answers_advice_that_comes_by_way_of_the_proxy(node, proxy, attach):
+    client = attach(node)
+    proxy.report()
+    admitted = client.ask(Admit([KEY], GRANULE_BYTES, lease_s=1.0, hints=Hints("s", salt=b"tenant")))
+    client.ask(Fill(admitted.granted_slots, layers=1, seal=True))
+    answers = {}
+    for number, hints in enumerate((Hints("s", salt=b"tenant", lease_s=9.0), Hints("s", lease_s=9.0)), start=5):
+        proxy.send(encode(Advise(hints, number=number)))
+        told = proxy.report_where(lambda report: isinstance(report, Advised))
+        answers[told.number] = {verdict.field: verdict.outcome for verdict in told.verdicts}
+    assert answers == {
+        5: {"lease_s": "accepted", "session": "accepted"},
+        6: {"lease_s": "refused", "session": "refused"},
+    }
+    client.ask(Delete([KEY]))
