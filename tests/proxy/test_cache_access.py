@@ -12,7 +12,9 @@ import aiohttp
 import pytest
 from cache_stage import KEY, SHAPE, TOKEN, refused, stage
 from proxy_harness import run, until
+from proxy_process import proxy_process
 
+from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
 from pdx.proxy.cache import access, routes
@@ -362,6 +364,24 @@ def test_a_proxy_that_is_started_again_finds_jobs_by_their_names(tmp_path):
                 assert (await made.ok("check_finish", job="a:3f-7"))["state"] == "running"
                 numbers.append(made.nodes["a"].orders[0].number)
         assert abs(numbers[0] - numbers[1]) > 1000, "an answer to its last life is none to this one"
+
+    run(main)
+
+
+def test_the_token_is_an_option_of_the_command(tmp_path):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+
+    async def main():
+        (port,) = free_ports(1)
+        options = ("--admin", f"127.0.0.1:{port}", "--cache-token-file", str(token))
+        async with proxy_process(tmp_path, *options) as made:
+            for shown, status in ((TOKEN, 200), ("x" * 32, 401)):
+                headers = {"Authorization": f"Bearer {shown}"}
+                url = f"http://127.0.0.1:{port}/cache/health"
+                async with made.client.post(url, json={}, headers=headers) as response:
+                    assert response.status == status
 
     run(main)
 
