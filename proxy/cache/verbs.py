@@ -13,6 +13,7 @@ from typing import Any
 
 from pdx.errors import ConfigError, NodeUnavailable, PdxError, SelectionError, VerbRefused
 from pdx.proxy.cache.bodies import (
+    AdviseBody,
     ClearBody,
     EvictBody,
     JobBody,
@@ -29,8 +30,12 @@ from pdx.proxy.cache.instances import Instance, Instances, Place, model_of
 from pdx.proxy.cache.orders import Orders
 from pdx.proxy.cache.prompts import Prompts, What
 from pdx.proxy.cache.shown import shown, split_job
+from pdx.proxy.hints import advice
 from pdx.security.address import address_host
+from pdx.wire.hints import Verdict
 from pdx.wire.messages import (
+    Advise,
+    Advised,
     Clear,
     EndJob,
     Evict,
@@ -178,6 +183,16 @@ class Verbs:
     async def jobs(self, body: OfNodes) -> Json:
         """All jobs that nodes know of."""
         return await self._named(body.instances, Jobs(), body.wait_s)
+
+    async def advise(self, body: AdviseBody) -> Json:
+        """Hints about what the last request of a session used. Each field has a verdict of each node."""
+        envelope = advice(bytes(body.hints), body.cache_salt)
+        answer = await self._named(body.instances, Advise(envelope.hints), body.wait_s)
+        for entry in answer["instances"].values():
+            if entry["type"] == Advised.__name__:
+                verdicts = [Verdict(**verdict) for verdict in entry.pop("verdicts")]
+                entry["fields"] = {each.field: each.told for each in envelope.answer(verdicts)}
+        return answer
 
     # ---- done in one place, or in all --------------------------------------------------------
 
