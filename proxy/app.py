@@ -28,7 +28,6 @@ from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange, Outcome
 from pdx.proxy.following import Following
 from pdx.proxy.health import Health
-from pdx.proxy.hints import Advice
 from pdx.proxy.leg import Legs, engine_socket
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
@@ -106,7 +105,6 @@ class Proxy:
             on_explained=lambda explained: self._explainer.told(explained),
             on_reply=lambda node, reply: self._cache.replied(node, reply),
             on_controller=lambda *said: self._cache.said(*said),
-            on_advised=lambda node, advised: self._advice.told(node, advised),
             on_changes=self._take_changes,
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
@@ -141,7 +139,6 @@ class Proxy:
             clock=self._clock,
             index=self._following.lookup if self._following is not None else None,
         )
-        self._advice = Advice(self._control.advise)
         self._warned_stripped = False
 
     def app(self) -> web.Application:
@@ -161,8 +158,7 @@ class Proxy:
 
     def admin_app(self) -> web.Application:
         """What only those may ask who run this proxy: it tells of all clients' requests."""
-        app = web.Application(middlewares=[self._contain], client_max_size=hints.MAX_BYTES)
-        app.router.add_post("/pdx/hints", self._advise)
+        app = web.Application(middlewares=[self._contain])
         app.router.add_get("/metrics", self._expose)
         app.router.add_get("/pdx/requests", self._requests)
         app.router.add_get("/pdx/requests/{transfer}", self._request)
@@ -407,15 +403,6 @@ class Proxy:
             verdicts = await self._explainer.verdicts(hinted.name) if response.status == 200 else []
             told = [verdict.as_member for verdict in hinted.envelope.answer(verdicts)]
             response.headers[hints.HEADER] = ", ".join(told)
-
-    async def _advise(self, request: web.Request) -> web.Response:
-        try:
-            if request.content_type != "application/json":  # no page of others can send that unasked
-                raise RequestRefused(400, "the request must have Content-Type: application/json")
-            told = await self._advice.give(await request.read())
-        except RequestRefused as refusal:
-            return error_response(refusal.status, str(refusal))
-        return web.Response(body=msgspec.json.encode({"nodes": told}), content_type="application/json")
 
     def _note_stripped(self) -> None:
         self._metrics.stripped.inc()

@@ -32,8 +32,6 @@ from pdx.wire import messages
 from pdx.wire.burst import burst
 from pdx.wire.hints import Hints
 from pdx.wire.messages import (
-    Advise,
-    Advised,
     Arriving,
     Bye,
     Cancel,
@@ -79,7 +77,6 @@ class Control:
         on_explained: Callable[[Explained], None] = lambda _: None,
         on_reply: Callable[[str, Reply], None] = lambda _node, _reply: None,
         on_controller: Callable[[bytes, str, Rights, FromController], None] = lambda *_: None,
-        on_advised: Callable[[str, Advised], None] = lambda *_: None,
         on_changes: Callable[[str, Changes], None] = lambda node, changes: None,
         on_drop: Callable[[str], None],
         keys: str = "",
@@ -100,12 +97,12 @@ class Control:
         self._on_explained = on_explained
         self._on_reply = on_reply
         self._on_controller = on_controller
-        self._on_advised = on_advised
         self._on_changes = on_changes
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
         self._peers: dict[bytes, str] = {}  # names by route, in the order last heard of
+        self._routes: dict[str, bytes] = {}  # of each name the route that was heard of last
         self._list = b""  # the last `PeerList` as a frame, empty: none yet
         self._peer_socket: PeerSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,6 +145,7 @@ class Control:
     def _forget(self) -> None:
         self._peer_socket = None
         self._peers.clear()
+        self._routes.clear()
 
     def cancel(self, transfer: str, nodes: Collection[str]) -> None:
         """Tell these nodes, all where the name of one is not known (""), without waiting.
@@ -164,11 +162,6 @@ class Control:
         """Likewise, where names are known: a request of this session of its tenant comes to engines of theirs."""
         self._tell(Arriving(hints.session, hints.salt), {name for name in nodes if name})
 
-    def advise(self, message: Advise) -> int:
-        """Tell all nodes what an application says; how many there are. `on_advised` hears their answers."""
-        self._send(messages.encode(message), list(self._peers))
-        return len(set(self._peers.values()))
-
     def ask_why(self, request: str) -> None:
         """Ask all nodes what they know of this request; `on_explained` hears of it."""
         self._send(messages.encode(Why(request)), list(self._peers))
@@ -183,13 +176,12 @@ class Control:
 
     def order(self, node: str, order: Order) -> str:
         """Tell one node to carry out a verb, without waiting; what was wrong, empty if nothing."""
-        # Of a name that was used again, the route that was heard of last is the one that is alive.
-        route = next((route for route, name in reversed(self._peers.items()) if name == node), None)
+        route = self._routes.get(node)
         if route is None or self._peer_socket is None:
             return "it is not connected"
         problem = self._peer_socket.post(route, messages.encode(order))
         if problem == GONE:
-            self._peers.pop(route, None)
+            self._forget_route(route)
         self._serve_soon()
         return problem
 
@@ -239,9 +231,14 @@ class Control:
         assert self._peer_socket is not None
         problem = self._peer_socket.post(peer, frame)
         if problem == GONE:
-            self._peers.pop(peer, None)
+            self._forget_route(peer)
         elif problem:
             self._on_drop("peer_full")
+
+    def _forget_route(self, route: bytes) -> None:
+        name = self._peers.pop(route, None)
+        if name is not None and self._routes.get(name) == route:
+            del self._routes[name]
 
     def _admits(self, key: str) -> bool:
         self._roster.refresh()
@@ -305,7 +302,7 @@ class Control:
         if isinstance(report, (Hello, Order, Ping, Bye)):
             self._take_of_controller(arrival, report)
             return
-        if isinstance(report, (Explained, Reply, Advised)):
+        if isinstance(report, (Explained, Reply)):
             self._take_answer(arrival, report)
             return
         if isinstance(report, Changes):
@@ -322,10 +319,11 @@ class Control:
             self._drop("not_its_name", arrival.key, text)
             return
         is_new = arrival.route not in self._peers
-        self._peers.pop(arrival.route, None)
+        self._forget_route(arrival.route)
         self._peers[arrival.route] = report.node
+        self._routes[report.node] = arrival.route
         if len(self._peers) > MAX_PEERS:
-            del self._peers[next(iter(self._peers))]
+            self._forget_route(next(iter(self._peers)))
         if is_new and self._list:
             self._send(self._list, [arrival.route])
         if len(report.engines) > MAX_ENGINES_OF_NODE:
@@ -335,7 +333,7 @@ class Control:
         engines = [each for each in report.engines[:MAX_ENGINES_OF_NODE] if self._is_believed(report, each)]
         self._on_report(msgspec.structs.replace(report, engines=engines))
 
-    def _take_answer(self, arrival: Arrival, answer: Explained | Reply | Advised) -> None:
+    def _take_answer(self, arrival: Arrival, answer: Explained | Reply) -> None:
         node = self._peers.get(arrival.route)
         if node is None:
             return
@@ -346,8 +344,6 @@ class Control:
             )
         elif isinstance(answer, Reply):
             self._on_reply(node, answer)
-        elif isinstance(answer, Advised):
-            self._on_advised(node, answer)
         else:
             self._on_explained(answer)
 

@@ -67,8 +67,8 @@ from pdx.cli.options import option
 @option(
     "--admin",
     metavar="ADDRESS",
-    help="Serve /metrics, /pdx/requests and /pdx/hints, without a key, at HOST:PORT or a Unix socket's /path; /cache, "
-    "too, at a Unix socket or with --cache-token-file. [default: nowhere]",
+    help="Serve /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path; /cache, too, at a "
+    "Unix socket or with --cache-token-file. [default: nowhere]",
 )
 @option(
     "--cache-token-file",

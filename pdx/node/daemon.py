@@ -39,7 +39,6 @@ from pdx.telemetry.clock import WakingClock
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
-    Advise,
     Answer,
     Arriving,
     Bye,
@@ -356,8 +355,6 @@ class Daemon:
         for message in self._proxy.receive():
             with self._faults.contain("a message of the proxy"):
                 match message:
-                    case Advise():
-                        self._proxy.send(self.service.hinting.advise(message, (), is_named=False))
                     case Arriving(session, salt):
                         self.service.look_ahead.arriving((salt, session))
                     case Cancel(transfer):

@@ -88,13 +88,13 @@ class Hinting:
             wanted = self._look_ahead.last((hints.salt, hints.session)) if hints.session else None
         self._counters["advised"] += 1
         if wanted is not None:
-            return Advised(self._carry_out(hints, Target(wanted)), ask.number)
+            return Advised(self._carry_out(hints, Target(wanted)))
         about = "no request of this session is known here" if hints.session else "neither keys nor a session are named"
         named = [field for field in ("prefetch", "demote") if any(getattr(hints, field))]
         found = [*self._of_sessions(hints, named, None)]
         known = {verdict.field for verdict in found}
         others = [name for name in hints.asks if name not in known]
-        return Advised([*found, *(Verdict(name, "refused", about) for name in others)], ask.number)
+        return Advised([*found, *(Verdict(name, "refused", about) for name in others)])
 
     # ---- field by field ---------------------------------------------------------------------
 

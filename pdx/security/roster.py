@@ -33,6 +33,7 @@ from pdx.errors import ConfigError, PeerUnknown
 from pdx.security.address import check_address
 from pdx.security.curve_keys import check_key
 from pdx.wire.messages import (
+    Advise,
     Clear,
     EndJob,
     Evict,
@@ -69,6 +70,7 @@ RIGHTS_TO: Mapping[type[Message], str] = {
     Models: "models",
     Status: "health",
     Why: "why",
+    Advise: "advise",
 }
 _MAX_FILE_BYTES = 1 << 20
 _MAX_WARNED = 4096

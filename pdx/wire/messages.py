@@ -295,13 +295,12 @@ class Advise(Message, frozen=True):
     """An application says something of the future of `keys`, in each of so many shards, or, without keys, of what the
     last request of `hints.session` used. Of another tenant (`hints.salt`) nothing is found by its name. `Advised`.
 
-    From the proxy, which gives it a `number`: of chunks in the node's first arena.
+    From a controller: of chunks in the node's first arena.
     """
 
     hints: Hints
     keys: Keys = []
     shards: ShardCount = 1
-    number: Number = 0
 
 
 class Cancel(Message, frozen=True):
@@ -518,10 +517,9 @@ class Done(Message, frozen=True):
 
 
 class Advised(Message, frozen=True):
-    """What became of an `Advise` of this number, for each field of its hints that says something."""
+    """What became of an `Advise`, for each field of its hints that says something."""
 
     verdicts: Verdicts = []
-    number: Number = 0
 
 
 class Refused(Message, frozen=True):
@@ -956,8 +954,8 @@ class Reply(Message, frozen=True):
     outcome: Outcome
 
 
-ToProxy = Advised | NodeReport | Explained | Changes | Reply | Hello | Order | Ping | Bye
-FromProxy = Advise | Arriving | Cancel | Follow | Order | PeerList | Prefilled | Why
+ToProxy = NodeReport | Explained | Changes | Reply | Hello | Order | Ping | Bye
+FromProxy = Arriving | Cancel | Follow | Order | PeerList | Prefilled | Why
 ToController = Welcome | Refused | Reply | PeerList
 
 

@@ -110,6 +110,7 @@ class Access:
             if scheme.lower() == "bearer" and self._token.is_shown(token.strip()):
                 return
         except ConfigError as error:
+            self._faults.warn("cache_token_file", f"nobody may say verbs: {error}")
             raise RequestRefused(503, "the proxy's token file cannot be used; see its log") from error
         self._fail(address)
         text = "the token is wrong" if header else "a token is needed: Authorization: Bearer TOKEN"

@@ -23,7 +23,7 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     wait_s: WaitSeconds = WAIT_S  # that each node has to answer
 
 
-class OfNodes(_Body, frozen=True):
+class OfNodes(_Body, kw_only=True, frozen=True):
     """Of several nodes; of none: of all."""
 
     instances: Names = ()
@@ -96,6 +96,13 @@ class WhyBody(OfNodes, frozen=True):
     """A part of the name of a request; empty: the last ones."""
 
     request: Name = ""
+
+
+class AdviseBody(OfNodes, kw_only=True, frozen=True):
+    """An envelope of hints that names a session, of the tenant of that salt."""
+
+    hints: msgspec.Raw
+    cache_salt: str = ""
 
 
 class JobBody(_Body, frozen=True):

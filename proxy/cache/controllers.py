@@ -132,7 +132,7 @@ class Controllers:
 
     async def _outcome(self, order: Order) -> Outcome:
         try:
-            self._instances.check_heard(order.node)
+            self._instances.check_heard(self._instances.get(order.node))
             return await self._orders.ask(order.node, order.verb, WAIT_S)
         except PdxError as error:
             return Refused.of(error)

@@ -28,7 +28,7 @@ class Instance(msgspec.Struct, frozen=True):
 class Place(msgspec.Struct, frozen=True):
     """Where a verb goes: to these nodes, and there to this tier; empty: none is named."""
 
-    nodes: tuple[str, ...]
+    instances: tuple[Instance, ...]
     tier: str
     is_one: bool
 
@@ -78,10 +78,14 @@ class Instances:
                 raise _unknown(name, known)
         return {name: known[name] for name in names} if names else known
 
-    def check_heard(self, name: str) -> None:
-        """:raises SelectionError: nobody is called so. :raises NodeUnavailable: it has not been heard of lately."""
-        if problem := self.problem(self.named([name])[name]):
-            raise NodeUnavailable(f"node {name!r} {problem}")
+    def get(self, name: str) -> Instance:
+        """The one of this name. :raises SelectionError: there is none."""
+        return self.named([name])[name]
+
+    def check_heard(self, instance: Instance) -> None:
+        """:raises NodeUnavailable: it has not been heard of lately."""
+        if problem := self.problem(instance):
+            raise NodeUnavailable(f"node {instance.name!r} {problem}")
 
     def problem(self, instance: Instance) -> str:
         """Why it cannot be told anything, empty: it can."""
@@ -102,12 +106,12 @@ class Instances:
         known = self.all()
         head, _, tier = address.partition("/")
         if head == ALL:
-            return Place(tuple(known), tier, is_one=False)
+            return Place(tuple(known.values()), tier, is_one=False)
         # A name may have slashes: the longest one that is known counts.
         ends = [at for at, char in enumerate(address) if char == "/"]
         for end in (len(address), *reversed(ends)):
             if address[:end] in known:
-                return Place((address[:end],), address[end + 1 :], is_one=True)
+                return Place((known[address[:end]],), address[end + 1 :], is_one=True)
         raise _unknown(head, known)
 
     def tier(self, address: str, what: str) -> Place:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pdx.errors import NodeUnavailable, ProtocolError
 from pdx.telemetry.faults import Faults, printable
 from pdx.wire.messages import (
+    Advise,
+    Advised,
     Clear,
     Effect,
     EndJob,
@@ -43,6 +45,7 @@ from pdx.wire.messages import (
 AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, reports included
 # What a node may answer to each verb, beside `Refused`.
 ANSWERS: Mapping[type[Message], tuple[type[Message], ...]] = {
+    Advise: (Advised,),
     Clear: (Effect,),
     EndJob: (JobStatus,),
     Evict: (Effect,),

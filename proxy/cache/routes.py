@@ -31,6 +31,7 @@ from pdx.errors import (
 from pdx.proxy.body import LARGE_BYTES, Intake
 from pdx.proxy.cache.access import Access
 from pdx.proxy.cache.bodies import (
+    AdviseBody,
     ClearBody,
     EvictBody,
     JobBody,
@@ -85,6 +86,7 @@ class Routes:
             "ls": verb(ListBody, verbs.ls),
             "why": verb(WhyBody, verbs.why),
             "jobs": verb(OfNodes, verbs.jobs),
+            "advise": verb(AdviseBody, verbs.advise),
             "clear": verb(ClearBody, verbs.clear),
             "pin": verb(OfChunks, verbs.pin),
             "unpin": verb(OfChunks, verbs.unpin),

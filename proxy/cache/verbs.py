@@ -13,6 +13,7 @@ from typing import Any
 
 from pdx.errors import ConfigError, NodeUnavailable, PdxError, SelectionError, VerbRefused
 from pdx.proxy.cache.bodies import (
+    AdviseBody,
     ClearBody,
     EvictBody,
     JobBody,
@@ -25,12 +26,16 @@ from pdx.proxy.cache.bodies import (
     VerifyBody,
     WhyBody,
 )
-from pdx.proxy.cache.instances import Instance, Instances, model_of
+from pdx.proxy.cache.instances import Instance, Instances, Place, model_of
 from pdx.proxy.cache.orders import Orders
 from pdx.proxy.cache.prompts import Prompts, What
 from pdx.proxy.cache.shown import shown, split_job
+from pdx.proxy.hints import advice
 from pdx.security.address import address_host
+from pdx.wire.hints import Verdict
 from pdx.wire.messages import (
+    Advise,
+    Advised,
     Clear,
     EndJob,
     Evict,
@@ -101,7 +106,7 @@ class Verbs:
                     answer["hits"][name] = tiers.pop(ANY_TIER, 0)
                     answer["instances"][name] = tiers
                 return {**answer, "source": "index"}
-        asked = {name: self._found(name, chosen.selection, body.wait_s) for name in nodes}
+        asked = {name: self._found(each, chosen.selection, body.wait_s) for name, each in nodes.items()}
         for name, outcome in (await _together(asked)).items():
             if isinstance(outcome, Refused):
                 if len(body.instances) == 1:
@@ -118,14 +123,14 @@ class Verbs:
                 answer["asking"][name] = outcome.asking
         return answer
 
-    async def _found(self, node: str, what: Selection, wait_s: float) -> Outcome:
+    async def _found(self, instance: Instance, what: Selection, wait_s: float) -> Outcome:
         """What a node has, once all its tiers have answered, or what is known of it by then."""
         loop = asyncio.get_running_loop()
         until, pause_s, last = loop.time() + wait_s, _AGAIN_S, None
         while True:
             left_s = until - loop.time()
             try:
-                found = await self._ask(node, Find(what), max(left_s, 0.001))
+                found = await self._ask(instance, Find(what), max(left_s, 0.001))
             except NodeUnavailable:
                 if last is None:
                     raise
@@ -152,7 +157,7 @@ class Verbs:
     async def health(self, body: OfNodes) -> Json:
         """How nodes are. One that is not reachable is an entry as well, never an error."""
         nodes = self._instances.named(body.instances)
-        asked = await _together({name: self._ask(name, Status(), body.wait_s) for name in nodes})
+        asked = await _together({name: self._ask(each, Status(), body.wait_s) for name, each in nodes.items()})
         return _entries({name: self._health(each, asked[name]) for name, each in nodes.items()})
 
     def _health(self, instance: Instance, outcome: Outcome) -> Json:
@@ -169,23 +174,33 @@ class Verbs:
 
     async def ls(self, body: ListBody) -> Json:
         """What nodes have in memory."""
-        return await self._several(body.instances, List(body.session, body.model), body.wait_s)
+        return await self._named(body.instances, List(body.session, body.model), body.wait_s)
 
     async def why(self, body: WhyBody) -> Json:
         """Why chunks of requests were hits or not."""
-        return await self._several(body.instances, Why(body.request), body.wait_s)
+        return await self._named(body.instances, Why(body.request), body.wait_s)
 
     async def jobs(self, body: OfNodes) -> Json:
         """All jobs that nodes know of."""
-        return await self._several(body.instances, Jobs(), body.wait_s)
+        return await self._named(body.instances, Jobs(), body.wait_s)
+
+    async def advise(self, body: AdviseBody) -> Json:
+        """Hints about what the last request of a session used. Each field has a verdict of each node."""
+        envelope = advice(bytes(body.hints), body.cache_salt)
+        answer = await self._named(body.instances, Advise(envelope.hints), body.wait_s)
+        for entry in answer["instances"].values():
+            if entry["type"] == Advised.__name__:
+                verdicts = [Verdict(**verdict) for verdict in entry.pop("verdicts")]
+                entry["fields"] = {each.field: each.told for each in envelope.answer(verdicts)}
+        return answer
 
     # ---- done in one place, or in all --------------------------------------------------------
 
     async def clear(self, body: ClearBody) -> Json:
         """Forget chunks."""
-        place = self._instances.place(body.at)
         what = Selection() if body.everything and _says_nothing(body) else await self._selection(body)
-        return await self._at(body.at, Clear(what, place.tier, body.everything, body.dry_run), body.wait_s)
+        place = self._instances.place(body.at)
+        return await self._at(place, Clear(what, place.tier, body.everything, body.dry_run), body.wait_s)
 
     async def pin(self, body: OfChunks) -> Json:
         """Keep chunks in a tier."""
@@ -196,38 +211,34 @@ class Verbs:
         return await self._pin(body, pinned=False)
 
     async def _pin(self, body: OfChunks, *, pinned: bool) -> Json:
+        what = await self._selection(body)
         place = self._instances.place(body.at)
-        verb = PinIn(await self._selection(body), place.tier, pinned, body.dry_run)
-        return await self._at(body.at, verb, body.wait_s)
+        return await self._at(place, PinIn(what, place.tier, pinned, body.dry_run), body.wait_s)
 
     async def evict(self, body: EvictBody) -> Json:
         """Free an arena of what is worth least."""
         place = self._instances.place(body.at)
-        return await self._at(body.at, Evict(body.below, body.nbytes, place.tier, body.dry_run), body.wait_s)
+        return await self._at(place, Evict(body.below, body.nbytes, place.tier, body.dry_run), body.wait_s)
 
     # ---- jobs of one node --------------------------------------------------------------------
 
     async def move(self, body: MoveBody) -> Json:
         """Copy chunks to another tier, and drop them. The job is the node's that has them."""
+        what = await self._selection(body)
         source, target = self._instances.tier(body.source, "source"), self._instances.tier(body.target, "target")
-        (node,), (goal,) = source.nodes, target.nodes
-        self._instances.check_heard(goal)
-        verb = Move(
-            await self._selection(body),
-            source.tier,
-            target.tier,
-            node=goal if goal != node else "",
-            keeps=body.keeps,
-            dry_run=body.dry_run,
-        )
-        return await self._one(node, verb, body.wait_s)
+        (here,), (there,) = source.instances, target.instances
+        self._instances.check_heard(there)
+        goal = there.name if there.name != here.name else ""
+        verb = Move(what, source.tier, target.tier, node=goal, keeps=body.keeps, dry_run=body.dry_run)
+        return await self._one(here, verb, body.wait_s)
 
     async def compress(self, body: RecodeBody) -> Json:
         """Store chunks by another codec."""
+        what = await self._selection(body)
         place = self._instances.tier(body.at, "at")
         new_keys = [bytes.fromhex(key) for key in body.new_keys or ()]
-        verb = Recode(await self._selection(body), place.tier, body.method, new_keys, body.dry_run)
-        return await self._one(place.nodes[0], verb, body.wait_s)
+        verb = Recode(what, place.tier, body.method, new_keys, body.dry_run)
+        return await self._one(place.instances[0], verb, body.wait_s)
 
     async def decompress(self, body: RecodeBody) -> Json:
         """Store chunks as they are."""
@@ -238,51 +249,50 @@ class Verbs:
     async def verify(self, body: VerifyBody) -> Json:
         """Read a tier that is a disk, and compare digests."""
         place = self._instances.tier(body.at, "at")
-        return await self._one(place.nodes[0], Verify(place.tier, body.remove, body.dry_run), body.wait_s)
+        return await self._one(place.instances[0], Verify(place.tier, body.remove, body.dry_run), body.wait_s)
 
     async def check_finish(self, body: JobBody) -> Json:
         """How a job is doing."""
         node, job = split_job(body.job)
-        return await self._one(node, Jobs(job), body.wait_s)
+        return await self._one(self._instances.get(node), Jobs(job), body.wait_s)
 
     async def cancel(self, body: JobBody) -> Json:
         """End a job."""
         node, job = split_job(body.job)
-        return await self._one(node, EndJob(job), body.wait_s)
+        return await self._one(self._instances.get(node), EndJob(job), body.wait_s)
 
     # ---- what they have in common ------------------------------------------------------------
 
     async def _selection(self, body: OfChunks | MoveBody) -> Selection:
         return (await self._prompts.choose(body)).selection
 
-    async def _ask(self, node: str, verb: Verb, wait_s: float) -> Outcome:
-        self._instances.check_heard(node)
-        return await self._orders.ask(node, verb, wait_s)
+    async def _ask(self, instance: Instance, verb: Verb, wait_s: float) -> Outcome:
+        self._instances.check_heard(instance)
+        return await self._orders.ask(instance.name, verb, wait_s)
 
-    async def _one(self, node: str, verb: Verb, wait_s: float) -> Json:
-        outcome = await self._ask(node, verb, wait_s)
+    async def _one(self, instance: Instance, verb: Verb, wait_s: float) -> Json:
+        outcome = await self._ask(instance, verb, wait_s)
         if isinstance(outcome, Refused):
             raise VerbRefused(outcome.error, outcome.text)
-        return {**shown(outcome, node), "instance": node}
+        return {**shown(outcome, instance.name), "instance": instance.name}
 
-    async def _at(self, address: str, verb: Verb, wait_s: float) -> Json:
-        place = self._instances.place(address)
-        if place.is_one:
-            return await self._several(place.nodes, verb, wait_s)
-        return _entries(await self._outcomes(place.nodes, verb, wait_s))
+    async def _at(self, place: Place, verb: Verb, wait_s: float) -> Json:
+        return await self._several(place.instances, verb, wait_s, is_one=place.is_one)
 
-    async def _several(self, names: Sequence[str], verb: Verb, wait_s: float) -> Json:
-        """Of these nodes, of none: of all. What is wrong with the only one that was named is an error."""
-        if len(names) == 1:
-            outcome = await self._ask(names[0], verb, wait_s)
+    async def _named(self, names: Collection[str], verb: Verb, wait_s: float) -> Json:
+        instances = self._instances.named(names)
+        return await self._several(instances.values(), verb, wait_s, is_one=len(names) == 1)
+
+    async def _several(self, instances: Collection[Instance], verb: Verb, wait_s: float, *, is_one: bool) -> Json:
+        """An entry for each. `is_one`: the only one was named, and what is wrong with it is an error."""
+        if is_one:
+            (instance,) = instances
+            outcome = await self._ask(instance, verb, wait_s)
             if isinstance(outcome, Refused):
                 raise VerbRefused(outcome.error, outcome.text)
-            return _entries({names[0]: shown(outcome, names[0])})
-        return _entries(await self._outcomes(self._instances.named(names), verb, wait_s))
-
-    async def _outcomes(self, names: Collection[str], verb: Verb, wait_s: float) -> Json:
-        outcomes = await _together({name: self._ask(name, verb, wait_s) for name in names})
-        return {name: shown(outcome, name) for name, outcome in outcomes.items()}
+            return _entries({instance.name: shown(outcome, instance.name)})
+        outcomes = await _together({each.name: self._ask(each, verb, wait_s) for each in instances})
+        return _entries({name: shown(outcome, name) for name, outcome in outcomes.items()})
 
 
 async def _together(asked: Mapping[str, Coroutine[None, None, Outcome]]) -> dict[str, Outcome]:

@@ -16,7 +16,6 @@ from pdx.wire.messages import (
     Admit,
     Admitted,
     Advise,
-    Advised,
     Arriving,
     Bye,
     Cancel,
@@ -312,9 +311,8 @@ def test_the_node_answers_advice_that_comes_by_way_of_the_proxy(node, proxy, att
     client.ask(Fill(admitted.granted_slots, layers=1, seal=True))
     answers = {}
     for number, hints in enumerate((Hints("s", salt=b"tenant", lease_s=9.0), Hints("s", lease_s=9.0)), start=5):
-        proxy.send(encode(Advise(hints, number=number)))
-        told = proxy.report_where(lambda report: isinstance(report, Advised))
-        answers[told.number] = {verdict.field: verdict.outcome for verdict in told.verdicts}
+        told = proxy.order(Advise(hints), number)
+        answers[number] = {verdict.field: verdict.outcome for verdict in told.verdicts}
     assert answers == {
         5: {"lease_s": "accepted", "session": "accepted"},
         6: {"lease_s": "refused", "session": "refused"},

@@ -12,7 +12,9 @@ import aiohttp
 import pytest
 from cache_stage import KEY, SHAPE, TOKEN, refused, stage
 from proxy_harness import run, until
+from proxy_process import proxy_process
 
+from pdx.cli.ports import free_ports
 from pdx.errors import ConfigError
 from pdx.proxy.app import Proxy
 from pdx.proxy.cache import access, routes
@@ -42,7 +44,7 @@ def test_without_the_token_nothing_is_told_and_nothing_done(tmp_path, token, cap
     assert TOKEN not in caplog.text
 
 
-def test_the_token_is_read_again_when_its_file_changes(tmp_path):
+def test_the_token_is_read_again_when_its_file_changes(tmp_path, caplog):
     async def main():
         async with stage(tmp_path, "a") as made:
             file, other = tmp_path / "token", secrets.token_hex(32)
@@ -59,6 +61,8 @@ def test_the_token_is_read_again_when_its_file_changes(tmp_path):
             assert (await made.post("query_ip", token=other))[0] == 503
 
     run(main)
+    assert "nobody may say verbs: token file" in caplog.text
+    assert "chmod 600" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -234,8 +238,11 @@ def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, body, err
             assert text in message
             assert all(node.verbs == [] for node in made.nodes.values())
             place = made.made.proxy._cache._instances.place
-            assert (place("b/c/disk x").nodes, place("b/c/disk x").tier) == (("b/c",), "disk x")
-            assert (place("b/c").nodes, place("b/c").tier) == (("b/c",), "")
+            assert ([each.name for each in place("b/c/disk x").instances], place("b/c/disk x").tier) == (
+                ["b/c"],
+                "disk x",
+            )
+            assert ([each.name for each in place("b/c").instances], place("b/c").tier) == (["b/c"], "")
 
     run(main)
 
@@ -357,6 +364,24 @@ def test_a_proxy_that_is_started_again_finds_jobs_by_their_names(tmp_path):
                 assert (await made.ok("check_finish", job="a:3f-7"))["state"] == "running"
                 numbers.append(made.nodes["a"].orders[0].number)
         assert abs(numbers[0] - numbers[1]) > 1000, "an answer to its last life is none to this one"
+
+    run(main)
+
+
+def test_the_token_is_an_option_of_the_command(tmp_path):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+
+    async def main():
+        (port,) = free_ports(1)
+        options = ("--admin", f"127.0.0.1:{port}", "--cache-token-file", str(token))
+        async with proxy_process(tmp_path, *options) as made:
+            for shown, status in ((TOKEN, 200), ("x" * 32, 401)):
+                headers = {"Authorization": f"Bearer {shown}"}
+                url = f"http://127.0.0.1:{port}/cache/health"
+                async with made.client.post(url, json={}, headers=headers) as response:
+                    assert response.status == status
 
     run(main)
 

@@ -10,6 +10,8 @@ import pytest
 from cache_stage import KEY
 from proxy_harness import Node, run, until, within
 
+from pdx.errors import NodeUnavailable
+from pdx.proxy import control as control_module
 from pdx.proxy.cache import controllers as controllers_module
 from pdx.proxy.cache.controllers import Controllers
 from pdx.proxy.cache.instances import Instances
@@ -376,6 +378,28 @@ def test_a_controller_that_has_gone_costs_nothing(tmp_path):
     def has_any(made):
         made.controllers.send_peers([])
         return made.controllers._attached
+
+    run(main)
+
+
+def test_of_two_connections_with_one_name_the_one_heard_of_last_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_module, "MAX_PEERS", 2)
+
+    async def main():
+        async with stage(f"ipc://{tmp_path}/c/p.sock") as made:
+            lives = [made.connect("one") for _ in range(2)]
+            for count, life in enumerate([*lives, lives[0]], 1):
+                await life.report()
+                await until(lambda count=count: len(made.reports) == count)
+                asked = asyncio.create_task(made.orders.ask("one", FIND, 60.0))
+                await answering(life, Found(1, 1, {}))
+                assert await asked == Found(1, 1, {})
+            for count, name in enumerate(("two", "three"), 4):
+                await made.connect(name).report()
+                await until(lambda count=count: len(made.reports) == count)
+            with pytest.raises(NodeUnavailable, match="it is not connected"):
+                await made.orders.ask("one", FIND, 60.0)
+            assert set(made.control._routes) == {"two", "three"}
 
     run(main)
 

@@ -8,7 +8,11 @@ import pytest
 from cache_stage import KEY, LAYOUT, SHAPE, refused, stage
 from proxy_harness import run, until
 
+from pdx.proxy.hints import digest
+from pdx.wire.hints import Hints, Verdict, tenant
 from pdx.wire.messages import (
+    Advise,
+    Advised,
     Clear,
     Effect,
     EndJob,
@@ -278,5 +282,51 @@ def test_a_text_is_made_tokens_by_an_engine_without_the_controllers_token(tmp_pa
             status, kind, text = await made.error("lookup", text="a text")
             assert (status, kind) == (503, "NoEngine")
             assert "give token ids" in text
+
+    run(main)
+
+
+ADVICE = {"version": 1, "session": "mine", "prefetch": True, "lease_s": 5}
+
+
+def test_advice_about_a_session_goes_to_all_nodes_and_each_answers(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a", "b") as made:
+            accepted, no = Verdict("prefetch", "accepted"), Verdict("lease_s", "refused", "no room")
+            made.nodes["a"].answers = lambda _: Advised([accepted, no])
+            made.nodes["b"].answers = lambda _: None
+            told = (await made.ok("advise", hints=ADVICE, cache_salt="s", wait_s=0.2))["instances"]
+            (advise,) = made.nodes["a"].verbs
+            assert advise == Advise(Hints(digest("mine"), salt=tenant("s"), lease_s=5.0, prefetch=[""]))
+            assert made.nodes["b"].verbs == [advise]
+            session = "refused: no node has answered to it"
+            fields = {"session": session, "prefetch": "accepted", "lease_s": "refused: no room"}
+            assert told["a"] == {"type": "Advised", "fields": fields}
+            assert told["b"]["error"] == "NodeUnavailable"
+            await made.ok("advise", hints={"version": 1, "session": "mine"}, instances=["a"])
+            assert len(made.nodes["a"].verbs) == 2
+            assert len(made.nodes["b"].verbs) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"hints": {"version": 1}}, "name no session"),
+        ({"hints": {"session": "s"}}, "say which version"),
+        ({"hints": [1]}, "are refused"),
+        ({"hints": {"version": 1, "session": ["s"]}}, "name no session"),
+        ({"hints": {"version": 1, "session": "s", "x": "y" * (16 << 10)}}, "more than 16384 bytes"),
+        ({"hints": ADVICE, "cache_salt": 5}, "Expected `str`"),
+        ({}, "required field `hints`"),
+    ],
+)
+def test_advice_that_makes_no_sense_is_refused(tmp_path, body, said):
+    async def main():
+        async with stage(tmp_path, "a") as made:
+            status, _, text = await made.error("advise", **body)
+            assert (status, said in text) == (400, True), text
+            assert made.nodes["a"].verbs == []
 
     run(main)

@@ -4,14 +4,14 @@ import asyncio
 import json
 
 import pytest
-from proxy_harness import FORWARDED, cluster, run, within
+from proxy_harness import FORWARDED, cluster, run
 
 from pdx.proxy import hints, why
 from pdx.proxy.body import parse
 from pdx.proxy.hints import digest
 from pdx.wire import messages
 from pdx.wire.hints import Hints, Verdict, tenant
-from pdx.wire.messages import Advise, Advised, Explained, Explanation
+from pdx.wire.messages import Explained, Explanation
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": FORWARDED, "temperature": 0, "max_tokens": 4}
@@ -167,92 +167,5 @@ def test_other_names_for_it_are_still_removed():
             assert status == 200
             assert "X-PDX-Hints" not in headers
             assert "pdx_hints" not in json.dumps(made.prefill.bodies)
-
-    run(main)
-
-
-# ---- advice about sessions -----------------------------------------------------------------------
-
-
-async def advise(made, body, **kwargs):
-    status, _, raw = await made.post("/pdx/hints", body, base=made.admin, **kwargs)
-    return status, json.loads(raw)
-
-
-async def heed(node, *verdicts, number=None):
-    advice = await node._next(Advise)
-    await node.socket.send(messages.encode(Advised(list(verdicts), advice.number if number is None else number)))
-    return advice
-
-
-def test_advice_goes_to_all_nodes_and_each_answers():
-    async def main():
-        async with cluster() as made:
-            other = made.other_node("other")
-            await other.report()
-            await made.metric_reaches(2, "pdx_proxy_reports_total")
-            asked = asyncio.create_task(
-                advise(made, {"version": 1, "session": "mine", "cache_salt": "s", "prefetch": True, "lease_s": 5})
-            )
-            accepted, no = Verdict("prefetch", "accepted"), Verdict("lease_s", "refused", "no room")
-            first = await heed(made.node, accepted, Verdict("lease_s", "accepted"))
-            second = await heed(other, accepted, no)
-            assert first == second
-            assert first.hints == Hints(digest("mine"), salt=tenant("s"), lease_s=5.0, prefetch=[""])
-            session = "refused: no node has answered to it"
-            assert await within(asked) == (
-                200,
-                {
-                    "nodes": {
-                        "node": {"session": session, "prefetch": "accepted", "lease_s": "accepted"},
-                        "other": {"session": session, "prefetch": "accepted", "lease_s": "refused: no room"},
-                    }
-                },
-            )
-
-    run(main)
-
-
-def test_a_node_that_is_silent_is_not_waited_for_for_long(monkeypatch):
-    monkeypatch.setattr(hints, "ADVISE_S", 0.05)
-
-    async def main():
-        async with cluster() as made:
-            stale = asyncio.create_task(heed(made.node, Verdict("session", "accepted"), number=77))
-            assert await advise(made, {"version": 1, "session": "mine"}) == (200, {"nodes": {}})
-            await stale
-            assert made.proxy._advice._asked == {}
-
-    run(main)
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"version": 1}, "names no session"),
-        ({"session": "s"}, "say which version"),
-        ({"version": 1, "session": "s", "cache_salt": 5}, "is not a text"),
-        ([1], "not a JSON object"),
-        ({"version": 1, "session": ["s"]}, "names no session"),
-    ],
-)
-def test_advice_that_makes_no_sense_is_refused(body, said):
-    async def main():
-        async with cluster() as made:
-            status, told = await advise(made, body)
-            assert status == 400
-            assert said in told["error"]["message"]
-
-    run(main)
-
-
-def test_advice_is_for_who_runs_the_proxy_and_no_page_of_others_can_send_it():
-    async def main():
-        async with cluster() as made:
-            assert (await made.post("/pdx/hints", {"version": 1, "session": "s"}))[0] == 404
-            async with made.client.post(made.admin + "/pdx/hints", data=b'{"version":1,"session":"s"}') as response:
-                assert response.status == 400
-            large = {"version": 1, "session": "s", "x": "y" * hints.MAX_BYTES}
-            assert (await made.post("/pdx/hints", large, base=made.admin))[0] == 413
 
     run(main)

@@ -47,8 +47,6 @@ DECODERS = {
     messages.Arriving: decode_from_proxy,
     messages.Order: decode_from_proxy,
     messages.Reply: decode_to_proxy,
-    messages.Advise: decode_from_proxy,
-    messages.Advised: decode_to_proxy,
     messages.Follow: decode_from_proxy,
     messages.Changes: decode_to_proxy,
 }
