@@ -27,6 +27,7 @@ FolderName = Annotated[str, Meta(max_length=4096)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 ShareOrNone = Annotated[float, Meta(ge=0.0, le=1.0)]
 StoreChoice = Literal["all", "twice-seen", "write-back"]
+CodecChoice = Literal["none", "lossless"]
 NumaChoice = Annotated[str, Meta(pattern=r"^(auto|none|[0-9]{1,4})\Z")]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -122,7 +123,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disks: Annotated[list[FolderName], Meta(max_length=32)] = []  # folders with chunks as files, each with its part
     disk_limit_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 50)] = 100 << 30  # of the files in each of them
     disk_reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 30  # of those disks are left to others, each
+    disk_codec: CodecChoice = "none"  # by which chunks are encoded there, see pdx.store.codecs
     remote: Annotated[str, Meta(max_length=1024)] = ""  # address of a store that nodes share; empty: none
+    remote_codec: CodecChoice = "none"
     remote_ttl_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0  # what is older is not found there; 0: never too old
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""  # file of certificates that sign its own; empty: the system's
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""  # file; empty: the environment has them
@@ -148,7 +151,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     group_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 1 << 20  # layers are sent together until a write has so much
     window_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 32 << 20  # written to a peer and not acknowledged
     peer_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the arena that one peer may be writing at a time
-    pin_share: ShareOrNone = 0.8  # of the arenas that pins may keep from being evicted
+    pin_share: ShareOrNone = 0.8  # of the arenas that pins, and tenants' leases, may keep from being evicted
+    tenant_lease_share: ShareOrNone = 0.1  # of each arena that the leases of one tenant may keep (`Hints.lease_s`) …
+    lease_max_s: PositiveSeconds = 600.0  # … each for so long
     metrics: Annotated[str, Meta(max_length=256)] = ""  # HOST:PORT on this host for Prometheus; empty: nowhere
     report_s: PositiveSeconds = 1.0
     max_lease_s: PositiveSeconds = 120.0  # longest lease a client may ask for
@@ -188,7 +193,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk: FolderName | Annotated[list[FolderName], Meta(max_length=32)] = ""  # one or several: NodeConfig.disks …
     disk_limit: str | int = "100GiB"  # … and there, for this and what follows
     disk_reserve: str | int = "1GiB"
+    disk_codec: CodecChoice = "none"
     remote: Annotated[str, Meta(max_length=1024)] = ""
+    remote_codec: CodecChoice = "none"
     remote_ttl: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     remote_ca: Annotated[str, Meta(max_length=4096)] = ""
     remote_credentials: Annotated[str, Meta(max_length=4096)] = ""
@@ -200,6 +207,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     policy: Annotated[str, Meta(max_length=256)] = "lru"
     salt_quota: Share = 1.0
     pin_share: ShareOrNone = 0.8
+    tenant_lease_share: ShareOrNone = 0.1
+    lease_max_s: PositiveSeconds = 600.0
     numa: NumaChoice = "auto"
     metrics: Annotated[str, Meta(max_length=256)] = ""
 
@@ -216,7 +225,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "disks": disks,
             "disk_limit_bytes": parse_bytes(self.disk_limit),
             "disk_reserve_bytes": parse_bytes(self.disk_reserve),
+            "disk_codec": self.disk_codec,
             "remote": self.remote,
+            "remote_codec": self.remote_codec,
             "remote_ttl_s": self.remote_ttl,
             "remote_ca": os.path.abspath(self.remote_ca) if self.remote_ca else "",
             "remote_credentials": os.path.abspath(self.remote_credentials) if self.remote_credentials else "",
@@ -228,6 +239,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "policy": self.policy,
             "salt_quota": self.salt_quota,
             "pin_share": self.pin_share,
+            "tenant_lease_share": self.tenant_lease_share,
+            "lease_max_s": self.lease_max_s,
             "numa": self.numa,
             "metrics": self.metrics,
         }

@@ -22,6 +22,7 @@ PdxError
 │   ├── WriteRefused      the receiver has not granted (any more) what was to be written
 │   └── TransferAborted   it was asked to stop
 ├── TierError             a tier could not store or load a chunk; it counts as a miss
+├── CodecError            bytes are not what a codec has made, or none that it can encode; treat them as damaged
 ├── GpuError              a GPU or its driver did not do what was asked
 │   ├── GpuUnavailable    no such GPU, driver or library here; use host memory
 │   ├── GpuMemoryFull     the GPU cannot hold it; ask for less
@@ -139,6 +140,10 @@ class TierError(PdxError):
         super().__init__(text)
         self.kind = kind
         self.is_left = is_left
+
+
+class CodecError(PdxError):
+    """Encoded bytes were not made by this codec, or are damaged; or the codec is unknown, or not for such bytes."""
 
 
 class GpuError(PdxError):

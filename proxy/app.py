@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
 import re
@@ -11,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -18,6 +18,7 @@ from aiohttp import web
 
 from pdx.config import default_proxy
 from pdx.errors import ClientGone, Exhausted, RequestRefused
+from pdx.proxy import hints
 from pdx.proxy.body import LARGE_BYTES, Intake, parse
 from pdx.proxy.cache.service import CacheControl
 from pdx.proxy.config import ProxyConfig
@@ -25,6 +26,7 @@ from pdx.proxy.control import Control
 from pdx.proxy.engines import Engines
 from pdx.proxy.exchange import Drain, Exchange, Outcome
 from pdx.proxy.health import Health
+from pdx.proxy.hints import Advice
 from pdx.proxy.leg import Legs, engine_socket
 from pdx.proxy.metrics import Metrics
 from pdx.proxy.plan import Body, Mode, Plan, Route, classify, strip_control
@@ -38,6 +40,7 @@ from pdx.security import descriptors
 from pdx.telemetry.clock import WakingClock
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
+from pdx.wire.hints import Envelope
 from pdx.wire.messages import NodeReport, PeerEntry
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,17 @@ _LOOK_S = 0.25  # between two looks at the clock, where nothing else looks at it
 
 _STOPPED = (503, "the proxy is being stopped")
 _INTERNAL = (500, "internal error of the proxy")
+
+
+class Hinted(msgspec.Struct, frozen=True):
+    """A request with an envelope, and the name by which its engines know it."""
+
+    envelope: Envelope
+    name: str
+
+
+# Where a request has it; before aiohttp 3.14 there is no such class.
+_HINTED: Any = web.RequestKey("hinted", Hinted) if hasattr(web, "RequestKey") else "hinted"
 
 
 class Proxy:
@@ -90,6 +104,7 @@ class Proxy:
             on_explained=lambda explained: self._explainer.told(explained),
             on_reply=lambda node, reply: self._cache.replied(node, reply),
             on_controller=lambda *said: self._cache.said(*said),
+            on_advised=lambda node, advised: self._advice.told(node, advised),
             on_drop=lambda reason: self._metrics.control_dropped.labels(reason).inc(),
             keys=config.keys,
             roster=config.roster,
@@ -112,6 +127,7 @@ class Proxy:
             faults=self._faults,
             clock=self._clock,
         )
+        self._advice = Advice(self._control.advise)
         self._warned_stripped = False
 
     def app(self) -> web.Application:
@@ -121,6 +137,7 @@ class Proxy:
         app.middlewares.append(self._contain)
         app.on_response_prepare.append(_echo_request_id)
         app.on_response_prepare.append(self._tell_why)
+        app.on_response_prepare.append(self._tell_hints)
         for route in Route:
             app.router.add_post(route, self._generate)
         app.router.add_get("/v1/models", self._list_models)
@@ -130,7 +147,8 @@ class Proxy:
 
     def admin_app(self) -> web.Application:
         """What only those may ask who run this proxy: it tells of all clients' requests."""
-        app = web.Application(middlewares=[self._contain])
+        app = web.Application(middlewares=[self._contain], client_max_size=hints.MAX_BYTES)
+        app.router.add_post("/pdx/hints", self._advise)
         app.router.add_get("/metrics", self._expose)
         app.router.add_get("/pdx/requests", self._requests)
         app.router.add_get("/pdx/requests/{transfer}", self._request)
@@ -320,6 +338,8 @@ class Proxy:
             )
 
     def _exchange(self, request: web.Request, route: Route, body: Body, reply: Reply) -> Exchange:
+        body, envelope = hints.take(body, request.headers.get("X-Session-ID", ""))
+        envelope = envelope.within(self._config.client_priority)
         plan = classify(route, body, min_split_tokens=self._config.min_split_tokens)
         self._check_length(plan)
         if plan.mode is Mode.FORWARD and not self._config.forward:
@@ -330,11 +350,15 @@ class Proxy:
         headers = _passed_headers(request.headers)
         if "X-Request-Id" not in headers and body.get("request_id") is None:
             headers["X-Request-Id"] = transfer  # both legs' answers carry one id, and logs can be joined
+        if envelope.decided:
+            self.counters["hints_refused"] += len(envelope.decided)  # the answer says which, and why
+        if envelope.said:
+            request[_HINTED] = Hinted(envelope, headers.get("X-Request-Id") or str(body["request_id"]))
         return Exchange(
             route=route,
             body=body,
             headers=headers,
-            session=_session(request.headers.get("X-Session-ID", "")),
+            hints=envelope.hints,
             reply=reply,
             timeline=timeline,
             metrics=self._metrics,
@@ -345,6 +369,23 @@ class Proxy:
         if HEADER in request.headers and TRANSFER_HEADER in response.headers:
             own = _passed_headers(request.headers).get("X-Request-Id")  # by which engines know it, else by its transfer
             response.headers[HEADER] = await self._explainer.why(own or response.headers[TRANSFER_HEADER])
+
+    async def _tell_hints(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Likewise. Who has said nothing of its chunks waits for nothing."""
+        hinted: Hinted | None = request.get(_HINTED)
+        if hinted is not None:
+            verdicts = await self._explainer.verdicts(hinted.name) if response.status == 200 else []
+            told = [verdict.as_member for verdict in hinted.envelope.answer(verdicts)]
+            response.headers[hints.HEADER] = ", ".join(told)
+
+    async def _advise(self, request: web.Request) -> web.Response:
+        try:
+            if request.content_type != "application/json":  # no page of others can send that unasked
+                raise RequestRefused(400, "the request must have Content-Type: application/json")
+            told = await self._advice.give(await request.read())
+        except RequestRefused as refusal:
+            return error_response(refusal.status, str(refusal))
+        return web.Response(body=msgspec.json.encode({"nodes": told}), content_type="application/json")
 
     def _note_stripped(self) -> None:
         self._metrics.stripped.inc()
@@ -423,11 +464,6 @@ async def serve(config: ProxyConfig) -> None:
 def _spared_files(num_engines: int) -> int:
     """Descriptors that are left for connections to so many engines: not all, where few files may be open."""
     return min(_FILES_PER_ENGINE * num_engines, descriptors.limit() // 4)
-
-
-def _session(name: str) -> str:
-    """What nodes and engines call the session: of one length, and not what a client may have put into its name."""
-    return hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest() if name else ""
 
 
 def _passed_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from msgspec import Raw
 
 from pdx.errors import RequestRefused
 from pdx.proxy.plan import LOOKED_AT, XARGS, Body, Mode, Route, token_count
+from pdx.wire.hints import Hints
 
 LENIENT_BYTES = 256 << 10  # above, Python's reader would keep everybody waiting for 10 ms and more
 _LOOKED_AT_BYTES = 4096  # a longer value is none of those that make a difference
@@ -244,11 +245,11 @@ def early_body(body: Body, *, transfer: str) -> Body:
     return {**body, "kv_transfer_params": params}
 
 
-def hinted(leg: Body, session: str) -> Body:
-    """A leg of a session, if it has one: the nodes keep its last request in mind for the next one."""
-    if not session:
+def hinted(leg: Body, hints: Hints) -> Body:
+    """A leg with what its request says of the future of its chunks, if it says something."""
+    if not hints.asks:
         return leg
-    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), "pdx_session": session}}
+    return {**leg, "kv_transfer_params": {**(leg.get("kv_transfer_params") or {}), "pdx_hints": hints.as_object()}}
 
 
 def located(leg: Body, prefill_node: str) -> Body:

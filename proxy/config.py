@@ -24,6 +24,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Shorter prompts go to one engine. 16 tokens are one block of most engines' KV cache, the least that two legs could
     # hand over; a decode engine computes so few beside the tokens of its other requests without a step getting longer.
     min_split_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 16
+    client_priority: Annotated[int, Meta(ge=0, le=9)] = 9  # the most that clients' hints may ask for
     connect_timeout_s: PositiveSeconds = 2.0
     first_byte_timeout_s: PositiveSeconds = 600.0  # of a stream, and of a prefill leg's answer, which is one token
     answer_timeout_s: PositiveSeconds = 3600.0  # of an answer that is not streamed: it has no byte before its end

@@ -30,7 +30,10 @@ from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.burst import burst
+from pdx.wire.hints import Hints
 from pdx.wire.messages import (
+    Advise,
+    Advised,
     Arriving,
     Bye,
     Cancel,
@@ -74,6 +77,7 @@ class Control:
         on_explained: Callable[[Explained], None] = lambda _: None,
         on_reply: Callable[[str, Reply], None] = lambda _node, _reply: None,
         on_controller: Callable[[bytes, str, Rights, FromController], None] = lambda *_: None,
+        on_advised: Callable[[str, Advised], None] = lambda *_: None,
         on_drop: Callable[[str], None],
         keys: str = "",
         roster: str = "",
@@ -93,6 +97,7 @@ class Control:
         self._on_explained = on_explained
         self._on_reply = on_reply
         self._on_controller = on_controller
+        self._on_advised = on_advised
         self._on_drop = on_drop
         self._counters: Counter[str] = Counter() if counters is None else counters
         self._faults = faults or Faults(self._counters)
@@ -151,9 +156,14 @@ class Control:
         """Likewise: the prefill leg has answered, and nobody opens the transfer any more."""
         self._tell(Prefilled(transfer), nodes)
 
-    def arriving(self, session: str, nodes: Collection[str]) -> None:
-        """Likewise, where names are known: a request of this session comes to engines of theirs."""
-        self._tell(Arriving(session), {name for name in nodes if name})
+    def arriving(self, hints: Hints, nodes: Collection[str]) -> None:
+        """Likewise, where names are known: a request of this session of its tenant comes to engines of theirs."""
+        self._tell(Arriving(hints.session, hints.salt), {name for name in nodes if name})
+
+    def advise(self, message: Advise) -> int:
+        """Tell all nodes what an application says; how many there are. `on_advised` hears their answers."""
+        self._send(messages.encode(message), list(self._peers))
+        return len(set(self._peers.values()))
 
     def ask_why(self, request: str) -> None:
         """Ask all nodes what they know of this request; `on_explained` hears of it."""
@@ -287,7 +297,7 @@ class Control:
         if isinstance(report, (Hello, Order, Ping, Bye)):
             self._take_of_controller(arrival, report)
             return
-        if isinstance(report, (Explained, Reply)):
+        if isinstance(report, (Explained, Reply, Advised)):
             self._take_answer(arrival, report)
             return
         if report.version != messages.VERSION:
@@ -312,7 +322,7 @@ class Control:
         engines = [each for each in report.engines[:MAX_ENGINES_OF_NODE] if self._is_believed(report, each)]
         self._on_report(msgspec.structs.replace(report, engines=engines))
 
-    def _take_answer(self, arrival: Arrival, answer: Explained | Reply) -> None:
+    def _take_answer(self, arrival: Arrival, answer: Explained | Reply | Advised) -> None:
         node = self._peers.get(arrival.route)
         if node is None:
             return
@@ -323,6 +333,8 @@ class Control:
             )
         elif isinstance(answer, Reply):
             self._on_reply(node, answer)
+        elif isinstance(answer, Advised):
+            self._on_advised(node, answer)
         else:
             self._on_explained(answer)
 

@@ -19,6 +19,7 @@ from pdx.proxy.reply import Reply
 from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timeline
 from pdx.telemetry.timeline import Event, Moment
+from pdx.wire.hints import Hints
 
 
 class Outcome(StrEnum):
@@ -41,7 +42,7 @@ class Exchange(msgspec.Struct, kw_only=True, eq=False):
     route: Route
     body: Body
     headers: Mapping[str, str]  # for the engines
-    session: str = ""  # as the nodes know it; empty: the client named none
+    hints: Hints = Hints("")  # with sessions as the nodes know them
     reply: Reply
     timeline: Timeline
     metrics: Metrics

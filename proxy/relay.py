@@ -22,6 +22,7 @@ from pdx.proxy.router import Pair
 from pdx.proxy.timelines import Timelines
 from pdx.telemetry.faults import Faults, printable
 from pdx.telemetry.timeline import Event
+from pdx.wire.hints import Hints
 from pdx.wire.messages import EngineFacts
 
 T = TypeVar("T")
@@ -125,8 +126,8 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             return await self._fall_back(exchange, "no_prefiller")
         if pair.decoder.detached:
             return await self._fall_back(exchange, "detached")
-        if exchange.session:
-            self.control.arriving(exchange.session, {pair.prefiller.node, pair.decoder.node})
+        if exchange.hints.session:
+            self.control.arriving(exchange.hints, {pair.prefiller.node, pair.decoder.node})
         self._note_unplaced(pair)
         with self.health.plan(pair.decoder.url) as exchange.booking:
             return await self._split(exchange, pair)
@@ -243,7 +244,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         leg = body.prefill_body(
             exchange.route, exchange.body, mode=exchange.mode, transfer=exchange.transfer, decode_node=pair.wire
         )
-        leg = body.hinted(leg, exchange.session)
+        leg = body.hinted(leg, self._hints(exchange, engine))
         exchange.mark(Event.PREFILL_SENT, engine)
         exchange.told |= {pair.prefiller.node, pair.decoder.node}
         async with self.legs.post(engine, exchange.route, payload=body.encode(leg), headers=exchange.headers) as found:
@@ -372,7 +373,7 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
             exchange.mark(Event.DECODE_SENT, engine)
             if exchange.told and not engine.detached:
                 exchange.told.add(engine.node)
-            payload = body.encode(body.hinted(self._located(exchange, leg(), engine), self._session(exchange, engine)))
+            payload = body.encode(body.hinted(self._located(exchange, leg(), engine), self._hints(exchange, engine)))
             async with self.legs.post(
                 engine,
                 exchange.route,
@@ -431,9 +432,9 @@ class Relay(msgspec.Struct, frozen=True, kw_only=True):
         raise failure or NoEngine("no engine is known")
 
     @staticmethod
-    def _session(exchange: Exchange, engine: Engine) -> str:
-        """Only for engines that PDX is in: others may not take transfer parameters."""
-        return exchange.session if engine.node and not engine.detached else ""
+    def _hints(exchange: Exchange, engine: Engine) -> Hints:
+        """Only for engines that PDX is in: others may not take transfer parameters, and understand none of it."""
+        return exchange.hints if engine.node and not engine.detached else Hints("")
 
     def _located(self, exchange: Exchange, leg: Body, engine: Engine) -> Body:
         """The leg for this engine. What lacks on its node, the node of the prefill engine may have."""

@@ -1,4 +1,4 @@
-"""The header `X-PDX-Why` of an answer: what the nodes say of a request's chunks, for a client that asks for it."""
+"""What the nodes say of a request: of its chunks, in the header `X-PDX-Why`, and of its hints, in `X-PDX-Hints`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pdx.telemetry.faults import printable
+from pdx.wire.hints import Verdict
 from pdx.wire.messages import Explained, Explanation
 
 WHY_S = 0.1  # that an answer may wait for what nodes say
@@ -20,27 +21,39 @@ class Explainer:
     def __init__(self, ask: Callable[[str], None]) -> None:
         """`ask` tells all nodes of a request's name, without waiting."""
         self._ask = ask
-        self._asked: dict[str, asyncio.Future[str]] = {}
+        self._asked: dict[str, asyncio.Future[list[Explanation]]] = {}
 
     def told(self, explained: Explained) -> None:
         """A node has answered: with nothing, if it does not know the request."""
         for name, future in self._asked.items():
             engines = {one.engine: one for one in reversed(explained.requests) if name in one.request}
             if engines and not future.done():
-                future.set_result("; ".join(map(summary, engines.values())))
+                future.set_result(list(engines.values()))
 
     async def why(self, request: str) -> str:
         """Of each engine of the node that answers first: hits, where they came from, and why the others are missing."""
-        if len(self._asked) >= MAX_ASKED or request in self._asked:
+        if self._is_full(request):
             return "too many ask"
-        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        found = await self._explanations(request)
+        return "; ".join(map(summary, found)) or "no node knows this request"
+
+    async def verdicts(self, request: str) -> list[Verdict]:
+        """What became of its hints: of all engines of the node that answers first. Empty: none answers."""
+        found = [] if self._is_full(request) else await self._explanations(request)
+        return [verdict for told in found for verdict in told.verdicts]
+
+    def _is_full(self, request: str) -> bool:
+        return len(self._asked) >= MAX_ASKED or request in self._asked
+
+    async def _explanations(self, request: str) -> list[Explanation]:
+        future: asyncio.Future[list[Explanation]] = asyncio.get_running_loop().create_future()
         self._asked[request] = future
         try:
             self._ask(request)
             async with asyncio.timeout(WHY_S):
                 return await future
         except TimeoutError:
-            return "no node knows this request"
+            return []
         finally:
             del self._asked[request]
 

@@ -25,6 +25,7 @@ LAYERS = [
     {"pdx.wire"},
     {"pdx.telemetry"},
     {"pdx.security"},
+    {"pdx.store.codecs"},  # for the tiers, and for the wire
     {"pdx.cuda", "pdx.proxy"},
     {"pdx.store", "pdx.transports"},
     {"pdx.node.peers"},
@@ -50,6 +51,7 @@ OTHERS = {
     "pdx.cuda": "msgspec",
     "pdx.proxy": "aiohttp msgspec prometheus_client zmq",
     "pdx.store": "msgspec obstore redis sortedcontainers xxhash",
+    "pdx.store.codecs": "numpy zstandard",
     "pdx.transports": "*",
     "pdx.node.peers": "msgspec zmq",
     "pdx.node": "msgspec prometheus_client zmq",

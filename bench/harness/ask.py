@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -35,11 +35,15 @@ class Answer:
     prompt_tokens: int
     output_tokens: int
     sent_ns: int
+    token_ids: list[int] = field(default_factory=list)  # of the answer; empty where they were not asked for
 
 
-def completion(model: str, prompt: str | Sequence[int], output_tokens: int) -> dict[str, Any]:
-    """The body of a greedy completion of exactly `output_tokens`, streamed."""
+def completion(
+    model: str, prompt: str | Sequence[int], output_tokens: int, *, wants_ids: bool = False
+) -> dict[str, Any]:
+    """The body of a greedy completion of exactly `output_tokens`, streamed; with `wants_ids`, as token ids, too."""
     return {
+        **({"return_token_ids": True} if wants_ids else {}),
         "model": model,
         "prompt": prompt,
         "max_tokens": output_tokens,
@@ -89,7 +93,8 @@ class _Stream:
 
     def __init__(self) -> None:
         self._text: list[str] = []
-        self._came_ns: list[int] = []  # of each event that has text
+        self._token_ids: list[int] = []
+        self._came_ns: list[int] = []  # of each event that has text or tokens
         self._end_ns = 0
         self._usage: dict[str, Any] | None = None
         self._is_done = False
@@ -103,10 +108,12 @@ class _Stream:
         try:
             fields = json.loads(event)
             text = "".join(map(_text, fields["choices"]))
+            token_ids = [token for choice in fields["choices"] for token in choice.get("token_ids") or ()]
         except (ValueError, KeyError, TypeError) as error:
             raise AskFailed(f"not a completion: {event[:MAX_WORDS].decode(errors='replace')}") from error
         self._usage = fields.get("usage") or self._usage
-        if text:
+        self._token_ids += token_ids
+        if text or token_ids:
             self._text.append(text)
             self._came_ns.append(now_ns)
 
@@ -125,6 +132,7 @@ class _Stream:
             prompt_tokens=int(self._usage["prompt_tokens"]),
             output_tokens=int(self._usage["completion_tokens"]),
             sent_ns=sent_ns,
+            token_ids=self._token_ids,
         )
 
 

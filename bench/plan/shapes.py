@@ -143,7 +143,7 @@ def _preset(name: str, numbers: str, **more: Any) -> Shapes:
     return Shapes(name=name, head_dim=head_dim, intermediate=intermediate, vocab=vocab, **sizes, **more)
 
 
-# From each model's published config.json. llama-65b: the LLaMA paper's table.
+# From each model's published config.json. llama-13b and llama-65b: the LLaMA paper's table.
 PRESETS = {
     shapes.name: shapes
     for shapes in (
@@ -151,6 +151,7 @@ PRESETS = {
         _preset("llama-3.1-8b", "32 4096 32 8 128 14336 128256"),
         _preset("llama-3.1-70b", "80 8192 64 8 128 28672 128256"),
         _preset("llama-3.1-405b", "126 16384 128 8 128 53248 128256"),
+        _preset("llama-13b", "40 5120 40 40 128 13824 32000"),
         _preset("llama-65b", "80 8192 64 64 128 22016 32000"),
         _preset("mistral-7b", "32 4096 32 8 128 14336 32768"),
         _preset("qwen2.5-72b", "80 8192 64 8 128 29568 152064"),

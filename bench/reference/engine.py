@@ -164,7 +164,7 @@ class ReferenceEngine:
             name = name or f"reference-{secrets.token_hex(8)}"
             self.worker = WorkerHalf(connector, layout, name, 0)
             self.worker.register({f"layer.{i}": pages for i, pages in enumerate(self.kv.layers)}, num_blocks)
-            self.scheduler = SchedulerHalf(connector, layout, name, chained_hash)
+            self.scheduler = SchedulerHalf(connector, layout, name, chained_hash, keep_apart=lambda request, form: True)
             if not (self.worker.is_attached and self.scheduler.wait_attached(ATTACH_S)):
                 self.close()
                 raise NodeUnavailable(f"no node answers engine {name} at {connector.node_address()}")

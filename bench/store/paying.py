@@ -19,9 +19,8 @@ import socket
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from pdx.bench.breakdown.command import make_bed
 from pdx.bench.harness.ask import ask, completion, session
 from pdx.bench.harness.prompts import Prompts
 from pdx.bench.harness.report import SCRATCH, console, show_rows
+from pdx.bench.systems.line import Relay
 from pdx.bench.systems.pdx import PdxWith
 from pdx.bench.systems.system import Bed
 from pdx.cli.ports import free_ports
@@ -38,7 +38,6 @@ from pdx.client.api import connect
 TOKENS = 2000
 RATES = (1e12, 250e6, 100e6, 10e6)  # bytes per second
 WARM, TURNS = 2, 6
-PIECE_BYTES = 1 << 20
 PAUSE_S = 2.0  # after each request: what was computed is stored, and a heartbeat tells how fast it was
 
 
@@ -53,67 +52,6 @@ class Row:
     most: float  # of the ratios of the turns
     learning: str  # ratios of the turns before
     loaded_chunks: int  # in all turns
-
-
-class Relay:
-    """Passes TCP connections on to a server; what comes back takes its time. Threads of its own."""
-
-    def __init__(self, to: int) -> None:
-        self.rate = RATES[0]
-        self.passed_bytes = 0  # that have come back
-        self._to = to
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self._lock = threading.Lock()
-        self._free_at = 0.0  # when the line has sent what it was given
-        self._sockets = [self._listener]
-        self._threads: list[threading.Thread] = []
-        self._start(self._accept)
-
-    def _start(self, target: Callable[..., None], *arguments: object) -> None:
-        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
-            while True:
-                client, _ = self._listener.accept()
-                self._sockets.append(client)
-                server = socket.create_connection(("127.0.0.1", self._to))
-                self._sockets.append(server)
-                for pair, is_slow in (((client, server), False), ((server, client), True)):
-                    self._start(self._pass, *pair, is_slow)
-
-    def _pass(self, source: socket.socket, to: socket.socket, is_slow: bool) -> None:
-        buffer = memoryview(bytearray(PIECE_BYTES))
-        with contextlib.suppress(OSError):
-            while count := source.recv_into(buffer):
-                if is_slow:
-                    with self._lock:
-                        self.passed_bytes += count
-                        self._free_at = max(self._free_at, time.monotonic()) + count / self.rate
-                        wait_s = self._free_at - time.monotonic()
-                    if wait_s > 0.0005:
-                        time.sleep(wait_s)
-                to.sendall(buffer[:count])
-        for each in (source, to):
-            _shut(each)
-
-    def close(self) -> None:
-        """End all connections and threads. What is still on the line is waited for."""
-        _shut(self._listener)
-        self._threads[0].join()  # from here on there is no new connection
-        for each in self._sockets:
-            _shut(each)
-        for thread in self._threads:
-            thread.join()
-        for each in self._sockets:
-            each.close()
-
-
-def _shut(one: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -190,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
     bed = make_bed(None, out, ("--no-enable-prefix-caching",), longest=chosen.tokens + 16, together=2)
     bed = replace(bed, arena=chosen.arena)
     with tempfile.TemporaryDirectory() as folder, redis(Path(folder)) as port:
-        relay = Relay(port)
+        relay = Relay(port, rate=RATES[0])
         system = PdxWith("remote", "with a remote store", {}, ("--remote", f"redis://127.0.0.1:{relay.port}"))
         running = system.start(bed)
         try:

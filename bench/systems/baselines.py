@@ -10,7 +10,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,14 @@ class Ports:
     decode: int = 8200
     prefill_side: int = 5600
     decode_side: int = 5601
+    store: int = 6379  # of all hosts, such as Redis
+    line: int = 6380  # the way there
+    spare: int = 8001
 
     @classmethod
     def free(cls) -> Ports:
         """Ports nobody listens on now, no two the same."""
-        return cls(*free_ports(5))
+        return cls(*free_ports(len(fields(cls))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,29 +103,37 @@ class Baseline(System):
         """A server that the engines need; None: they need none."""
         return None
 
+    def stores(self, bed: Bed, ports: Ports) -> list[Command]:
+        """All servers that are started before the engines, one after the other."""
+        store = self.store_command(bed, ports)
+        return [] if store is None else [store]
+
     def settle(self, bed: Bed, servers: Servers) -> None:
         """What is to be done when the engines are ready."""
 
+    def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
+        """What `start` returns."""
+        return Running(servers, engines, proxy)
+
     def commands(self, bed: Bed) -> list[str]:
         ports = Ports()
-        all_of_them = [self.store_command(bed, ports), *self.engine_commands(bed, ports), self.proxy_command(ports)]
+        all_of_them = [*self.stores(bed, ports), *self.engine_commands(bed, ports), self.proxy_command(ports)]
         return [command.line() for command in all_of_them if command is not None]
 
     def start(self, bed: Bed, *, trace: Path | None = None) -> Running:
         ports = Ports.free()
         engines, proxy = self.engine_commands(bed, ports), self.proxy_command(ports)
-        store = self.store_command(bed, ports)
         with ExitStack() as undo:
             servers = Servers(bed.logs / self.name)
             undo.callback(servers.close)
-            if store is not None:
+            for store in self.stores(bed, ports):
                 servers.start([store])
             servers.start(engines)
             self.settle(bed, servers)
             if proxy is not None:
                 servers.start([proxy])
             undo.pop_all()
-        return Running(servers, engines, proxy)
+        return self.running(servers, engines, proxy, ports)
 
 
 class Plain(Baseline):

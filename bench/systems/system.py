@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -104,6 +105,14 @@ class Running:
         """Let them run again. Idempotent."""
         self._servers.signal(signal.SIGCONT)
 
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time of each of its servers so far, with whatever they started."""
+        return self._servers.cpu_s()
+
+    def line_bytes(self) -> int | None:
+        """What has come back from a store beyond this host so far; None: it has none."""
+        return None
+
     def died(self) -> str:
         """Which of its processes has ended on its own, and the line of its log that says why; empty: none."""
         return self._servers.died()
@@ -159,7 +168,7 @@ class Command:
     options: tuple[str, ...]
     url: str
     env: dict[str, str] = field(default_factory=dict)
-    health: str = "/health"  # what it answers with 200 when it is ready; a node (`ipc://…`) lets a process attach
+    health: str = "/health"  # what it answers with 200 when it is ready; `ipc://` lets attach, `tcp://` listens
     leaves: tuple[Path, ...] = ()  # files that stay behind if it is killed
 
     def line(self) -> str:
@@ -244,6 +253,10 @@ class Servers:
                     found.append(int(folder.name))
         return found
 
+    def cpu_s(self) -> dict[str, float]:
+        """By name: of the server and of whatever it started and has not ended, in user and kernel mode."""
+        return {process.name: sum(map(_used_s, self.pids(process.name))) for process in self._processes}
+
     def signal(self, number: signal.Signals) -> None:
         """To all of them."""
         for pid in self.pids(*(process.name for process in self._processes)):
@@ -264,9 +277,20 @@ class Servers:
                 path.unlink(missing_ok=True)
 
 
+def _used_s(pid: int) -> float:
+    """Of a process and those of its children that it has waited for; 0: it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def _is_ready(command: Command) -> Callable[[], bool]:
     if command.url.startswith("ipc://"):
         return answers_at(command.url)
+    if command.url.startswith("tcp://"):
+        return functools.partial(_listens, command.url)
     return functools.partial(_answers, command.url + command.health)
 
 
@@ -274,6 +298,15 @@ def _answers(url: str) -> bool:
     try:
         web.get(url, ANSWER_S)
     except OSError:  # an HTTPError is one
+        return False
+    return True
+
+
+def _listens(url: str) -> bool:
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), ANSWER_S).close()
+    except OSError:
         return False
     return True
 

@@ -22,9 +22,11 @@ COMMANDS = {
     "doctor": "pdx.cli.doctor:doctor",
     "bench": "pdx.cli.main:bench",
     "plan": "pdx.bench.plan.command:plan",
+    "sim": "pdx.bench.sim.command:sim",
 }
 BENCHES = {
     "breakdown": "pdx.bench.breakdown.command:breakdown",
+    "reuse": "pdx.bench.reuse.command:reuse",
     "transfer": "pdx.bench.harness.commands:transfer",
     "store": "pdx.bench.harness.commands:store",
     "proxy": "pdx.bench.harness.commands:proxy",
@@ -70,6 +72,7 @@ def bench() -> None:
 
     \b
     Where does a request's time go?      pdx bench breakdown
+    What is it worth to keep KV?         pdx bench reuse
     How fast is each channel here?       pdx bench transfer
     And the tiers of the store?          pdx bench store
     What does the proxy cost?            pdx bench proxy

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from pdx.config import NodeOptions, StoreChoice
+from pdx.config import CodecChoice, NodeOptions, StoreChoice
 from pdx.errors import ConfigError
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -93,7 +93,19 @@ _OF_NODES = (
     option("--disk-limit", default="100GiB", metavar="SIZE", help="The most that they take of each of these disks."),
     option("--disk-reserve", default="1GiB", metavar="SIZE", help="So much of each of these disks is left to others."),
     option(
+        "--disk-codec",
+        default="none",
+        type=click.Choice(get_args(CodecChoice)),
+        help="Encode chunks for these disks: they take less there, and time of a core. They come back as they were.",
+    ),
+    option(
         "--remote", default="", metavar="URL", help="Share chunks there: valkey://, rediss:// or s3://BUCKET/PREFIX."
+    ),
+    option(
+        "--remote-codec",
+        default="none",
+        type=click.Choice(get_args(CodecChoice)),
+        help="Encode chunks for the remote store, as with --disk-codec.",
     ),
     option("--remote-ttl", default=0.0, metavar="SECONDS", help="What is older there is not used. [default: no limit]"),
     option("--remote-ca", default="", metavar="FILE", help="Certificates that sign the remote store's own."),
@@ -137,7 +149,7 @@ _OF_NODES = (
         "--policy",
         default="lru",
         metavar="NAME",
-        help="Which chunks leave memory first: lru, lfu, fifo, s3fifo, sieve or ttl:SECONDS.",
+        help="Which chunks leave memory first: lru, lfu, fifo, s3fifo, gittins, sieve or ttl:SECONDS.",
     ),
     option(
         "--salt-quota",
@@ -151,7 +163,21 @@ _OF_NODES = (
         default=0.8,
         type=click.FloatRange(0.0, 1.0),
         metavar="SHARE",
-        help="So much of memory may pins keep; a pin of more is refused.",
+        help="So much of memory may pins, and tenants' leases, keep; a pin of more is refused.",
+    ),
+    option(
+        "--tenant-lease-share",
+        default=0.1,
+        type=click.FloatRange(0.0, 1.0),
+        metavar="SHARE",
+        help="So much of memory may the leases of one cache salt keep; 0: none.",
+    ),
+    option(
+        "--lease-max-s",
+        default=600.0,
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="The longest time that a request may lease its chunks for.",
     ),
     option(
         "--numa",

@@ -36,6 +36,13 @@ from pdx.cli.options import option
     help="A shorter prompt goes to one engine; of text, four bytes count as a token.",
 )
 @option(
+    "--client-priority",
+    default=9,
+    type=click.IntRange(0, 9),
+    metavar="N",
+    help="The most priority that a client may give its chunks; more is clipped.",
+)
+@option(
     "--first-byte-timeout",
     "first_byte_timeout_s",
     default=600.0,
@@ -60,8 +67,8 @@ from pdx.cli.options import option
 @option(
     "--admin",
     metavar="ADDRESS",
-    help="Serve /metrics and /pdx/requests, without a key, at HOST:PORT or a Unix socket's /path; /cache, too, at a "
-    "Unix socket or with --cache-token-file. [default: nowhere]",
+    help="Serve /metrics, /pdx/requests and /pdx/hints, without a key, at HOST:PORT or a Unix socket's /path; /cache, "
+    "too, at a Unix socket or with --cache-token-file. [default: nowhere]",
 )
 @option(
     "--cache-token-file",

@@ -107,11 +107,15 @@ def _tier(tier: TierStatus) -> str:
     counts = [f"{count} {what}" for what, count in (("dropped", tier.dropped), ("errors", tier.errors)) if count]
     since = [
         f"{tier.hits} hits, {tier.misses} misses",
-        f"loaded {tier.loads}, {size(tier.loaded_bytes)}",
-        f"stored {tier.stores}, {size(tier.stored_bytes)}",
+        f"loaded {tier.loads}, {_moved(tier.loaded_bytes, tier.read_bytes)}",
+        f"stored {tier.stores}, {_moved(tier.stored_bytes, tier.written_bytes)}",
         *counts,
     ]
     return f"{now}\n    {'; '.join(since)}"
+
+
+def _moved(nbytes: int, coded_bytes: int) -> str:
+    return f"{size(nbytes)} in {size(coded_bytes)}" if 0 < coded_bytes < nbytes else size(nbytes)
 
 
 def _peers(status: NodeStatus) -> Table:

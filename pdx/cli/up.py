@@ -94,6 +94,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     help="A node for each role, joined by this channel, as if on two hosts; auto: the fastest. [default: one node]",
 )
 @option("--admin", metavar="ADDRESS", help="See `pdx proxy`. [default: nowhere]")
+@option("--cache-token-file", metavar="FILE", help="See `pdx proxy`. [default: none]")
 @option("--debug-headers", is_flag=True, help="See `pdx proxy`.")
 @option("--forward/--no-forward", default=True, help="See `pdx proxy`.")
 @option("--logs", type=FOLDER, default="pdx-logs", help="Folder for logs; another pdx up needs another.")
@@ -108,6 +109,7 @@ def up(
     node: str | None,
     channel: str | None,
     admin: str | None,
+    cache_token_file: str | None,
     debug_headers: bool,
     forward: bool,
     logs: Path,
@@ -140,6 +142,7 @@ def up(
     folder = runtime_folder() / f"up-{port}"
     own = [] if node else nodes_of(folder, channel, of_node)
     proxy_options = [*(["--admin", admin] if admin else []), *(["--debug-headers"] if debug_headers else [])]
+    proxy_options += ["--cache-token-file", cache_token_file] if cache_token_file else []
     proxy_options += [] if forward else ["--no-forward"]
     with _signals() as signals, _owned(folder, port), held_port(host, port) as share_port:
         private_folder(folder)

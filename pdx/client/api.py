@@ -13,19 +13,22 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdx.client.connection import Connection
 from pdx.config import default_node
 from pdx.errors import ArenaFull, ChunkExists, ChunkMissing, NodeUnavailable, ProtocolError, StaleSlot
 from pdx.memory.keys import named_key
 from pdx.memory.slot import Slot
+from pdx.wire.hints import parse
 from pdx.wire.messages import (
     VERSION,
     Abort,
     Admit,
     Admitted,
+    Advise,
+    Advised,
     Answer,
     Ask,
     Delete,
@@ -149,6 +152,16 @@ class Node:
     def unpin(self, *names: str) -> None:
         """:raises ChunkMissing: one is not there (the others are unpinned)."""
         self._call(Pin([named_key(name) for name in names], pinned=False), Done)
+
+    def advise(self, hints: Mapping[str, Any], *names: str, cache_salt: str = "") -> dict[str, str]:
+        """Say something of the future of these chunks; without names, of what the last request of the session used that
+        `hints` names. See docs/hints.md for the envelope.
+
+        :returns: what became of each field, in words that begin with `accepted`, `clipped` or `refused`.
+        """
+        envelope = parse(dict(hints), cache_salt)
+        answer = self._call(Advise(envelope.hints, [named_key(name) for name in names]), Advised)
+        return {verdict.field: verdict.told for verdict in envelope.answer(answer.verdicts)}
 
     def delete(self, *names: str) -> int:
         """Forget these chunks, pinned or not; readers keep theirs until they release it.

@@ -133,8 +133,9 @@ class SchedulerGuard(_Guard):
         self._is_told = True
         return Off(promised, in_step)
 
-    def finished(self, request: EngineRequest) -> None:
-        self._run(self._half.finished, request, otherwise=None)
+    def finished(self, request: EngineRequest) -> dict[str, str]:
+        nothing: dict[str, str] = {}
+        return self._run(self._half.finished, request, otherwise=nothing)
 
     def reset(self) -> None:
         """Where it fails, PDX is off, and nothing is found either."""

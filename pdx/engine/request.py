@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from pdx.errors import LayoutError, ProtocolError
 from pdx.memory.keys import KEY_BYTES, chunk_key, root_key, short_key, tail_key
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
-from pdx.wire.messages import Hints, TransferId
+from pdx.wire.hints import VERSION, Envelope, Hints, Verdict, parse, worst
+from pdx.wire.messages import TransferId
 
 NodeName = Annotated[str, Meta(max_length=256)]  # looked up in the node's roster, never an address
 
@@ -58,21 +58,21 @@ def parse_params(params: Any) -> TransferParams | None:
     return parsed
 
 
-def parse_hints(params: Any, salt: str | None = None) -> Hints:
-    """What a request says of the future of its chunks, in names that begin with `pdx_`. `salt`: its cache salt.
+_OLDER = {"pdx_session": "session", "pdx_priority": "priority", "pdx_reuse_s": "reuse_s"}
 
-    :raises ProtocolError: it makes no sense.
+
+def parse_hints(params: Any, salt: str | None = None) -> Envelope:
+    """What a request says of the future of its chunks: the envelope `pdx_hints` among its parameters. Never fails.
+
+    `salt`: its cache salt. Without an envelope, parameters of the older names are read as one.
     """
-    digest = hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES).digest() if salt else b""
     if not isinstance(params, Mapping):
-        return Hints("", salt=digest)
-    defaults = {"session": "", "priority": 0, "reuse_s": 0.0}
-    said = [params.get(f"pdx_{field}", default) for field, default in defaults.items()]
-    try:
-        return msgspec.convert([*said, digest], Hints)
-    except msgspec.ValidationError as error:
-        text = f"kv_transfer_params: pdx_session, pdx_priority and pdx_reuse_s are {said!r:.200}: {error}"
-        raise ProtocolError(text) from error
+        return parse(None, salt)
+    envelope = params.get("pdx_hints")
+    if envelope is None:
+        older = {name: params[word] for word, name in _OLDER.items() if word in params}
+        envelope = {"version": VERSION, **older} if older else None
+    return parse(envelope, salt)
 
 
 class Asked(NamedTuple):
@@ -102,12 +102,13 @@ class TrackedRequest:
         layout: KvLayout,
         params: TransferParams | None,
         fingerprint: bytes,
-        hints: Hints = Hints(""),  # noqa: B008 - frozen
+        envelope: Envelope = Envelope(),  # noqa: B008 - frozen
     ) -> None:
         """`fingerprint`: what its keys are made with; the layout's, until the engine's cache was reset."""
         self.request = request
         self.params = params
-        self.hints = hints
+        self.envelope = envelope
+        self.verdicts: list[Verdict] = []  # what became of its hints, as far as the node has answered
         self._layout = layout
         self._fingerprint = fingerprint
         self._keys: list[bytes] = []
@@ -148,6 +149,20 @@ class TrackedRequest:
         self.loaded_for = -1  # the request's count of preemptions when its load was planned
         self._tail: tuple[bytes, int] | None = None
         self._tail_tokens = -1  # how many tokens led up to it
+
+    @property
+    def hints(self) -> Hints:
+        """What the node is told of its chunks' future."""
+        return self.envelope.hints
+
+    def take_verdicts(self, verdicts: list[Verdict]) -> None:
+        """The node has answered to its hints: of the last chunks of the request not as of the first, perhaps."""
+        self.verdicts = worst([*self.verdicts, *verdicts])
+
+    @property
+    def hints_answer(self) -> dict[str, str]:
+        """What became of each field of its envelope, in words; empty: it had none."""
+        return {verdict.field: verdict.told for verdict in self.envelope.answer(self.verdicts)}
 
     @property
     def is_prefill(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import msgspec
 
@@ -20,12 +21,14 @@ from pdx.engine.plan import NO_EPOCH, LoadPlan, SavePlan, StepPlan, WorkerNews
 from pdx.engine.request import TrackedRequest, TransferParams, parse_hints, parse_params
 from pdx.engine.step import BlockHasher, EngineRequest, StepRecord, StepRequest
 from pdx.engine.store_lookup import StoreLookup
-from pdx.errors import ProtocolError
+from pdx.errors import LayoutError, ProtocolError
+from pdx.memory.form import form_of, lossy_fingerprint
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.layout import KvLayout
 from pdx.memory.slot import Slot
 from pdx.telemetry.timeline import Event
-from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Hints, Release
+from pdx.wire.hints import Envelope, Hints, Verdict
+from pdx.wire.messages import VERSION, Abort, EngineFacts, Hello, Release
 
 log = logging.getLogger("pdx")
 
@@ -44,10 +47,15 @@ class SchedulerHalf:
         hasher: BlockHasher,
         facts: EngineFacts | None = None,
         naming: Mapping[str, str] | None = None,
+        keep_apart: Callable[[Any, str], bool] = lambda request, form: not form,
     ) -> None:
         """`naming`: what others need beside the layout to make this engine's keys (`pdx.wire.tokens`); None: only its
-        `hasher` can."""
+        `hasher` can. `keep_apart`: from now on the engine's own cache gives no blocks of this request to another one,
+        nor to it, unless that one was kept apart by the same word; empty: as ever. False: the engine cannot do that.
+        """
         self._layout = layout
+        self._keep_apart = keep_apart
+        self._forms: dict[str, str] = {}  # by lossy codec, what a node calls it for this layout
         self._fingerprint = layout.fingerprint()  # what keys are made with
         self._lookup = StoreLookup(config, layout, hasher)
         self._requests: dict[str, TrackedRequest] = {}
@@ -79,35 +87,64 @@ class SchedulerHalf:
     def arrived(self, request: EngineRequest) -> None:
         """A new request is in the engine's queue. What its turn will need is asked now, if its turn may come soon; else
         the node is told what will be wanted."""
-        tracked = self.track(request)
+        tracked = self.track(request, is_new=True)
         connection = self._link.connection
         if connection is not None:
             is_soon = len(self._unscheduled) <= EARLY
             (self._lookup.begin if is_soon else self._lookup.expect)(tracked, connection)
 
-    def track(self, request: EngineRequest) -> TrackedRequest:
-        """The request's state; made at its first sight."""
+    def track(self, request: EngineRequest, *, is_new: bool = False) -> TrackedRequest:
+        """The request's state; made at its first sight. `is_new`: it has no block of the engine's own cache yet."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            params, hints = self._params(request)
-            tracked = TrackedRequest(request, self._layout, params, self._fingerprint, hints)
+            params, envelope = self._params(request)
+            envelope = self._with_form(request, envelope, is_new=is_new)
+            fingerprint = self._fingerprint_of(envelope.hints)
+            tracked = TrackedRequest(request, self._layout, params, fingerprint, envelope)
             self._requests[request.request_id] = tracked
             self._unscheduled.add(request.request_id)
             self._tell_load()
         return tracked
 
-    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Hints]:
+    def _params(self, request: EngineRequest) -> tuple[TransferParams | None, Envelope]:
         salt = getattr(request, "cache_salt", None)  # which not every engine has
-        params, hints = None, parse_hints(None, salt)
+        params, envelope = None, parse_hints(request.kv_transfer_params, salt)
         try:
             params = parse_params(request.kv_transfer_params)
         except ProtocolError as error:
             log.warning("request %s runs without a transfer: %s", request.request_id, error)
+        for verdict in envelope.decided:
+            text = "request %s runs without its hint %s: %s"
+            self._link.count("hints_refused", text, request.request_id, verdict.field, verdict.text)
+        return params, envelope
+
+    def _with_form(self, request: EngineRequest, envelope: Envelope, *, is_new: bool) -> Envelope:
+        """The envelope with what is left of the request's chunks below memory, where it asks for a lossy codec.
+
+        A request that cannot have the codec gets exact chunks, and never another's that are not.
+        """
+        codec = envelope.hints.codec
+        wants = codec not in (None, "none")
+        form, why = "", ""
         try:
-            hints = parse_hints(request.kv_transfer_params, salt)
-        except ProtocolError as error:
-            log.warning("request %s runs without hints: %s", request.request_id, error)
-        return params, hints
+            if wants and codec is not None:
+                form = self._forms.setdefault(codec, str(form_of(self._layout, codec)))
+        except LayoutError as error:
+            why = str(error)
+        if not self._keep_apart(request, form if is_new else "") or (form and not is_new):
+            form, why = "", "the engine's own cache would give its blocks to requests that are exact"
+        if codec is None:
+            return envelope
+        if wants and not form:
+            text = "request %s is stored exactly, not by the codec that it asks for: %s"
+            self._link.count("codec_refused", text, request.request_id, why)
+        verdict = Verdict("codec", "refused", why[:200]) if wants and not form else Verdict("codec", "accepted")
+        hints = msgspec.structs.replace(envelope.hints, form=form, codec=None)  # nodes are told the form
+        return Envelope(hints, envelope.said, (*envelope.decided, verdict))
+
+    def _fingerprint_of(self, hints: Hints) -> bytes:
+        """What keys are made with: of exact chunks, or of those of one form."""
+        return lossy_fingerprint(self._fingerprint, hints.form) if hints.form else self._fingerprint
 
     def _tell_load(self) -> None:
         connection = self._link.connection
@@ -118,7 +155,7 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the store holds for this request; None: ask again."""
-        tracked = self.track(request)
+        tracked = self.track(request, is_new=not local_tokens)
         if tracked.scheduled:
             self._running.discard(request.request_id)
             self._lookup.restart(tracked)
@@ -270,12 +307,18 @@ class SchedulerHalf:
 
     # ---- the end of a request ---------------------------------------------------------------
 
-    def finished(self, request: EngineRequest) -> None:
-        """The request is over, whatever way: what it still holds is given back."""
-        request_id = request.request_id
-        tracked = self._requests.pop(request_id, None)
+    def finished(self, request: EngineRequest) -> dict[str, str]:
+        """The request is over, whatever way: what it still holds is given back.
+
+        :returns: what became of each field of its hints, in words; empty: it had none.
+        """
+        tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
-            return
+            return {}
+        self._end(request.request_id, tracked)
+        return tracked.hints_answer
+
+    def _end(self, request_id: str, tracked: TrackedRequest) -> None:
         self._unscheduled.discard(request_id)
         self._running.discard(request_id)
         self._due.discard(request_id)
@@ -313,7 +356,7 @@ class SchedulerHalf:
         for tracked in self._requests.values():
             if connection is not None and tracked.epoch == connection.epoch:
                 self._let_go(tracked, connection)
-            tracked.reset(self._fingerprint)
+            tracked.reset(self._fingerprint_of(tracked.hints))
         self._due.clear()
         log.info("the cache was reset: this engine saves and finds chunks under other keys from now on")
 

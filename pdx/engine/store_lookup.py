@@ -170,6 +170,7 @@ class StoreLookup:
                 self._ask_decoded(tracked, connection, end)
             elif (answer := self._collect(connection, tracked.late, wait=False)) is not None:
                 tracked.late = None
+                tracked.take_verdicts(answer.verdicts)
                 self._take_grants(tracked, answer, tracked.late_first)
         except (NodeError, ProtocolError) as error:
             text = "chunks of request %s are not saved: %s"
@@ -345,6 +346,7 @@ class StoreLookup:
     def _take(self, tracked: TrackedRequest, connection: Connection, answer: Admitted, asked: Asked) -> None:
         """These are the hits now, in the place of those there were, and this is room for what is missing."""
         self.release(tracked, connection)
+        tracked.take_verdicts(answer.verdicts)
         is_first, tracked.found = tracked.found is None, asked
         self._take_hits(tracked, answer)
         self._take_grants(tracked, answer, 0)

@@ -19,6 +19,7 @@ from pdx.errors import ConfigError, NodeError, PeerError, ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Slot
 from pdx.node.explanations import Explanations
+from pdx.node.hinting import Hinting
 from pdx.node.peers.peers import Peers
 from pdx.node.sessions import Session, Sessions
 from pdx.store.chunk import Chunk, Origin
@@ -29,6 +30,7 @@ from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import Faults, counted
+from pdx.wire.hints import Verdict
 from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Answer, Refused
 
 log = logging.getLogger("pdx.node")
@@ -148,6 +150,7 @@ class Admissions:
         transfers: Transfers,
         tiers: Tiers,
         peers: Peers,
+        hinting: Hinting,
         counters: Counter[str],
         faults: Faults,
         clock: Callable[[], float] = time.monotonic,
@@ -159,6 +162,7 @@ class Admissions:
         self._transfers = transfers
         self._tiers = tiers
         self._peers = peers
+        self._hinting = hinting
         self._counters = counters
         self._faults = faults
         self._clock = clock
@@ -265,7 +269,7 @@ class Admissions:
         now = self._clock()
         reasons = self.explanations.reasons(session, ask, hits, (part, part_blocks), now)
         chunks += part
-        if ask.hints.salt:
+        if ask.hints.salt or ask.hints.form:
             for chunk in chunks:
                 if not chunk.hints.salt:  # it came from a peer or a tier, which do not know
                     chunk.hints = ask.hints
@@ -294,9 +298,21 @@ class Admissions:
                 self._tiers.missed(ask.keys[len(hits)], is_named=session.hello.kind == "client")
         slots = [chunk.slot for chunk in chunks]
         by_layer = self._push(session, ask, arenas) or ask.writes is not None
-        answer = Admitted(len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early))
+        verdicts = self._carry_out_hints(session, ask, granted, arenas)
+        answer = Admitted(
+            len(hits), slots, lease, False, granted, room, full, by_layer, part_blocks, bool(early), verdicts
+        )
         self.explanations.note(session, ask, reasons, answer, waited_s=waited_s, now=now)
         return answer
+
+    def _carry_out_hints(
+        self, session: Session, ask: Admit, granted: Sequence[int], arenas: Sequence[int]
+    ) -> list[Verdict]:
+        """What they ask for costs the request nothing, whatever becomes of it."""
+        verdicts: list[Verdict] = []
+        with self._faults.contain("the hints of a request"):
+            verdicts += self._hinting.request(ask, granted, arenas, is_named=session.hello.kind == "client")
+        return verdicts
 
     def _load_s(self, session: Session, ask: Admit) -> float:
         """How long this request copies all that it asks for; 0: not known, or it copies only what is whole."""

@@ -29,6 +29,7 @@ from pdx.store.copy import Copy
 from pdx.store.store import Claim, Store
 from pdx.store.tier import Grant, Job, Part, Tier
 from pdx.telemetry.faults import counted
+from pdx.wire.hints import Hints
 
 log = logging.getLogger("pdx.node")
 
@@ -79,6 +80,7 @@ class ArenaTier(Tier):
             tail_nbytes=last.slot.nbytes if last.tail else 0,
             partial=True,
             transfer=copy.transfer if last.tail else None,
+            hints=Hints("", form=first.hints.form),
             deadline=copy.deadline,
             origin=Origin("another arena"),
             who="a copy between arenas",

@@ -37,6 +37,7 @@ from pdx.telemetry.clock import WakingClock
 from pdx.wire.burst import burst
 from pdx.wire.messages import (
     MAX_FRAME_BYTES,
+    Advise,
     Answer,
     Arriving,
     Bye,
@@ -313,8 +314,10 @@ class Daemon:
         for message in self._proxy.receive():
             with self._faults.contain("a message of the proxy"):
                 match message:
-                    case Arriving(session):
-                        self.service.look_ahead.arriving(session)
+                    case Advise():
+                        self._proxy.send(self.service.hinting.advise(message, (), is_named=False))
+                    case Arriving(session, salt):
+                        self.service.look_ahead.arriving((salt, session))
                     case Cancel(transfer):
                         self.service.cancel(transfer, "the proxy")
                     case Prefilled(transfer):

@@ -94,7 +94,8 @@ class Explanations:
         whose = _whose(session)
         self._remember(whose, ask)
         shown = printable(ask.request, MAX_NAME - 1), printable(whose, MAX_NAME - 1)  # clients choose both
-        told = Explanation(*shown, 0.0, waited_s, ask.sought, answer.hits, reasons[:MAX_REASONS], notes)
+        shown_reasons = reasons[:MAX_REASONS]
+        told = Explanation(*shown, 0.0, waited_s, ask.sought, answer.hits, shown_reasons, notes, answer.verdicts)
         self._of_request[whose, ask.request] = now, told
         self._of_request.move_to_end((whose, ask.request))
         while len(self._of_request) > MAX_REQUESTS:

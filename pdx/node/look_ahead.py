@@ -34,6 +34,10 @@ ARRIVAL_S = 30.0  # a request that the proxy has told of comes by then
 SPARE = 64  # numbers of requests that are gone are tolerated up to so many, and as many again as there are
 
 
+Of = tuple[bytes, str]  # a session of requests: its tenant (`Hints.salt`) and its name
+Name = str | Of  # of what is expected: an engine's request, or the next one of a session
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """What a request will ask for, or the last one of a session has asked for."""
 
@@ -51,7 +55,7 @@ class Wanted(msgspec.Struct, frozen=True):
 class Expected(msgspec.Struct, eq=False):
     """One request in a queue, or on its way."""
 
-    request: str
+    request: Name
     number: int  # its place in the order in which they came
     wanted: Wanted
     until: float  # then it is given up
@@ -71,17 +75,17 @@ class LookAhead:
         self._store = store
         self._tiers = tiers
         self._counters = counters
-        self._expected: dict[tuple[int, str], Expected] = {}
+        self._expected: dict[tuple[int, Name], Expected] = {}
         self._by_number: dict[int, Expected] = {}
-        self._of_session: dict[int, dict[str, None]] = {}
+        self._of_session: dict[int, dict[Name, None]] = {}
         self._numbers = 0
         self._keys = 0
         self._due: list[int] = []  # a heap: numbers of those to look up, and of some that are gone
         self._nbytes = 0  # of all that were looked up
         self._clock = clock
-        self._last: OrderedDict[str, Wanted] = OrderedDict()  # by session, the one that came last at the end
+        self._last: OrderedDict[Of, Wanted] = OrderedDict()  # the one that came last at the end
         self._last_keys = 0  # of all of them
-        self._arrivals: Deadlines[str] = Deadlines()  # sessions of which a request is to come
+        self._arrivals: Deadlines[Name] = Deadlines()  # sessions of which a request is to come
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -97,7 +101,7 @@ class LookAhead:
         has, and their bytes; and how many sessions are left out, because it would take too long to look at them."""
         found: dict[str, tuple[int, int]] = {}
         looks = left_out = 0
-        for name, wanted in reversed(self._last.items()):
+        for (_, name), wanted in reversed(self._last.items()):
             if session not in name:
                 continue
             if looks >= MAX_LOOKS:
@@ -108,17 +112,46 @@ class LookAhead:
             found[name] = len(chunks), sum(chunk.slot.nbytes for chunk in chunks)
         return found, left_out
 
-    def arriving(self, session: str) -> None:
+    def last(self, session: Of) -> Wanted | None:
+        """What the last request of a session asked for; None: none is remembered."""
+        return self._last.get(session)
+
+    def shared(self, keys: Sequence[bytes], session: Of) -> int:
+        """How many leading ones of these the last request of another session of the same tenant used, too."""
+        most = 0
+        for other, wanted in self._last.items():
+            if other == session or other[0] != session[0]:
+                continue
+            while most < min(len(keys), len(wanted.keys)) and wanted.keys[most] == keys[most]:
+                most += 1  # names are chained: where one differs, so do all behind it
+        return most
+
+    def arriving(self, session: Of) -> None:
         """A request of this session is on its way, as the proxy says."""
         last = self._last.get(session)
-        until = self._clock() + ARRIVAL_S
-        if last is not None and self._add(NODE, session, last, until):
+        if last is not None and self._await(session, last):
             self._counters["arrivals"] += 1
+
+    def prefetch(self, session: Of, wanted: Wanted) -> bool:
+        """Load this now, as if a request of the session were on its way; whether that is heeded."""
+        known = self._expected.get((NODE, session))
+        if known is not None and known.wanted.keys != wanted.keys:
+            self._end(NODE, session, is_over=False)
+            known = None
+        heeded = known is not None or self._await(session, wanted)
+        self.turn()
+        return heeded
+
+    def _await(self, session: Of, wanted: Wanted) -> bool:
+        until = self._clock() + ARRIVAL_S
+        heeded = self._add(NODE, session, wanted, until)
+        if heeded:
             self._arrivals.add((session,), until)
+        return heeded
 
     def came(self, session: Session, ask: Admit, arenas: Sequence[int]) -> None:
         """A request of a session (`ask.hints`) asks for what it needs; the next one will need that, too."""
-        name = ask.hints.session
+        name = ask.hints.salt, ask.hints.session
         self._end(NODE, name, is_over=False)
         known = self._last.pop(name, None)
         self._last_keys -= len(known.keys) if known is not None else 0
@@ -134,7 +167,7 @@ class LookAhead:
         for session in self._arrivals.take(self._clock()):
             self._end(NODE, session, is_over=True)
 
-    def _add(self, session: int, request: str, wanted: Wanted, until: float = math.inf) -> bool:
+    def _add(self, session: int, request: Name, wanted: Wanted, until: float = math.inf) -> bool:
         name = session, request
         full = len(self._expected) >= MAX_REQUESTS or self._keys + len(wanted.keys) > MAX_KEYS
         if full or name in self._expected:
@@ -158,7 +191,7 @@ class LookAhead:
         for request in list(self._of_session.get(session.number, ())):
             self._end(session.number, request, is_over=True)
 
-    def _end(self, session: int, request: str, *, is_over: bool) -> bool:
+    def _end(self, session: int, request: Name, *, is_over: bool) -> bool:
         expected = self._expected.pop((session, request), None)
         if expected is None:
             return False
@@ -203,8 +236,12 @@ class LookAhead:
             wanted.shards,
             room_bytes - expected.nbytes,
             is_named=wanted.is_named,
-            who=f"request {expected.request}, ahead of its turn",
+            who=_who(expected.request),
         )
         expected.copies += copies
         expected.nbytes += sum(copy.held_bytes for copy in copies)
         self._counters["prefetched_chunks"] += sum(len(copy.keys) for copy in copies)
+
+
+def _who(name: Name) -> str:
+    return f"request {name}, ahead of its turn" if isinstance(name, str) else f"the next request of session {name[1]}"

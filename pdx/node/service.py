@@ -19,6 +19,7 @@ from pdx.memory.slot import Slot
 from pdx.node.admissions import Admissions
 from pdx.node.arena_tier import ArenaTier
 from pdx.node.control.verbs import Controls
+from pdx.node.hinting import Hinting
 from pdx.node.look_ahead import LookAhead
 from pdx.node.peers.peers import Peers
 from pdx.node.reports import Reports
@@ -27,6 +28,7 @@ from pdx.store.chunk import Chunk
 from pdx.store.copies import Copies
 from pdx.store.disk.tier import DiskTier
 from pdx.store.lifecycle import State
+from pdx.store.policies.by_name import Maker
 from pdx.store.policies.by_name import find as find_policy
 from pdx.store.remote.backend import RemoteSettings, open_backend
 from pdx.store.remote.tier import RemoteTier
@@ -43,6 +45,7 @@ from pdx.wire.messages import (
     Abort,
     Admit,
     Admitted,
+    Advise,
     Answer,
     Ask,
     Bye,
@@ -81,8 +84,11 @@ class Service:
         arenas: Sequence[Arena],
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        policy: Maker | None = None,
     ) -> None:
-        """`arenas`: the first is where peers read and write; the others are those of GPUs.
+        """`arenas`: the first is where peers read and write; the others are those of GPUs. `policy`: in place of the
+        eviction policy that `config` names.
 
         :raises ConfigError: there is no such eviction policy.
         """
@@ -94,7 +100,14 @@ class Service:
         self.name = node_name(config)
         nbytes = round_up(config.arena_bytes)
         self.store = Store(
-            arena, clock, nbytes=nbytes, more=arenas[1:], policy=find_policy(config.policy), quota=config.salt_quota
+            arena,
+            clock,
+            nbytes=nbytes,
+            more=arenas[1:],
+            policy=policy or find_policy(config.policy, clock),
+            quota=config.salt_quota,
+            lease_share=config.tenant_lease_share,
+            kept_share=config.pin_share,
         )
         self.sessions = Sessions()
         self.counters: Counter[str] = Counter()
@@ -105,6 +118,7 @@ class Service:
             group_bytes=config.group_bytes,
             counters=self.counters,
             tracer=tracer_for(config.trace, self.name),
+            clock_ns=lambda: int(clock() * 1e9),
         )
         self.tiers = Tiers(
             self.store,
@@ -136,6 +150,14 @@ class Service:
         if len(arenas) > 1:
             self.tiers.arenas = ArenaTier(arenas, self.store, self.copies, self.peers.mailbox.post, self.counters)
         self.look_ahead = LookAhead(self.store, self.tiers, self.counters, clock)
+        self.hinting = Hinting(
+            config,
+            store=self.store,
+            tiers=self.tiers,
+            look_ahead=self.look_ahead,
+            counters=self.counters,
+            clock=clock,
+        )
         self.admissions = Admissions(
             config,
             store=self.store,
@@ -143,6 +165,7 @@ class Service:
             transfers=self.transfers,
             tiers=self.tiers,
             peers=self.peers,
+            hinting=self.hinting,
             counters=self.counters,
             faults=self.faults,
             clock=clock,
@@ -203,6 +226,7 @@ class Service:
                 Path(folder),
                 config.disk_limit_bytes,
                 reserve_bytes=config.disk_reserve_bytes,
+                codec=config.disk_codec,
                 name="disk" if len(config.disks) == 1 else f"disk {folder}",
                 is_used=self.store.is_found,
                 on_removed=self.tiers.storing.removed,
@@ -218,7 +242,8 @@ class Service:
                 ca=config.remote_ca,
                 credentials=config.remote_credentials,
             )
-            self.tiers.below.append([RemoteTier(open_backend(settings), on_found=self.tiers.found.extend, **common)])
+            found, codec = self.tiers.found.extend, config.remote_codec
+            self.tiers.below.append([RemoteTier(open_backend(settings), on_found=found, codec=codec, **common)])
 
     # ---- attaching --------------------------------------------------------------------------
 
@@ -291,6 +316,8 @@ class Service:
             self.tiers.storing.look_ahead()
         with self.faults.contain("the deadlines of the look-ahead"):
             self.look_ahead.tick()
+        with self.faults.contain("the times of hints"):
+            self.hinting.tick()
         self.peers.tick()
 
     def turn(self) -> None:
@@ -324,9 +351,10 @@ class Service:
             Renew: self._renew,
             Pin: self._pin,
             Delete: self._delete,
+            **dict.fromkeys(get_args(Verb), self._verb),
+            Advise: self._advise,
             Cancel: self._cancel,
             Mark: self._mark,
-            **dict.fromkeys(get_args(Verb), self._verb),
         }
 
     def _bye(self, session: Session, ask: Bye) -> Answer:
@@ -416,6 +444,12 @@ class Service:
     def _delete(self, session: Session, ask: Delete) -> Answer:
         return Done(sum(max(self.store.delete([key]), self.tiers.forget([key])) for key in ask.keys))
 
+    def _advise(self, session: Session, ask: Advise) -> Answer:
+        if len(ask.keys) * ask.shards > MAX_SLOTS:
+            raise ProtocolError(f"{len(ask.keys)} keys of {ask.shards} shards are more than {MAX_SLOTS} slots")
+        arenas = self.sessions.arenas(session, ask.shards)
+        return self.hinting.advise(ask, arenas, is_named=session.hello.kind == "client")
+
     def _cancel(self, session: Session, ask: Cancel) -> Answer:
         return Done(int(self.cancel(ask.transfer, session.source)))
 
@@ -456,6 +490,8 @@ class Service:
         """
         if isinstance(verb, Status):
             return self.reports.status()
+        if isinstance(verb, Advise):
+            return self.hinting.advise(verb, (), is_named=False)
         return self.explained(verb.request) if isinstance(verb, Why) else self.controls.handle(verb)
 
     def explained(self, request: str) -> Explained:

@@ -10,7 +10,7 @@ from pdx.memory.arena import round_up
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Slot
 from pdx.store.lifecycle import State
-from pdx.wire.messages import Hints
+from pdx.wire.hints import Hints
 
 NO_HINTS = Hints("")
 NODE = 0  # the session that fills what a copy loads: the node itself
@@ -72,6 +72,9 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     transfer: str | None = None
     deadline: float = 0.0
     hints: Hints = NO_HINTS  # of the request for which it was reserved
+    expected_at: float = 0.0  # a request has said that it is wanted again then (`Hints.reuse_s`); 0: none has
+    leased_until: float = 0.0  # a tenant keeps it from being evicted (`pdx.store.hints.tenant_leases`) …
+    lessee: bytes = b""  # … this one
     origin: Origin = msgspec.field(default_factory=lambda: Origin(""))
     layout: bytes = b""  # the KV layout of the engine that filled it; empty: not known
     before: Chunk | None = None  # the chunk before it in its reservation, until it is sealed or gone
@@ -112,4 +115,9 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     @property
     def is_evictable(self) -> bool:
         """Whether its room may be given to another now."""
-        return self.state is State.SEALED and not self.leases and not self.pins
+        return self.state is State.SEALED and not self.leases and not self.is_kept
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a pin or a tenant's lease keeps it from being evicted, though nobody reads it."""
+        return bool(self.pins or self.leased_until)

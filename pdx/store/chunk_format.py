@@ -1,34 +1,43 @@
 """The form of a chunk that is kept outside of memory, in a file or under a key.
 
-It is a header, then the bytes of the chunk as they lie in the arena.
+It is a header, then the bytes of the chunk as they lie in the arena (version 3), or its slices, each encoded by itself,
+one behind the other (version 4).
 
-The header says what the bytes are for and has a digest of each slice:
+The header says what the bytes are for and has a digest of each slice, as it stands there; of an encoded chunk also the
+codec, and how many bytes each slice takes:
 
     magic (8 bytes) | version (4) | bytes of the body (4) | digest of the body (8) | body, msgpack | zeros to 4 KiB
+
+Releases before version 4 take an encoded chunk for an outdated one.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Iterator
-from typing import Annotated, NoReturn
+from functools import partial
+from typing import Annotated, NamedTuple, NoReturn
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
-from pdx.errors import TierError
-from pdx.memory.arena import round_up
+from pdx.errors import CodecError, TierError
+from pdx.memory.arena import GRANULE_BYTES, round_up
 from pdx.memory.layout import slice_span
 from pdx.memory.slot import Bytes
+from pdx.store.codecs.codec import codec_of, decode_slice, encode_slice
 from pdx.store.tier import Part
 from pdx.wire.messages import MAX_LAYERS, Key, LayerCount, Shard
 
 MAGIC = b"PDXCHUNK"
-VERSION = 3
-HEADER_BYTES = 4096  # of a chunk with fewer than about 500 slices; more slices need whole further blocks
+PLAIN, ENCODED = 3, 4  # versions
+HEADER_BYTES = 4096  # of a chunk with fewer than about 320 slices; more slices need whole further blocks
 _DIGEST_BYTES = 8
-_MAX_BODY_BYTES = _DIGEST_BYTES * MAX_LAYERS + 256
+_SIZE = struct.Struct("<I")  # of a slice that is encoded
+_MAX_SLICE_BYTES = 1 << 31  # larger ones are not encoded
+_MAX_BODY_BYTES = (_DIGEST_BYTES + _SIZE.size) * MAX_LAYERS + 384
 _PREFIX = struct.Struct("<8sIIQ")
 _PIECE_BYTES = 8 << 20  # looked at before somebody may end it
 Over = Callable[[], bool]
@@ -43,13 +52,130 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     layers: LayerCount
     digests: Annotated[bytes, Meta(max_length=_DIGEST_BYTES * MAX_LAYERS)]
 
+    @property
+    def stored(self) -> int:
+        """Bytes behind the header."""
+        return self.nbytes
 
-_decoder = msgspec.msgpack.Decoder(Header)
+    @property
+    def start(self) -> int:
+        """Bytes of the header."""
+        return header_bytes(self.layers)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Start and bytes of each slice, as it stands behind the header."""
+        return (slice_span(self.nbytes, self.layers, layer, 1) for layer in range(self.layers))
 
 
-def header_bytes(layers: int) -> int:
+class EncodedHeader(Header, frozen=True):
+    """What an encoded chunk says of itself."""
+
+    codec: Annotated[str, Meta(min_length=1, max_length=128)]  # see `pdx.store.codecs.codec.codec_of`
+    sizes: Annotated[bytes, Meta(max_length=_SIZE.size * MAX_LAYERS)]
+
+    @property
+    def stored(self) -> int:
+        """Bytes behind the header."""
+        return sum(size for (size,) in _SIZE.iter_unpack(self.sizes))
+
+    @property
+    def start(self) -> int:
+        """Bytes of the header."""
+        return header_bytes(self.layers, is_encoded=True)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Start and bytes of each slice, as it stands behind the header."""
+        first = 0
+        for (size,) in _SIZE.iter_unpack(self.sizes):
+            yield first, size
+            first += size
+
+
+_decoders: dict[int, msgspec.msgpack.Decoder[Header]] = {
+    PLAIN: msgspec.msgpack.Decoder(Header),
+    ENCODED: msgspec.msgpack.Decoder(EncodedHeader),
+}
+
+
+def header_bytes(layers: int, *, is_encoded: bool = False) -> int:
     """What comes before the bytes of a chunk with so many slices."""
+    if is_encoded:
+        return round_up(_PREFIX.size + 256 + (_DIGEST_BYTES + _SIZE.size) * layers)
     return round_up(_PREFIX.size + 128 + _DIGEST_BYTES * layers)
+
+
+def aligned(nbytes: int) -> memoryview:
+    """Empty memory that a disk can read and write itself, as it can that of an arena."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+class Kept(NamedTuple):
+    """An encoded chunk: header and body, each `aligned`, of whole granules; the body has `nbytes` bytes."""
+
+    head: memoryview
+    body: memoryview
+    nbytes: int
+
+    @property
+    def data(self) -> memoryview:
+        """The body itself."""
+        return self.body[: self.nbytes]
+
+
+def encoded(part: Part, data: memoryview, codec: str, is_over: Over) -> Kept | None:
+    """A whole chunk, whose bytes are `data`, by a codec; None: it would not take fewer granules.
+
+    :raises TierError: the codec is not for such chunks; `is_over`.
+    """
+    nbytes, layers = part.slot.nbytes, part.layers
+    if nbytes // layers >= _MAX_SLICE_BYTES or nbytes <= GRANULE_BYTES:
+        return None
+    most = round_up(nbytes) - GRANULE_BYTES + header_bytes(layers) - header_bytes(layers, is_encoded=True)
+    if most <= 0:
+        return None
+    body, used, sizes, digests = aligned(most), 0, bytearray(), bytearray()
+    on_piece = partial(end_if, is_over)
+    try:
+        by = codec_of(codec)
+        for first, count in spans(nbytes, layers, is_over):
+            size = encode_slice(by, data[first : first + count], body[used:], on_piece)
+            if count and not size:
+                return None
+            sizes += _SIZE.pack(size)
+            digests += xxhash.xxh3_64_digest(body[used : used + size])
+            used += size
+    except CodecError as error:
+        raise TierError(f"chunk {part.key.hex()[:8]} cannot be encoded: {error}", "not_encoded") from error
+    head = aligned(header_bytes(layers, is_encoded=True))
+    header = EncodedHeader(part.key, part.shard, nbytes, layers, bytes(digests), codec, bytes(sizes))
+    _write_header(ENCODED, header, head)
+    return Kept(head, body[: round_up(used)], used)
+
+
+def decode(header: EncodedHeader, data: memoryview, into: memoryview, path: object, is_over: Over) -> None:
+    """Decode the slices of an encoded chunk, whose header and bytes were read of `path`. The digests are compared
+    first.
+
+    :raises TierError: they are not what was written; this release knows no such codec; `is_over`.
+    """
+    compare(header, data, path, is_over)
+    on_piece = partial(end_if, is_over)
+    try:
+        by = codec_of(header.codec)
+    except CodecError as error:
+        raise TierError(f"{path}: {error}", "outdated") from error
+    try:
+        raw = spans(header.nbytes, header.layers, is_over)
+        for (first, size), (start, count) in zip(header.spans(), raw, strict=True):
+            decode_slice(by, data[first : first + size], into[start : start + count], on_piece)
+    except CodecError as error:
+        raise TierError(f"{path} cannot be decoded: {error}", "corrupt") from error
+
+
+def _write_header(version: int, header: Header, into: memoryview) -> None:
+    body = msgspec.msgpack.encode(header)
+    whole = _PREFIX.pack(MAGIC, version, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    into[: len(whole)] = whole
 
 
 def encode(part: Part, data: memoryview, into: memoryview, is_over: Over) -> None:
@@ -60,9 +186,7 @@ def encode(part: Part, data: memoryview, into: memoryview, is_over: Over) -> Non
     digests = bytearray()
     for first, nbytes in spans(part.slot.nbytes, part.layers, is_over):
         digests += xxhash.xxh3_64_digest(data[first : first + nbytes])
-    body = msgspec.msgpack.encode(Header(part.key, part.shard, part.slot.nbytes, part.layers, bytes(digests)))
-    whole = _PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body)) + body
-    into[: len(whole)] = whole
+    _write_header(PLAIN, Header(part.key, part.shard, part.slot.nbytes, part.layers, bytes(digests)), into)
 
 
 def whole_header(head: memoryview) -> int:
@@ -83,22 +207,26 @@ def parsed(data: memoryview, size: int, path: object) -> Header:
     magic, version, body_bytes, digest = _PREFIX.unpack_from(data)
     if magic != MAGIC or body_bytes > _MAX_BODY_BYTES:
         _damaged(path)
-    if version != VERSION:
-        raise TierError(f"{path} has format {version}; this is {VERSION}", "outdated")
+    if version not in _decoders:
+        raise TierError(f"{path} has format {version}; this is {ENCODED}", "outdated")
     body = data[_PREFIX.size : _PREFIX.size + body_bytes]
     if size < _PREFIX.size + body_bytes:
         raise TierError(f"{path} ends in its header", "truncated")
     if len(body) < body_bytes or xxhash.xxh3_64_intdigest(body) != digest:
         _damaged(path)
     try:
-        header = _decoder.decode(body)
+        header: Header = _decoders[version].decode(body)
     except msgspec.MsgspecError:
         _damaged(path)
-    start = header_bytes(header.layers)
-    if len(header.digests) != _DIGEST_BYTES * header.layers or size > start + header.nbytes:
+    if isinstance(header, EncodedHeader) and (
+        len(header.sizes) != _SIZE.size * header.layers or header.stored >= header.nbytes
+    ):
         _damaged(path)
-    if size < start + header.nbytes:
-        raise TierError(f"{path} has {size} bytes, not {start + header.nbytes}", "truncated")
+    whole = header.start + header.stored
+    if len(header.digests) != _DIGEST_BYTES * header.layers or size > whole:
+        _damaged(path)
+    if size < whole:
+        raise TierError(f"{path} has {size} bytes, not {whole}", "truncated")
     return header
 
 
@@ -107,11 +235,15 @@ def _damaged(path: object) -> NoReturn:
 
 
 def compare(header: Header, data: memoryview, path: object, is_over: Over) -> None:
-    """Whether `data` are the bytes of that header.
+    """Whether `data` are the bytes that stand behind that header.
 
     :raises TierError: a slice has not the digest that was written with it; `is_over`.
     """
-    for number, (first, nbytes) in enumerate(spans(header.nbytes, header.layers, is_over)):
+    due = 0
+    for number, (first, nbytes) in enumerate(header.spans()):
+        if first >= due:
+            end_if(is_over)
+            due = first + _PIECE_BYTES
         expected = header.digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
         if xxhash.xxh3_64_digest(data[first : first + nbytes]) != expected:
             raise TierError(f"{path} has other bytes than were written", "corrupt")

@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -64,8 +64,18 @@ class Queue(msgspec.Struct):
 class Copies:
     """All copies of a node. Owned by the control loop; the clock is a parameter."""
 
-    def __init__(self, store: Store, *, group_bytes: int, counters: Counter[str], tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        group_bytes: int,
+        counters: Counter[str],
+        tracer: Tracer | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`clock_ns`: by which tiers say when a job began and ended (`Job`)."""
         self._store = store
+        self._clock_ns = clock_ns
         self._group_bytes = group_bytes
         self._counters = counters
         self._tracer = tracer
@@ -209,6 +219,7 @@ class Copies:
     def _add(self, copy: Copy) -> None:
         self._counters["copies"] += 1
         self._copies[copy.number] = copy
+        copy.begun_ns = self._clock_ns()
         self._deadlines.add([copy.number], copy.deadline)
         queue = self._queues[copy.tier.name]
         queue.copies[copy.number] = copy
@@ -354,7 +365,7 @@ class Copies:
             if copy.is_load:
                 self.late_at[copy.tier.name] = now
                 if not copy.copied_bytes:  # else its jobs have told how fast it was
-                    self._rates[copy.tier.name, True].moved(0, copy.begun_ns, time.monotonic_ns())
+                    self._rates[copy.tier.name, True].moved(0, copy.begun_ns, self._clock_ns())
             if copy.state is CopyState.DRAINING:
                 copy.is_given_up = True
                 copy.tier.cancel(copy)
@@ -427,6 +438,9 @@ class Copies:
                     queue.loading_bytes -= job.nbytes
                 self._record(copy, job)
                 for part in job.parts if copy.is_load else ():
+                    if job.form:  # what came with a loss goes on as it came
+                        chunk = self._store.at(part.slot)
+                        chunk.hints = msgspec.structs.replace(chunk.hints, form=job.form)
                     self.land(part.slot, part.first_layer, part.count)
             elif not copy.is_given_up:  # else it was aborted
                 if not isinstance(error, TierError):  # a tier that fails says so itself, in bounded measure

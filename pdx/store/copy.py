@@ -12,7 +12,6 @@ A copy in DRAINING has jobs under way, which still read or write the arena.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
 
@@ -117,7 +116,7 @@ class Copy(msgspec.Struct, eq=False):
     layout: bytes = b""
     want: int = 0  # the question of a peer that this copy answers; 0: of none
     arenas: Sequence[int] = ()  # where shard 0, 1, … goes, if the tier is that of this node's arenas
-    begun_ns: int = msgspec.field(default_factory=time.monotonic_ns)
+    begun_ns: int = 0
     held_bytes: int = 0
     items: list[Item] = []
     state: CopyState = CopyState.QUEUED
@@ -224,7 +223,8 @@ class Copy(msgspec.Struct, eq=False):
                     break
                 fitting = 1  # a slice that is larger than a job goes alone
             chunk = item.chunk
-            parts.append(Part(chunk.key, chunk.shard, chunk.layers, first, fitting, chunk.slot, item.remote))
+            form = chunk.hints.form
+            parts.append(Part(chunk.key, chunk.shard, chunk.layers, first, fitting, chunk.slot, item.remote, form))
             item.sent |= ((1 << fitting) - 1) << first
             if item.sent == item.ready:
                 heapq.heappop(self._ready)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pdx.store.chunk import Chunk
+from pdx.store.policies.expected import Expected
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.policies.wanted import Wanted
 from pdx.store.quota import Quota
 
 OVER = -2  # level of what is over the quota of its cache salt
 ENDS = -1  # level of the ends of prompts that nobody is known to share: they are worth the least
-WANTED = 10  # level of what requests in a queue will use, above all priorities
+WANTED = 20  # level of what requests in a queue will use, above all priorities
 
 
 class EvictionOrder:
     """The sealed chunks of one arena that nobody leases or pins.
 
-    A level is a priority that the application gave (`Hints.priority`); below all of them are what is over the quota of
-    its cache salt and the ends of prompts, and above them what requests in a queue will use. What is on a lower level
-    goes first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
+    A priority that the application gave (`Hints.priority`) is two levels: what it expects to be wanted again, until
+    that time (`Chunk.expected_at`), stays longer than the rest. Below all of them are what is over the quota of its
+    cache salt and the ends of prompts, and above them what requests in a queue will use. What is on a lower level goes
+    first. `insert`, `hold` and `remove` are idempotent. Owned by the control loop.
     """
 
     def __init__(
@@ -28,12 +31,17 @@ class EvictionOrder:
         make: Callable[[], EvictionPolicy],
         wanted: Mapping[bytes, Mapping[int, int]],
         quota: Quota | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`make`: makes the policy of one level. `wanted`: see `Wanted`; after a change of it `refresh` is called for
         the chunks in question. `quota`: of each cache salt, if it has one."""
         self._make = make
         self._quota = quota
         self._wanted = wanted
+        self._clock = clock
+        # A policy by which chunks go at their time knows only of those on its own level.
+        self._spare: EvictionPolicy | None = make()  # for the first level that needs one
+        self.weighs_reuse = type(self._spare).overdue is EvictionPolicy.overdue
         self._levels: dict[int, EvictionPolicy] = {}
         self._sorted: list[int] = []
         self._heeds_uses = False  # whether a policy wants to know of each use, which costs a call
@@ -56,7 +64,9 @@ class EvictionOrder:
             chunk.is_over = False
             for each in over:
                 each.is_over = True
-        level = ENDS if goes_first else chunk.hints.priority
+        level = ENDS if goes_first else 2 * chunk.hints.priority
+        if chunk.expected_at and not goes_first and self.weighs_reuse:
+            level += chunk.expected_at > self._clock()
         if chunk.is_over:
             level = OVER
         if chunk.key in self._wanted:
@@ -148,12 +158,29 @@ class EvictionOrder:
         """
         return itertools.chain.from_iterable(self._levels[level].peek() for level in self._sorted)
 
+    def tick(self) -> None:
+        """What was expected by now has no precedence any more."""
+        now = self._clock()
+        for policy in list(self._levels.values()):
+            for chunk in policy.past(now) if isinstance(policy, Expected) else ():
+                was_there = chunk.is_in_order
+                self.hold(chunk)
+                if was_there:
+                    self.insert(chunk)
+
     def overdue(self) -> list[Chunk]:
         """Chunks, held or not, that should go even if there is room. Each is told of once."""
         return [chunk for policy in self._levels.values() for chunk in policy.overdue()]
 
     def _new_level(self, level: int) -> EvictionPolicy:
-        policy = self._levels[level] = Wanted(self._wanted) if level == WANTED else self._make()
+        is_expected = 0 < level < WANTED and level % 2 == 1
+        if level == WANTED:
+            policy: EvictionPolicy = Wanted(self._wanted)
+        elif is_expected:
+            policy = Expected()
+        else:
+            policy, self._spare = self._spare or self._make(), None
+        self._levels[level] = policy
         self._sorted = sorted(self._levels)
         self._heeds_uses = self._heeds_uses or type(policy).access is not EvictionPolicy.access
         return policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from pdx.store.chunk import Chunk
@@ -72,7 +72,9 @@ class Index:
         self.layouts: Counter[bytes] = Counter()  # chunks by the layout of their engine …
         self.layout_bytes: Counter[bytes] = Counter()  # … and their bytes
         self.pins = 0  # of all chunks together
-        self.pinned_bytes = 0  # of chunks with a pin
+        self.pinned_bytes = 0  # of chunks with a pin …
+        self.kept_bytes = 0  # … or with a tenant's lease
+        self.on_lost_lease: Callable[[Chunk], None] = lambda _: None  # a chunk is gone that has such a lease
 
     def of(self, key: bytes, shards: int | None = None, arenas: Sequence[int] = ()) -> tuple[Chunk, ...]:
         """The chunks of `key`, filling or sealed, in the first `shards` shards (in all by default) that have one.
@@ -153,6 +155,8 @@ class Index:
                     self._whole[chunk.key] = self._partial.pop(chunk.key)
             elif was in FINDABLE and state not in FINDABLE:
                 self._hide(chunk)
+                if chunk.leased_until:
+                    self.on_lost_lease(chunk)
             if chunk.transfer is not None and not (chunk.tail and state is State.SEALED):
                 self.transfers.discard(chunk.transfer, chunk)
             if state is State.FREE:
@@ -173,10 +177,17 @@ class Index:
 
     def pin(self, chunk: Chunk, change: int) -> None:
         """Count so many pins more (or fewer) of a chunk; it never has fewer than none."""
-        was = chunk.pins
+        was, was_kept = chunk.pins, chunk.is_kept
         chunk.pins = max(0, was + change)
+        self.kept_bytes += chunk.slot.nbytes * (chunk.is_kept - was_kept)
         self.pins += chunk.pins - was
         self.pinned_bytes += chunk.slot.nbytes * (bool(chunk.pins) - bool(was))
+
+    def lease_for(self, chunk: Chunk, tenant: bytes, until: float) -> None:
+        """A tenant has leased the chunk until then; 0: nobody has."""
+        was_kept = chunk.is_kept
+        chunk.leased_until, chunk.lessee = until, tenant
+        self.kept_bytes += chunk.slot.nbytes * (chunk.is_kept - was_kept)
 
     def _hide(self, chunk: Chunk) -> None:
         """Its key does not lead to it any more."""

@@ -25,6 +25,11 @@ class Quota:
         self._within: dict[bytes, SortedKeyList[Chunk, tuple[int, int]]] = {}  # by salt
         self._nbytes: Counter[bytes] = Counter()
 
+    @classmethod
+    def of(cls, total_bytes: int, share: float) -> Quota | None:
+        """Of so many bytes this share; None: all of them, and nothing is to be counted."""
+        return cls(int(total_bytes * share)) if share < 1.0 else None
+
     def use(self, chunk: Chunk, before: Chunk | None) -> list[Chunk]:
         """The chunk was just used, or is new; those of its salt that are over the quota from now on, but were not.
 

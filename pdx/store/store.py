@@ -22,13 +22,14 @@ from pdx.memory.slot import Slot
 from pdx.store.chunk import NO_HINTS, NODE, Chunk, Origin
 from pdx.store.deadlines import Deadlines
 from pdx.store.eviction import EvictionOrder
+from pdx.store.hints.tenant_leases import TenantLeases
 from pdx.store.history import History
 from pdx.store.index import Index
 from pdx.store.lifecycle import WRITABLE, State, Step
 from pdx.store.policies.by_name import Maker, find
 from pdx.store.quota import Quota
 from pdx.store.slot_pool import SlotPool
-from pdx.wire.messages import Hints
+from pdx.wire.hints import Hints
 
 LRU = find("lru")
 GIVEN_UP = "never whole: its writer gave it up"
@@ -123,10 +124,13 @@ class Store:
         more: Sequence[Arena] = (),
         policy: Maker = LRU,
         quota: float = 1.0,
+        lease_share: float = 0.0,
+        kept_share: float = 1.0,
     ) -> None:
         """`arena` has number 0, those in `more` follow. `nbytes`: how much of the first, from its beginning, is for
         chunks; all of it by default. `policy`: makes what decides in an arena of so many bytes which chunks go first.
-        `quota`: the share of each arena that chunks of one cache salt may keep against others.
+        `quota`: the share of each arena that chunks of one cache salt may keep. `lease_share`, `kept_share`: see
+        `TenantLeases`.
         """
         self._clock = clock
         self.counters: Counter[str] = Counter()
@@ -141,13 +145,14 @@ class Store:
                 each,
                 size,
                 self._index,
-                EvictionOrder(partial(policy, size), self.wanted, Quota(int(size * quota)) if quota < 1.0 else None),
+                EvictionOrder(partial(policy, size), self.wanted, Quota.of(size, quota), clock),
                 self.history,
                 self.counters,
                 clock,
             )
             for number, (each, size) in enumerate(zip([arena, *more], sizes, strict=True))
         ]
+        self.tenant_leases = TenantLeases(self.pools, self._index, share=lease_share, kept_share=kept_share)
         self._leases: dict[int, Lease] = {}
         self._leased_bytes: Counter[int] = Counter()  # by session
         self._leases_of: dict[int, dict[int, None]] = {}  # session -> numbers of its leases
@@ -274,7 +279,7 @@ class Store:
                 freed[chunk.slot.arena, Step.UNLEASED].append(chunk)
             elif chunk.is_for_one:
                 freed[chunk.slot.arena, Step.EVICT].append(chunk)
-            elif not chunk.pins:
+            elif not chunk.is_kept:
                 is_read_once = chunk.tail and chunk.transfer is not None and not chunk.is_shared
                 self.pools[chunk.slot.arena].order.insert(chunk, goes_first=is_read_once)
         for (arena, step), of_arena in freed.items():
@@ -500,7 +505,7 @@ class Store:
         """By KV layout, how many chunks there are, of one shard each and in any state, and their bytes."""
         return {layout: (count, self._index.layout_bytes[layout]) for layout, count in self._index.layouts.items()}
 
-    def delete(self, keys: Iterable[bytes]) -> int:
+    def delete(self, keys: Iterable[bytes], why: str = "deleted") -> int:
         """Forget sealed chunks in every shard, pinned or not; leased ones are freed with their last lease.
 
         What a copy brings here is aborted: it would be found again afterwards.
@@ -512,7 +517,7 @@ class Store:
             sealed = [chunk for chunk in chunks if chunk.state is State.SEALED]
             count += bool(sealed)
             for chunk in sealed:
-                self.pools[chunk.slot.arena].drop(chunk, "deleted")
+                self.pools[chunk.slot.arena].drop(chunk, why)
         return count
 
     def drop_tails(self, transfer: str) -> None:
@@ -538,11 +543,14 @@ class Store:
         """End leases and reservations whose deadline is over; returns the chunks that were aborted."""
         now = self._clock()
         for pool in self.pools:
+            pool.order.tick()
             for chunk in pool.order.overdue():
                 if chunk.state is not State.SEALED:  # it was deleted, and is still read
                     continue
                 self.counters["chunks_expired"] += 1
                 pool.drop(chunk, "expired (--policy ttl)")
+        if ended := self.tenant_leases.expire(now):
+            self.counters["tenant_leases_expired"] += ended
         for number in self._lease_ends.take(now):
             self.counters["leases_expired"] += 1
             self._end_lease(number)
@@ -606,3 +614,8 @@ class Store:
     def pinned_bytes(self) -> int:
         """Bytes of chunks with a pin: no request evicts them, and they outlive whoever pinned them."""
         return self._index.pinned_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of chunks with a pin or a tenant's lease."""
+        return self._index.kept_bytes

@@ -84,7 +84,7 @@ class Storing:
                 chunk.is_found = True
                 self._tiers.hit(chunk)
                 if self._choice == "twice-seen" and not chunk.tail and not any(chunk.arenas):
-                    self._wait(chunk, self._below(chunk))
+                    self._wait(chunk, self.below(chunk))
 
     def removed(self, keys: Iterable[bytes]) -> None:
         """A tier below has these no more: those that memory has are stored there again before they leave it.
@@ -112,9 +112,14 @@ class Storing:
             if self._tiers.arenas is not None and self.spills:
                 yield self._tiers.arenas
         elif self._choice != "twice-seen" or self._store.history.is_missed(chunk.key):
-            yield from self._below(chunk)
+            yield from self.below(chunk)
 
-    def _below(self, chunk: Chunk) -> Iterator[Tier]:
+    def give(self, chunk: Chunk, where: Iterable[Tier]) -> None:
+        """Store this key there, whatever is stored otherwise."""
+        self._wait(chunk, where)
+
+    def below(self, chunk: Chunk) -> Iterator[Tier]:
+        """The tiers below the arenas that this chunk is for."""
         for level in self._tiers.below:
             tier = level[chunk.key[-1] % len(level)]
             if not (chunk.is_named and tier.is_shared):
@@ -144,7 +149,7 @@ class Storing:
                 for chunk in self._next_victims(pool):
                     if self._again.pop(chunk.key, chunk) is None:
                         chunk.is_stored_again = True
-                        self._wait(chunk, self._below(chunk))
+                        self._wait(chunk, self.below(chunk))
                     elif self._choice == "write-back":
                         self._wait(chunk, self._next(chunk))
 

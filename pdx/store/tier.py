@@ -34,6 +34,7 @@ class Part(msgspec.Struct, frozen=True):
     count: int
     slot: Slot  # of the whole chunk in this node's arena `slot.arena`: what is read, or written
     remote: Slot | None = None  # of the whole chunk in the tier, where the tier has slots
+    form: str = ""  # the lossy codec by which the chunk is stored below memory, as its request asked; empty: none
 
     @property
     def span(self) -> tuple[int, int]:
@@ -45,7 +46,8 @@ class Job(msgspec.Struct, eq=False):
     """One movement of bytes for the copy `number`: the smallest unit that is submitted, ends and fails.
 
     The tier sets `start_ns` and `end_ns` (CLOCK_MONOTONIC) before it says that the job is over: from when to when bytes
-    were moved, without the wait for a thread; 0 where none were.
+    were moved, with encoding or decoding, and without the wait for a thread; 0 where none were. Where it encodes or
+    decodes, it sets `coded_bytes`, and of a load `form`.
     """
 
     number: int
@@ -54,6 +56,8 @@ class Job(msgspec.Struct, eq=False):
     transfer: str | None = None  # that the copy is part of
     start_ns: int = 0
     end_ns: int = 0
+    coded_bytes: int = 0  # what was written or read for `nbytes`; 0: as many
+    form: str = ""  # see `Part.form`
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -81,15 +85,19 @@ class Tally(msgspec.Struct):
     stored_bytes: int = 0
     dropped: int = 0
     errors: int = 0
+    read_bytes: int = 0  # for the loaded ones: fewer where chunks are encoded …
+    written_bytes: int = 0  # … and for the stored ones
 
     def moved(self, job: Job, *, is_load: bool) -> None:
         """A job has ended well; one that found its bytes there already has moved nothing."""
         if job.end_ns and is_load:
             self.loads += len(job.parts)
             self.loaded_bytes += job.nbytes
+            self.read_bytes += job.coded_bytes or job.nbytes
         elif job.end_ns:
             self.stores += len(job.parts)
             self.stored_bytes += job.nbytes
+            self.written_bytes += job.coded_bytes or job.nbytes
 
 
 class Tier(ABC):

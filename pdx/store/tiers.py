@@ -138,6 +138,10 @@ class Tiers:
             else:
                 self._named.discard(key)  # a tier has evicted it
 
+    def has(self, key: bytes, shards: int) -> bool:
+        """Whether a tier below is known to have this."""
+        return any(tier.find([key], shards) for tier in self._all())
+
     def _all(self) -> Iterator[Tier]:
         return itertools.chain.from_iterable(self.below)
 

@@ -39,6 +39,8 @@ from pdx.vllm.identity import attention_backend, check_no_state, layout_of, mode
 from pdx.vllm.releases import check_nested
 from pdx.vllm.step import step_record
 
+_APART = "\0pdx\0"  # before and behind the form of a request that is kept apart, in its cache salt
+
 
 class PdxMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan on its way to the workers."""
@@ -121,7 +123,8 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _start_scheduler(self, backend: str, order: str) -> None:
         layout = msgspec.structs.replace(self._layout, backend=backend, order=order)
-        half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts, naming_of(self._vllm_config))
+        naming = naming_of(self._vllm_config)
+        half = SchedulerHalf(self._config, layout, self._engine, tail_hash, self._facts, naming, keep_apart)
         self._scheduler = SchedulerGuard(half, layout.block_tokens)
 
     # ---- scheduler side ---------------------------------------------------------------------
@@ -163,8 +166,8 @@ class PdxConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.finished(request)
-        return False, None
+        hints = self.scheduler.finished(request)
+        return False, {"pdx_hints": hints} if hints else None
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_unsent_plans()
@@ -229,6 +232,23 @@ def tail_hash(request: Any, parent: bytes | None, start: int, end: int) -> bytes
     extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
     tokens = request.all_token_ids[start:end]
     return bytes(kv_cache_utils.hash_block_tokens(sha256_cbor, parent, tokens, extra_keys))
+
+
+def keep_apart(request: Any, form: str) -> bool:
+    """Let vLLM's prefix cache give no blocks of this request to those without the same `form`, nor theirs to it.
+
+    Its cache salt, which is in the hash of its first block and so in all of them, says the form; no client's salt can
+    say the same. False: vLLM has hashed its blocks for good.
+    """
+    salt = request.cache_salt or ""
+    if not form and not salt.startswith(_APART):
+        return True
+    if not hasattr(request, "update_block_hashes"):
+        return False
+    request.cache_salt = f"{_APART}{form}{_APART}{salt}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    return True
 
 
 def _join_log() -> None:

@@ -20,6 +20,7 @@ from pdx.errors import ProtocolError
 from pdx.memory.keys import KEY_BYTES
 from pdx.memory.slot import Bytes, Slot
 from pdx.transports.channel import MAX_NOTIFY_BYTES, RemoteRegion, SchemeName
+from pdx.wire.hints import MAX_VERDICTS, Hints, Seconds, Verdict
 
 _T = TypeVar("_T")
 
@@ -41,7 +42,6 @@ Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # CLOCK_MONOTONIC of the sender's host, nanoseconds
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 GpuId = Annotated[str, Meta(max_length=64)]  # UUID, the same for every process of a host; empty: host memory
 PublicKey = Annotated[str, Meta(max_length=40)]  # CURVE, Z85; empty: none
 ShardCount = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
@@ -55,6 +55,7 @@ DIGEST_BYTES = 8  # xxh3 of 64 bits, as `pdx.memory.digest` writes it
 Schemes = Annotated[list[SchemeName], Meta(max_length=MAX_SCHEMES)]
 HostId = Annotated[str, Meta(max_length=64)]  # equal exactly on one running kernel
 Layouts = Annotated[list[Layout], Meta(max_length=1024)]
+Verdicts = Annotated[list[Verdict], Meta(max_length=MAX_VERDICTS)]
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -70,15 +71,6 @@ class EngineFacts(msgspec.Struct, array_like=True, frozen=True):
     max_model_len: Count  # tokens of prompt and answer together
     max_new_tokens: Count = 0  # no answer is longer, whatever a request asks for; 0: no such cap
     looks_back: bool = True  # tokens may depend on how many were generated before: penalties, logits processors, …
-
-
-class Hints(msgspec.Struct, array_like=True, frozen=True):
-    """What a request knows of the future of its chunks; the store may keep and evict by it."""
-
-    session: Annotated[str, Meta(max_length=64)]  # requests of one session share their beginning; empty: none
-    priority: Annotated[int, Meta(ge=0, le=9)] = 0  # more is more important
-    reuse_s: Seconds = 0.0  # after which the chunks are expected to be wanted again, which nobody weighs; 0: not known
-    salt: Annotated[bytes, Meta(max_length=16)] = b""  # a digest of the cache salt; empty: it has none
 
 
 # ---- from a session to its node -----------------------------------------------------------------
@@ -297,6 +289,19 @@ class Delete(Message, frozen=True):
     keys: Keys
 
 
+class Advise(Message, frozen=True):
+    """An application says something of the future of `keys`, in each of so many shards, or, without keys, of what the
+    last request of `hints.session` used. Of another tenant (`hints.salt`) nothing is found by its name. `Advised`.
+
+    From the proxy, which gives it a `number`: of chunks in the node's first arena.
+    """
+
+    hints: Hints
+    keys: Keys = []
+    shards: ShardCount = 1
+    number: Number = 0
+
+
 class Cancel(Message, frozen=True):
     """Give up a transfer: its unsealed slots are aborted and whoever waits for it stops waiting.
 
@@ -488,6 +493,7 @@ class Admitted(Message, frozen=True):
     `by_layer`: slices are copied on as they are filled, so the node wants to hear of layers before all are. Otherwise
     one `Fill` that seals is enough.
     `filling`: some of the hits are still being filled, as the arena says of each (`Arena.filled_slices`).
+    `verdicts`: what became of `Admit.hints`, for each field that says something.
     """
 
     hits: Count = 0
@@ -500,12 +506,20 @@ class Admitted(Message, frozen=True):
     by_layer: bool = False
     part_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     filling: bool = False
+    verdicts: Verdicts = []
 
 
 class Done(Message, frozen=True):
     """The request was carried out on `count` chunks or leases."""
 
     count: Count = 0
+
+
+class Advised(Message, frozen=True):
+    """What became of an `Advise` of this number, for each field of its hints that says something."""
+
+    verdicts: Verdicts = []
+    number: Number = 0
 
 
 class Refused(Message, frozen=True):
@@ -545,6 +559,7 @@ class Explanation(msgspec.Struct, array_like=True, frozen=True):
     hits: Count
     reasons: Annotated[list[Reason], Meta(max_length=MAX_REASONS)]
     notes: Annotated[list[Annotated[str, Meta(max_length=2048)]], Meta(max_length=8)] = []
+    verdicts: Verdicts = []  # what became of its hints
 
 
 class Explained(Message, frozen=True):
@@ -706,6 +721,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     stored_bytes: int = 0
     dropped: int = 0  # chunks that were not stored: the tier did not keep up, or took none
     errors: int = 0  # calls that failed, and what was not the chunk that it should be
+    read_bytes: int = 0  # for the loaded bytes: fewer where chunks are encoded …
+    written_bytes: int = 0  # … and for the stored ones
 
 
 class NodeStatus(Message, frozen=True):
@@ -734,9 +751,10 @@ class NodeStatus(Message, frozen=True):
 
 
 _Keep = Release | Renew | Pin | Delete
-Verb = Find | Move | Clear | PinIn | Recode | Evict | Verify | List | Jobs | EndJob | Models | Status | Why
+_Look = Find | List | Jobs | Models | Status | Why
+Verb = _Look | Move | Clear | PinIn | Recode | Evict | Verify | EndJob | Advise
 Ask = Hello | Bye | Ping | Expect | Admit | Push | Fill | Abort | _Keep | Cancel | Mark | Chosen | Settle | Verb
-Outcome = Found | Effect | JobStatus | JobList | Listing | ModelList | NodeStatus | Explained | Refused
+Outcome = Found | Effect | JobStatus | JobList | Listing | ModelList | NodeStatus | Explained | Advised | Refused
 Answer = Welcome | Admitted | Done | Outcome
 
 
@@ -756,7 +774,9 @@ class FromNode(msgspec.Struct, array_like=True, frozen=True):
 
 
 _ENGINE: frozenset[type[Message]] = frozenset({Bye, Ping, Fill, Abort, Mark})
-_REQUESTS: frozenset[type[Message]] = frozenset({Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why})
+_REQUESTS: frozenset[type[Message]] = frozenset(
+    {Expect, Admit, Push, Release, Renew, Pin, Delete, Advise, Cancel, Status, Why}
+)
 # What each kind of session may say once it is attached. A peer fills by its writes (`Landed`).
 RIGHTS: dict[Kind, frozenset[type[Message]]] = {
     "worker": _ENGINE,
@@ -862,6 +882,7 @@ class Arriving(Message, frozen=True):
     What the last one used is loaded ahead and evicted last."""
 
     session: Annotated[str, Meta(min_length=1, max_length=64)]
+    salt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # of its tenant (`Hints.salt`)
 
 
 class PeerList(Message, frozen=True):
@@ -894,8 +915,8 @@ class Reply(Message, frozen=True):
     outcome: Outcome
 
 
-ToProxy = NodeReport | Explained | Reply | Hello | Order | Ping | Bye
-FromProxy = Arriving | Cancel | Order | PeerList | Prefilled | Why
+ToProxy = Advised | NodeReport | Explained | Reply | Hello | Order | Ping | Bye
+FromProxy = Advise | Arriving | Cancel | Order | PeerList | Prefilled | Why
 ToController = Welcome | Refused | Reply | PeerList
 
 

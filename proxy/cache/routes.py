@@ -16,13 +16,13 @@ from pdx import errors
 from pdx.errors import (
     ChunkMissing,
     Exhausted,
-    JobConflict,
     JobUnknown,
     NodeError,
     NodeUnavailable,
     NoEngine,
     PdxError,
     PeerUnknown,
+    ProtocolError,
     RequestRefused,
     SelectionError,
     TierUnknown,
@@ -47,11 +47,10 @@ from pdx.proxy.cache.verbs import Verbs
 from pdx.proxy.metrics import Metrics
 
 AT_A_TIME = 1024  # verbs under way
-# Of what is not in here 502: a node could not do it.
+# Of what is not in here 409 where a node refused: what it has now does not allow it. Else 502.
 _STATUS: Mapping[str, int] = {
     ChunkMissing.__name__: 404,
     Exhausted.__name__: 503,
-    JobConflict.__name__: 409,
     JobUnknown.__name__: 404,
     NodeUnavailable.__name__: 504,
     NoEngine.__name__: 503,
@@ -154,6 +153,8 @@ def _kind(error: PdxError) -> str:
 def _error(error: PdxError) -> web.Response:
     kind, headers = _kind(error), {}
     status = _STATUS.get(kind, 502)
+    if isinstance(error, VerbRefused):
+        status = 400 if kind == ProtocolError.__name__ else _STATUS.get(kind, 409)
     if isinstance(error, RequestRefused):
         status = error.status
         if error.retry_after_s is not None:

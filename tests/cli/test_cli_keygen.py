@@ -34,6 +34,18 @@ def test_the_lines_go_into_a_roster(tmp_path, name, table):
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("name", ["ops", "proxy"])
+def test_a_controllers_lines_name_no_address(tmp_path, name):
+    result = keygen(name, "--controller", "--folder", tmp_path / "keys")
+    file = tmp_path / "roster.toml"
+    file.write_text(result.stdout)
+    file.chmod(0o644)
+    roster = RosterFile.load(file, has_keys=True)
+    keys = KeyPair.load(tmp_path / "keys" / f"{name}.key_secret")
+    assert {name: each.key for name, each in roster.controllers.items()} == {name: keys.public}
+    assert (roster.nodes, roster.proxy) == ({}, None)
+
+
 def test_keys_are_replaced_with_force_only(tmp_path):
     folder = tmp_path / "keys"
     keygen("alpha", "--folder", folder)

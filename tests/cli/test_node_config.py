@@ -49,6 +49,8 @@ remote-timeout = 20
 remote_lookup_timeout = 1.5
 fetch-timeout = 9
 pin-share = 0
+tenant-lease-share = 0.5
+lease_max_s = 60
 store = "write-back"
 policy = "s3fifo"
 numa = "none"
@@ -74,6 +76,7 @@ def test_a_file_has_the_words_of_the_command_line(run, file):
     )
     assert (config.remote_s, config.remote_lookup_s, config.fetch_s) == (20.0, 1.5, 9.0)
     assert (config.pin_share, config.store) == (0.0, "write-back")
+    assert (config.tenant_lease_share, config.lease_max_s) == (0.5, 60.0)
     assert (config.metrics, config.name, config.digests) == ("127.0.0.1:9400", "here", "always")
     assert (config.channels, config.trusted_network) == (["tcp"], True)
 
@@ -191,10 +194,16 @@ def of_up(run, monkeypatch, *options):
             {"remote": "s3://kv-cache/team", "remote_ttl_s": 3600.0, "remote_s": 30.0},
         ),
         (["--remote-lookup-timeout", "1.5", "--fetch-timeout", "9"], {"remote_lookup_s": 1.5, "fetch_s": 9.0}),
+        (["--disk-codec", "lossless", "--remote-codec", "none"], {"disk_codec": "lossless", "remote_codec": "none"}),
+        (["--remote-codec", "lossless"], {"disk_codec": "none", "remote_codec": "lossless"}),
         (["--store", "all"], {"store": "all"}),
         (["--store", "twice-seen"], {"store": "twice-seen"}),
         (["--store", "write-back", "--store-window", "0.3"], {"store": "write-back", "store_window": 0.3}),
         (["--pin-share", "0"], {"pin_share": 0.0}),
+        (
+            ["--tenant-lease-share", "0", "--lease-max-s", "30"],
+            {"tenant_lease_share": 0.0, "lease_max_s": 30.0},
+        ),
         (["--pin-share", "0.25", "--salt-quota", "0.5"], {"pin_share": 0.25, "salt_quota": 0.5}),
     ],
 )
@@ -211,7 +220,10 @@ def test_every_command_that_starts_a_node_gives_it_what_is_said(run, monkeypatch
         ("--remote-lookup-timeout", "-1"),
         ("--fetch-timeout", "nan"),
         ("--pin-share", "1.5"),
+        ("--tenant-lease-share", "-0.1"),
+        ("--lease-max-s", "0"),
         ("--store", "sometimes"),
+        ("--disk-codec", "fp8"),
     ],
 )
 def test_a_value_out_of_range_is_refused_before_anything_starts(run, monkeypatch, command, option, value):

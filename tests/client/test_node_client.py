@@ -49,6 +49,22 @@ def put(client, name, content):
         chunk.seal()
 
 
+def test_an_application_advises_about_its_chunks_and_is_told_what_became_of_it(client, other):
+    put(client, "a", b"a")
+    put(client, "b", b"b")
+    said = {"version": 1, "lease_s": 5, "priority": 3, "demote": True, "more": 1}
+    assert client.advise(said, "a", "b") == {
+        "lease_s": "accepted",
+        "priority": "accepted",
+        "demote": "refused: lease_s keeps the same chunks in memory",
+        "more": "refused: version 1 has no such field",
+    }
+    assert client.status().counters["advised"] == 1
+    assert other.advise({"version": 1, "lease_s": 0}, "a", "b") == {"lease_s": "accepted"}
+    assert other.advise({"version": 1, "session": "s", "ttl_s": 5})["ttl_s"].startswith("refused: no request of this")
+    assert other.advise({"version": 7}, "a") == {"version": "refused: this is version 1"}
+
+
 def test_one_writes_and_another_reads_the_same_bytes(client, other):
     content = bytes(range(256)) * 37
     put(client, "a", content)

@@ -622,6 +622,18 @@ def test_an_in_step_load_is_no_asynchronous_one_and_its_end_is_told_by_the_worke
     assert not scheduler.scheduler.is_off
 
 
+@pytest.mark.parametrize("hints", [{}, {"lease_s": "clipped to 60: longer is above --lease-max-s"}])
+def test_what_became_of_hints_is_in_the_parameters_of_the_answer(
+    folder: Path, layouts: list[KvLayout], monkeypatch: pytest.MonkeyPatch, hints: dict[str, str]
+) -> None:
+    monkeypatch.setattr(connector, "SchedulerHalf", Mock(return_value=Mock(finished=lambda request: hints)))
+    scheduler = connector_of(folder, KVConnectorRole.SCHEDULER)
+    params = {"pdx_hints": hints} if hints else None
+    assert scheduler.request_finished(SimpleNamespace(request_id="r"), []) == (False, params)
+    scheduler.scheduler.switch_off("of a test")
+    assert scheduler.request_finished(SimpleNamespace(request_id="r"), []) == (False, None)
+
+
 # ---- the log ----------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from remote_bed import made
 from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine
 
 import pdx
-from pdx.bench.store.paying import Relay
+from pdx.bench.systems.line import Relay
 from pdx.engine.pace import Pace
 from pdx.errors import ArenaFull
 from pdx.testing.waiting import wait_until

@@ -13,7 +13,6 @@ from toy_engine import CHUNK, Request, ToyEngine
 import pdx
 from pdx.engine.request import parse_hints
 from pdx.engine.scheduler import EARLY
-from pdx.errors import ProtocolError
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import Hints
 
@@ -109,12 +108,14 @@ def test_a_request_that_ends_before_its_turn_takes_its_word_back(
     [
         (None, Hints("")),
         ({}, Hints("")),
+        ({"pdx_hints": {"version": 1, "priority": 7, "session": "s", "reuse_s": 60}}, Hints("s", 7, 60.0)),
+        ({"pdx_hints": {"version": 1}, "pdx_priority": 7}, Hints("")),
         ({"pdx_priority": 7, "pdx_session": "s", "pdx_reuse_s": 60}, Hints("s", 7, 60.0)),
         ({"pdx_priority": 9, "do_remote_decode": True, "transfer_id": "t" * 20}, Hints("", 9)),
     ],
 )
 def test_a_request_may_say_how_important_its_chunks_are(params: Any, hints: Hints) -> None:
-    assert parse_hints(params) == hints
+    assert parse_hints(params).hints == hints
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,36 @@ def test_a_request_may_say_how_important_its_chunks_are(params: Any, hints: Hint
 def test_hints_that_make_no_sense_are_left_out_with_a_warning(
     engine: ToyEngine, caplog: pytest.LogCaptureFixture, params: Any
 ) -> None:
-    with pytest.raises(ProtocolError, match="pdx_session, pdx_priority and pdx_reuse_s are "):
-        parse_hints(params)
+    [verdict] = parse_hints(params).decided
     request = Request("r", tokens(500, CHUNK), params)
     engine.scheduler_guard.arrived(request)
-    assert "runs without hints" in caplog.text
-    engine.finish(request)
+    assert f"request r runs without its hint {verdict.field}: " in caplog.text
+    assert engine.finish(request) == {verdict.field: verdict.told}
+
+
+def test_a_request_is_told_at_its_end_what_became_of_its_hints(engine: ToyEngine) -> None:
+    said = {"version": 1, "priority": 7, "lease_s": 9999, "prefetch": False, "codec": "fp8", "more": [[[]]]}
+    request = Request("asks", tokens(602, 3 * CHUNK + 2), {"pdx_hints": said})
+    engine.admit(request)
+    engine.step((request, 3 * CHUNK + 2))
+    assert engine.finish(request) == {
+        "priority": "accepted",
+        "lease_s": "clipped to 600: longer is above --lease-max-s",
+        "prefetch": "accepted",
+        "codec": "refused: fp8 is not known here: chunks are stored as they are",
+        "more": "refused: version 1 has no such field",
+    }
+    plain = Request("plain", tokens(603, 3 * CHUNK + 2))
+    engine.admit(plain)
+    assert engine.finish(plain) == {}
+
+
+def test_a_request_that_no_node_has_heard_of_is_told_so(engine: ToyEngine) -> None:
+    engine.node.close()  # type: ignore[attr-defined]
+    wait_until(lambda: not engine.is_attached, what="the node is gone")
+    request = Request("asks", tokens(604, 3 * CHUNK + 2), {"pdx_hints": {"version": 1, "priority": 7, "ttl_s": 0}})
+    assert engine.match(request) == 0
+    assert engine.finish(request) == {"priority": "refused: no node has answered to it", "ttl_s": "accepted"}
 
 
 def test_the_node_has_the_priority_with_each_chunk(engine: ToyEngine) -> None:
@@ -142,3 +167,28 @@ def test_the_node_has_the_priority_with_each_chunk(engine: ToyEngine) -> None:
     engine.admit(request)
     engine.finish(request)
     assert [(body.request, body.hints.priority) for body in said] == [("plain", 0), ("important", 7)]
+
+
+def test_what_a_request_wants_demoted_is_on_the_disk_alone_and_is_found_there(engine: ToyEngine) -> None:
+    prompt = tokens(605, 3 * CHUNK + 2)
+    request = Request("demotes", prompt, {"pdx_hints": {"version": 1, "demote": True}})
+    engine.admit(request)
+    engine.step((request, len(prompt)))
+    assert engine.finish(request) == {"demote": "accepted"}
+    wait_until(lambda: counter(engine, "demoted_chunks") == 3, what="its chunks have left memory")
+    assert status(engine).tiers[0].chunks == 3
+    again = Request("again", prompt)
+    wait_until(lambda: engine.match(again) is not None, what="it is loaded")
+    assert engine.match(again) == 3 * CHUNK
+    engine.finish(again)
+
+
+def test_what_has_a_time_to_live_is_gone_from_memory_and_from_the_disk(engine: ToyEngine) -> None:
+    prompt = tokens(606, 3 * CHUNK + 2)
+    request = Request("ends", prompt, {"pdx_hints": {"version": 1, "ttl_s": 1}})
+    engine.admit(request)
+    engine.step((request, len(prompt)))
+    assert engine.finish(request) == {"ttl_s": "accepted"}
+    wait_until(lambda: counter(engine, "ttl_deleted") >= 3, what="its time is over")
+    wait_until(lambda: status(engine).tiers[0].chunks == 0, what="the disk has forgotten them")
+    assert status(engine).chunks == {}

@@ -99,6 +99,7 @@ class ToyEngine:
         page_bytes: int = PAGE_BYTES,
         num_blocks: int = NUM_BLOCKS,
         shape: dict[str, Any] | None = None,
+        keeps_apart: bool = True,
         **settings: Any,
     ) -> None:
         settings.setdefault("lookup_s", 20.0)  # so that only an answer decides, on a loaded machine, too
@@ -114,7 +115,9 @@ class ToyEngine:
         ]
         for worker, cache in zip(self.workers, self.caches, strict=True):
             worker.register({f"layer.{index}": cache[index] for index in range(LAYERS)}, num_blocks)
-        self.scheduler = SchedulerHalf(config, layout_, name, hasher)
+        self.scheduler = SchedulerHalf(
+            config, layout_, name, hasher, keep_apart=lambda request, form: keeps_apart or not form
+        )
         assert self.scheduler.wait_attached(10)
         # Steps go through the guards, as vLLM's hooks do; tests may ask the halves themselves.
         self.scheduler_guard = SchedulerGuard(self.scheduler, BLOCK)
@@ -329,11 +332,12 @@ class ToyEngine:
                     wanted = self._right(request, position, layer, shard)
                     assert torch.equal(page[position % BLOCK], wanted), f"token {position} of layer {layer}"
 
-    def finish(self, request: Request) -> None:
-        """The request is over; one more step tells the workers."""
-        self.scheduler_guard.finished(request)
+    def finish(self, request: Request) -> dict[str, str]:
+        """The request is over; one more step tells the workers. What became of its hints."""
+        hints = self.scheduler_guard.finished(request)
         self.free += request.block_ids
         self.idle()
+        return hints
 
     @property
     def is_attached(self) -> bool:

@@ -19,6 +19,7 @@ from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.node.arena_tier import ArenaTier
 from pdx.node.peers.mailbox import Mailbox
 from pdx.store.copies import Copies
+from pdx.store.hints.demotions import Demotions
 from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.tiers import Tiers
@@ -473,3 +474,18 @@ def test_a_chunk_that_begins_alike_comes_from_another_arena(stage):
     assert list(stage.tiers.parts(parent, asked, 1)) == [(key(1), 1)], "a copy does not say itself what its blocks are"
     chunks, blocks = stage.store.part(parent, asked, 1, (2,))
     assert (chunks[0].slot.arena, blocks) == (2, 1)
+
+
+def test_what_is_demoted_in_the_arena_of_a_gpu_leaves_it_for_host_memory(stage):
+    clock = lambda: stage.now  # noqa: E731
+    demotions = Demotions(stage.store, stage.tiers, within_s=10.0, counters=stage.counters, clock=clock)
+    slots = stage.reserve([1, 2])
+    assert demotions.add([key(1)], 1, (1,)) == 1
+    demotions.tick()
+    stage.fill(slots)
+    demotions.tick()
+    assert stage.hits([1], (1,)) == 1, "it is read for the copy"
+    stage.settle()
+    demotions.tick()
+    assert [stage.hits([number], arenas) for number in (1, 2) for arenas in ((), (1,))] == [1, 0, 1, 1]
+    assert demotions.add([key(1)], 1, ()) == 0, "there is nothing below host memory"

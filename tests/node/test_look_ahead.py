@@ -334,7 +334,7 @@ def forget(service, numbers):
 
 
 def arrives(service, name):
-    service.look_ahead.arriving(name)
+    service.look_ahead.arriving((b"", name))
     service.turn()
 
 

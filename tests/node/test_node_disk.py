@@ -72,6 +72,28 @@ def test_what_a_killed_node_had_is_found_by_the_next_one(start_node, disk):
     assert "disk_corrupt" not in counters
 
 
+def test_what_is_encoded_on_the_disk_is_told_and_comes_back(start_node, disk):
+    settings = {"arena_bytes": 4 * MIB, "disks": [disk]}
+    node = start_node(**settings, disk_codec="lossless")
+    data = random.Random(0).randbytes(250_000)
+    alike = bytes(byte for each in data for byte in (each, 63))
+    with connect(node.address, timeout_s=30) as client:
+        put(client, "alike", alike)
+    fill(node.address, NAMES[:1])
+    wait_until(lambda: node.status().tiers[0].stores == 2, what="both are on the disk")
+    tier = node.status().tiers[0]
+    assert (tier.stored_bytes, tier.loaded_bytes) == (1_000_000, 0)
+    assert 750_000 < tier.written_bytes < 760_000  # one of them does not shrink
+    assert tier.used_bytes < 790_000
+    node.kill()
+    node = start_node(**settings)
+    wait_until(lambda: node.status().tiers[0].chunks == 2, what="the index is read")
+    assert (read(node.address, "alike"), read(node.address, NAMES[0])) == (alike, content(NAMES[0]))
+    tier = node.status().tiers[0]
+    assert (tier.loaded_bytes, tier.read_bytes) == (1_000_000, tier.read_bytes)
+    assert 750_000 < tier.read_bytes < 760_000
+
+
 def test_what_the_arena_evicts_is_found_on_the_disk(start_node, disk):
     node = start_node(arena_bytes=4 * MIB, disks=[disk])
     for name in NAMES:

@@ -6,24 +6,33 @@ import msgpack
 import pytest
 import zmq
 
-from pdx.config import node_name
+from pdx.config import NodeConfig, node_name
 from pdx.memory.arena import GRANULE_BYTES
+from pdx.node.daemon import Daemon
 from pdx.testing.waiting import wait_until
 from pdx.wire.messages import (
     VERSION,
     Abort,
     Admit,
     Admitted,
+    Advise,
+    Advised,
     Arriving,
     Bye,
     Cancel,
+    Clear,
     Delete,
     EngineFacts,
     Fill,
+    Find,
     Hints,
     Mark,
+    Order,
     Ping,
     Prefilled,
+    Reply,
+    Selection,
+    Status,
     decode_to_proxy,
     encode,
 )
@@ -52,6 +61,13 @@ class Proxy:
 
     def send(self, *frames):
         self.router.send_multipart([self.route, *frames])
+
+    def order(self, verb, number=5):
+        """The outcome of a verb."""
+        self.send(encode(Order(number, verb)))
+        reply = self.report_where(lambda said: isinstance(said, Reply))
+        assert reply.number == number
+        return reply.outcome
 
 
 @pytest.fixture
@@ -247,3 +263,60 @@ def test_the_node_heeds_a_session_that_the_proxy_tells_of(node, proxy, attach):
     proxy.send(encode(Arriving("a session")))
     wait_until(lambda: client.status().counters.get("arrivals", 0) == before + 1, what="the node has heard")
     client.ask(ask)
+
+
+def test_a_verb_that_the_proxy_relays_is_carried_out_and_answered_with_its_number(node, proxy, attach):
+    assert proxy.report()
+    worker = attach(node, kind="client")
+    granted = worker.ask(Admit([KEY], 4096, 1))
+    worker.ask(Fill(granted.granted_slots, seal=True))
+    what = Selection([KEY])
+    assert proxy.order(Find(what)).tiers == {"host": 1}
+    refused = proxy.order(Clear(what, "tape"), number=6)
+    assert (refused.error, "'tape'" in refused.text) == ("TierUnknown", True)
+    assert proxy.order(Clear(what, "host"), number=7).chunks == 1
+    assert proxy.order(Find(what), number=8).hits == 0
+    assert proxy.order(Status(), number=9).counters["refused"] == 1
+
+
+def test_a_verb_in_which_the_node_fails_is_refused_and_the_node_lives_on(place, proxy, monkeypatch):
+    config = NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=2 << 20, proxy=proxy.address)
+    with Daemon(config) as daemon:
+
+        def outcome_of(verb):
+            proxy.send(encode(Order(1, verb)))
+            while True:
+                daemon.turn(0.1)
+                while proxy.router.poll(0):
+                    said = decode_to_proxy(proxy.router.recv_multipart()[1])
+                    if isinstance(said, Reply):
+                        return said.outcome
+
+        wait_until(lambda: daemon.turn(0.1) or proxy.router.poll(0), what="a report")
+        proxy.report()
+        carry_out = daemon.service.control
+        monkeypatch.setattr(daemon.service, "control", lambda verb: {}[verb])
+        refused = outcome_of(Find(Selection([KEY])))
+        assert (refused.error, "internal error" in refused.text) == ("NodeError", True)
+        assert daemon.service.counters["internal_errors"] == 1
+        monkeypatch.setattr(daemon.service, "control", carry_out)
+        assert outcome_of(Find(Selection([KEY]))).hits == 0
+        monkeypatch.setattr("pdx.node.daemon.MAX_FRAME_BYTES", 10)
+        assert "more than 10 bytes" in outcome_of(Find(Selection([KEY]))).text
+
+
+def test_the_node_answers_advice_that_comes_by_way_of_the_proxy(node, proxy, attach):
+    client = attach(node)
+    proxy.report()
+    admitted = client.ask(Admit([KEY], GRANULE_BYTES, lease_s=1.0, hints=Hints("s", salt=b"tenant")))
+    client.ask(Fill(admitted.granted_slots, layers=1, seal=True))
+    answers = {}
+    for number, hints in enumerate((Hints("s", salt=b"tenant", lease_s=9.0), Hints("s", lease_s=9.0)), start=5):
+        proxy.send(encode(Advise(hints, number=number)))
+        told = proxy.report_where(lambda report: isinstance(report, Advised))
+        answers[told.number] = {verdict.field: verdict.outcome for verdict in told.verdicts}
+    assert answers == {
+        5: {"lease_s": "accepted", "session": "accepted"},
+        6: {"lease_s": "refused", "session": "refused"},
+    }
+    client.ask(Delete([KEY]))

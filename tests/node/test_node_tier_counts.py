@@ -17,6 +17,7 @@ from pdx.wire.messages import Admit, Fill, Release
 CHUNK_BYTES = 64 << 10
 LAYERS = 4
 COUNTED = ("hits", "misses", "loads", "stores", "loaded_bytes", "stored_bytes", "dropped", "errors")
+COUNTED += ("read_bytes", "written_bytes")
 
 
 def keys(numbers):

@@ -4,10 +4,12 @@ import msgspec
 import pytest
 from node_harness import Wire
 
+from pdx.wire.hints import Hints
 from pdx.wire.messages import (
     RIGHTS,
     Abort,
     Admit,
+    Advise,
     Ask,
     Bye,
     Cancel,
@@ -67,6 +69,7 @@ SAID = [
     Renew(1, 1.0),
     Pin([]),
     Delete([]),
+    Advise(Hints("")),
     Cancel(TRANSFER),
     Mark(TRANSFER, "event", 1),
     Status(),
@@ -78,10 +81,10 @@ SAID = [
 ENGINE = {Bye, Ping, Abort, Mark}
 EXPECTED = {
     "worker": ENGINE | {Fill},
-    "scheduler": ENGINE | {Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
-    "client": ENGINE | {Fill, Expect, Admit, Push, Release, Renew, Pin, Delete, Cancel, Status, Why},
+    "scheduler": ENGINE | {Expect, Admit, Push, Release, Renew, Pin, Delete, Advise, Cancel, Status, Why},
+    "client": ENGINE | {Fill, Expect, Admit, Push, Release, Renew, Pin, Delete, Advise, Cancel, Status, Why},
     "peer": {Bye, Ping, Chosen, Admit, Release, Push, Cancel, Settle},
-    "controller": {Bye, Ping, Status, Why, *map(type, VERBS)},
+    "controller": {Bye, Ping, Status, Why, Advise, *map(type, VERBS)},
 }
 
 

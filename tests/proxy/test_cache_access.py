@@ -246,9 +246,10 @@ def test_what_is_not_there_is_named_with_what_there_is(tmp_path, verb, body, err
         ("JobUnknown", "JobUnknown", 404),
         ("TierUnknown", "TierUnknown", 404),
         ("JobConflict", "JobConflict", 409),
-        ("ArenaFull", "ArenaFull", 502),
-        ("system", "NodeError", 502),
-        ("Mapping", "NodeError", 502),
+        ("ArenaFull", "ArenaFull", 409),
+        ("ProtocolError", "ProtocolError", 400),
+        ("system", "NodeError", 409),
+        ("Mapping", "NodeError", 409),
     ],
 )
 def test_a_nodes_refusal_keeps_its_class(tmp_path, error, told, status):

@@ -120,7 +120,7 @@ def test_lookup_move_pin_and_clear_over_http(pair):
             assert effect["tiers"][0]["chunks"] == 2
             assert (await says.ok("lookup", tokens=tokens))["pinned"] == {"b": {"disk": 2 * PER_CHUNK}}
             status, answer = await says.post("move", tokens=tokens, source="b/disk", target="b/host")
-            assert (status, "pinned" in answer["error"]["message"]) == (502, True)
+            assert (status, "pinned" in answer["error"]["message"]) == (409, True)
             await says.ok("unpin", tokens=tokens, at="b/disk")
 
             would = (await says.ok("clear", tokens=tokens, at="*", dry_run=True))["instances"]

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from proxy_harness import FORWARDED, HALF, cluster, run, until, within
 
-from pdx.proxy.app import _session
+from pdx.proxy.hints import digest
 from pdx.telemetry.host import host_id
 from pdx.wire import messages
 from pdx.wire.messages import MarkReport
@@ -343,19 +343,20 @@ def test_the_nodes_of_both_engines_hear_of_a_session_before_its_legs_and_the_leg
                 assert await two.arriving() == session
                 assert len(session) == 32
                 for engine in (made.prefill, made.decode):
-                    assert engine.bodies[-1]["kv_transfer_params"]["pdx_session"] == session
+                    hints = {"version": 1, "session": session}
+                    assert engine.bodies[-1]["kv_transfer_params"]["pdx_hints"] == hints
                 told.add(session)
             assert len(told) == 2, "one for each name"
             assert (await made.post(path, body))[0] == 200
-            assert "pdx_session" not in made.prefill.bodies[-1]["kv_transfer_params"]
+            assert "pdx_hints" not in made.prefill.bodies[-1]["kv_transfer_params"]
 
     run(main)
 
 
 def test_a_session_may_have_any_name():
     names = ["a", "\udcff\udcfe", "x" * 8000]
-    assert len({_session(name) for name in names}) == 3
-    assert _session("") == ""
+    assert len({digest(name) for name in names}) == 3
+    assert digest("") == ""
 
 
 def test_an_engine_without_a_node_is_told_of_no_session():
@@ -365,7 +366,7 @@ def test_an_engine_without_a_node_is_told_of_no_session():
             status, *_ = await made.post(COMPLETIONS, {**BODY, "max_tokens": 1}, headers={"X-Session-ID": "a"})
             assert status == 200
             bodies = [*made.prefill.bodies, *made.decode.bodies]
-            assert all("pdx_session" not in (body.get("kv_transfer_params") or {}) for body in made.decode.bodies)
+            assert all("pdx_hints" not in (body.get("kv_transfer_params") or {}) for body in made.decode.bodies)
             assert bodies
 
     run(main)

@@ -141,7 +141,7 @@ def test_a_file_in_the_place_of_another_is_a_miss(bed):
 def test_a_file_of_another_format_is_removed(bed):
     assert bed.store(1)
     header = bytearray(bed.file(1).read_bytes())
-    header[8] += 1
+    header[8] += 2
     bed.file(1).write_bytes(header)
     assert bed.load(1).kind == "outdated"
     for ending in ("chunk", "partial"):

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from pdx.errors import ConfigError
 from pdx.memory.arena import GRANULE_BYTES, Arena
 from pdx.store.policies import by_name, ranks
+from pdx.store.policies.gittins import FOUND, NEW, PRIOR, STEPS, Ages, worths
 from pdx.store.policies.policy import EvictionPolicy
 from pdx.store.store import Claim, Store
 from pdx.wire.messages import Hints
 
 SESSION = 1
 ROOM = 10  # chunks
-POLICIES = ["lru", "lfu", "fifo", "s3fifo", "sieve", "ttl:1000"]
+POLICIES = ["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve", "ttl:1000"]
 
 
 # ---- models: lists and loops, as the papers have them ---------------------------------------
@@ -105,7 +106,46 @@ def s3fifo(accesses):
         uses[key] = 0
 
 
-MODELS = {"lru": lru, "fifo": fifo, "lfu": lfu, "sieve": sieve, "s3fifo": s3fifo, "ttl:1000": fifo}
+def gittins(accesses):
+    """Every age of every chunk is a number in a list; the worths come of the same arithmetic."""
+    nbytes, total = GRANULE_BYTES, ROOM * GRANULE_BYTES
+    ages = [Ages(total, PRIOR[NEW]), Ages(total, PRIOR[FOUND])]
+    here, ghosts, now, look_at = [], [], 0, int(total / 8)  # of (key, kind, since), the oldest first
+    for key in accesses:
+        known = next((each for each in here if each[0] == key), None)
+        was = known or next((each for each in ghosts if each[0] == key), None)
+        yield known is not None
+        if known is None and len(here) == ROOM:
+            oldest = {kind: next((each for each in here if each[1] == kind), None) for kind in (NEW, FOUND)}
+            heads = [each for each in oldest.values() if each is not None]
+            victim = min(heads, key=lambda each: ages[each[1]].worths[ages[each[1]].step(now - each[2])])
+            here.remove(victim)
+            ghosts.append(victim)
+            for each in ghosts[: -4 * ROOM]:
+                ages[each[1]].ends(each[2], now, nbytes, is_found=False)
+                was = None if each is was else was
+            del ghosts[: -4 * ROOM]
+        if was is not None:
+            ages[was[1]].ends(was[2], now, nbytes, is_found=True)
+            (here if known else ghosts).remove(was)
+        now += nbytes
+        here.append((key, NEW if was is None else FOUND, now))
+        ages[here[-1][1]].begins(now, nbytes)
+        if now >= look_at:
+            look_at = now + int(total / 8)
+            for each in ages:
+                each.look(now)
+
+
+MODELS = {
+    "lru": lru,
+    "fifo": fifo,
+    "lfu": lfu,
+    "sieve": sieve,
+    "s3fifo": s3fifo,
+    "gittins": gittins,
+    "ttl:1000": fifo,
+}
 
 
 # ---- the store ------------------------------------------------------------------------------
@@ -242,6 +282,50 @@ def test_one_search_spares_a_bounded_number_of_chunks(arena, policy, monkeypatch
     assert ranks.MAX_CHANCES == 3
 
 
+# ---- Gittins --------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_worth_the_most_hits_per_time_that_keeping_it_can_give():
+    assert worths([0.5], [1.0]) == pytest.approx([0.5 / 0.75])
+    assert worths([0.0, 1.0], [1.0, 1.0]) == pytest.approx([1 / 1.5, 1 / 0.5]), "what comes later is worth the wait"
+    assert worths([0.5, 0.0], [1.0, 9.0]) == pytest.approx([0.5 / 0.75, 0.0]), "nothing comes any more"
+
+
+def test_worths_come_of_the_ages_at_which_chunks_were_found():
+    ages = Ages(1000, PRIOR[NEW])
+    for at in range(0, 100_000, 10):  # of ten chunks each, one is found at an age of 900, and no other
+        ages.begins(at, 10)
+        ages.ends(at, at + (900 if at % 100 == 0 else 8000), 10, is_found=at % 100 == 0)
+        if at % 125 == 0:
+            ages.look(at)
+    assert ages.worths[ages.step(800)] > 2 * ages.worths[ages.step(1200)]
+    assert ages.worths[ages.step(800)] > 5 * ages.worths[ages.step(4000)]
+    assert not ages._alive, "all are over"
+
+
+def test_chunks_that_stay_for_ever_do_not_add_up_to_periods_to_look_at():
+    ages = Ages(1000, PRIOR[NEW])
+    for at in range(0, 1_000_000, 100):
+        ages.begins(at, 1)
+        ages.look(at)
+    assert len(ages._alive) < 1000
+    assert sum(ages._alive.values()) == 10_000
+    for at in range(0, 1_000_000, 100):
+        ages.ends(at, 1_000_000, 1, is_found=False)
+    assert not ages._alive
+
+
+def test_what_was_forgotten_does_not_add_up(arena, monkeypatch):
+    monkeypatch.setattr("pdx.store.policies.gittins.MAX_GHOSTS", 5)
+    store = Store(arena, policy=by_name.find("gittins"))
+    for number in range(50):
+        put(store, [number])
+    (policy,) = store.pools[0].order._levels.values()
+    assert len(policy._ghosts) == 5
+    assert policy._ghost_bytes == 5 * GRANULE_BYTES
+    assert len(policy._ages[NEW].worths) == STEPS
+
+
 # ---- TTL ------------------------------------------------------------------------------------
 
 
@@ -326,7 +410,7 @@ def test_the_end_of_a_prompt_has_its_time_too(arena, clock):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("belady", "no policy is named 'belady'; there are lru, lfu, fifo, sieve, s3fifo, ttl"),
+        ("belady", "no policy is named 'belady'; there are lru, lfu, fifo, sieve, s3fifo, gittins, ttl"),
         ("", "no policy is named ''"),
         ("lru:3", "--policy lru:3: lru takes nothing behind a colon"),
         ("ttl", "say after how many seconds a chunk goes, as in ttl:3600"),

@@ -26,7 +26,7 @@ def make(arena, policy="lru"):
     return Store(arena, policy=find(policy), quota=QUOTA / ROOM)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "s3fifo", "sieve"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve"])
 @pytest.mark.parametrize("others", [B, NOBODY])
 def test_who_floods_the_memory_drives_out_what_is_his_own(arena, policy, others):
     store = make(arena, policy)

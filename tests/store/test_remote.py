@@ -1,5 +1,7 @@
 """The remote tier over real stores: Redis, a cluster of Redis, and SeaweedFS by its S3 interface."""
 
+import random
+
 import pytest
 from remote_bed import Bed, key, made
 
@@ -58,6 +60,38 @@ def test_what_is_loaded_is_what_was_stored(bed, numbers, nbytes, layers):
     assert (held.nbytes, held.layers) == (nbytes, layers)
     assert bed.load(numbers[0], nbytes=nbytes, layers=layers) is None
     assert (bed.counters["remote_stored"], bed.counters["remote_loaded"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("nbytes", "layers"), [(32 << 10, 4), (70_001, 3), (1 << 20, 200)])
+def test_nodes_with_different_codecs_read_each_others_chunks(make, server, numbers, nbytes, layers):
+    settings = {"slot_bytes": nbytes, "content": alike}
+    one, other = make(codec="lossless", **settings), make(**settings)
+    assert one.store(numbers[0], layers=layers) is None
+    assert other.store(numbers[1], layers=layers) is None
+    small, large = (len(server.raw(f"v3/{key(number).hex()}-0")) for number in numbers[:2])
+    assert small < large
+    for bed in (one, other):
+        assert bed.sought(numbers[:3]) == 2
+        assert [bed.load(number, layers=layers) for number in numbers[:2]] == [None, None]
+        assert bed.store(numbers[0], layers=layers) == "left out"
+
+
+@pytest.mark.parametrize("at", [10, 200, -1])
+def test_damage_of_an_encoded_chunk_is_found(make, server, numbers, at):
+    bed = make(codec="lossless", content=alike)
+    assert bed.store(numbers[0]) is None
+    name = f"v3/{key(numbers[0]).hex()}-0"
+    data = bytearray(server.raw(name))
+    data[at] ^= 1
+    server.put(name, bytes(data))
+    error = bed.load(numbers[0])
+    assert error is None if at == 200 else error.kind in ("corrupt", "outdated")  # nothing is there
+    assert (name in server.names()) == (at == 200)
+
+
+def alike(number, shard, nbytes):
+    """Elements of two bytes, of which one is the same in all of them."""
+    return bytes(byte & 3 if at % 2 else byte for at, byte in enumerate(random.Random(number).randbytes(nbytes)))
 
 
 def test_another_node_finds_what_one_has_stored(make, numbers):

@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.last_generation = {}
         self.queue = {}  # number of a request that waits -> keys
 
-    @initialize(policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "sieve"]))
+    @initialize(policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "gittins", "sieve"]))
     def start(self, policy):
         self.store = Store(self.arena, lambda: self.now, policy=by_name.find(policy))
 

@@ -77,6 +77,9 @@ class Bed:
         self.arena.close()
         self.arena.path.unlink()
 
+    def _content(self, number, shard, nbytes):
+        return content(number, shard, nbytes)
+
     @property
     def is_counted(self):
         return self.tier.is_counted
@@ -111,15 +114,16 @@ class Bed:
         chunks = [SimpleNamespace(slot=self.slot(0, nbytes), layers=layers) for _ in range(len(keys) * shards)]
         return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks)
 
-    def start_store(self, number, shard=0, *, shards=1, at=0, nbytes=None, layers=4):
+    def start_store(self, number, shard=0, *, shards=1, at=0, nbytes=None, layers=4, form=""):
         """Copy chunk `number` from slot `at`; the copy, or None if the tier left it out."""
         slot = self.slot(at, nbytes)
-        self.put(slot, content(number, shard, slot.nbytes))
+        self.put(slot, self._content(number, shard, slot.nbytes))
         copy = self.copy([key(number)], shards, nbytes, layers)
         if not self.tier.admit(copy).keys:
             self.tier.over(copy)
             return None
-        self.tier.store(Job(copy.number, [Part(key(number), shard, layers, 0, layers, slot)], slot.nbytes))
+        part = Part(key(number), shard, layers, 0, layers, slot, form=form)
+        self.tier.store(Job(copy.number, [part], slot.nbytes))
         return copy
 
     def start_load(self, number, shard=0, *, at=1, nbytes=None, layers=4):
@@ -150,7 +154,7 @@ class Bed:
         error = self.end(self.start_load(number, shard, at=at, nbytes=nbytes, **settings))
         self.settle()
         if error is None:
-            assert self.bytes_at(self.slot(at, nbytes)) == content(number, shard, nbytes or self.slot_bytes)
+            assert self.bytes_at(self.slot(at, nbytes)) == self._content(number, shard, nbytes or self.slot_bytes)
         return error
 
     def has(self, number, shards=1):

@@ -395,9 +395,9 @@ def content(number, shard, nbytes):
 class Bed:
     """A tier over the store at `url`, with an arena of `slots` slots; `now` is the tier's clock."""
 
-    def __init__(self, folder, url, *, slot_bytes=32 << 10, slots=16, **settings):
+    def __init__(self, folder, url, *, slot_bytes=32 << 10, slots=16, codec="none", content=content, **settings):
         folder.mkdir(exist_ok=True)
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self.content = slot_bytes, content
         self.arena = Arena.create(folder / f"arena-{os.getpid()}", slots * round_up(slot_bytes))
         self.now = 100.0
         self.counters = Counter()
@@ -413,6 +413,7 @@ class Bed:
             on_done=self._done,
             on_found=self.found.extend,
             counters=self.counters,
+            codec=codec,
             clock=lambda: self.now,
         )
 
@@ -457,14 +458,14 @@ class Bed:
         chunks = [SimpleNamespace(slot=self.slot(0, nbytes), layers=layers) for _ in range(len(keys) * shards)]
         return SimpleNamespace(number=next(self.numbers), keys=keys, shards=shards, chunks=chunks)
 
-    def start(self, verb, number, shard=0, *, shards=1, at=0, nbytes=None, layers=4):
+    def start(self, verb, number, shard=0, *, shards=1, at=0, nbytes=None, layers=4, form=""):
         slot = self.slot(at, nbytes)
-        data = content(number, shard, slot.nbytes) if verb == "store" else bytes(slot.nbytes)
+        data = self.content(number, shard, slot.nbytes) if verb == "store" else bytes(slot.nbytes)
         self.arena.data[slot.offset : slot.offset + slot.nbytes] = data
         copy = self.copy([key(number)], shards, nbytes, layers)
         if verb == "store" and not self.timed(lambda: self.tier.admit(copy)).keys:
             return None
-        job = Job(copy.number, [Part(key(number), shard, layers, 0, layers, slot)], slot.nbytes)
+        job = Job(copy.number, [Part(key(number), shard, layers, 0, layers, slot, form=form)], slot.nbytes)
         self.timed(lambda: getattr(self.tier, verb)(job))
         return copy
 
@@ -483,7 +484,8 @@ class Bed:
         """The error, or None if the right bytes are in the arena."""
         error = self.end(self.start("load", number, shard, at=at, nbytes=nbytes, **settings))
         if error is None:
-            assert bytes(self.arena.view(self.slot(at, nbytes))) == content(number, shard, nbytes or self.slot_bytes)
+            slot = self.slot(at, nbytes)
+            assert bytes(self.arena.view(slot)) == self.content(number, shard, slot.nbytes)
         return error
 
     def sought(self, numbers, shards=1):

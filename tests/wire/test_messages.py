@@ -47,9 +47,12 @@ DECODERS = {
     messages.Arriving: decode_from_proxy,
     messages.Order: decode_from_proxy,
     messages.Reply: decode_to_proxy,
+    messages.Advise: decode_from_proxy,
+    messages.Advised: decode_to_proxy,
 }
 BODIES = [*msgspec.inspect.type_info(messages.Ask).types, *msgspec.inspect.type_info(messages.Answer).types]
 # Only a node makes these, and only tools read them, of its own user or through a proxy; no number there is acted on.
+RELAYED = ("Arriving", "Order", "Reply", "Advise", "Advised")
 UNBOUNDED = {"NodeStatus", "AttachedStatus"}
 TRANSFER = "0123456789abcdef"
 
@@ -96,7 +99,18 @@ def test_a_client_refuses_every_value_out_of_bounds(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [NodeReport, Cancel, PeerList, Prefilled, messages.Arriving, messages.Order, messages.Reply]
+    "kind",
+    [
+        NodeReport,
+        Cancel,
+        PeerList,
+        Prefilled,
+        messages.Arriving,
+        messages.Order,
+        messages.Reply,
+        messages.Advise,
+        messages.Advised,
+    ],
 )
 def test_node_and_proxy_refuse_every_value_out_of_bounds(kind):
     assert refuse_all(inspect.type_info(kind), lambda body: body, DECODERS[kind])

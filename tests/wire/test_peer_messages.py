@@ -70,9 +70,9 @@ def test_the_bytes_of_a_message_are_pinned():
     assert msgpack.unpackb(frame) == [
         7,
         3,
-        ["Admitted", 0, [], 0, False, [0, 2], [[4096, 100, 3, 0]], False, False, 0, False],
+        ["Admitted", 0, [], 0, False, [0, 2], [[4096, 100, 3, 0]], False, False, 0, False, []],
     ]
-    assert frame.hex() == "9307039ba841646d69747465640090 00c29200029194cd1000640300c2c200c2".replace(" ", "")
+    assert frame.hex() == "9307039ca841646d69747465640090 00c29200029194cd1000640300c2c200c290".replace(" ", "")
     landed = encode(Landed(9, [Slices(8192, 4, 2, 1, b"01234567")]))
     assert msgpack.unpackb(landed) == [9, [[8192, 4, 2, 1, b"01234567"]]]
 

@@ -418,13 +418,13 @@ class Controls:
 
     def check_pins(self, chunks: Sequence[Chunk]) -> None:
         """:raises ArenaFull: with these so much would be pinned that the rest would be too little for others."""
-        more = sum(chunk.slot.nbytes for chunk in dict.fromkeys(chunks) if not chunk.pins)
+        more = sum(chunk.slot.nbytes for chunk in dict.fromkeys(chunks) if not chunk.is_kept)
         most = int(self._store.total_bytes * self._pin_share)
-        if more and self._store.pinned_bytes + more > most:
+        if more and self._store.kept_bytes + more > most:
             self._counters["pins_refused"] += 1
             raise ArenaFull(
-                f"{self._store.pinned_bytes} bytes are pinned, and {more} more would be above the {most} that may be "
-                f"(pin_share); unpin some, or give the node a larger --arena"
+                f"{self._store.kept_bytes} bytes are pinned or leased by tenants, and {more} more would be above the "
+                f"{most} that may be (pin_share); unpin some, or give the node a larger --arena"
             )
 
     # ---- jobs -------------------------------------------------------------------------------

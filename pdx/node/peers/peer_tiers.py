@@ -27,6 +27,7 @@ from pdx.store.tier import Job, Tier
 from pdx.telemetry.host import host_id
 from pdx.telemetry.timeline import Event
 from pdx.transports.registry import FOR_GPUS
+from pdx.wire.hints import Hints
 from pdx.wire.messages import Admit, Cancel, Chosen, PeerBody, Release, Welcome
 
 log = logging.getLogger("pdx.node")
@@ -126,6 +127,7 @@ def admit(copy: Copy, wait_s: float) -> Admit:
         layout=copy.layout,
         wait_s=wait_s,
         want=copy.want,
+        hints=Hints("", form=first.hints.form),
     )
 
 

@@ -37,6 +37,7 @@ from pdx.store.lifecycle import State
 from pdx.store.store import Claim, Store
 from pdx.store.transfers import Transfers
 from pdx.telemetry.faults import counted
+from pdx.wire.hints import Hints
 from pdx.wire.messages import MAX_SLOTS, Admit, Admitted, Release, Slices
 
 log = logging.getLogger("pdx.node")
@@ -272,6 +273,7 @@ class Receiver:
             tail_nbytes=0 if is_cut else offer.tail_nbytes,
             partial=partial,
             transfer=offer.transfer,
+            hints=Hints("", form=offer.hints.form),
             origin=Origin(f"node {session.name}"),
             who=f"chunks of node {session.name}",
         )

@@ -1,12 +1,13 @@
-"""The file of one chunk of one shard in a disk tier: a header, then the chunk's bytes as they lie in the arena.
+"""The file of one chunk of one shard in a disk tier: a header, then the chunk's bytes, encoded or not.
 
-The header is that of `pdx.store.chunk_format`. A file is written under another name, its bytes
+Both are as `pdx.store.chunk_format` has them. A file is written under another name, its bytes
 are on the disk (`fdatasync`) and only then it gets its own name: neither a process that is killed nor a machine without
 power leaves a half file under a chunk's name. What goes wrong all the same is found by the digests when it is read.
 
 Its name says what an index needs, so that a node which starts has to open none of them:
 
     <two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
+    <two hex digits>/<key>-<shard>-<slices>-<bytes>-<bytes behind the header>.chunk    of an encoded chunk
 
 The file's modification time says when the chunk was last used. Its last three digits, of nanoseconds, are how often the
 chunk was loaded, at most 999; a file system with coarser times forgets that.
@@ -20,7 +21,6 @@ import contextlib
 import errno
 import fcntl
 import heapq
-import mmap
 import os
 import re
 import stat
@@ -35,13 +35,27 @@ import msgspec
 from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena, round_up
 from pdx.memory.slot import Slot
-from pdx.store.chunk_format import HEADER_BYTES, Header, Over, compare, encode, end_if, header_bytes, parsed
+from pdx.store.chunk_format import (
+    HEADER_BYTES,
+    EncodedHeader,
+    Header,
+    Over,
+    aligned,
+    compare,
+    decode,
+    encode,
+    encoded,
+    end_if,
+    header_bytes,
+    parsed,
+)
+from pdx.store.codecs.codec import NONE
 from pdx.store.tier import Part
 
 WHOLE, PARTIAL = ".chunk", ".partial"
 _CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
 _FOLDER = re.compile(r"[0-9a-f]{2}")
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})\.chunk")
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})(?:-([0-9]{1,15}))?\.chunk")
 _OF_NO_USE = re.compile(
     r"[0-9a-f]{32}-[0-9]{1,6}(-[0-9]{1,6}-[0-9]{1,15}\.partial|\.chunk|\.partial)"
 )  # also of format 2
@@ -70,16 +84,18 @@ _LISTERS = 2  # more of them fight for the interpreter when the file system has 
 
 
 @lru_cache(1024)
-def disk_bytes(nbytes: int, layers: int) -> int:
-    """The most that the file of a chunk takes on a disk: whole blocks, and those that say where they are."""
-    blocks = (header_bytes(layers) + round_up(nbytes)) // HEADER_BYTES
+def disk_bytes(nbytes: int, layers: int, *, is_encoded: bool = False) -> int:
+    """The most that a file with so many bytes behind its header takes on a disk: whole blocks, and those that say where
+    they are. An encoded chunk never takes more than the same one that is not."""
+    blocks = (header_bytes(layers, is_encoded=is_encoded) + round_up(nbytes)) // HEADER_BYTES
     return HEADER_BYTES * (blocks + (blocks // _LISTED_BLOCKS + 1 if blocks > _INLINE_BLOCKS else 0))
 
 
 def path_of(root: Path, file: ChunkFile) -> Path:
     """Where the file is."""
     name = file.key.hex()
-    return root / name[:2] / f"{name}-{file.shard}-{file.layers}-{file.nbytes}{WHOLE}"
+    coded = f"-{file.coded}" if file.coded else ""
+    return root / name[:2] / f"{name}-{file.shard}-{file.layers}-{file.nbytes}{coded}{WHOLE}"
 
 
 class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
@@ -89,11 +105,17 @@ class ChunkFile(msgspec.Struct, frozen=True, gc=False, order=True):
     shard: int
     layers: int
     nbytes: int
+    coded: int = 0  # of an encoded chunk, the bytes behind the header; 0: it is not encoded
 
     @property
     def charge(self) -> int:
         """Bytes of the cap."""
-        return disk_bytes(self.nbytes, self.layers)
+        return disk_bytes(self.coded or self.nbytes, self.layers, is_encoded=bool(self.coded))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return header_bytes(self.layers, is_encoded=bool(self.coded)) + (self.coded or self.nbytes)
 
 
 class Useless(msgspec.Struct, frozen=True):
@@ -184,13 +206,14 @@ def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Usel
     try:
         match = _NAME.fullmatch(entry.name)
         if match is not None and folder.endswith(entry.name[:2]):
-            key, shard, *sizes = match.groups()
-            layers, nbytes, size = _sizes(*sizes)
+            file = _named(match)
             if not stat.S_ISREG(info.st_mode):
                 raise TierError(f"{entry.path} is not a file", "corrupt")
-            if info.st_size != size:
-                raise TierError(f"{entry.path} has {info.st_size} bytes, not {size}", "truncated")
-            return info.st_mtime_ns, ChunkFile(bytes.fromhex(key), int(shard), layers, nbytes)
+            if file.coded >= file.nbytes > 0:
+                raise TierError(f"{entry.path} is larger than a chunk that is not encoded", "corrupt")
+            if info.st_size != file.size:
+                raise TierError(f"{entry.path} has {info.st_size} bytes, not {file.size}", "truncated")
+            return info.st_mtime_ns, file
         if _OF_NO_USE.fullmatch(entry.name) is None:
             return 0, Useless(TierError(f"{entry.path} is no tier's", "foreign"))
         kind = "unfinished" if entry.name.endswith(PARTIAL) else "outdated"
@@ -199,10 +222,16 @@ def salvage(entry: os.DirEntry[str], folder: str) -> tuple[int, ChunkFile | Usel
         return 0, Useless(error, 0 if _is_gone(Path(entry.path)) else info.st_blocks * 512)
 
 
+def _named(match: re.Match[str]) -> ChunkFile:
+    """The file of this name."""
+    key, shard, layers, nbytes, coded = match.groups()
+    return ChunkFile(bytes.fromhex(key), int(shard), *_sizes(layers, nbytes), int(coded or 0))
+
+
 @lru_cache(1024)
-def _sizes(layers: str, nbytes: str) -> tuple[int, int, int]:
-    """Slices, bytes of the chunk and of its file. Cached, so that a million files share these numbers."""
-    return int(layers), int(nbytes), header_bytes(int(layers)) + int(nbytes)
+def _sizes(layers: str, nbytes: str) -> tuple[int, int]:
+    """Slices and bytes of the chunk. Cached, so that a million files share these numbers."""
+    return int(layers), int(nbytes)
 
 
 def _hits(time_ns: int) -> int:
@@ -223,11 +252,20 @@ def touch(path: Path) -> None:
 
 
 def write(
-    path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False, reserve_bytes: int = 0
-) -> None:
+    path: Path,
+    part: Part,
+    arena: Arena,
+    is_over: Over,
+    *,
+    is_direct: bool = False,
+    reserve_bytes: int = 0,
+    codec: str = NONE,
+) -> int:
     """Copy a whole chunk from an arena to its file; `is_direct`: without a copy in the page cache. A new file leaves
-    `reserve_bytes` of its file system to others.
+    `reserve_bytes` of its file system to others. By a `codec` it is encoded where it then takes less, and its file has
+    the name that says so instead of `path`.
 
+    :returns: `ChunkFile.coded`.
     :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
     """
     partial, is_left = path.with_suffix(PARTIAL), False
@@ -240,15 +278,16 @@ def write(
             try:
                 if not os.fstat(fd).st_blocks:
                     _leave(reserve_bytes + part.slot.nbytes, fd)
-                _write(fd, part, arena, is_over, is_direct)
+                coded = _write(fd, part, arena, is_over, is_direct, codec)
                 _set_used(fd, 0)
                 os.fdatasync(fd)
-                os.rename(partial, path)
+                os.rename(partial, path.with_name(f"{path.stem}-{coded}{WHOLE}") if coded else path)
             finally:
                 os.close(fd)
         except BaseException:  # also where it cannot be opened: `reuse` may have put a file there
             is_left = not _is_gone(partial)
             raise
+        return coded
     except OSError as error:
         kind = _WRITE_KINDS.get(error.errno or 0, "write_failed")
         raise TierError(f"{path} cannot be written: {error.strerror}", kind, is_left=is_left) from error
@@ -299,28 +338,28 @@ def _is_gone(path: Path) -> bool:
     return True
 
 
-def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool) -> None:
+def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool, codec: str) -> int:
     slot, start = part.slot, header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     arena.check(slot)
     data = arena.read(slot.offset, _moved_bytes(slot, is_direct))
-    head = _aligned(start)
-    encode(part, data, head, is_over)
+    kept = encoded(part, data[: slot.nbytes], codec, is_over) if codec != NONE else None
+    if kept is not None:
+        head, data, size = kept.head, kept.body if is_direct else kept.data, len(kept.head) + kept.nbytes
+    else:
+        head, size = aligned(start), start + slot.nbytes
+        encode(part, data, head, is_over)
     for buffers, offset in _calls(head, data, is_over):
         _write_all(fd, buffers, offset)
-    if len(data) > slot.nbytes:
-        os.ftruncate(fd, start + slot.nbytes)
+    if kept is not None or len(head) + len(data) > size:
+        os.ftruncate(fd, size)
     arena.check(slot)
+    return kept.nbytes if kept is not None else 0
 
 
 def _moved_bytes(slot: Slot, is_direct: bool) -> int:
     """What is read or written of a slot's room: a disk itself knows whole blocks only."""
     return round_up(slot.nbytes) if is_direct else slot.nbytes
-
-
-def _aligned(nbytes: int) -> memoryview:
-    """Empty memory that a disk can read and write itself, as it can that of an arena."""
-    return memoryview(mmap.mmap(-1, nbytes))
 
 
 def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[list[memoryview], int]]:
@@ -347,35 +386,41 @@ def _behind(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
     return left
 
 
-def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False) -> None:
+def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False, coded: int = 0) -> str:
     """Copy a whole chunk from its file into an arena, and compare the digest of each slice; `is_direct`: without a copy
-    in the page cache.
+    in the page cache. `coded`: see `ChunkFile`; where it is not 0 the chunk is decoded.
 
+    :returns: the codec that its file was encoded by; empty: none.
     :raises TierError: it could not be read, or is not what was written, or `is_over`. The slot may hold anything then.
     """
     slot = part.slot
     with _opened(path) as fd:
-        size, head = _size(fd, path), _aligned(header_bytes(part.layers))
+        size, head = _size(fd, path), aligned(header_bytes(part.layers, is_encoded=bool(coded)))
         if is_direct:  # only now: what is no file may not be opened so
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         header: Header | None = None
         try:
             arena.check(slot)
-            data = arena.data[slot.offset : slot.offset + _moved_bytes(slot, is_direct)]
+            room = arena.data[slot.offset : slot.offset + _moved_bytes(slot, is_direct)]
+            data = aligned(round_up(coded)) if coded else room
             for buffers, offset in _calls(head, data, is_over):
                 count = _read_all(fd, buffers, offset)
                 if header is None:
                     header = parsed(head[:count], size, path)
-                    _check_header(header, part, path)
+                    _check_header(header, ChunkFile(part.key, part.shard, part.layers, slot.nbytes, coded), path)
             assert header is not None
-            if offset + count < len(head) + slot.nbytes:
+            if offset + count < len(head) + header.stored:
                 raise TierError(f"{path} ends too early", "truncated")
-            compare(header, data, path, is_over)
+            if isinstance(header, EncodedHeader):
+                decode(header, data, room[: slot.nbytes], path, is_over)
+            else:
+                compare(header, data, path, is_over)
             arena.check(slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{path} is not read: {error}", "stale") from error
         with contextlib.suppress(OSError):  # a file system may be read-only: then the order of use is lost
             _set_used(fd, _hits(os.fstat(fd).st_mtime_ns) + 1)
+        return header.codec if isinstance(header, EncodedHeader) else ""
 
 
 def verify(path: Path, *, is_direct: bool) -> int:
@@ -387,22 +432,20 @@ def verify(path: Path, *, is_direct: bool) -> int:
     match = _NAME.fullmatch(path.name)
     if match is None or path.parent.name != path.name[:2]:
         raise TierError(f"{path} is no tier's", "foreign")
-    key, shard, layers, nbytes = bytes.fromhex(match[1]), *map(int, match.groups()[1:])
+    file = _named(match)
     try:
         with _opened(path) as fd:
             size = _size(fd, path)
-            start = header_bytes(layers)
-            if size != start + nbytes:
-                raise TierError(f"{path} has {size} bytes, not {start + nbytes}", "truncated")
+            if size != file.size:
+                raise TierError(f"{path} has {size} bytes, not {file.size}", "truncated")
             if is_direct:
                 fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-            memory = _aligned(round_up(size))
+            memory = aligned(round_up(size))
             whole = memory[: _read_all(fd, [memory], 0)]
             try:
-                header = parsed(whole[:start], size, path)
-                if (header.key, header.shard, header.layers, header.nbytes) != (key, shard, layers, nbytes):
-                    raise TierError(f"{path} is the file of another chunk", "corrupt")
-                compare(header, whole[start:], path, lambda: False)
+                header = parsed(whole[: size - (file.coded or file.nbytes)], size, path)
+                _check_header(header, file, path)
+                compare(header, whole[header.start :], path, lambda: False)
             except TierError:
                 if os.fstat(fd).st_ino != os.stat(path, follow_symlinks=False).st_ino:
                     raise FileNotFoundError(path) from None
@@ -414,9 +457,9 @@ def verify(path: Path, *, is_direct: bool) -> int:
         raise
 
 
-def _check_header(header: Header, part: Part, path: Path) -> None:
-    found = (header.key, header.shard, header.nbytes, header.layers)
-    if found != (part.key, part.shard, part.slot.nbytes, part.layers):
+def _check_header(header: Header, file: ChunkFile, path: Path) -> None:
+    coded = header.stored if isinstance(header, EncodedHeader) else 0
+    if ChunkFile(header.key, header.shard, header.layers, header.nbytes, coded) != file:
         raise TierError(f"{path} is the file of another chunk", "corrupt")
 
 
@@ -439,7 +482,7 @@ def takes_direct(root: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT, 0o600)
         try:
-            return os.pwritev(fd, [_aligned(HEADER_BYTES)], 0) == HEADER_BYTES
+            return os.pwritev(fd, [aligned(HEADER_BYTES)], 0) == HEADER_BYTES
         finally:
             os.close(fd)
             os.unlink(path)
@@ -465,7 +508,7 @@ def _reads_direct(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
         try:
-            os.preadv(fd, [_aligned(HEADER_BYTES)], 0)
+            os.preadv(fd, [aligned(HEADER_BYTES)], 0)
         finally:
             os.close(fd)
     except OSError as error:

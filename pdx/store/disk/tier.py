@@ -4,11 +4,12 @@ The control loop owns the index, which says what is on the disk and in which ord
 bytes. A few threads (`pdx.store.disk.workers`) read, write and remove the files (`pdx.store.disk.chunk_file`) and post
 what became of it.
 
-    <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>.chunk
+    <root>/<two hex digits>/<key>-<shard>-<slices>-<bytes>[-<bytes when encoded>].chunk
 
 The account counts what may be on the disk: files, files that are being written, and files until they are removed. It
-never exceeds the cap: a file is begun when there is room for all of it, if need be in place of the files that were not
-used for longest, which the same thread removes first. Until all files from before are counted nothing is stored.
+never exceeds the cap: a file is begun when there is room for all of it, not encoded, if need be in place of the files
+that were not used for longest, which the same thread removes first. A file that is encoded takes less in the end. Until
+all files from before are counted nothing is stored.
 
 What was forgotten, or is broken, is never found again, even if its file stays: a client's name says nothing of bytes.
 """
@@ -33,6 +34,7 @@ from pdx.config import private_folder
 from pdx.errors import ArenaFull, ConfigError, TierError
 from pdx.memory.arena import Arena
 from pdx.security.socket_lock import owned
+from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
@@ -83,13 +85,15 @@ class DiskTier(Tier):
         on_done: Callable[[str, Job, TierError | None], None],
         counters: Counter[str],
         reserve_bytes: int = 0,
+        codec: str = NONE,
         name: str = "disk",
         is_used: Callable[[bytes], bool] = lambda key: False,
         on_removed: Callable[[Sequence[bytes]], None] = lambda keys: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` has the control loop call something; `on_done` is `Copies.done`. `reserve_bytes` of the file system
-        are left to others, whatever the cap. `is_used` says of a key whether memory has it for requests, which so do
+        are left to others, whatever the cap. `codec`: by which chunks are encoded whose requests ask for none of their
+        own. `is_used` says of a key whether memory has it for requests, which so do
         not ask for it here. `on_removed` is told of the keys that are not here any more.
 
         :raises ConfigError: the folder cannot be this node's alone.
@@ -141,6 +145,7 @@ class DiskTier(Tier):
             arenas,
             is_direct=self.is_direct,
             reserve_bytes=reserve_bytes,
+            codec=codec,
             on_over=lambda task: post(partial(self._over, task)),
             clock=clock,
         )
@@ -319,8 +324,10 @@ class DiskTier(Tier):
         if not self._health.takes_loads:
             self._counters["disk_paused"] += 1
             return self._refuse(job, "paused")
-        self._read[job.parts[0].key, job.parts[0].shard] += 1
-        return self._give(Task(job, is_load=True), self._workers.loads)
+        part = job.parts[0]
+        self._read[part.key, part.shard] += 1
+        file = next((file for file in self._index.of(part.key) if file.shard == part.shard), None)
+        return self._give(Task(job, is_load=True, file=file), self._workers.loads)
 
     def _give(self, task: Task, queue: deque[Task]) -> None:
         self._under_way.setdefault(task.job.number if task.job is not None else 0, {})[task] = None
@@ -480,11 +487,11 @@ class DiskTier(Tier):
     def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
         self._coming -= 1
-        file = file_of(part)
+        file = task.file or file_of(part)
         if error is None:
             self._health.wrote()
             self._counters["disk_stored"] += 1
-            replaced = {(file, False), (file, True)} & self._stuck
+            replaced = {(file, False), (file_of(part), True)} & self._stuck
             self.used_bytes -= file.charge * len(replaced)
             self._stuck -= replaced
             self._insert(file)

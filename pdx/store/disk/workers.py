@@ -19,6 +19,7 @@ import msgspec
 
 from pdx.errors import TierError
 from pdx.memory.arena import Arena
+from pdx.store.codecs.codec import LOSSLESS
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.tier import Job, Part
@@ -39,7 +40,8 @@ class Task(msgspec.Struct, eq=False):
     victims: Sequence[ChunkFile] = ()  # to be removed first
     reused: ChunkFile | None = None  # the last of them, if it is written anew instead
     hold: int = 0  # bytes of the cap that are its own until it is over
-    charge: int = 0  # of these, what its file takes
+    charge: int = 0  # of these, what its file takes if it is not encoded
+    file: ChunkFile | None = None  # of a job: what is read; or what was written, which the thread sets
     is_cancelled: bool = False
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
     left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
@@ -69,6 +71,7 @@ class Workers:
         *,
         is_direct: bool,
         reserve_bytes: int,
+        codec: str,
         on_over: Callable[[Task], None],
         clock: Callable[[], float],
     ) -> None:
@@ -78,6 +81,7 @@ class Workers:
         self._arenas = arenas
         self._is_direct = is_direct
         self._reserve_bytes = reserve_bytes
+        self._codec = codec
         self._on_over = on_over
         self._clock = clock
         self._at_work: list[Task | None] = [None] * THREADS
@@ -193,7 +197,7 @@ class Workers:
         if task.job is None or task.error is not None:
             return
         part = task.part
-        path, arena = self._path(file_of(part)), self._arenas[part.slot.arena]
+        arena = self._arenas[part.slot.arena]
 
         def is_over() -> bool:
             task.seen_at = self._clock()
@@ -201,10 +205,22 @@ class Workers:
 
         task.job.start_ns = time.monotonic_ns()
         if task.is_load:
-            chunk_file.read(path, part, arena, is_over, is_direct=self._is_direct)
+            file = task.file or file_of(part)
+            is_direct = self._is_direct
+            codec = chunk_file.read(self._path(file), part, arena, is_over, is_direct=is_direct, coded=file.coded)
+            task.job.form = "" if codec == LOSSLESS else codec
         else:
-            reserve = self._reserve_bytes
-            chunk_file.write(path, part, arena, is_over, is_direct=self._is_direct, reserve_bytes=reserve)
+            coded = chunk_file.write(
+                self._path(file_of(part)),
+                part,
+                arena,
+                is_over,
+                is_direct=self._is_direct,
+                reserve_bytes=self._reserve_bytes,
+                codec=part.form or self._codec,
+            )
+            file = task.file = msgspec.structs.replace(file_of(part), coded=coded)
+        task.job.coded_bytes = file.coded
         task.job.end_ns = time.monotonic_ns()
 
     def _path(self, file: ChunkFile) -> Path:

@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 
 from pdx.errors import ConfigError
 from pdx.store.policies.fifo import Fifo
+from pdx.store.policies.gittins import Gittins
 from pdx.store.policies.lfu import Lfu
 from pdx.store.policies.lru import Lru
 from pdx.store.policies.policy import EvictionPolicy
@@ -27,27 +28,28 @@ GROUP = "pdx.policies"
 clock = time.monotonic
 Maker = Callable[[int], EvictionPolicy]  # of one policy, for an arena of so many bytes
 _SIMPLE: dict[str, type[EvictionPolicy]] = {"lru": Lru, "lfu": Lfu, "fifo": Fifo, "sieve": Sieve}
+_SIZED: dict[str, Maker] = {"s3fifo": S3Fifo, "gittins": Gittins}  # they need to know the arena's size
 
 
 def names() -> list[str]:
     """All of them, ours first."""
-    ours = [*_SIMPLE, "s3fifo", "ttl"]
+    ours = [*_SIMPLE, *_SIZED, "ttl"]
     return [*ours, *sorted({point.name for point in entry_points(group=GROUP)}.difference(ours))]
 
 
-def find(setting: str) -> Maker:
-    """What makes the policy that `--policy` names.
+def find(setting: str, now: Callable[[], float] | None = None) -> Maker:
+    """What makes the policy that `--policy` names. `now`: its clock, if it has one; this process's by default.
 
     :raises ConfigError: there is none, or what stands behind the colon makes no sense to it.
     """
     name, colon, argument = setting.partition(":")
     if name == "ttl":
         seconds = _seconds(setting, argument)
-        return lambda _: Ttl(seconds, clock)
-    if name in _SIMPLE or name == "s3fifo":
+        return lambda _: Ttl(seconds, now or clock)
+    if name in _SIMPLE or name in _SIZED:
         if colon:
             raise ConfigError(f"--policy {setting}: {name} takes nothing behind a colon")
-        return S3Fifo if name == "s3fifo" else lambda _: _SIMPLE[name]()
+        return _SIZED.get(name) or (lambda _: _SIMPLE[name]())
     point = next((point for point in entry_points(group=GROUP) if point.name == name), None)
     if point is None:
         raise ConfigError(f"--policy {setting}: no policy is named {name!r}; there are {', '.join(names())}")

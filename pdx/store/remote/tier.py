@@ -2,7 +2,7 @@
 
 Under a name each has the form of `pdx.store.chunk_format`:
 
-    <prefix>/<version of the form>/<key>-<shard>
+    <prefix>/v3/<key>-<shard>    encoded or not
 
 The control loop knows for some seconds which keys are there and which are not; for others a thread asks, while the
 question of the request waits. So a look-up never waits for the network, and what another node has stored is found.
@@ -28,7 +28,18 @@ import msgspec
 
 from pdx.errors import LayoutError, StaleSlot, TierError
 from pdx.memory.arena import Arena
-from pdx.store.chunk_format import VERSION, compare, encode, header_bytes, parsed, whole_header
+from pdx.store.chunk_format import (
+    EncodedHeader,
+    Header,
+    compare,
+    decode,
+    encode,
+    encoded,
+    header_bytes,
+    parsed,
+    whole_header,
+)
+from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.copy import Copy
 from pdx.store.remote.backend import Backend, Found
 from pdx.store.tier import Grant, Held, Job, Part, Tier
@@ -87,16 +98,18 @@ class RemoteTier(Tier):
         on_done: Callable[[str, Job, TierError | None], None],
         on_found: Callable[[Sequence[bytes]], None],
         counters: Counter[str],
+        codec: str = NONE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post` has the control loop call something; `on_done` is `Copies.done`, `on_found` is told of keys that it
-        was asked for."""
+        """`codec`: by which chunks are encoded whose requests ask for none of their own. `post` has the control loop
+        call something; `on_done` is `Copies.done`, `on_found` is told of keys that it was asked for."""
         self._backend = backend
         self._arenas = arenas
         self._post = post
         self._on_done = on_done
         self._on_found = on_found
         self._counters = counters
+        self._codec = codec
         self._faults = Faults(counters, clock)
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
@@ -396,12 +409,17 @@ class RemoteTier(Tier):
     def _whole(self, work: _Work, name: str) -> bytes:
         """The chunk in the form in which it is kept."""
         part, arena = work.part, self._arenas[work.part.slot.arena]
-        head = bytearray(header_bytes(part.layers))
+        codec = part.form or self._codec
         try:
             arena.check(part.slot)
             with arena.read(part.slot.offset, part.slot.nbytes) as data:  # ends here, whatever keeps an error
-                encode(part, data, memoryview(head), lambda: work.is_cancelled)
-                whole = b"".join((head, data))
+                kept = encoded(part, data, codec, lambda: work.is_cancelled) if codec != NONE else None
+                if kept is not None:
+                    whole, work.job.coded_bytes = b"".join((kept.head, kept.data)), kept.nbytes
+                else:
+                    head = bytearray(header_bytes(part.layers))
+                    encode(part, data, memoryview(head), lambda: work.is_cancelled)
+                    whole = b"".join((head, data))
             arena.check(part.slot)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{name} is not stored: {error}", "stale") from error
@@ -414,18 +432,20 @@ class RemoteTier(Tier):
         whole = self._backend.read(name)
         if whole is None:
             raise TierError(f"{name} is not there any more", "missing")
+        why: TierError | None = None
         try:
-            data = _checked(whole, part, name, lambda: work.is_cancelled)
-        except TierError as error:
-            if error.kind != "cancelled":
-                self._drop(name, error)
-            raise
-        try:
-            arena.check(part.slot)
-            arena.data[part.slot.offset : part.slot.offset + part.slot.nbytes] = data
-            arena.check(part.slot)
+            header = _placed(whole, arena, part, name, lambda: work.is_cancelled)
         except (StaleSlot, LayoutError) as error:
             raise TierError(f"{name} is not loaded: {error}", "stale") from error
+        except TierError as error:
+            why = TierError(str(error), error.kind)  # a traceback would keep the arena's memory mapped
+        if why is not None:
+            if why.kind != "cancelled":
+                self._drop(name, why)
+            raise why
+        if isinstance(header, EncodedHeader):
+            work.job.coded_bytes = header.stored
+            work.job.form = "" if header.codec == LOSSLESS else header.codec
         work.job.end_ns = time.monotonic_ns()
 
     def _drop(self, name: str, error: TierError) -> None:
@@ -449,21 +469,30 @@ class RemoteTier(Tier):
             raise TierError(f"{self._backend.place} has not answered, and is not asked for a while", kind)
 
 
-def _checked(whole: memoryview, part: Part, name: str, is_over: Callable[[], bool]) -> memoryview:
-    """The bytes of a chunk, if that is what was read.
+def _placed(whole: memoryview, arena: Arena, part: Part, name: str, is_over: Callable[[], bool]) -> Header:
+    """Put the bytes of a chunk in its place, if that is what was read; what was not encoded, only if it is good.
 
     :raises TierError: it is something else, or damaged.
+    :raises StaleSlot, LayoutError: its place is another's by now.
     """
-    header = parsed(whole[: header_bytes(part.layers)], len(whole), name)
+    header = parsed(whole[: header_bytes(part.layers, is_encoded=True)], len(whole), name)
     if _name(header.key, header.shard) != name or Held(header.nbytes, header.layers) != _size(part):
         raise TierError(f"{name} has another chunk", "corrupt")
-    data = whole[header_bytes(part.layers) :]
-    compare(header, data, name, is_over)
-    return data
+    data = whole[header.start :]
+    if not isinstance(header, EncodedHeader):
+        compare(header, data, name, is_over)
+    arena.check(part.slot)
+    room = arena.data[part.slot.offset : part.slot.offset + part.slot.nbytes]
+    if isinstance(header, EncodedHeader):
+        decode(header, data, room, name, is_over)
+    else:
+        room[:] = data
+    arena.check(part.slot)
+    return header
 
 
 def _name(key: bytes, shard: int) -> str:
-    return f"v{VERSION}/{key.hex()}-{shard}"
+    return f"v3/{key.hex()}-{shard}"
 
 
 def _size(part: Part) -> Held:

@@ -102,3 +102,14 @@ def test_a_prompt_may_be_token_ids():
 
     assert isinstance(asyncio.run(run()), Answer)
     assert script.bodies[0]["prompt"] == [1, 2, 3]
+
+
+def test_token_ids_of_an_answer_are_kept_where_they_are_asked_for():
+    """A token whose text is not whole yet comes as an event without text."""
+    ids = [event({"choices": [{"index": 0, "text": text, "token_ids": [each]}]}) for text, each in (("a", 5), ("", 6))]
+    answer = asked(Script([b"".join(ids) + token("c") + usage() + DONE]))
+    assert answer.token_ids == [5, 6]
+    assert len(answer.itl_ms) == 2
+    assert completion("tiny", [1], 3, wants_ids=True)["return_token_ids"] is True
+    assert "return_token_ids" not in completion("tiny", [1], 3)
+    assert asked(Script([STREAM])).token_ids == []

@@ -1,0 +1,243 @@
+"""What a run says: throughput at equal TTFT, hits by source, times, processor time and bytes. Arithmetic only.
+
+Ratios are taken inside a repeat, because the speed of a shared machine drifts, and given as the median over repeats.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pdx.bench.harness.report import Figure, at_least, plain
+from pdx.bench.reuse.records import BURST, FIRST, Point, Result
+from pdx.bench.reuse.systems import SOURCES, Source
+from pdx.bench.reuse.workload import titled
+
+ORACLE = "recompute"  # the system whose answers are right, and with which all are compared, if it is asked
+OURS = ("pdx-both", "pdx-central")
+BEST_OWN = "own-cache"
+PERCENTILES = (50, 90)
+NEARLY = 0.9  # of what could be found
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Requests per second within a target. `is_least`: the target held at the highest load that was measured."""
+
+    per_s: float
+    is_least: bool
+
+
+def reached(curve: Sequence[tuple[float, float]], target_ms: float) -> Reached | None:
+    """Of (requests per second, ms), by rising load: how many requests per second the target allows; None: not even the
+    lowest load.
+
+    The load is raised until it misses the target; between that and the one before, times are taken to grow
+    exponentially. A higher load that answers fewer requests adds none.
+    """
+    met: tuple[float, float] | None = None
+    for per_s, ms in curve:
+        if ms <= target_ms:
+            met = (per_s if met is None else max(per_s, met[0]), ms)
+            continue
+        if met is None:
+            return None
+        share = math.log(target_ms / met[1]) / math.log(ms / met[1])
+        return Reached(met[0] + share * max(0.0, per_s - met[0]), is_least=False)
+    return None if met is None else Reached(met[0], is_least=True)
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value that so many percent do not exceed, between two neighbours by their distance; 0 of nothing."""
+    known = sorted(values)
+    if not known:
+        return 0.0
+    place = (len(known) - 1) * share / 100
+    low = math.floor(place)
+    return known[low] + (known[min(low + 1, len(known) - 1)] - known[low]) * (place - low)
+
+
+def ttft(point: Point, share: float) -> float:
+    """Milliseconds."""
+    return percentile((each.ttft_ms for each in point.asked), share)
+
+
+def itl(point: Point, share: float) -> float:
+    """Milliseconds."""
+    return percentile((gap for each in point.asked for gap in each.itl_ms), share)
+
+
+def curve(result: Result, system: str, workload: str, repeat: int, share: float) -> list[tuple[float, float]]:
+    """(answered requests per second, TTFT in ms) of each load that is not one request at a time, by rising load."""
+    points = [
+        point
+        for point in result.points
+        if (point.system, point.workload, point.repeat) == (system, workload, repeat) and point.load != FIRST
+    ]
+    points.sort(key=lambda point: math.inf if point.rate is None else point.rate)
+    return [(point.requests_per_s, ttft(point, share)) for point in points]
+
+
+def targets_ms(result: Result, workload: str, repeat: int) -> list[tuple[float, float]]:
+    """(times, ms) of each target: so many times what a prompt that nobody has seen takes by itself, in the median.
+
+    That is the reference's time, because others may save what they compute.
+    """
+    base = [p for p in result.points if _is(p, reference(result.points), workload, FIRST) and p.repeat == repeat]
+    alone_ms = percentile((each.ttft_ms for point in base for each in point.asked if each.turn == 0), 50)
+    return [(times, times * alone_ms) for times in result.settings["targets"]] if base else []
+
+
+def reference(points: Sequence[Point]) -> str:
+    """The system whose answers all others are compared with: the one that computes everything, else the first one."""
+    measured = dict.fromkeys(point.system for point in points)
+    return ORACLE if ORACLE in measured or not measured else next(iter(measured))
+
+
+def figures(result: Result) -> list[Figure]:
+    """All of them."""
+    found: list[Figure] = []
+    for workload in result.settings["workloads"]:
+        found += [*_at_targets(result, workload), *_times(result, workload), *_costs(result, workload)]
+    return [*found, *_prefetch(result), *_checks(result)]
+
+
+def systems_of(result: Result) -> list[str]:
+    """Those that measured something, in their order."""
+    measured = {point.system for point in result.points}
+    return [name for name in result.systems if name in measured]
+
+
+def repeats_of(result: Result) -> list[int]:
+    return sorted({point.repeat for point in result.points})
+
+
+def _at_targets(result: Result, workload: str) -> Iterator[Figure]:
+    """Requests per second at equal TTFT, and ours over everybody's."""
+    for index, times in enumerate(result.settings["targets"]):
+        for share in PERCENTILES:
+            name = f"{workload}, TTFT p{share} within {times:g} × computing alone"
+            reach: dict[str, dict[int, Reached]] = {}
+            for system in systems_of(result):
+                for repeat in repeats_of(result):
+                    targets = targets_ms(result, workload, repeat)
+                    points = curve(result, system, workload, repeat, share)
+                    if targets and points and (got := reached(points, targets[index][1])) is not None:
+                        reach.setdefault(system, {})[repeat] = got
+            for system, each in reach.items():
+                least = "at least: " if any(one.is_least for one in each.values()) else ""
+                values = [one.per_s for one in each.values()]
+                yield plain(f"{name}: {system}", statistics.median(values), "requests/s", f"{least}{_spread(values)}")
+            for ours in OURS:
+                for other in reach:
+                    if ours in reach and other not in OURS and other != ours:
+                        per_s = [{at: one.per_s for at, one in reach[which].items()} for which in (ours, other)]
+                        yield from _ratio(f"{name}: {ours} / {other}", *per_s)
+
+
+def _times(result: Result, workload: str) -> Iterator[Figure]:
+    for system in systems_of(result):
+        for load in dict.fromkeys(p.load for p in result.points if (p.system, p.workload) == (system, workload)):
+            points = [point for point in result.points if _is(point, system, workload, load)]
+            head = f"{workload}, {system}, {titled(load)}"
+            per_s = [point.requests_per_s for point in points]
+            yield plain(f"{head}: answered", statistics.median(per_s), "requests/s", _spread(per_s))
+            for name, of in (("TTFT", ttft), ("ITL", itl)):
+                for share in (50, 90, 99):
+                    values = [of(point, share) for point in points]
+                    yield plain(f"{head}: {name} p{share}", statistics.median(values), "ms", _spread(values))
+    for ours in OURS:
+        for other in systems_of(result):
+            if other not in OURS:
+                ratios = [
+                    _by_repeat(result, each, workload, BURST, lambda p: p.requests_per_s) for each in (ours, other)
+                ]
+                yield from _ratio(f"{workload}, all at once: answered per second, {ours} / {other}", *ratios)
+
+
+def _costs(result: Result, workload: str) -> Iterator[Figure]:
+    for system in systems_of(result):
+        points = [p for p in result.points if (p.system, p.workload) == (system, workload) and p.load != FIRST]
+        if not points:
+            continue
+        requests = sum(len(point.asked) for point in points)
+        prompt = sum(point.found.prompt for point in points)
+        for source in ("local", "external", "computed"):
+            share = sum(getattr(point.found, source) for point in points) / prompt
+            yield plain(f"{workload}, {system}: tokens of prompts {SHARES[source]}", share, "")
+        used = sum(sum(point.cpu_s.values()) for point in points)
+        parts = ", ".join(
+            f"{name} {sum(point.cpu_s.get(name, 0.0) for point in points) / requests:.2f}" for name in points[0].cpu_s
+        )
+        yield plain(f"{workload}, {system}: processor time", used / requests, "s/request", parts)
+        kv_bytes = int(result.model["kv_bytes_per_token"])
+        loaded = sum(point.found.external for point in points) * kv_bytes
+        yield plain(f"{workload}, {system}: KV loaded", loaded / requests / 1e6, "MB/request")
+        lines = [point.line_bytes for point in points if point.line_bytes is not None]
+        if lines:
+            yield plain(f"{workload}, {system}: over the line", sum(lines) / requests / 1e6, "MB/request")
+
+
+SHARES = {"local": "in its own cache", "external": "by what keeps KV", "computed": "computed"}
+
+
+def _prefetch(result: Result) -> Iterator[Figure]:
+    """Requests that wait in the queue: their loads meanwhile, against each at its request's turn."""
+    for workload in result.settings["workloads"]:
+        for name, of in (("TTFT p50", lambda p: ttft(p, 50)), ("until all are answered", lambda p: p.duration_s)):
+            both = [_by_repeat(result, each, workload, BURST, of) for each in ("pdx-central-turn", "pdx-central")]
+            yield from _ratio(f"{workload}, all at once: {name}, loads at their turn / while they wait", *both)
+
+
+def _checks(result: Result) -> Iterator[Figure]:
+    """What must hold."""
+    same = [each.is_same for point in result.points for each in point.asked if each.is_same is not None]
+    if same:
+        yield at_least(
+            "answers that are those of the reference", sum(same) / len(same), "", 1.0, f"{sum(same)} of {len(same)}"
+        )
+    meant = [is_as_meant(result, point) for point in result.points if point.load != FIRST]
+    if meant:
+        note = f"{sum(meant)} of {len(meant)}"
+        yield at_least("loads whose tokens were found where they should be", sum(meant) / len(meant), "", 1.0, note)
+
+
+def is_as_meant(result: Result, point: Point) -> bool:
+    """Whether tokens came from where the system is to have them, and nearly all that could."""
+    local, external = point.found.local, point.found.external
+    source = SOURCES[point.system]
+    if source is Source.NOWHERE:
+        return local == external == 0
+    if source is Source.OWN:
+        return external == 0 and (point.system != BEST_OWN or local >= NEARLY * known_tokens(result, point))
+    return external > 0 and local + external >= NEARLY * known_tokens(result, point)
+
+
+def known_tokens(result: Result, point: Point) -> float:
+    """Of all prompts, how many were seen before, in whole blocks."""
+    block = int(result.model["block_tokens"])
+    if point.workload == "documents":
+        return len(point.asked) * (int(result.settings["tokens"]) // block * block)
+    # What a session asked before; its last answer may just be on its way to what keeps it.
+    before = {(each.session, each.turn + 1): each.prompt_tokens for each in point.asked}
+    return sum(before.get((each.session, each.turn), 0) // block * block for each in point.asked)
+
+
+def _is(point: Point, system: str, workload: str, load: str) -> bool:
+    return (point.system, point.workload, point.load) == (system, workload, load)
+
+
+def _by_repeat(result: Result, system: str, workload: str, load: str, of: Callable[[Point], float]) -> dict[int, float]:
+    return {point.repeat: of(point) for point in result.points if _is(point, system, workload, load)}
+
+
+def _ratio(name: str, above: dict[int, float], below: dict[int, float]) -> Iterator[Figure]:
+    ratios = [above[repeat] / below[repeat] for repeat in sorted(above.keys() & below.keys())]
+    if ratios:
+        yield plain(name, statistics.median(ratios), "×", f"median of {len(ratios)}; {_spread(ratios)}")
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{min(values):,.2f} to {max(values):,.2f}"

@@ -1,0 +1,80 @@
+"""What `pdx bench reuse` writes: every request of every point, from which figures and pictures are made.
+
+Written anew after every point, so that an interrupted run keeps what it measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdx.bench.breakdown.records import Found, SystemFacts
+
+KIND = "pdx-bench-reuse"
+FIRST, BURST = "first", "burst"  # loads: one request at a time; all at once
+DOCUMENTS, SESSIONS = "documents", "sessions"
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One answered request. Times are at the client; `due_s` and `end_s` from the start of its point."""
+
+    session: int
+    turn: int
+    due_s: float
+    end_s: float
+    ttft_ms: float
+    itl_ms: list[float]  # between events that carry tokens; a late server puts several tokens into one
+    prompt_tokens: int
+    token_ids: list[int]  # of the answer
+    is_same: bool | None = None  # as the reference's answer; None: there was none, or it is that
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One load of one workload on one system."""
+
+    system: str
+    workload: str
+    repeat: int
+    load: str
+    rate: float | None  # requests per second that were offered; None: `FIRST` and `BURST`
+    found: Found  # tokens of all prompts, by the asked engine's own counters
+    cpu_s: dict[str, float]  # by server
+    line_bytes: int | None  # from a store beyond this host; None: there is none
+    asked: list[Asked]
+
+    @property
+    def duration_s(self) -> float:
+        """From when the first request was due to the end of the last one."""
+        return max(each.end_s for each in self.asked) - min(each.due_s for each in self.asked)
+
+    @property
+    def requests_per_s(self) -> float:
+        """That were answered."""
+        return len(self.asked) / self.duration_s
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """A whole run."""
+
+    kind: str = KIND
+    machine: dict[str, Any]
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    systems: dict[str, SystemFacts]
+    not_run: dict[str, str]  # system -> why
+    points: list[Point] = []
+    is_complete: bool = False
+
+
+def save(result: Result, path: Path) -> None:
+    """Write it whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(result))
+    partial.replace(path)
+
+
+def load(path: Path) -> Result:
+    """:raises msgspec.DecodeError: the file is not such a result."""
+    return msgspec.json.decode(path.read_bytes(), type=Result)

@@ -1,0 +1,250 @@
+"""One run of `pdx bench reuse`: every system at every load, from its plan to its files, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from pdx.bench.breakdown.progress import BreakdownProgress
+from pdx.bench.breakdown.records import Found, SystemFacts
+from pdx.bench.harness import interrupts
+from pdx.bench.harness.ask import AskFailed, session
+from pdx.bench.harness.interrupts import Interrupts, undisturbed, whole
+from pdx.bench.harness.prompts import Prompts, model_facts
+from pdx.bench.harness.report import machine
+from pdx.bench.reuse import records, report
+from pdx.bench.reuse.figures import reference
+from pdx.bench.reuse.player import Player
+from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, Asked, Point, Result
+from pdx.bench.reuse.systems import SOURCES, CentralRunning, Source
+from pdx.bench.reuse.workload import Settings, Turn, order, sessions_of
+from pdx.bench.serve.workloads import Passage, Session
+from pdx.bench.serve.workloads import Turn as Message
+from pdx.bench.systems import engine_metrics
+from pdx.bench.systems.fleet import Fleet
+from pdx.bench.systems.system import Bed, Running, System, is_cpu_build
+from pdx.errors import PdxError
+from pdx.testing.waiting import came_true
+
+INTERRUPTED = 130
+SAVED_S = 1.5  # for what a connector still saves when the answer is there
+STORED_S = 60.0  # until a store beyond this host has everything
+LOOK_S = 0.5
+COUNTED_S = 10.0  # until an engine's metrics have the last request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one run is to do. `not_run`: systems that cannot be tried here, and why."""
+
+    settings: Settings
+    systems: Mapping[str, System]
+    not_run: Mapping[str, str]
+    bed: Bed
+    targets: tuple[float, ...]
+    max_engines: int
+    out: Path
+    facts: Mapping[str, object]  # more settings, for the result
+
+
+def run(plan: Plan) -> int:
+    """Measure, write what there is however it ends, leave no process behind; the exit status.
+
+    0: everything was measured and all answers were right. 130: SIGINT or SIGTERM came. 1: no system could be measured,
+    or an answer was wrong.
+    """
+    result = Result(
+        machine=machine(),
+        model=model_facts(plan.bed.model, plan.bed.served_name, plan.bed.flags, is_on_gpu=not is_cpu_build()),
+        settings=asdict(plan.settings)
+        | {"targets": plan.targets, "max_engines": plan.max_engines, "flags": list(plan.bed.flags)}
+        | {"environment": plan.bed.env, "arena": plan.bed.arena, **plan.facts},
+        systems={
+            name: SystemFacts(title=system.title, versions=system.versions(), commands=system.commands(plan.bed))
+            for name, system in plan.systems.items()
+        },
+        not_run=dict(plan.not_run),
+    )
+    status = 0
+    with BreakdownProgress() as progress, Interrupts():
+        for name, why in plan.not_run.items():
+            progress.note(f"{name} is left out: {why}")
+        fleet = Fleet(plan.bed, list(plan.systems.values()), plan.max_engines)
+        try:
+            Reuse(result, plan.out / report.RESULT, plan, fleet, progress).run()
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+            progress.note("interrupted; what was measured is kept")
+        finally:
+            with undisturbed():
+                fleet.close()
+        progress.stop()
+        with contextlib.suppress(KeyboardInterrupt), undisturbed():
+            report.write(result, plan.out)
+    is_wrong = any(asked.is_same is False for point in result.points for asked in point.asked)
+    return status or int(not result.points or is_wrong)
+
+
+class Reuse:
+    """One run under way. State: the result, and which systems run and are warm. One thread."""
+
+    def __init__(self, result: Result, path: Path, plan: Plan, fleet: Fleet, watcher: BreakdownProgress) -> None:
+        self.result = result
+        self._path = path
+        self._plan = plan
+        self._settings = plan.settings
+        self._fleet = fleet
+        self._watcher = watcher
+        prompts = Prompts.of(plan.bed.model, is_tiny=False)
+        self._player = Player(prompts, plan.bed.served_name, plan.settings.output_tokens)
+        self._warm: dict[str, Running] = {}
+
+    def run(self) -> None:
+        """Measure everything; after an interruption `result` has what was measured until then.
+
+        Systems that cannot be started or stop answering are named in `result.not_run`, and the others go on.
+        """
+        turns = order(self._settings, list(self._plan.systems), all_at_once=self._fleet.holds_all)
+        self._watcher.begin(len(turns))
+        with whole(asyncio.Runner()) as runner:
+            for turn in turns:
+                self._watcher.now(str(turn))
+                self._watcher.done(1, f"{turn}: {self._take(turn, runner)}")
+        self.result.is_complete = True
+        records.save(self.result, self._path)
+
+    def _take(self, turn: Turn, runner: asyncio.Runner) -> str:
+        """One load of a system that has not failed; what is to be said of it."""
+        if turn.system in self.result.not_run:
+            return "left out"
+        try:
+            if turn.system not in self._fleet.running:
+                self._watcher.now(f"starting {turn.system}")
+            running = self._fleet.get(turn.system)
+            point = interrupts.run(self._measure(turn, running), by=runner.run)
+        except (AskFailed, PdxError, OSError, aiohttp.ClientError) as error:
+            return self._give_up(turn, error)
+        self.result.points.append(point)
+        compare(self.result.points)
+        records.save(self.result, self._path)
+        return report.line(self.result.points[-1])
+
+    def _give_up(self, turn: Turn, error: Exception) -> str:
+        has_measured = any(point.system == turn.system for point in self.result.points)
+        why = f"stopped answering ({turn}): {error}" if has_measured else f"does not run here: {error}"
+        self.result.not_run[turn.system] = why
+        records.save(self.result, self._path)
+        return why
+
+    async def _measure(self, turn: Turn, running: Running) -> Point:
+        async with session() as client:
+            if self._warm.get(turn.system) is not running:
+                await self._warm_up(client, running)
+                self._warm[turn.system] = running
+            is_first = turn.load == FIRST
+            if SOURCES[turn.system] is Source.KEPT and not is_first:
+                await asyncio.to_thread(engine_metrics.reset, running.url)
+            burst_per_s = _burst_per_s(self.result.points, turn)
+            sessions = sessions_of(self._settings, turn, burst_per_s)
+            # What a store for all hosts has was computed by another engine than the one that is asked later.
+            url = running.prefill_url if is_first and turn.workload == DOCUMENTS else running.url
+            before, cpu_s, line = engine_metrics.read(url), running.cpu_s(), running.line_bytes()
+            asked = await self._player.play(client, url, sessions, is_alone=is_first)
+            found = await asyncio.to_thread(_found_since, url, before, len(asked))
+            used = {name: round(value - cpu_s.get(name, 0.0), 2) for name, value in running.cpu_s().items()}
+            came = running.line_bytes()
+            await asyncio.to_thread(_wait_until_stored, running)
+        rate = turn.rate if turn.share is None or burst_per_s is None else turn.share * burst_per_s
+        return Point(
+            system=turn.system,
+            workload=turn.workload,
+            repeat=turn.repeat,
+            load=turn.load,
+            rate=None if turn.load in (FIRST, BURST) else rate,
+            found=found,
+            cpu_s=used,
+            line_bytes=None if came is None or line is None else came - line,
+            asked=asked,
+        )
+
+    async def _warm_up(self, client: aiohttp.ClientSession, running: Running) -> None:
+        """Requests of the greatest length to all engines: new ones, and one that is loaded where something keeps it."""
+        tokens = self._settings.longest - self._settings.output_tokens
+        for round_ in range(2):
+            for url in dict.fromkeys((running.prefill_url, running.url)):
+                self._watcher.now(f"warming up {url}, {round_ + 1} of 2")
+                await self._player.play(client, url, [_single("warm-up", tokens)], is_alone=True)
+            await asyncio.to_thread(_wait_until_stored, running)
+            with contextlib.suppress(engine_metrics.CacheNotReset):
+                await asyncio.to_thread(engine_metrics.reset, running.url)
+
+
+def compare(points: list[Point]) -> None:
+    """Each answer with the reference's, once both are there."""
+    right_one = reference(points)
+    right = {_key(point): point for point in points if point.system == right_one}
+    for at, point in enumerate(points):
+        computed = right.get(_key(point))
+        if computed is not None and point.system != right_one and any(each.is_same is None for each in point.asked):
+            points[at] = msgspec.structs.replace(point, asked=list(_compared(point.asked, computed.asked)))
+
+
+def _compared(asked: Iterable[Asked], computed: Iterable[Asked]) -> Iterable[Asked]:
+    answers = {(each.session, each.turn): each.token_ids for each in computed}
+    for each in asked:
+        is_same = each.token_ids == answers.get((each.session, each.turn))
+        yield msgspec.structs.replace(each, is_same=is_same)
+
+
+def _key(point: Point) -> tuple[str, int, str]:
+    return point.workload, point.repeat, point.load
+
+
+def _burst_per_s(points: Iterable[Point], turn: Turn) -> float | None:
+    """What this system answered of this workload in its burst, in this repeat."""
+    wanted = (turn.system, turn.workload, turn.repeat, BURST)
+    found = [p.requests_per_s for p in points if (p.system, p.workload, p.repeat, p.load) == wanted]
+    return found[0] if found else None
+
+
+def _found_since(url: str, before: engine_metrics.Sums, requests: int) -> Found:
+    """Where the engine found the tokens of so many requests; it counts a moment after it answers.
+
+    :raises AskFailed: it has counted another number of requests.
+    """
+    added: list[engine_metrics.Sums] = []
+
+    def have_counted() -> bool:
+        added[:] = [engine_metrics.read(url).since(before)]
+        return added[0].finished >= requests
+
+    came_true(have_counted, COUNTED_S, pause_s=0.1)
+    if added[0].finished != requests:
+        raise AskFailed(f"{url} was sent {requests} requests and has counted {added[0].finished:g}: other clients?")
+    return added[0].found
+
+
+def _wait_until_stored(running: Running) -> None:
+    """Until a connector has saved what it saves, and nothing more comes to a store beyond this host."""
+    time.sleep(SAVED_S)
+    if not isinstance(running, CentralRunning):
+        return
+    seen: list[int] = []
+
+    def is_quiet() -> bool:
+        # The question itself has a few bytes; a chunk has many.
+        seen.append(running.stored_bytes())
+        return len(seen) > 2 and seen[-1] - seen[-3] < 1 << 16
+
+    came_true(is_quiet, STORED_S, pause_s=LOOK_S)
+
+
+def _single(name: str, tokens: int) -> Session:
+    return Session(0, 0.0, (Message(Passage(name, tokens)),))

@@ -1,0 +1,253 @@
+"""What `pdx bench reuse` compares: engines that compute, that remember by themselves, or that have what keeps KV.
+
+All of them have one engine that is asked. Those with a store for all hosts have another one, by which the store is
+filled: what the asked engine finds there, another host has computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from pdx.bench.store.queueing import AT_ITS_TURN, BLIND
+from pdx.bench.systems.baselines import LMCache, Needs, Offloading, Plain, Ports
+from pdx.bench.systems.pdx import PdxAlone, PdxWith
+from pdx.bench.systems.system import Bed, Command, Running, Servers, System
+from pdx.config import parse_bytes
+
+REDIS_S = 10.0
+REDIS_ROOM = 3  # times what PDX's own arena may hold
+LINE = (sys.executable, "-P", "-m", "pdx.bench.systems.line")
+GIB = 1 << 30
+
+
+class Source(StrEnum):
+    """Where a system is to find the tokens of a prompt that were seen before."""
+
+    NOWHERE = "nowhere"
+    OWN = "own"  # in the engine's own prefix cache
+    KEPT = "kept"  # behind its connector
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of memory, in bytes."""
+
+    own: int  # an engine's KV cache that holds everything at once
+    arena_of_many: int  # beside an engine whose chunks are in a store for all hosts
+    gbit: float  # 10⁹ bits a second of the line to that store
+
+
+class Recompute(Plain):
+    """Nothing is ever found."""
+
+    def __init__(self) -> None:
+        super().__init__("recompute", "vLLM without any cache")
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        return [_with(command, "--no-enable-prefix-caching") for command in super().engine_commands(bed, ports)]
+
+
+class OwnCache(Plain):
+    """vLLM with so much KV cache that it forgets nothing: no system can be better."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__("own-cache", "vLLM whose own cache holds everything")
+        self._nbytes = nbytes
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        size = ("--kv-cache-memory-bytes", str(self._nbytes))  # the last one counts
+        return [_with(command, *size) for command in super().engine_commands(bed, ports)]
+
+
+class Central:
+    """Of a system with a Redis behind a line: its servers, and what has come over the line."""
+
+    def __init__(self, gbit: float) -> None:
+        self._gbit = gbit
+
+    def why_not(self) -> str:
+        """Why there can be no Redis; empty: there can."""
+        return "" if shutil.which("redis-server") else "redis-server is not installed (its package is named redis)"
+
+    def commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        """Redis, in memory alone, and the line to it."""
+        size = ("--maxmemory", str(REDIS_ROOM * parse_bytes(bed.arena)), "--maxmemory-policy", "allkeys-lru")
+        redis = Command(
+            name="redis",
+            program=("redis-server",),
+            typed="redis-server",
+            options=("--bind", "127.0.0.1", "--port", str(ports.store), "--save", "", "--appendonly", "no", *size),
+            url=f"tcp://127.0.0.1:{ports.store}",
+        )
+        line = Command(
+            name="line",
+            program=LINE,
+            typed="python -m pdx.bench.systems.line",
+            options=("--port", str(ports.line), "--to", str(ports.store), "--gbit", f"{self._gbit:g}"),
+            url=f"tcp://127.0.0.1:{ports.line}",
+        )
+        return [redis, line]
+
+
+class CentralRunning(Running):
+    """A running system with a Redis."""
+
+    def __init__(self, servers: Servers, engines: Sequence[Command], port: int) -> None:
+        super().__init__(servers, engines)
+        self._port = port
+
+    def line_bytes(self) -> int:
+        return redis_counts(self._port)["total_net_output_bytes"]
+
+    def stored_bytes(self) -> int:
+        return redis_counts(self._port)["total_net_input_bytes"]
+
+
+class PdxCentral(PdxWith):
+    """Two engines, each with a node that has little memory, and one Redis."""
+
+    engines = 2
+
+    def __init__(self, sizes: Sizes, name: str = "central", title: str = "two engines and nodes, one Redis") -> None:
+        super().__init__(name, f"{title} behind {sizes.gbit:g} Gb/s", {})
+        self.name = f"pdx-{name}"
+        self.title = self.title.replace("one engine and its node, ", "")
+        self._central = Central(sizes.gbit)
+        self._arena = sizes.arena_of_many
+
+    def why_not(self) -> str:
+        return super().why_not() or self._central.why_not()
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        command = super().store_command(replace(bed, arena=_mib(self._arena)), ports)
+        return replace(command, options=(*command.options, "--remote", f"redis://127.0.0.1:{ports.line}"))
+
+    def stores(self, bed: Bed, ports: Ports) -> list[Command]:
+        first = replace(self.store_command(bed, _other(ports)), name="first-node")
+        return [*self._central.commands(bed, ports), first, self.store_command(bed, ports)]
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        return _two_engines(bed, super().engine_commands(bed, _other(ports)), super().engine_commands(bed, ports))
+
+    def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
+        return CentralRunning(servers, engines, ports.store)
+
+
+class PdxCentralAtTurn(PdxCentral):
+    """The same without any load before a request's turn: neither the node nor the engine looks ahead in the queue."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes, "central-turn", "the same, each load at its request's turn")
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        command = super().store_command(bed, ports)
+        return replace(command, program=(sys.executable, "-P", "-c", BLIND, *command.program[4:]))
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        folder = bed.logs / self.name / "site"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sitecustomize.py").write_text(AT_ITS_TURN)
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        return [
+            replace(command, env={**command.env, "PYTHONPATH": path}) for command in super().engine_commands(bed, ports)
+        ]
+
+
+class LMCacheCentral(LMCache):
+    """Two engines, each with an LMCache server that has little memory, and one Redis by LMCache's own adapter."""
+
+    engines = 2
+
+    def __init__(self, sizes: Sizes, chunk_tokens: int | None) -> None:
+        super().__init__(chunk_tokens)
+        self.name = self.name.replace("lmcache", "lmcache-central")
+        self.title = f"{self.title}, two engines and servers, one Redis behind {sizes.gbit:g} Gb/s"
+        self._central = Central(sizes.gbit)
+        self._arena = sizes.arena_of_many
+
+    def why_not(self) -> str:
+        return super().why_not() or self._central.why_not()
+
+    def store_command(self, bed: Bed, ports: Ports) -> Command:
+        command = super().store_command(replace(bed, arena=_mib(self._arena)), ports)
+        adapter = json.dumps({"type": "resp", "host": "127.0.0.1", "port": ports.line})
+        return replace(command, options=(*command.options, "--l2-adapter", adapter))
+
+    def stores(self, bed: Bed, ports: Ports) -> list[Command]:
+        first = replace(self.store_command(bed, _other(ports)), name="first-store")
+        return [*self._central.commands(bed, ports), first, self.store_command(bed, ports)]
+
+    def engine_commands(self, bed: Bed, ports: Ports) -> list[Command]:
+        return _two_engines(bed, super().engine_commands(bed, _other(ports)), super().engine_commands(bed, ports))
+
+    def running(self, servers: Servers, engines: Sequence[Command], proxy: Command | None, ports: Ports) -> Running:
+        return CentralRunning(servers, engines, ports.store)
+
+
+def contenders(sizes: Sizes) -> dict[str, System]:
+    """All of them by name. Those that keep nothing come first; the offloading connectors are tried wherever we run."""
+    systems: list[System] = [
+        Recompute(),
+        Plain(),
+        OwnCache(sizes.own),
+        PdxAlone(),
+        PdxCentral(sizes),
+        PdxCentralAtTurn(sizes),
+        Offloading("offloading", "OffloadingConnector", Needs()),
+        Offloading("simple-offload", "SimpleCPUOffloadConnector", Needs()),
+        LMCache(),
+        LMCache(128),
+        LMCacheCentral(sizes, None),
+        LMCacheCentral(sizes, 128),
+    ]
+    return {system.name: system for system in systems}
+
+
+NAMES = tuple(contenders(Sizes(1, 1, 1.0)))
+SOURCES: Mapping[str, Source] = {
+    **dict.fromkeys(NAMES, Source.KEPT),
+    "recompute": Source.NOWHERE,
+    "plain": Source.OWN,
+    "own-cache": Source.OWN,
+}
+
+
+def redis_counts(port: int) -> dict[str, int]:
+    """What the Redis at this port has counted (INFO stats), as far as these are whole numbers.
+
+    :raises OSError: it does not answer.
+    """
+    with socket.create_connection(("127.0.0.1", port), REDIS_S) as connection, connection.makefile("rb") as answer:
+        connection.sendall(b"INFO stats\r\n")
+        head = answer.readline()
+        if not head.startswith(b"$"):
+            raise OSError(f"Redis at port {port} says {head!r} in place of its counters")
+        text = answer.read(int(head[1:])).decode()
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name: int(value) for name, _, value in pairs if value.isdecimal()}
+
+
+def _with(command: Command, *options: str) -> Command:
+    return replace(command, options=(*command.options, *options))
+
+
+def _other(ports: Ports) -> Ports:
+    """Of the engine by which the store is filled, and of what it has beside it."""
+    return replace(ports, prefill=ports.decode, prefill_side=ports.decode_side, proxy=ports.spare)
+
+
+def _two_engines(bed: Bed, filling: list[Command], asked: list[Command]) -> list[Command]:
+    """The asked one has the cores of every other system's engine, and comes last."""
+    _, home = bed.homes()
+    return [*(replace(each, name="first-engine", env={**each.env, **home}) for each in filling), *asked]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{-(-nbytes // (1 << 20))}MiB"

@@ -1,0 +1,231 @@
+"""`pdx sim`: what memory, a disk or an eviction policy would be worth, by a trace through PDX's own store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from pdx.cli.options import option
+from pdx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdx.bench.sim.options import Options
+    from pdx.bench.sim.requests import Trace
+    from pdx.bench.sim.sweep import Point
+
+_SHARE = click.FloatRange(0.01, 1.0)
+_PRICE = click.FloatRange(0)
+
+
+@click.command()
+@click.argument("traces", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="[TRACE]...")
+@option("--sessions", default=0, type=click.IntRange(0), help="Generate so many conversations, in place of TRACE.")
+@option("--session-rate", default=1.0, type=click.FloatRange(0.001), help="Of those per second (Poisson).")
+@option("--think", default="60s", help="Mean time to a session's next turn.")
+@option("--window", default="2048", help="Tokens of the context of those; longer histories are cut.")
+@option("--moves/--no-moves", default=True, help="KV behind a history that was cut is still good.")
+@option("--block", default="64", help="Tokens of a block of those.")
+@option("--rate", default=0.0, type=click.FloatRange(0), help="Requests per second.  [default: the trace's own]")
+@option("--seed", default=1, type=int, help="Of what is generated.")
+@option("--host", default="128GB", metavar="SIZE", help="Host memory for chunks.")
+@option("--disk", default="", metavar="SIZE", help="A disk below it.  [default: none]")
+@option("--disk-speed", default="7GB/s,5GB/s", help="Of loads, and of stores.")
+@option("--disk-latency", default="100us", help="Of each.")
+@option("--remote", default="", metavar="SIZE", help="A store that nodes share, below that.  [default: none]")
+@option("--remote-speed", default="15Gbps", help="Of loads, and, behind a comma, of stores.")
+@option("--remote-latency", default="5ms", help="Of each.")
+@option("--policy", default="lru", help="As of pdx node, or belady, which knows the trace. With --sweep a list.")
+@option("--ttl", default="", metavar="TIME", help="In place of --policy: chunks leave memory after 90s, 30m or 1h.")
+@option("--store", default="all", type=click.Choice(["all", "twice-seen", "write-back"]), help="As of pdx node.")
+@option("--store-window", default=0.1, type=_SHARE, help="As of pdx node.")
+@option("--model", default="llama-3.1-8b", help="A preset's name, or a Hugging Face config.json; as of pdx plan.")
+@option("--gpu", default="h100", help="As of pdx plan.")
+@option("--tp", default=1, type=click.IntRange(1), help="GPUs of one engine.")
+@option("--engines", default=1, type=click.IntRange(1), help="That share the node.")
+@option("--batch", default=64, type=click.IntRange(1), help="Requests of one engine that are under way at a time.")
+@option("--mfu", default=0.5, type=_SHARE, help="As of pdx plan.")
+@option("--mbu", default=0.7, type=_SHARE, help="As of pdx plan.")
+@option("--link-share", default=0.8, type=_SHARE, help="As of pdx plan.")
+@option("--step", default="3ms", help="As of pdx plan.")
+@option("--look-ahead/--no-look-ahead", default=True, help="Engines tell the node what waits in their queues.")
+@option("--early", default=8, type=click.IntRange(0), help="The first so many that wait have asked already.")
+@option("--queue-depth", default=0, type=click.IntRange(0), help="Requests come as soon as fewer wait, not by time.")
+@option("--warm-up", default=0, type=click.IntRange(0), help="So many requests are not counted.")
+@option("--any-load", is_flag=True, help="Load also what would be computed sooner.")
+@option("--gpu-price", default=5.0, type=_PRICE, help="Dollars per hour, of a GPU …")
+@option("--host-price", default=0.0088, type=_PRICE, help="… of a GB of host memory …")
+@option("--disk-price", default=0.000082, type=_PRICE, help="… of a GB of disk …")
+@option("--remote-price", default=0.00003, type=_PRICE, help="… and of a GB of the shared store.")
+@option(
+    "--apart",
+    is_flag=False,
+    flag_value="each",
+    default="",
+    type=click.Choice(["", "each", "after"]),
+    help="Memory alone, as a plain cache's simulator: blocks one by one; after: room is made after each prompt.",
+)
+@option(
+    "--sweep", default="", metavar="host=SIZE,…", help="Hit rate by capacity; shares of an hour's demand: host=0.1x."
+)
+@option("--ttl-sweep", default="", metavar="TIME,…", help="Hit rate by how long chunks are kept: 60s,10m,1h.")
+@option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="A picture of a sweep (PNG).")
+@option("--json", "as_json", is_flag=True, help="One JSON array instead of tables.")
+def sim(
+    *,
+    traces: tuple[Path, ...],
+    apart: str,
+    sweep: str,
+    ttl_sweep: str,
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Simulate a node and its engines on virtual time, by a trace in Mooncake's form or by generated conversations.
+
+    The node's store, its tiers and policies are the real ones; devices and GPUs have modelled speeds. The same seed
+    gives the same result, bit for bit.
+
+    \b
+    pdx sim trace.jsonl.gz --host 128GB --disk 10TB --engines 4
+    pdx sim --sessions 9000 --model llama-13b --gpu a100 --tp 2 --queue-depth 64
+    pdx sim --sessions 9000 --sweep host=0.05x,0.1x,0.25x,0.5x --plot capacity.png
+    """
+    from pdx.bench.sim.options import Options, traces_of
+
+    if sum(map(bool, (apart, sweep, ttl_sweep))) > 1:
+        raise ConfigError("--apart, --sweep and --ttl-sweep are three different questions; ask one")
+    if plot is not None:
+        if not (sweep or ttl_sweep):
+            raise ConfigError("--plot draws what --sweep or --ttl-sweep gives")
+        from pdx.bench.harness.plot_style import require_matplotlib
+
+        require_matplotlib()
+    asked = msgspec.convert(options, Options)
+    found = traces_of(traces, asked)
+    if sweep or ttl_sweep:
+        _sweep(found, asked, sweep, ttl_sweep, plot, as_json)
+    elif apart:
+        _apart(found, asked, apart, as_json)
+    else:
+        _simulate(found, asked, as_json)
+
+
+def _simulate(traces: Sequence[Trace], options: Options, as_json: bool) -> None:
+    from pdx.bench.sim.options import case_of
+    from pdx.bench.sim.simulation import simulate
+    from pdx.bench.sim.tables import of_result
+
+    case = case_of(options)
+    results = []
+    with _bar() as bar:
+        for trace in traces:
+            task = bar.bar.add_task(trace.name, total=len(trace.requests))
+            results.append(simulate(trace, case, lambda count, task=task: _show(bar, task, count)))  # type: ignore[misc]
+    if as_json:
+        click.echo(msgspec.json.encode(results))
+        return
+    for result in results:
+        for each in of_result(result):
+            _console().print(each)
+
+
+def _apart(traces: Sequence[Trace], options: Options, way: str, as_json: bool) -> None:
+    from pdx.bench.sim.options import case_of, policy_of
+    from pdx.bench.sim.replay import replay
+    from pdx.bench.sim.simulation import block_bytes
+    from pdx.cli.tables import table
+
+    case, policy = case_of(options), policy_of(options)
+    rows: list[tuple[str, str, int, float]] = []
+    for trace in traces:
+        blocks = max(1, int(case.host_bytes / block_bytes(case, trace)))
+        share = replay(trace, policy, blocks, way).hit_share
+        rows.append((trace.name, policy, blocks, share))
+    if as_json:
+        columns = ("trace", "policy", "blocks", "hit_share")
+        click.echo(msgspec.json.encode([dict(zip(columns, row, strict=True)) for row in rows]))
+        return
+    lines = [(name, policy, f"{blocks:,}", f"{share:.1%}") for name, policy, blocks, share in rows]
+    _console().print(table("memory alone", ("trace", "policy", ">blocks", ">hits"), lines))
+
+
+def _sweep(
+    traces: Sequence[Trace], options: Options, sweep: str, ttl_sweep: str, plot: Path | None, as_json: bool
+) -> None:
+    from pdx.bench.sim.options import case_of, policy_of, seconds_of
+    from pdx.bench.sim.plots import draw
+    from pdx.bench.sim.sweep import by_room, by_ttl, demand_bytes
+    from pdx.bench.sim.tables import of_points
+
+    policies = options.policy.split(",")
+    for policy in policies:
+        policy_of(msgspec.structs.replace(options, policy=policy))
+    token_bytes = case_of(msgspec.structs.replace(options, policy="lru")).model.kv_token_bytes
+    ttls = [seconds_of(text) for text in ttl_sweep.split(",")] if ttl_sweep else []
+    sizes = _sizes(sweep) if sweep else []
+    points: list[Point] = []
+    with _bar() as bar:
+        count = len(traces) * (len(ttls) or len(sizes) * len(policies))
+        task = bar.bar.add_task("replaying", total=count)
+
+        def told() -> None:
+            bar.bar.advance(task)
+            bar.bar.refresh()
+
+        for trace in traces:
+            if ttls:
+                points += by_ttl(trace, token_bytes, ttls, told)
+                continue
+            demand = demand_bytes(trace, token_bytes)
+            rooms = [size * demand if is_share else size for size, is_share in sizes]
+            points += by_room(trace, token_bytes, rooms, policies, told)
+    if as_json:
+        click.echo(msgspec.json.encode(points))
+    else:
+        _console().print(of_points(points))
+    if plot is not None:
+        try:
+            click.echo(f"wrote {draw(points, plot)}", err=True)
+        except OSError as error:
+            raise ConfigError(f"--plot {plot} cannot be written: {error}") from error
+
+
+def _sizes(text: str) -> list[tuple[float, bool]]:
+    """Capacities, and whether each is a share of an hour's demand."""
+    from pdx.config import parse_bytes
+
+    name, _, values = text.partition("=")
+    if name != "host" or not values:
+        raise ConfigError(f"--sweep {text!r}: write for example host=16GB,64GB or host=0.1x,0.25x")
+    found: list[tuple[float, bool]] = []
+    for value in values.split(","):
+        try:
+            found.append((float(value[:-1]), True) if value.endswith("x") else (float(parse_bytes(value)), False))
+        except ValueError as error:
+            raise ConfigError(f"--sweep: {value!r} is neither a size nor a share; write 64GB or 0.25x") from error
+        if not found[-1][0] > 0:
+            raise ConfigError(f"--sweep: {value!r} is no room at all")
+    return found
+
+
+def _bar() -> Any:
+    from pdx.bench.harness.progress import Shown
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    return Shown(Console(stderr=True, highlight=False), *columns)
+
+
+def _show(bar: Any, task: Any, count: int) -> None:
+    bar.bar.update(task, completed=count)
+    bar.bar.refresh()
+
+
+def _console() -> Console:
+    return Console(width=None if os.isatty(1) else 120, highlight=False)

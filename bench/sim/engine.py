@@ -1,0 +1,238 @@
+"""Engines on virtual time: a queue, continuous batching with chunked prefill, and the speeds of `pdx plan`'s model.
+
+An engine takes steps, one after the other. In each, all requests of its batch decode a token, and beside that a chunk
+of one prompt is computed, as `pdx.bench.plan.machines.Engine.step_s` says how long that takes. Steps without a prompt
+are taken many at once, until a request ends or something comes. A request takes its turn when the batch and the KV
+cache have room for it; the first in the queue whose node has answered goes first. What was found is then copied into
+the KV cache over the host link, one request after the other, while others are computed. Prompts are computed in that
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdx.bench.plan.machines import Engine as Model
+from pdx.bench.sim.clock import Clock
+from pdx.bench.sim.node import SimulatedNode
+from pdx.bench.sim.requests import Request
+from pdx.bench.sim.tier import Pipe
+from pdx.engine.scheduler import EARLY
+from pdx.wire.messages import Admitted
+
+MOST_STEPS = 512  # that are taken at once
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How engines behave."""
+
+    batch: int  # requests that are computed or decoded at a time
+    host_bytes_s: float  # from host memory into the KV cache
+    looks_ahead: bool  # whether the node is told of the requests that wait behind the first ones
+    early: int = EARLY  # so many that wait have asked
+
+
+class Served(msgspec.Struct, eq=False):
+    """One request on its way through an engine. Times in seconds; infinity: not yet."""
+
+    number: int
+    request: Request
+    arrived_at: float
+    in_memory: int = 0  # leading blocks that host memory had when it arrived …
+    at_turn: int = 0  # … and when its turn came
+    answer: Admitted | None = None
+    origins: Sequence[str] = ()  # of the blocks that were found
+    is_asked: bool = False
+    is_expected: bool = False
+    turn_at: float = math.inf
+    loaded_at: float = math.inf
+    first_at: float = math.inf
+    ended_at: float = math.inf
+    context: int = 0  # tokens in the KV cache
+    left: int = 0  # tokens of the answer to come
+
+    @property
+    def hits(self) -> int:
+        """Blocks that were found."""
+        return self.answer.hits if self.answer is not None else 0
+
+    @property
+    def name(self) -> str:
+        """To the node."""
+        return f"request-{self.number}"
+
+
+class SimulatedEngine:
+    """One engine. Whoever runs the clock calls `go_on` after each event."""
+
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        clock: Clock,
+        node: SimulatedNode,
+        block_tokens: int,
+        on_over: Callable[[Served], None],
+    ) -> None:
+        """`on_over`: a request has its last token."""
+        self.busy_s = 0.0
+        self.prefill_s = 0.0  # of steps with a part of a prompt
+        self.loaded_blocks = 0  # into the KV cache
+        self._model = model
+        self._settings = settings
+        self._clock = clock
+        self._node = node
+        self._block_tokens = block_tokens
+        self._on_over = on_over
+        self._link = Pipe(settings.host_bytes_s, 0.0)
+        self._room = model.kv_room_tokens
+        self._used = 0  # tokens of the KV cache that requests have taken
+        self._waiting: deque[Served] = deque()
+        self._turned = 0  # requests whose turn has come and which are loading or computed
+        self._prompts: deque[Served] = deque()  # loaded, to be computed; the first one is being computed
+        self._decoding: list[Served] = []
+        self._step = 0  # number of the step under way, so that one that was cut is known
+        self._is_stepping = False
+        self._run: tuple[float, float, int] | None = None  # many steps: since when, seconds of one, how many
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that are not over."""
+        return len(self._waiting) + self._turned
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose turn has not come."""
+        return len(self._waiting)
+
+    def arrive(self, served: Served) -> None:
+        """A request is in the queue."""
+        served.in_memory = self._node.in_memory(served.request.keys)
+        self._waiting.append(served)
+        if len(self._waiting) <= self._settings.early:
+            self._ask(served)
+        elif self._settings.looks_ahead:
+            served.is_expected = True
+            self._node.expect(served.name, served.request.keys)
+
+    def _ask(self, served: Served) -> None:
+        served.is_asked = True
+
+        def answered(answer: Admitted) -> None:
+            served.answer = answer
+            served.origins = self._node.origins(served.request.keys[: answer.hits])
+
+        self._node.admit(served.name, served.request.keys, answered)
+
+    # ---- turns ------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Something has happened: take in what there is room for, and begin a step if none is under way."""
+        self._take_turns()
+        if self._run is not None and self._prompts:
+            self._cut()
+        if not self._is_stepping:
+            self._begin_step()
+
+    def _take_turns(self) -> None:
+        at = 0
+        while at < len(self._waiting) and self._turned < self._settings.batch:
+            served = self._waiting[at]
+            if served.turn_at == math.inf:  # what it finds from now on, it waits for
+                served.turn_at = self._clock.now
+                served.at_turn = self._node.in_memory(served.request.keys)
+            if not served.is_asked:
+                self._ask(served)
+            if served.answer is None:
+                at += 1
+                continue
+            needed = served.request.tokens + served.request.output
+            if self._used + needed > self._room and self._turned:
+                return
+            del self._waiting[at]
+            self._used += needed
+            self._turned += 1
+            self._load(served)
+
+    def _load(self, served: Served) -> None:
+        tokens = served.hits * self._block_tokens
+        self.loaded_blocks += served.hits
+        _, end = self._link.carry(tokens * self._model.kv_token_bytes, self._clock.now)
+
+        def loaded() -> None:
+            served.loaded_at = self._clock.now
+            assert served.answer is not None
+            self._node.release(served.answer)
+            served.context = min(tokens, served.request.tokens - 1)  # the last token is always computed
+            self._prompts.append(served)
+
+        self._clock.at(end, loaded)
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        prompt = self._prompts[0] if self._prompts else None
+        if prompt is None and not self._decoding:
+            return
+        self._is_stepping = True
+        self._step += 1
+        number, batch = self._step, len(self._decoding)
+        context = sum(each.context for each in self._decoding) / batch if batch else 0.0
+        if prompt is not None:
+            chunk = min(self._model.budget, prompt.request.tokens - prompt.context)
+            taken_s = self._model.step_s(batch, context, chunk, prompt.context)
+            self.busy_s += taken_s
+            self.prefill_s += taken_s
+            self._clock.at(self._clock.now + taken_s, lambda: self._end_step(number, 1, chunk))
+            return
+        count = min(MOST_STEPS, min(each.left for each in self._decoding))
+        step_s = self._model.step_s(batch, context + count / 2)
+        self._run = self._clock.now, step_s, count
+        self._clock.at(self._clock.now + count * step_s, lambda: self._end_step(number, count, 0))
+
+    def _cut(self) -> None:
+        """A prompt is there: of the steps under way, only the one that has begun is taken."""
+        assert self._run is not None
+        since, step_s, count = self._run
+        taken = min(count, max(1, math.ceil((self._clock.now - since) / step_s - 1e-9)))
+        if taken < count:
+            self._run = since, step_s, taken
+            self._step += 1
+            number = self._step
+            self._clock.at(since + taken * step_s, lambda: self._end_step(number, taken, 0))
+
+    def _end_step(self, number: int, count: int, chunk: int) -> None:
+        if number != self._step:
+            return  # it was cut
+        if self._run is not None:
+            self.busy_s += self._run[1] * count
+            self._run = None
+        self._is_stepping = False
+        for each in self._decoding:
+            each.left -= count
+            each.context += count
+        over = [each for each in self._decoding if each.left <= 0]
+        self._decoding = [each for each in self._decoding if each.left > 0]
+        if chunk:
+            self._computed(self._prompts[0], chunk, over)
+        for each in over:
+            each.ended_at = self._clock.now
+            self._used -= each.request.tokens + each.request.output
+            self._turned -= 1
+            self._node.keep(each.request.more)
+            self._on_over(each)
+
+    def _computed(self, prompt: Served, chunk: int, over: list[Served]) -> None:
+        prompt.context += chunk
+        if prompt.context < prompt.request.tokens:
+            return
+        self._prompts.popleft()
+        prompt.first_at = self._clock.now
+        prompt.left = prompt.request.output - 1
+        assert prompt.answer is not None
+        self._node.computed(prompt.answer)
+        (self._decoding if prompt.left > 0 else over).append(prompt)

@@ -1,0 +1,236 @@
+"""The simulator's numbers: `python -m pdx.bench.sim.measure PART… --traces FOLDER`, into bench/results/sim.json.
+
+Parts: `table` (policies against an independent simulation), `queue` (what a queue of eight requests is worth), `paper`
+(CachedAttention's setting), `planning` (capacity and time to live). A part replaces what the file has of it, and keeps
+the others. All takes about half an hour on one core; the figures depend on no machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdx.bench.harness.report import RESULTS, Figure, at_least, at_most, plain
+from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, speeds_of
+from pdx.bench.plan.shapes import find_model
+from pdx.bench.sim.engine import Settings
+from pdx.bench.sim.published import BY_CAPACITY, CACHED_ATTENTION, MOST_POINTS, POLICIES, TABLE, WAYS
+from pdx.bench.sim.replay import hit_share
+from pdx.bench.sim.requests import Trace, read
+from pdx.bench.sim.sessions import Conversations, generate
+from pdx.bench.sim.simulation import Case, Result, simulate
+from pdx.bench.sim.sweep import by_room, by_ttl
+from pdx.bench.sim.tier import Device
+
+QUEUE = 8
+GAP = 0.4
+RATIOS = (0.05, 0.1, 0.15, 0.25, 0.5, 1.0)
+TTLS = (15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+PAPER_SESSIONS = 2250
+PAPER_DISK_BYTES = 2.5e12
+WARM_UP = 2500  # turns
+PAPER_QUEUE = 64
+Part = tuple[list[Figure], dict[str, Any]]
+
+
+def _disk(room_bytes: float, load_gb_s: float, store_gb_s: float) -> Device:
+    speeds = {"load_bytes_s": load_gb_s * 1e9, "store_bytes_s": store_gb_s * 1e9}
+    return Device(name="disk", kind="disk", room_bytes=int(room_bytes), latency_s=1e-4, **speeds)
+
+
+def _engine(model: str, gpu: str, tp: int) -> Engine:
+    shapes = find_model(model)
+    return Engine(shapes, speeds_of(find_gpu(gpu), Assumptions(), tp, shapes.weight_bytes), tp)
+
+
+def _percent(share: float) -> float:
+    return round(100 * share, 1)
+
+
+def table(traces: Callable[[str], Trace]) -> Part:
+    """Each row of the independent table; and the policies with requests as an engine has them."""
+    rows, off, worst = [], 0.0, 100.0
+    for (name, blocks), theirs in TABLE.items():
+        trace = traces(name)
+        ours = [_percent(hit_share(trace, policy, blocks, WAYS[policy])) for policy in POLICIES]
+        named = ("lru", "s3fifo", "gittins")
+        whole = {policy: _percent(hit_share(trace, policy, blocks)) for policy in named}
+        best = max(whole["lru"], whole["s3fifo"])
+        worst = min(worst, whole["gittins"] - best)
+        off = max(off, *(abs(mine - other) for mine, other in zip(ours, theirs, strict=True)))
+        columns = {"ours": dict(zip(POLICIES, ours, strict=True)), "theirs": dict(zip(POLICIES, theirs, strict=True))}
+        rows.append({"trace": name, "blocks": blocks, **columns, "whole requests": whole})
+        _say(rows[-1])
+    figures = [
+        at_most("table: farthest from the independent simulation", off, "points", MOST_POINTS + 1e-9),
+        at_least("gittins over the better of LRU and S3-FIFO, least of all sizes", worst, "points", 0.0),
+    ]
+    return figures, {"rows": rows}
+
+
+def queue(traces: Callable[[str], Trace]) -> Part:
+    """Eight requests wait at any time, and the node knows them by `Expect`; with and without a disk below memory."""
+    model = _engine("llama-3.1-8b", "h100", 1)
+    rows = []
+    for (name, blocks), theirs in TABLE.items():
+        trace = traces(name)
+        known = dict(zip(POLICIES, theirs, strict=True))
+        best, belady = max(known["lru"], known["s3fifo"]), known["belady"]
+        row: dict[str, Any] = {"trace": name, "blocks": blocks, "best of LRU and S3-FIFO": best, "belady": belady}
+        for label, devices in (("one pool", []), ("a disk below", [_disk(20e12, 7, 5)])):
+            case = Case(
+                model=model,
+                settings=Settings(batch=64, host_bytes_s=51.2e9, looks_ahead=True, early=0),
+                host_bytes=int(blocks * trace.block_tokens * model.kv_token_bytes) + 1,
+                devices=devices,
+                policy="gittins",
+                queue=QUEUE,
+            )
+            result = simulate(trace, case)
+            row[label] = _percent(result.tiers[0].hit_tokens / result.tokens)  # in memory when their turn came
+            row[f"gap closed, {label}"] = round((row[label] - best) / (belady - best), 2)
+        rows.append(row)
+        _say(row)
+    near = {name: _wanted_soon(traces(name)) for name in ("conversation", "synthetic")}
+    over = min(round(row["one pool"] - row["best of LRU and S3-FIFO"], 1) for row in rows)
+    figures = [
+        at_least("queue: over the better of LRU and S3-FIFO, least of all sizes", over, "points", 0.0),
+        at_least(
+            "queue: gap to Belady closed, one pool, least", min(row["gap closed, one pool"] for row in rows), "", GAP
+        ),
+        at_least(
+            "queue: gap to Belady closed, a disk below", min(row["gap closed, a disk below"] for row in rows), "", GAP
+        ),
+    ]
+    return figures, {"rows": rows, "blocks that one of the next eight requests wants, percent": near}
+
+
+def _wanted_soon(trace: Trace) -> float:
+    """Of all blocks, those that are wanted again within eight requests, and not by the next one."""
+    last: dict[bytes, int] = {}
+    soon = total = 0
+    for number, request in enumerate(trace.requests):
+        for key in request.keys:
+            total += 1
+            soon += 1 < number - last.get(key, -(1 << 30)) <= QUEUE
+            last[key] = number
+    return round(100 * soon / total, 2)
+
+
+def paper(traces: Callable[[str], Trace]) -> Part:
+    """Conversations, LLaMA-13B on two A100 per engine, 128 GB of host memory and a disk.
+
+    A quarter of the paper's conversations, at its rate, with a quarter of its disk: what memory holds at a time is the
+    same.
+    """
+    trace = generate(Conversations(sessions=PAPER_SESSIONS))
+    rows: list[dict[str, Any]] = []
+    for label, policy, looks_ahead, early in (
+        ("scheduler-aware", "lru", True, 8),
+        ("lru", "lru", False, 0),
+        ("fifo", "fifo", False, 0),
+    ):
+        case = Case(
+            model=_engine("llama-13b", "a100", 2),
+            engines=2,
+            settings=Settings(batch=24, host_bytes_s=51.2e9, looks_ahead=looks_ahead, early=early),
+            host_bytes=128_000_000_000,
+            devices=[_disk(PAPER_DISK_BYTES, 5, 5)],
+            policy=policy,
+            queue=PAPER_QUEUE,
+            warm_up=WARM_UP,
+        )
+        result = simulate(trace, case)
+        rows.append({"what": label, **_short(result)})
+        _say(rows[-1])
+    aware = rows[0]
+    figures = [
+        at_least("paper: hits, scheduler-aware, of tokens possible", aware["of possible"], "%", 86.0),
+        at_least("paper: of these in host memory at their turn", aware["in host memory"], "%", 99.0),
+        plain("paper: hits, LRU, of tokens possible", rows[1]["of possible"], "%", "the paper's: 58"),
+        plain("paper: hits, FIFO, of tokens possible", rows[2]["of possible"], "%", "the paper's: 48"),
+    ]
+    return figures, {"rows": rows, "published": CACHED_ATTENTION}
+
+
+def _short(result: Result) -> dict[str, float]:
+    return {
+        "hits": _percent(result.hit_share),
+        "possible": _percent(result.possible_share),
+        "of possible": _percent(result.hit_share / result.possible_share),
+        "requests with hits": _percent(result.request_hit_share),
+        "in host memory": _percent(result.host_share),
+        "in host memory at arrival": _percent(result.early_share),
+        "TTFT mean s": round(result.ttft_s.mean, 3),
+        "GPU s": round(result.gpu_s, 1),
+        "prefill GPU s": round(result.prefill_gpu_s, 1),
+        "dollars per million": round(result.dollars_per_million, 3),
+    }
+
+
+def planning(traces: Callable[[str], Trace]) -> Part:
+    """Hit rates by capacity and by time to live, of the same conversations."""
+    trace = generate(Conversations(sessions=PAPER_SESSIONS))
+    token_bytes = _engine("llama-13b", "a100", 2).kv_token_bytes
+    demand = trace.sessions * trace.window * token_bytes / (trace.seconds / 3600)
+    rooms = by_room(trace, token_bytes, [ratio * demand for ratio in RATIOS], ["lru"])
+    kept = by_ttl(trace, token_bytes, TTLS)
+    figures = [
+        plain(
+            f"planning: hits of those possible at {ratio:g} of an hour's demand, LRU",
+            _percent(next(p.of_possible for p in rooms if p.policy == "lru" and abs(p.of_demand - ratio) < 1e-6)),
+            "%",
+            f"the paper's: {theirs:g}",
+        )
+        for ratio, theirs in BY_CAPACITY.items()
+    ]
+    return figures, {"by capacity": msgspec.to_builtins(rooms), "by time to live": msgspec.to_builtins(kept)}
+
+
+PARTS = {"table": table, "queue": queue, "paper": paper, "planning": planning}
+
+
+def _say(row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def _figures(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in PARTS:
+        yield from parts.get(name, {}).get("figures", ())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the parts that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m pdx.bench.sim.measure", description="The simulator's numbers.")
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--traces", type=Path, default=Path(), help="folder of mooncake-NAME_trace.jsonl.gz")
+    chosen = parser.parse_args(arguments)
+    path = RESULTS / "sim.json"
+    read_traces: dict[str, Trace] = {}
+
+    def traces(name: str) -> Trace:
+        if name not in read_traces:
+            read_traces[name] = read(chosen.traces / f"mooncake-{name}_trace.jsonl.gz")
+        return read_traces[name]
+
+    for name in chosen.parts:
+        started_at = time.monotonic()
+        figures, details = PARTS[name](traces)
+        parts = json.loads(path.read_text())["details"] if path.exists() else {}
+        date = time.strftime("%Y-%m-%d", time.gmtime())
+        taken_s = round(time.monotonic() - started_at)
+        parts[name] = {"date": date, "taken_s": taken_s, "figures": [asdict(each) for each in figures], **details}
+        result = {"bench": "sim", "title": "the simulator", "figures": list(_figures(parts)), "details": parts}
+        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        print(json.dumps({each.name: each.value for each in figures}, ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()

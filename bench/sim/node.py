@@ -1,0 +1,173 @@
+"""A real node's service on virtual time, without sockets, and beside it tiers of modelled speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pdx.bench.sim.clock import Clock
+from pdx.bench.sim.replay import sparse_arena
+from pdx.bench.sim.tier import Device, ModelledTier
+from pdx.config import NodeConfig, StoreChoice
+from pdx.errors import PdxError
+from pdx.memory.arena import GRANULE_BYTES
+from pdx.node.service import PROBE_BYTES, Service
+from pdx.node.sessions import Session
+from pdx.store.policies.by_name import Maker
+from pdx.wire.messages import VERSION, Admit, Admitted, Answer, Ask, Expect, Fill, Hello, Ping, Release
+
+ENGINE_S = 86_400.0  # leases and reservations of a simulated engine do not run out: it is never late
+WAIT_S = 3600.0
+TICK_S = 1.0
+LEAST_BLOCKS = 256  # a node has 1 MiB at the least
+Kind = TypeVar("Kind", bound=Answer)
+
+
+class SimulatedNode:
+    """One node, and one engine that is attached to it. A slot of the smallest size stands for a block of real bytes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: Clock,
+        *,
+        blocks: int,
+        block_bytes: float,
+        devices: Sequence[Device] = (),
+        policy: str = "lru",
+        maker: Maker | None = None,
+        store: StoreChoice = "all",
+        window: float = 0.1,
+    ) -> None:
+        """`blocks`: room in memory. `maker`: in place of the eviction policy that `policy` names. `store`, `window`: as
+        in `pdx.store.storing`."""
+        self._clock = clock
+        self._arena = sparse_arena(folder / "arena", blocks + PROBE_BYTES // GRANULE_BYTES)
+        config = NodeConfig(
+            address=f"ipc://{folder}/node.sock",
+            arena_bytes=max(LEAST_BLOCKS, blocks) * GRANULE_BYTES,
+            policy=policy,
+            store=store,
+            store_window=window,
+            group_bytes=GRANULE_BYTES,
+            max_lease_s=ENGINE_S,
+            reserve_s=ENGINE_S,
+            fetch_s=60.0,
+            name="simulated",
+        )
+        self.service = Service(config, [self._arena], 1, clock, policy=maker)
+        # It has no sockets, and so no peers.
+        self.service.peers.turn = list  # type: ignore[method-assign]
+        self.service.peers.tick = lambda: None  # type: ignore[method-assign]
+        self.tiers = [self._tier(device, block_bytes / GRANULE_BYTES) for device in devices]
+        self.service.tiers.below.extend([tier] for tier in self.tiers)
+        self._scheduler = self._attach("scheduler")
+        self._worker = self._attach("worker")
+        self._late: dict[int, Callable[[Admitted], None]] = {}
+        self._tick_at = 0.0
+        self.is_touched = False  # whether a turn would change something now
+
+    def _tier(self, device: Device, scale: float) -> ModelledTier:
+        service = self.service
+        return ModelledTier(
+            device,
+            self._clock,
+            service.copies.done,
+            scale=scale,
+            chunk_bytes=GRANULE_BYTES,
+            on_removed=service.tiers.storing.removed,
+            is_used=service.store.is_found,
+        )
+
+    def _attach(self, kind: str) -> Session:
+        hello = Hello(VERSION, os.getpid(), kind, name="simulated", engine="simulated")  # type: ignore[arg-type]
+        return self.service.attach(kind.encode(), hello, os.getpid())[0]
+
+    # ---- what an engine asks -----------------------------------------------------------------
+
+    def computes(self, block_s: float) -> None:
+        """The engine computes a block in so many seconds: what would take longer is not loaded. 0: not known."""
+        self._ask(self._worker, Ping(chunk_s=block_s))
+
+    def admit(self, request: str, keys: Sequence[bytes], then: Callable[[Admitted], None]) -> None:
+        """Ask for these, and for room for what is not there; `then` is called with the answer, now or later."""
+        ask = Admit(list(keys), GRANULE_BYTES, 1, lease_s=ENGINE_S, partial=True, wait_s=WAIT_S, request=request)
+        answer = self._ask(self._scheduler, ask)
+        if answer is None:
+            self._late[self._scheduler.last_seq] = then
+        elif isinstance(answer, Admitted):
+            then(answer)
+
+    def expect(self, request: str, keys: Sequence[bytes]) -> None:
+        """This one waits for its turn and will ask for these."""
+        self._ask(self._scheduler, Expect(request, list(keys)))
+
+    def computed(self, answer: Admitted) -> None:
+        """All that there is room for is filled."""
+        if answer.granted_slots:
+            self._ask(self._worker, Fill(answer.granted_slots, 0, 1, seal=True))
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """An answer's whole blocks were computed, too."""
+        if keys:
+            answer = self._ask(self._scheduler, Admit(list(keys), GRANULE_BYTES, 1, partial=True))
+            if isinstance(answer, Admitted):
+                self.computed(answer)
+
+    def release(self, answer: Admitted) -> None:
+        """What was found is in the engine's own memory."""
+        if answer.lease:
+            self._ask(self._scheduler, Release(answer.lease))
+
+    def in_memory(self, keys: Sequence[bytes]) -> int:
+        """How many leading ones are in host memory."""
+        return len(self.service.store.find(keys, 1))
+
+    def origins(self, keys: Sequence[bytes]) -> list[str]:
+        """Where the bytes of these, which are in host memory, came from: the name of a tier, or of the engine."""
+        return [chunks[0].origin.name for chunks in self.service.store.find(keys, 1)]
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """What these are worth to an oracle has changed."""
+        self.service.store.refresh([chunk for key in keys for chunk in self.service.store.of(key)])
+
+    def _ask(self, session: Session, ask: Ask) -> Answer | None:
+        self._tick()
+        self.is_touched = True
+        session.last_seq += 1
+        return self.service.handle(session, ask)
+
+    def turn(self) -> None:
+        """A turn of the control loop: copies go on, and late answers are given. To be called after each event."""
+        self.is_touched = False
+        self._tick()
+        self.service.turn()
+        for _, number, answer in self.service.admissions.late_answers():
+            if isinstance(answer, Admitted):
+                self.is_touched = True
+                self._late.pop(number)(answer)
+
+    def _tick(self) -> None:
+        if self._clock.now >= self._tick_at:
+            self._tick_at = self._clock.now + TICK_S
+            self.service.tick()
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until a late answer comes, whatever else happens."""
+        return self.service.admissions.due_in(self._clock.now)
+
+    def close(self) -> None:
+        """Detach, and forget all.
+
+        :raises PdxError: the node has contained an error of its own meanwhile.
+        """
+        errors = self.service.counters["internal_errors"]
+        self.service.tiers.close()
+        self.service.sessions.close()
+        self.service.peers.close()
+        self._arena.close()
+        if errors:
+            raise PdxError(f"the simulated node has had {errors} internal errors; the first one is told above")

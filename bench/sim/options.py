@@ -1,0 +1,173 @@
+"""The options of `pdx sim`, checked, as the case that is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdx.bench.plan.machines import Assumptions, Engine, find_gpu, speeds_of
+from pdx.bench.plan.shapes import find_model
+from pdx.bench.plan.units import parse_count, parse_rate, parse_time
+from pdx.bench.sim.engine import Settings
+from pdx.bench.sim.replay import BELADY
+from pdx.bench.sim.requests import Trace, read
+from pdx.bench.sim.sessions import Conversations, generate
+from pdx.bench.sim.simulation import Case, Prices
+from pdx.bench.sim.tier import Device
+from pdx.config import StoreChoice, parse_bytes
+from pdx.errors import ConfigError
+from pdx.store.policies import by_name
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """As written on the command line."""
+
+    sessions: int
+    session_rate: float
+    think: str
+    window: str
+    moves: bool
+    block: str
+    rate: float
+    seed: int
+    host: str
+    disk: str
+    disk_speed: str
+    disk_latency: str
+    remote: str
+    remote_speed: str
+    remote_latency: str
+    policy: str
+    ttl: str
+    store: StoreChoice
+    store_window: float
+    model: str
+    gpu: str
+    tp: int
+    engines: int
+    batch: int
+    mfu: float
+    mbu: float
+    link_share: float
+    step: str
+    look_ahead: bool
+    early: int
+    queue_depth: int
+    warm_up: int
+    any_load: bool
+    gpu_price: float
+    host_price: float
+    disk_price: float
+    remote_price: float
+
+
+def traces_of(paths: Sequence[Path], options: Options) -> list[Trace]:
+    """Those that are named, or generated.
+
+    :raises ConfigError: there are none, or both; or a file is no trace.
+    """
+    if bool(paths) == bool(options.sessions):
+        raise ConfigError("give the files of traces, or --sessions with how many to generate")
+    found = [read(path) for path in paths]
+    if options.sessions:
+        asked = Conversations(
+            sessions=options.sessions,
+            rate=options.session_rate,
+            think_s=parse_time(options.think),
+            window=parse_count(options.window),
+            moves=options.moves,
+            block_tokens=parse_count(options.block),
+            seed=options.seed,
+        )
+        if asked.window < 4 * asked.block_tokens:
+            raise ConfigError(f"--window {options.window} has no room for four blocks of {options.block} tokens")
+        found.append(generate(asked))
+    return [_at_rate(trace, options.rate) for trace in found]
+
+
+def _at_rate(trace: Trace, rate: float) -> Trace:
+    """The same requests, so many per second in the mean; 0: as they are."""
+    if not rate or not trace.seconds:
+        return trace
+    first, scale = trace.requests[0].at_s, len(trace.requests) / rate / trace.seconds
+    moved = [msgspec.structs.replace(each, at_s=(each.at_s - first) * scale) for each in trace.requests]
+    return msgspec.structs.replace(trace, requests=moved)
+
+
+def case_of(options: Options) -> Case:
+    """:raises ConfigError: an option is wrong."""
+    gpu, shapes = find_gpu(options.gpu), find_model(options.model)
+    assumed = Assumptions(
+        mfu=options.mfu, mbu=options.mbu, link_share=options.link_share, step_s=parse_time(options.step)
+    )
+    model = Engine(shapes, speeds_of(gpu, assumed, options.tp, shapes.weight_bytes), options.tp)
+    if not model.kv_room_tokens:
+        raise ConfigError(f"the weights of {shapes.name} do not fit into {options.tp} x {gpu.name}: give a larger --tp")
+    policy = policy_of(options)
+    return Case(
+        model=model,
+        engines=options.engines,
+        settings=Settings(
+            batch=options.batch,
+            host_bytes_s=gpu.host_gb_s * 1e9 * assumed.link_share * options.tp,
+            looks_ahead=options.look_ahead,
+            early=options.early,
+        ),
+        host_bytes=parse_bytes(options.host),
+        devices=[
+            _device(kind, room, speed, latency)
+            for kind, room, speed, latency in (
+                ("disk", options.disk, options.disk_speed, options.disk_latency),
+                ("remote", options.remote, options.remote_speed, options.remote_latency),
+            )
+            if room
+        ],
+        policy=policy,
+        store=options.store,
+        window=options.store_window,
+        queue=options.queue_depth,
+        warm_up=options.warm_up,
+        pays=not options.any_load,
+        prices=Prices(
+            gpu=options.gpu_price,
+            host_gb=options.host_price,
+            disk_gb=options.disk_price,
+            remote_gb=options.remote_price,
+        ),
+    )
+
+
+def policy_of(options: Options) -> str:
+    """The eviction policy of memory.
+
+    :raises ConfigError: there is none of this name.
+    """
+    policy = f"ttl:{seconds_of(options.ttl):g}" if options.ttl else options.policy
+    if policy != BELADY:
+        by_name.find(policy)
+    return policy
+
+
+def seconds_of(text: str) -> float:
+    """A time that may also be in minutes or hours: 90s, 30m, 1h.
+
+    :raises ConfigError: it is none.
+    """
+    for unit, seconds in (("h", 3600.0), ("m", 60.0)):
+        if text.endswith(unit) and text[:-1].replace(".", "", 1).isdigit():
+            return float(text[:-1]) * seconds
+    return parse_time(text)
+
+
+def _device(kind: str, room: str, speed: str, latency: str) -> Device:
+    load, _, store = speed.partition(",")
+    return Device(
+        name=kind,
+        kind=kind,
+        room_bytes=parse_bytes(room),
+        load_bytes_s=parse_rate(load),
+        store_bytes_s=parse_rate(store or load),
+        latency_s=parse_time(latency),
+    )

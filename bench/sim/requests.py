@@ -1,0 +1,90 @@
+"""Requests of a trace: what each asks for, when, and what it leaves behind. Times in seconds, lengths in tokens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdx.errors import ConfigError
+
+MOONCAKE_TOKENS = 512  # of a block in Mooncake's traces
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One of them. `keys`: its prompt's blocks, the last one may be shorter; equal keys mean equal prefixes."""
+
+    at_s: float
+    tokens: int  # of the prompt
+    output: int  # tokens of the answer
+    keys: Sequence[bytes]
+    more: Sequence[bytes] = ()  # blocks that are whole when the answer is there, behind the whole ones of the prompt
+    session: str = ""
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Requests in the order in which they come; all blocks have so many tokens."""
+
+    name: str
+    block_tokens: int
+    requests: Sequence[Request]
+    sessions: int = 0  # that are in it; 0: it does not say
+    window: int = 0  # tokens that the model's context has; 0: it does not say
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts."""
+        return sum(request.tokens for request in self.requests)
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the last request."""
+        return self.requests[-1].at_s - self.requests[0].at_s if self.requests else 0.0
+
+    def found_by_all(self) -> int:
+        """Tokens that a store which never forgets anything would find."""
+        seen: set[bytes] = set()
+        tokens = 0
+        for request in self.requests:
+            hits = 0
+            for key in request.keys:
+                if key not in seen:
+                    break
+                hits += 1
+            tokens += min(hits * self.block_tokens, request.tokens)
+            seen.update(request.keys, request.more)
+        return tokens
+
+    def distinct_blocks(self) -> int:
+        """How many blocks a store would have that never forgets anything."""
+        return len({key for request in self.requests for key in (*request.keys, *request.more)})
+
+
+def read(path: Path) -> Trace:
+    """A trace in Mooncake's form: a JSON object a line, in a file that may be compressed (`.gz`).
+
+    `timestamp` in ms, `input_length` and `output_length` in tokens, `hash_ids`: the prompt's blocks of 512 tokens.
+
+    :raises ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            requests = [_request(json.loads(line)) for line in lines if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{path} is no trace in Mooncake's form: {type(error).__name__}: {error}") from error
+    if not requests:
+        raise ConfigError(f"{path} has no requests")
+    return Trace(path.name.split("_")[0], MOONCAKE_TOKENS, sorted(requests, key=lambda request: request.at_s))
+
+
+def _request(record: dict[str, object]) -> Request:
+    times = float(str(record["timestamp"])), int(str(record["input_length"])), int(str(record["output_length"]))
+    ids = record["hash_ids"]
+    if not isinstance(ids, list) or times[1] < 1 or len(set(ids)) != len(ids):
+        raise ValueError("each request has at least a token, and a list of different numbers as hash_ids")
+    return Request(times[0] / 1e3, times[1], times[2], [number.to_bytes(16, "big") for number in ids])

@@ -1,0 +1,350 @@
+"""A trace through a simulated node and its engines: what was found, where, and what it took."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdx.bench.plan.machines import Engine as Model
+from pdx.bench.sim.clock import Clock
+from pdx.bench.sim.engine import Served, Settings, SimulatedEngine
+from pdx.bench.sim.node import SimulatedNode
+from pdx.bench.sim.oracle import Belady, Future
+from pdx.bench.sim.replay import BELADY
+from pdx.bench.sim.requests import Request, Trace
+from pdx.bench.sim.tier import Device
+from pdx.config import StoreChoice
+from pdx.errors import ConfigError, PdxError
+from pdx.memory.arena import GRANULE_BYTES
+
+HOST = "host"
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """US dollars per hour."""
+
+    gpu: float = 5.0  # one
+    host_gb: float = 0.0088
+    disk_gb: float = 0.000082
+    remote_gb: float = 0.00003
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated, but for the trace."""
+
+    model: Model
+    engines: int = 1
+    settings: Settings
+    host_bytes: int
+    devices: Sequence[Device] = ()
+    policy: str = "lru"
+    store: StoreChoice = "all"
+    window: float = 0.1
+    queue: int = 0  # requests come as soon as fewer than so many wait; 0: when the trace says
+    warm_up: int = 0  # so many requests are not counted
+    pays: bool = True  # what takes longer to load than to compute is not loaded
+    prices: Prices = Prices()
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of times in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Percentiles by rank; of nothing all are 0."""
+        ranked = sorted(values)
+        if not ranked:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        p50, p90, p99 = (ranked[min(len(ranked) - 1, int(len(ranked) * share))] for share in (0.5, 0.9, 0.99))
+        return cls(statistics.fmean(ranked), p50, p90, p99)
+
+
+class TierUse(msgspec.Struct, frozen=True):
+    """What one tier did. Tokens of prompts, real bytes."""
+
+    name: str
+    hit_tokens: int  # that were there when their request's turn came, or that it waited for
+    loaded_bytes: float
+    stored_bytes: float
+    evicted_blocks: int
+    most_bytes: float  # that it had at a time
+    busy_share: float  # of the time, the busier of loads and stores
+
+
+class Result(msgspec.Struct, frozen=True):
+    """All that a simulation says. Shares are of the tokens of all prompts that count."""
+
+    trace: str
+    policy: str
+    requests: int
+    tokens: int
+    output_tokens: int
+    hit_share: float
+    possible_share: float  # that a store would find which forgets nothing
+    request_hit_share: float  # of the requests of which a store could find something, those of which something was
+    early_share: float  # of the tokens found, those that were in host memory when their request arrived
+    tiers: list[TierUse]
+    ttft_s: Spread
+    wait_s: Spread  # until a turn
+    seconds: float
+    gpu_s: float  # of all GPUs that an engine has, while it is busy
+    prefill_gpu_s: float
+    dollars: float
+    dollars_per_million: float  # tokens, of prompts and answers
+    counters: dict[str, int]
+
+    @property
+    def host_share(self) -> float:
+        """Of the tokens found, those that host memory had when their request's turn came."""
+        total = sum(tier.hit_tokens for tier in self.tiers)
+        return self.tiers[0].hit_tokens / total if total else 0.0
+
+
+def block_bytes(case: Case, trace: Trace) -> float:
+    """Real bytes of a block of KV."""
+    return case.model.kv_token_bytes * trace.block_tokens
+
+
+def simulate(trace: Trace, case: Case, told: Callable[[int], None] = lambda count: None) -> Result:
+    """`told`: is called with the number of requests that are over, now and then.
+
+    :raises ConfigError: something of it makes no sense.
+    """
+    blocks = int(case.host_bytes / block_bytes(case, trace))
+    longest = max(len(request.keys) + len(request.more) for request in trace.requests)
+    if blocks < max(256, longest):
+        size = max(256, longest) * block_bytes(case, trace) / 1e9
+        raise ConfigError(f"--host: {blocks} blocks are too few to simulate a node; give at least {size:.3g}GB")
+    future = Future(trace.requests) if case.policy == BELADY else None
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        node = SimulatedNode(
+            Path(folder),
+            clock,
+            blocks=blocks,
+            block_bytes=block_bytes(case, trace),
+            devices=case.devices,
+            policy="lru" if future is not None else case.policy,
+            maker=(lambda _: Belady(future)) if future is not None else None,
+            store=case.store,
+            window=case.window,
+        )
+        try:
+            run = _Run(trace, case, clock, node, future, told)
+            run.go()
+            return run.result()
+        finally:
+            node.close()
+
+
+class _Run:
+    def __init__(
+        self,
+        trace: Trace,
+        case: Case,
+        clock: Clock,
+        node: SimulatedNode,
+        future: Future | None,
+        told: Callable[[int], None],
+    ) -> None:
+        self._trace = trace
+        self._case = case
+        self._clock = clock
+        self._node = node
+        self._future = future
+        self._told = told
+        self._served: list[Served] = []
+        self._over = 0
+        self._next = 0  # in the trace
+        self._is_timed = False  # whether the clock knows when it comes
+        self._talking: dict[str, deque[int]] = {}  # sessions with a turn that is not over, and those that wait for it
+        self._ready: deque[int] = deque()  # those that wait no more
+        self._counted_at = 0.0  # when what counts began, and what there was by then
+        self._before: dict[str, float] = {}
+        self._engines = [
+            SimulatedEngine(case.model, case.settings, clock, node, trace.block_tokens, self._ended)
+            for _ in range(case.engines)
+        ]
+        if case.pays:
+            node.computes(case.model.prefill_s(trace.block_tokens * 16) / 16)
+
+    def go(self) -> None:
+        """Until all requests are over."""
+        self._come()
+        while True:
+            self._go_on()
+            if self._over == len(self._trace.requests):
+                return
+            due_at = self._clock.now + self._node.due_in
+            if due_at < self._clock.next_at:
+                self._clock.at(due_at, lambda: None)
+            if not self._clock.step():
+                raise PdxError("the simulation stands still, though requests are not over")
+            while self._clock.next_at <= self._clock.now:
+                self._clock.step()
+
+    def _go_on(self) -> None:
+        """Whatever comes of what has just happened."""
+        while True:
+            self._node.turn()
+            for engine in self._engines:
+                engine.go_on()
+            if self._case.queue:
+                self._come()
+            if not self._node.is_touched:
+                return
+
+    def _come(self) -> None:
+        """The next requests come that are due, or in a closed loop that there is room for. The next turn of a session
+        comes when the one before it is over."""
+        requests, queue = self._trace.requests, self._case.queue
+        while self._next < len(requests) or self._ready:
+            if queue and sum(engine.num_waiting for engine in self._engines) >= queue:
+                return
+            if self._ready:
+                self._arrive(self._ready.popleft())
+                continue
+            request = requests[self._next]
+            if not queue and request.at_s > self._clock.now:
+                if not self._is_timed:
+                    self._is_timed = True
+                    self._clock.at(request.at_s, self._due)
+                return
+            number, self._next = self._next, self._next + 1
+            if request.session in self._talking:
+                self._talking[request.session].append(number)
+            else:
+                self._arrive(number)
+
+    def _due(self) -> None:
+        self._is_timed = False
+        self._come()
+
+    def _arrive(self, number: int) -> None:
+        request = self._trace.requests[number]
+        if request.session:
+            self._talking.setdefault(request.session, deque())
+        served = Served(number, request, self._clock.now)
+        if len(self._served) == self._case.warm_up:
+            self._counted_at, self._before = self._clock.now, self._totals()
+        if self._future is not None:
+            self._future.now = max(self._future.now, number)
+        self._served.append(served)
+        min(self._engines, key=lambda engine: engine.outstanding).arrive(served)
+
+    def _ended(self, served: Served) -> None:
+        self._over += 1
+        session = served.request.session
+        if session and self._talking[session]:
+            self._ready.append(self._talking[session].popleft())
+            self._clock.at(self._clock.now, self._come)
+        elif session:
+            del self._talking[session]
+        if self._future is not None:
+            self._node.refresh(served.request.keys)
+        if not self._over % 64:
+            self._told(self._over)
+
+    # ---- what comes of it -------------------------------------------------------------------
+
+    def _totals(self) -> dict[str, float]:
+        scale = block_bytes(self._case, self._trace)
+        store = self._node.service.store
+        found: dict[str, float] = {
+            "gpu": sum(engine.busy_s for engine in self._engines) * self._case.model.tp,
+            "prefill": sum(engine.prefill_s for engine in self._engines) * self._case.model.tp,
+            "engine blocks": sum(engine.loaded_blocks for engine in self._engines),
+            "sealed": store.counters["sealed"],
+            "evicted": store.counters["evicted"],
+        }
+        for tier in self._node.tiers:
+            found[f"{tier.name} loads"] = tier.tally.loads * scale
+            found[f"{tier.name} stores"] = tier.tally.stores * scale
+            found[f"{tier.name} removed"] = tier.removed
+            found[f"{tier.name} busy"] = max(tier.loads.busy_s, tier.stores.busy_s)
+        return found
+
+    def result(self) -> Result:
+        """Of the requests that count."""
+        case, trace = self._case, self._trace
+        served = self._served[case.warm_up :]
+        names = [HOST, *(tier.name for tier in self._node.tiers)]
+        hits: Counter[str] = Counter()
+        early = possible = could = did = 0
+        seen: set[bytes] = set()
+        for count, each in enumerate(self._served):
+            request = each.request
+            bound = next((at for at, key in enumerate(request.keys) if key not in seen), len(request.keys))
+            seen.update(request.keys, request.more)
+            if count < case.warm_up:
+                continue
+            possible += self._tokens(request, 0, bound)
+            could += bound > 0
+            did += bound > 0 and each.hits > 0
+            early += self._tokens(request, 0, min(each.in_memory, each.hits))
+            for at, origin in enumerate(each.origins):
+                is_late = at >= each.at_turn and origin in names
+                hits[origin if is_late else HOST] += self._tokens(request, at, at + 1)
+        now = {name: value - self._before.get(name, 0.0) for name, value in self._totals().items()}
+        seconds = max(self._clock.now - self._counted_at, 1e-9)
+        tokens = sum(each.request.tokens for each in served)
+        output = sum(each.request.output for each in served)
+        tiers, scale = [self._host_use(hits, now, seconds)], block_bytes(case, trace)
+        for tier in self._node.tiers:
+            loads, stores = now[f"{tier.name} loads"], now[f"{tier.name} stores"]
+            removed, busy = int(now[f"{tier.name} removed"]), now[f"{tier.name} busy"] / seconds
+            most = tier.most_bytes / GRANULE_BYTES * scale
+            tiers.append(TierUse(tier.name, hits[tier.name], loads, stores, removed, most, busy))
+        dollars = self._dollars(seconds)
+        counters = Counter(self._node.service.counters) + Counter(self._node.service.store.counters)
+        return Result(
+            trace.name,
+            case.policy,
+            len(served),
+            tokens,
+            output,
+            sum(hits.values()) / tokens,
+            possible / tokens,
+            did / could if could else 0.0,
+            early / max(1, sum(hits.values())),
+            tiers,
+            Spread.of([each.first_at - each.arrived_at for each in served]),
+            Spread.of([each.turn_at - each.arrived_at for each in served]),
+            seconds,
+            now["gpu"],
+            now["prefill"],
+            dollars,
+            dollars / (tokens + output) * 1e6,
+            {name: count for name, count in sorted(counters.items()) if count and not name.endswith("_ns")},
+        )
+
+    def _tokens(self, request: Request, first: int, end: int) -> int:
+        """Of these blocks of a prompt."""
+        size = self._trace.block_tokens
+        return max(0, min(end * size, request.tokens) - first * size)
+
+    def _host_use(self, hits: Counter[str], now: dict[str, float], seconds: float) -> TierUse:
+        case, scale = self._case, block_bytes(self._case, self._trace)
+        store = self._node.service.store
+        loaded = now["engine blocks"] * scale
+        most = min(case.host_bytes, store.counters["sealed"] * scale)
+        busy = loaded / case.settings.host_bytes_s / case.engines / seconds
+        return TierUse(HOST, hits[HOST], loaded, now["sealed"] * scale, int(now["evicted"]), most, busy)
+
+    def _dollars(self, seconds: float) -> float:
+        """GPUs and all room, for as long as it took."""
+        case, prices = self._case, self._case.prices
+        each_hour = case.engines * case.model.tp * prices.gpu + case.host_bytes / 1e9 * prices.host_gb
+        for device in case.devices:
+            each_hour += device.room_bytes / 1e9 * (prices.disk_gb if device.kind == "disk" else prices.remote_gb)
+        return each_hour * seconds / 3600

@@ -1,0 +1,175 @@
+"""A tier that moves no bytes: its jobs end after the time that a device of given speeds takes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from pdx.bench.sim.clock import Clock
+from pdx.errors import PdxError, TransferAborted
+from pdx.store.copy import Copy
+from pdx.store.tier import Grant, Held, Job, Tier
+from pdx.wire.messages import TierStatus
+
+INFLIGHT_CHUNKS = 32
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds chunks, and how fast."""
+
+    name: str
+    kind: str  # "disk" or "remote": what its counters begin with
+    room_bytes: int
+    load_bytes_s: float
+    store_bytes_s: float
+    latency_s: float  # of each job, beside others
+
+
+class Pipe:
+    """Carries jobs in turn; their latencies run beside each other."""
+
+    def __init__(self, bytes_s: float, latency_s: float) -> None:
+        self.busy_s = 0.0
+        self._bytes_s = bytes_s
+        self._latency_s = latency_s
+        self._free_at = 0.0
+
+    def carry(self, nbytes: float, now: float) -> tuple[float, float]:
+        """From when to when it moves so many bytes that come now."""
+        start, taken_s = max(now, self._free_at), nbytes / self._bytes_s
+        self._free_at = start + taken_s
+        self.busy_s += taken_s
+        return start, self._free_at + self._latency_s
+
+
+class ModelledTier(Tier):
+    """See `Tier`. It keeps what was used last (as `DiskTier` does), and knows of each chunk its key and its size alone.
+
+    Sizes are those of the arena's slots; `scale` is how many real bytes stand behind one of theirs.
+    """
+
+    is_whole = True
+
+    def __init__(
+        self,
+        device: Device,
+        clock: Clock,
+        on_done: Callable[[str, Job, PdxError | None], None],
+        *,
+        scale: float,
+        chunk_bytes: int,
+        on_removed: Callable[[Sequence[bytes]], None] = lambda keys: None,
+        is_used: Callable[[bytes], bool] = lambda key: False,
+    ) -> None:
+        """`on_done`: `Copies.done`; `on_removed`: `Storing.removed`; `is_used`: `Store.is_found`. `chunk_bytes`: of a
+        slot."""
+        self.name, self.kind = device.name, device.kind
+        self.max_job_bytes = chunk_bytes
+        self.max_inflight_bytes = INFLIGHT_CHUNKS * chunk_bytes
+        self.loads = Pipe(device.load_bytes_s / scale, device.latency_s)
+        self.stores = Pipe(device.store_bytes_s / scale, device.latency_s)
+        self.removed = 0  # chunks, to make room
+        self.most_bytes = 0  # that it had at a time
+        self._room_bytes = int(device.room_bytes / scale)
+        self._clock = clock
+        self._on_done = on_done
+        self._on_removed = on_removed
+        self._is_used = is_used
+        self._held: OrderedDict[bytes, Held] = OrderedDict()  # the last used is at the end
+        self._nbytes = 0
+        self._cancelled: set[int] = set()  # copies
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._held
+
+    def status(self) -> TierStatus:
+        """See `Tier.status`."""
+        return TierStatus(self.name, "", len(self._held), self._nbytes, self._room_bytes, "modelled")
+
+    def find(self, keys: Sequence[bytes], shards: int) -> list[Held]:
+        """See `Tier.find`. What is found counts as used."""
+        found: list[Held] = []
+        for key in keys:
+            held = self._held.get(key)
+            if held is None:
+                break
+            found.append(held)
+        self._touch(keys[: len(found)])
+        return found
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):  # the end of the prompt becomes the older one
+            self._held.move_to_end(key)
+
+    def admit(self, copy: Copy) -> Grant:
+        """See `Tier.admit`."""
+        fits = copy.chunks[0].slot.nbytes <= self._room_bytes
+        return Grant([index for index, key in enumerate(copy.keys) if fits and key not in self._held])
+
+    def store(self, job: Job) -> None:
+        """See `Tier.store`."""
+        self._carry(job, self.stores, self._stored)
+
+    def load(self, job: Job) -> None:
+        """See `Tier.load`."""
+        self._carry(job, self.loads, lambda job: None)
+
+    def _carry(self, job: Job, pipe: Pipe, then: Callable[[Job], None]) -> None:
+        start, end = pipe.carry(job.nbytes, self._clock.now)
+        job.start_ns, job.end_ns = int(start * 1e9), int(end * 1e9)
+        self._clock.at(end, lambda: self._over(job, then))
+
+    def _over(self, job: Job, then: Callable[[Job], None]) -> None:
+        if job.number in self._cancelled:
+            self._on_done(self.name, job, TransferAborted("the copy was given up"))
+            return
+        then(job)
+        self._on_done(self.name, job, None)
+
+    def _stored(self, job: Job) -> None:
+        for part in job.parts:
+            if part.key in self._held:
+                continue
+            self._make_room(part.slot.nbytes)
+            self._held[part.key] = Held(part.slot.nbytes, part.layers)
+            self._nbytes += part.slot.nbytes
+        self.most_bytes = max(self.most_bytes, self._nbytes)
+
+    def _make_room(self, nbytes: int) -> None:
+        gone: list[bytes] = []
+        spared = 0
+        while self._held and self._nbytes + nbytes > self._room_bytes:
+            key = next(iter(self._held))
+            if self._is_used(key) and spared < INFLIGHT_CHUNKS:  # requests find it in memory, and do not ask here
+                self._held.move_to_end(key)
+                spared += 1
+                continue
+            gone.append(key)
+            self._remove(key)
+        self.removed += len(gone)
+        if gone:
+            self._on_removed(gone)
+
+    def _remove(self, key: bytes) -> bool:
+        held = self._held.pop(key, None)
+        self._nbytes -= held.nbytes if held is not None else 0
+        return held is not None
+
+    def cancel(self, copy: Copy) -> None:
+        """See `Tier.cancel`."""
+        self._cancelled.add(copy.number)
+
+    def over(self, copy: Copy) -> None:
+        """See `Tier.over`. What was stored counts as used now."""
+        self._cancelled.discard(copy.number)
+        if not copy.is_load:
+            self._touch([key for key in copy.keys if key in self._held])
+
+    def evict(self, keys: Iterable[bytes]) -> int:
+        """See `Tier.evict`."""
+        return sum([self._remove(key) for key in keys])
+
+    def close(self) -> None:
+        """See `Tier.close`; it has no threads."""

@@ -1,0 +1,106 @@
+"""A slow line to a server of this host: `python -m pdx.bench.systems.line --port PORT --to PORT --gbit 15`.
+
+It is a limit in user space, which needs no rights, and takes processor time of its own: a copy of each byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+PIECE_BYTES = 1 << 20
+UNLIMITED = 1e12  # bytes per second
+
+
+class Relay:
+    """Passes TCP connections on to a server of this host; what it passes takes its time. Threads of its own.
+
+    `rate`: bytes per second of what comes back; with `both_ways`, of what goes there, too, each way by itself. May be
+    changed at any time. `passed_bytes`: those that have come back.
+    """
+
+    def __init__(self, to: int, *, rate: float = UNLIMITED, port: int = 0, both_ways: bool = False) -> None:
+        self.rate = rate
+        self.passed_bytes = 0
+        self._to = to
+        self._both_ways = both_ways
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._free_at = {False: 0.0, True: 0.0}  # when the line has sent what it was given: there, and back
+        self._sockets = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                client, _ = self._listener.accept()
+                self._sockets.append(client)
+                server = socket.create_connection(("127.0.0.1", self._to))
+                self._sockets.append(server)
+                for pair, is_back in (((client, server), False), ((server, client), True)):
+                    self._start(self._pass, *pair, is_back)
+
+    def _pass(self, source: socket.socket, to: socket.socket, is_back: bool) -> None:
+        buffer = memoryview(bytearray(PIECE_BYTES))
+        with contextlib.suppress(OSError):
+            while count := source.recv_into(buffer):
+                if is_back or self._both_ways:
+                    with self._lock:
+                        self.passed_bytes += count * is_back
+                        self._free_at[is_back] = max(self._free_at[is_back], time.monotonic()) + count / self.rate
+                        wait_s = self._free_at[is_back] - time.monotonic()
+                    if wait_s > 0.0005:
+                        time.sleep(wait_s)
+                to.sendall(buffer[:count])
+        for each in (source, to):
+            _shut(each)
+
+    def close(self) -> None:
+        """End all connections and threads. What is still on the line is waited for."""
+        _shut(self._listener)
+        self._threads[0].join()  # from here on there is no new connection
+        for each in self._sockets:
+            _shut(each)
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+
+def _shut(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+
+
+def bytes_per_s(gbit: float) -> float:
+    """Of so many 10⁹ bits a second."""
+    return gbit * 1e9 / 8
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Relay until SIGINT or SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m pdx.bench.systems.line", description="A slow line.")
+    parser.add_argument("--port", type=int, required=True, help="on 127.0.0.1")
+    parser.add_argument("--to", type=int, required=True, help="the server's port on 127.0.0.1")
+    parser.add_argument("--gbit", type=float, required=True, help="10⁹ bits a second, each way")
+    chosen = parser.parse_args(arguments)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # before there are threads, which inherit it
+    relay = Relay(chosen.to, rate=bytes_per_s(chosen.gbit), port=chosen.port, both_ways=True)
+    signal.sigwait(numbers)
+    relay.close()
+
+
+if __name__ == "__main__":
+    main()

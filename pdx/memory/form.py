@@ -1,0 +1,100 @@
+"""What a lossy codec must know of a slice: the type of its elements, and which of them belong to one head.
+
+A form is asked for by a request, is part of the keys of its chunks, and stands in the header of each chunk that is
+stored so. Pure arithmetic, as `pdx.memory.layout`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from typing import Literal, get_args
+
+import msgspec
+
+from pdx.errors import CodecError, LayoutError
+from pdx.memory.layout import KvLayout
+
+LossyName = Literal["fp8", "int8"]
+Elements = Literal["bf16", "fp16", "fp32"]
+ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+_FORM = re.compile(r"(fp8|int8):(bf16|fp16|fp32):[0-9]{1,8}(x[0-9]{1,8}){4}")
+_MAX_PAGE_BYTES = 1 << 31
+_DTYPES: dict[str, Elements] = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+_HALVES = "CPU_ATTN"  # vLLM's backend that has all keys of a head in front of all its values, packed or not
+
+
+class Form(msgspec.Struct, frozen=True):
+    """A page is an array of `shape` (a, heads, b, parts, c); each head has a scale for its keys and one for its values,
+    which are the parts."""
+
+    codec: LossyName
+    elements: Elements
+    shape: tuple[int, int, int, int, int]
+
+    def __post_init__(self) -> None:
+        if not all(self.shape) or self.page_bytes > _MAX_PAGE_BYTES:
+            raise CodecError(f"no page has the shape {self.shape}")
+
+    def __str__(self) -> str:
+        return f"{self.codec}:{self.elements}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page that is not encoded."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.elements]
+
+    @property
+    def num_scales(self) -> int:
+        """Of a page."""
+        return self.shape[1] * self.shape[3]
+
+
+def parse_form(text: str) -> Form:
+    """The form that `str(form)` names.
+
+    :raises CodecError: it names none.
+    """
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise CodecError(f"{text[:80]!r} is no codec of this release")
+    codec, elements, shape = text.split(":")
+    a, heads, b, parts, c = map(int, shape.split("x"))
+    return Form(codec, elements, (a, heads, b, parts, c))  # type: ignore[arg-type]
+
+
+def form_of(layout: KvLayout, codec: str) -> Form:
+    """How the chunks of a layout are stored where a request asks for this lossy codec.
+
+    :raises LayoutError: there is no such codec, or the layout does not say which bytes are an element, or of a head.
+    """
+    if codec not in get_args(LossyName):
+        raise LayoutError(f"there is no lossy codec {codec!r}; there are {' and '.join(get_args(LossyName))}")
+    said, _, kept_as = layout.dtype.removeprefix("torch.").partition(" as ")
+    elements = _DTYPES.get(said)
+    if elements is None or kept_as not in ("", "auto", said, *(name for name in _DTYPES if _DTYPES[name] == elements)):
+        raise LayoutError(f"{codec} is for KV in bfloat16, float16 or float32; this cache has {layout.dtype!r}")
+    tokens, heads, dim = layout.block_tokens, layout.num_heads, layout.head_dim
+    parts, rest = divmod(layout.page_bytes, tokens * heads * dim * ELEMENT_BYTES[elements])
+    if rest or parts not in (1, 2):
+        raise LayoutError(
+            f"{codec} needs pages of keys and values of {heads} heads, {tokens} tokens and {dim} elements: "
+            f"{layout.page_bytes} bytes are not that"
+        )
+    inner = layout.order[2:] if layout.order[:2] in ("LB", "BL") else ""
+    if layout.backend == _HALVES and inner == "HNC":
+        return Form(codec, elements, (1, heads, 1, parts, tokens * dim))  # type: ignore[arg-type]
+    if inner == "HNC" and not layout.isa:
+        return Form(codec, elements, (1, heads, tokens, parts, dim))  # type: ignore[arg-type]
+    if inner == "NHC" and not layout.isa:
+        return Form(codec, elements, (tokens, heads, 1, parts, dim))  # type: ignore[arg-type]
+    raise LayoutError(
+        f"{codec} needs to know where in a page a head lies: the order {layout.order!r} of the backend "
+        f"{layout.backend!r} {f'packed for {layout.isa} ' if layout.isa else ''}does not say that"
+    )
+
+
+def lossy_fingerprint(fingerprint: bytes, form: str) -> bytes:
+    """What the keys of chunks in this form are made with: never that of exact ones, nor of another form."""
+    return hashlib.blake2b(form.encode(), key=fingerprint, digest_size=16, person=b"pdx-form-1").digest()

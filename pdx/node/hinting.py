@@ -1,0 +1,255 @@
+"""What requests and applications say of the future of chunks, carried out; each field has its answer.
+
+A field that asks for something is accepted, clipped (less is done than it asks for) or refused, with the reason in
+words. None of it costs a request anything but what it asked for. No sockets here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from pdx.config import NodeConfig
+from pdx.node.look_ahead import LookAhead, Wanted
+from pdx.store.chunk import Chunk
+from pdx.store.hints.demotions import Demotions
+from pdx.store.hints.ends import Ends
+from pdx.store.lifecycle import State
+from pdx.store.store import Store
+from pdx.store.tiers import Tiers
+from pdx.wire.hints import OWN, Hints, Verdict
+from pdx.wire.messages import Admit, Advise, Advised
+
+AGAIN_S = 1.0  # what is being filled when it should be forgotten is looked at again after that
+TTL = "deleted: its time to live was over"
+Outcome = tuple[str, str, str]  # of one field: outcome, why, and what it was clipped to
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What hints are about: `new` of its keys are written by this very request."""
+
+    wanted: Wanted
+    new: frozenset[bytes] = frozenset()
+    is_request: bool = False  # which asks for its chunks itself
+
+
+class Hinting:
+    """Carries hints out. Owned by the control loop.
+
+    A tenant is the digest of a cache salt (`Hints.salt`). Chunks are found by their keys, which cover the salt, and
+    sessions by their names, each within its tenant.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        store: Store,
+        tiers: Tiers,
+        look_ahead: LookAhead,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._tiers = tiers
+        self._look_ahead = look_ahead
+        self._counters = counters
+        self._clock = clock
+        self.ends = Ends()
+        self.demotions = Demotions(store, tiers, within_s=config.push_s, counters=counters, clock=clock)
+
+    # ---- who says it ------------------------------------------------------------------------
+
+    def request(self, ask: Admit, granted: Sequence[int], arenas: Sequence[int], *, is_named: bool) -> list[Verdict]:
+        """A request was answered; `granted` are indices into its keys. What became of each field of its hints."""
+        if not (ask.lease_s or ask.nbytes):
+            return []  # it looks, and uses nothing
+        self.demotions.use(ask.keys)
+        if not ask.hints.ttl_s:
+            self.ends.use(ask.keys)
+        if not ask.hints.asks:
+            return []
+        new = {ask.keys[index] for index in granted if not self._tiers.has(ask.keys[index], ask.shards)}
+        if ask.transfer is not None:  # the other leg of the same request has written these
+            new |= {key for key in ask.keys if any(one.transfer == ask.transfer for one in self._store.of(key))}
+        wanted = Wanted(ask.keys, ask.shards, arenas, is_named)
+        return self._carry_out(ask.hints, Target(wanted, frozenset(new), is_request=True))
+
+    def advise(self, ask: Advise, arenas: Sequence[int], *, is_named: bool) -> Advised:
+        """An application says something of these keys, or of what the last request of a session used."""
+        hints = ask.hints
+        if ask.keys:
+            wanted: Wanted | None = Wanted(ask.keys, ask.shards, arenas, is_named)
+        else:
+            wanted = self._look_ahead.last((hints.salt, hints.session)) if hints.session else None
+        self._counters["advised"] += 1
+        if wanted is not None:
+            return Advised(self._carry_out(hints, Target(wanted)), ask.number)
+        about = "no request of this session is known here" if hints.session else "neither keys nor a session are named"
+        named = [field for field in ("prefetch", "demote") if any(getattr(hints, field))]
+        found = [*self._of_sessions(hints, named, None)]
+        known = {verdict.field for verdict in found}
+        others = [name for name in hints.asks if name not in known]
+        return Advised([*found, *(Verdict(name, "refused", about) for name in others)], ask.number)
+
+    # ---- field by field ---------------------------------------------------------------------
+
+    def _carry_out(self, hints: Hints, target: Target) -> list[Verdict]:
+        found = [*self._of_sessions(hints, ["prefetch"], target)]  # what is being loaded can be leased
+        if hints.reuse_s:
+            found.append(_verdict("reuse_s", self._expect(hints, target)))
+        if hints.priority:
+            found.append(_verdict("priority", self._rank(hints, target)))
+        if hints.ttl_s:
+            found.append(_verdict("ttl_s", self._end(hints, target)))
+        if hints.lease_s is not None:
+            found.append(_verdict("lease_s", self._lease(hints, target)))
+        found += self._of_sessions(hints, ["demote"], target)
+        if hints.codec is not None:  # of a request it is its engine's to answer
+            is_as_it_is = hints.codec == "none"
+            text = "" if is_as_it_is else "a request asks for it, or pdx cache compress: its chunks have other keys"
+            found.append(_verdict("codec", ("accepted" if is_as_it_is else "refused", text, "")))
+        if hints.session:
+            found.append(Verdict("session", "accepted"))
+        for verdict in found:
+            if verdict.outcome != "accepted":
+                self._counters[f"hints_{verdict.outcome}"] += 1
+        return found
+
+    def _runs(self, hints: Hints, wanted: Wanted) -> Iterator[list[Chunk]]:
+        """The leading keys of which memory has every shard, filled or still being filled: of this tenant alone."""
+        for key in wanted.keys:
+            chunks = self._store.known(key, wanted.shards, wanted.arenas)
+            if chunks is None or any(chunk.hints.salt not in (b"", hints.salt) for chunk in chunks):
+                return
+            yield chunks
+
+    def _all(self, hints: Hints, wanted: Wanted) -> list[Chunk]:
+        return [chunk for chunks in self._runs(hints, wanted) for chunk in chunks]
+
+    def _expect(self, hints: Hints, target: Target) -> Outcome:
+        """Of several times the soonest that is still to come counts."""
+        if not self._store.pools[0].order.weighs_reuse:
+            return "refused", "the policy of this node goes by age alone (--policy)", ""
+        now = self._clock()
+        chunks = self._all(hints, target.wanted)
+        for chunk in chunks:
+            known = chunk.expected_at if chunk.expected_at > now else math.inf
+            chunk.expected_at = min(known, now + hints.reuse_s)
+        self._store.refresh(chunks)
+        return ("accepted", "", "") if chunks else ("refused", "none of its chunks is in memory", "")
+
+    def _rank(self, hints: Hints, target: Target) -> Outcome:
+        if target.is_request:  # its own chunks have it; what others have stored keeps what they said
+            return "accepted", "", ""
+        chunks = self._all(hints, target.wanted)
+        for chunk in chunks:
+            chunk.hints = msgspec.structs.replace(chunk.hints, priority=hints.priority)
+        self._store.refresh(chunks)
+        return ("accepted", "", "") if chunks else ("refused", "none of its chunks is in memory", "")
+
+    def _end(self, hints: Hints, target: Target) -> Outcome:
+        wanted = target.wanted
+        known = [key for key in wanted.keys if key not in target.new and self._store.of(key)]
+        if not target.is_request:
+            known = [chunks[0].key for chunks in self._runs(hints, wanted)]
+        ended, others = self.ends.set(target.new, known, self._clock() + hints.ttl_s)
+        if not others:
+            return ("accepted", "", "") if ended else ("refused", "none of its chunks is here", "")
+        text = f"{others} of {ended + others} chunks stay: requests that set no end have used them, too"
+        return "clipped" if ended else "refused", text, ""
+
+    def _lease(self, hints: Hints, target: Target) -> Outcome:
+        leases, wanted = self._store.tenant_leases, target.wanted
+        if not hints.lease_s:
+            count = leases.end(hints.salt, self._all(hints, wanted))
+            return "accepted", "" if count else "there was none", ""
+        runs = [*self._runs(hints, wanted)]
+        seconds = min(hints.lease_s, self._config.lease_max_s, hints.ttl_s or math.inf)
+        count = leases.lease(hints.salt, runs, self._clock() + seconds)
+        if not runs:
+            return "refused", "none of its chunks is in memory", ""
+        if not count:
+            text = "so much is leased, by this tenant (--tenant-lease-share) or with pins and others (--pin-share)"
+            return "refused", text, ""
+        whys = []
+        if count < len(runs):
+            whys.append(f"the first {count} of {len(wanted.keys)} chunks: more is above --tenant-lease-share")
+        elif count < len(wanted.keys):
+            whys.append(f"the first {count} of {len(wanted.keys)} chunks: the others are not in memory")
+        if seconds < hints.lease_s:
+            whys.append("its ttl_s ends then" if seconds == hints.ttl_s else "longer is above --lease-max-s")
+        return ("clipped", "; ".join(whys), f"{seconds:g}") if whys else ("accepted", "", "")
+
+    def _of_sessions(self, hints: Hints, fields: Sequence[str], target: Target | None) -> Iterator[Verdict]:
+        """Fields that name sessions, or the chunks of the target itself."""
+        for field in fields:
+            names: Sequence[str] = getattr(hints, field)
+            told = [self._of_one(hints, field, name, target) for name in dict.fromkeys(names)]
+            if not told:
+                continue
+            done = [outcome for outcome in told if outcome[0] == "accepted"]
+            short = [outcome for outcome in told if outcome[0] != "accepted"]
+            if not short:
+                yield _verdict(field, told[0])
+            else:
+                outcome = "clipped" if done or any(each[0] == "clipped" for each in short) else "refused"
+                yield _verdict(field, (outcome, "; ".join(dict.fromkeys(each[1] for each in short)), ""))
+
+    def _of_one(self, hints: Hints, field: str, name: str, target: Target | None) -> Outcome:
+        wanted = target.wanted if target is not None else None
+        if name != OWN:
+            wanted = self._look_ahead.last((hints.salt, name))
+            if wanted is None:
+                return "refused", f"no request of session {name!r} is known here", ""
+        if wanted is None:
+            return "refused", "neither keys nor a session are named", ""
+        if field == "prefetch":
+            is_asked = name == OWN and target is not None and target.is_request
+            return ("accepted", "", "") if is_asked else self._prefetch(hints, name or hints.session, wanted)
+        return self._demote(hints, name or hints.session, wanted)
+
+    def _prefetch(self, hints: Hints, name: str, wanted: Wanted) -> Outcome:
+        in_host = msgspec.structs.replace(wanted, arenas=())
+        if not self._tiers.below and len([*self._runs(hints, in_host)]) < len(wanted.keys):
+            return "refused", "this node has no tier below memory to load from (--disk, --remote)", ""
+        if not self._look_ahead.prefetch((hints.salt, name), in_host):
+            return "refused", "too many requests are looked ahead for", ""
+        return "accepted", "", ""
+
+    def _demote(self, hints: Hints, name: str, wanted: Wanted) -> Outcome:
+        if hints.lease_s:
+            return "refused", "lease_s keeps the same chunks in memory", ""
+        runs = [*self._runs(hints, wanted)]
+        if not runs:
+            return "refused", "none of its chunks is in memory", ""
+        if not any(self.demotions.below(chunk) for chunks in runs for chunk in chunks[:1]):
+            return "refused", "there is no tier below that its chunks could leave memory for (--disk, --remote)", ""
+        keys = [chunks[0].key for chunks in runs if not chunks[0].tail]
+        shared = self._look_ahead.shared(keys, (hints.salt, name))
+        count = self.demotions.add(keys[shared:], wanted.shards, wanted.arenas)
+        if count == len(keys):
+            return "accepted", "", ""
+        text = f"the first {shared} of {len(keys)} chunks stay: other sessions use them, too" if shared else ""
+        return "clipped" if count else "refused", text or f"only {count} of {len(keys)} chunks: too many leave now", ""
+
+    # ---- time -------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Forget what has come to its end, and have chunks leave memory; call it a few times a second."""
+        now = self._clock()
+        if over := self.ends.take(now):
+            filling = {key for key in over if any(one.state is State.FILLING for one in self._store.of(key))}
+            self.ends.postpone(filling, now + AGAIN_S)
+            gone = [key for key in over if key not in filling]
+            self._counters["ttl_deleted"] += max(self._store.delete(gone, TTL), self._tiers.forget(gone))
+        self.demotions.tick()
+
+
+def _verdict(field: str, outcome: Outcome) -> Verdict:
+    said, text, value = outcome
+    return Verdict(field, said, text[:256], value[:32])  # type: ignore[arg-type]

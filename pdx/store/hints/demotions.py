@@ -1,0 +1,116 @@
+"""Chunks that are to leave memory for the tier below, as soon as nobody reads them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from pdx.store.chunk import Chunk
+from pdx.store.store import Store
+from pdx.store.tier import Tier
+from pdx.store.tiers import Tiers
+
+MAX_DEMOTED = 1 << 16  # keys that are on their way
+MAX_LOOKS = 512  # at one time
+WHY = "evicted: a request or an application has had it demoted"
+
+
+class _Demoted(msgspec.Struct):
+    """One key: where its shards lie, and until when the tier below may take to get it."""
+
+    shards: int
+    arenas: Sequence[int]
+    until: float
+    is_given: bool = False  # to the tiers below
+
+
+class Demotions:
+    """Each key is stored in the tier below first, and then leaves memory. Owned by the control loop.
+
+    One that is found by another request meanwhile stays. One that the tier below does not get in time stays, too.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tiers: Tiers,
+        *,
+        within_s: float,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        """`within_s`: how long the tier below may take for a chunk."""
+        self._store = store
+        self._tiers = tiers
+        self._within_s = within_s
+        self._counters = counters
+        self._clock = clock
+        self._keys: OrderedDict[bytes, _Demoted] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, keys: Iterable[bytes], shards: int, arenas: Sequence[int]) -> int:
+        """These shall leave, unless they are the ends of prompts, which no tier below takes; how many there was a place
+        for."""
+        count = 0
+        for key in keys:
+            chunks = self._store.known(key, shards, arenas)
+            if not chunks or chunks[0].tail or not self.below(chunks[0]):
+                continue
+            if key not in self._keys and len(self._keys) >= MAX_DEMOTED:
+                break
+            self._keys[key] = _Demoted(shards, arenas, self._clock() + self._within_s)
+            count += 1
+        return count
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Another request uses these: they stay."""
+        if self._keys:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def below(self, chunk: Chunk) -> list[Tier]:
+        """The tiers that this chunk may leave its arena for."""
+        if any(chunk.arenas):
+            return [self._tiers.arenas] if self._tiers.arenas is not None and self._tiers.storing.spills else []
+        return list(self._tiers.storing.below(chunk))
+
+    def tick(self) -> None:
+        """Look at the next ones. To be called a few times a second."""
+        for _ in range(min(len(self._keys), MAX_LOOKS)):
+            key, demoted = self._keys.popitem(last=False)
+            if self._is_over(key, demoted):
+                continue
+            if self._clock() >= demoted.until:
+                self._counters["demotions_given_up"] += 1
+                continue
+            self._keys[key] = demoted
+
+    def _is_over(self, key: bytes, demoted: _Demoted) -> bool:
+        chunks = self._store.known(key, demoted.shards, demoted.arenas)
+        if chunks is None:
+            return True  # evicted, or deleted
+        if any(chunk.is_kept for chunk in chunks):
+            return False
+        if not all(chunk.is_evictable for chunk in chunks):  # who writes or reads it takes its time
+            demoted.until = self._clock() + self._within_s
+            return False
+        below = self.below(chunks[0])
+        if any(self._has(tier, key, chunks) for tier in below):
+            for chunk in chunks:
+                self._store.pools[chunk.slot.arena].drop(chunk, WHY)
+            self._counters["demoted_chunks"] += len(chunks)
+            return True
+        is_asking = any([tier.seeks([key], demoted.shards) for tier in below])
+        if not (demoted.is_given or is_asking):
+            demoted.is_given = True
+            self._tiers.storing.give(chunks[0], below)
+        return False
+
+    def _has(self, tier: Tier, key: bytes, chunks: Sequence[Chunk]) -> bool:
+        if tier is self._tiers.arenas:
+            return bool(self._store.find([key], len(chunks)))
+        return bool(tier.find([key], len(chunks)))

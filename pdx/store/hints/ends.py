@@ -1,0 +1,68 @@
+"""When chunks are to be forgotten, wherever they lie by then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pdx.store.deadlines import Deadlines
+
+MAX_ENDS = 1 << 17  # keys that have an end
+
+
+class Ends:
+    """Keys whose chunks have a time to live (`Hints.ttl_s`). Owned by the control loop; each call costs what it names.
+
+    A chunk lives as long as the longest of the requests that use it: one that uses it and sets no end takes the end
+    away, and so what has no end gets none. The node remembers ends in memory alone.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+        self._deadlines: Deadlines[bytes] = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def set(self, new: Iterable[bytes], known: Iterable[bytes], until: float) -> tuple[int, int]:
+        """A request that ends so uses these: `new` ones are nobody else's, `known` ones may have no end.
+
+        :returns: how many have an end now, and how many do not.
+        """
+        ended = others = 0
+        for keys, are_new in ((new, True), (known, False)):
+            for key in keys:
+                was = self._until.get(key)
+                if was is None and not (are_new and len(self._until) < MAX_ENDS):
+                    others += 1
+                    continue
+                ended += 1
+                if was is None or until > was:
+                    self._move(key, was, until)
+        return ended, others
+
+    def _move(self, key: bytes, was: float | None, until: float) -> None:
+        if was is not None:
+            self._deadlines.discard(key, was)
+        self._until[key] = until
+        self._deadlines.add((key,), until)
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """A request that sets no end uses these."""
+        if not self._until:
+            return
+        for key in keys:
+            was = self._until.pop(key, None)
+            if was is not None:
+                self._deadlines.discard(key, was)
+
+    def postpone(self, keys: Iterable[bytes], until: float) -> None:
+        """These cannot be forgotten yet."""
+        for key in keys:
+            self._move(key, self._until.get(key), until)
+
+    def take(self, now: float) -> list[bytes]:
+        """Those whose time is over; they are forgotten here."""
+        keys = self._deadlines.take(now)
+        for key in keys:
+            del self._until[key]
+        return keys

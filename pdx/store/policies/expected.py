@@ -1,0 +1,44 @@
+"""What applications expect to be wanted again: what is expected last goes first (`Hints.reuse_s`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdx.store.chunk import Chunk
+from pdx.store.policies.policy import EvictionPolicy
+from pdx.store.policies.ranks import Ranks
+
+
+class Expected(EvictionPolicy):
+    """Chunks of one priority by the time at which they are expected, the end of a prompt before its beginning.
+
+    It is Belady's order, as far as applications know the future. Whose time has passed is on another level
+    (`pdx.store.eviction`).
+    """
+
+    def __init__(self) -> None:
+        self._ranks = Ranks()
+
+    def insert(self, chunk: Chunk, before: Chunk | None = None) -> None:
+        """See `EvictionPolicy.insert`."""
+        first = _first(chunk.expected_at)
+        if chunk.rank is None or chunk.rank[0] != first:
+            chunk.rank = self._ranks.new(before, first)
+        self._ranks.add(chunk)
+
+    def hold(self, chunk: Chunk) -> None:
+        """See `EvictionPolicy.hold`."""
+        self._ranks.discard(chunk)
+
+    def victims(self, start: Chunk | None) -> Iterator[Chunk]:
+        """See `EvictionPolicy.victims`."""
+        return self._ranks.within(start)
+
+    def past(self, now: float) -> list[Chunk]:
+        """Those that were expected by now."""
+        return [chunk for chunk in self._ranks.between((_first(now), -1, 0), None) if chunk.expected_at <= now]
+
+
+def _first(at: float) -> int:
+    """What the rank begins with of what is expected then: milliseconds, the sooner the more."""
+    return -int(at * 1000)

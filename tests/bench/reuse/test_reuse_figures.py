@@ -1,0 +1,171 @@
+"""Figures of the reuse bench, of values that were worked out by hand."""
+
+import math
+
+import pytest
+
+from pdx.bench.breakdown.records import Found, SystemFacts
+from pdx.bench.reuse import plots, report
+from pdx.bench.reuse.figures import Reached, figures, is_as_meant, percentile, reached, reference, targets_ms
+from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS, Asked, Point, Result
+
+TOKENS, BLOCK = 1000, 128
+KNOWN = 896  # of 1,000 tokens, in whole blocks
+
+
+def asked(ttft_ms, *, due_s=0.0, end_s=1.0, session=0, turn=0, prompt_tokens=1032, is_same=None):
+    return Asked(session, turn, due_s, end_s, ttft_ms, [10.0, 30.0], prompt_tokens, [1, 2, 3], is_same)
+
+
+def point(system, load, ttfts, *, per_s=1.0, rate=None, repeat=0, workload=DOCUMENTS, found=None, **more):
+    """Of so many requests a second: one for each of `ttfts`."""
+    each = [asked(ttft, end_s=len(ttfts) / per_s, session=number) for number, ttft in enumerate(ttfts)]
+    found = found or Found(1032.0 * len(ttfts), 0.0, 0.0)
+    return Point(system, workload, repeat, load, rate, found, {"engine": 2.0}, None, each, **more)
+
+
+def result(points, targets=(2.0,)):
+    return Result(
+        machine={"cpu": "a CPU", "cpus": 2},
+        model={"name": "tiny", "block_tokens": BLOCK, "kv_bytes_per_token": 65536},
+        settings={"targets": targets, "workloads": [DOCUMENTS], "tokens": TOKENS},
+        systems={name: SystemFacts(name, {}, []) for name in dict.fromkeys(point.system for point in points)},
+        not_run={},
+        points=points,
+        is_complete=True,
+    )
+
+
+def named(found):
+    return {figure.name: figure for figure in found}
+
+
+def test_what_a_target_allows():
+    curve = [(1.0, 100.0), (2.0, 200.0), (3.0, 800.0)]
+    assert reached(curve, 50.0) is None
+    assert reached(curve, 800.0) == Reached(3.0, is_least=True)
+    between = reached(curve, 400.0)
+    assert (between.per_s, between.is_least) == (pytest.approx(2.5), False)  # half of the way in powers of two
+    assert reached([], 1.0) is None
+
+
+def test_a_load_is_raised_until_one_misses():
+    """One that meets the target again is chance, also where no lower one has met it."""
+    assert reached([(1.0, 400.0), (2.0, 100.0)], 200.0) is None
+    assert reached([(1.0, 100.0), (2.0, 400.0), (3.0, 100.0)], 200.0).per_s == pytest.approx(1.5)
+    # More requests came, and fewer were answered: the target allows what the load before answered.
+    assert reached([(2.0, 100.0), (1.9, 400.0)], 200.0).per_s == pytest.approx(2.0)
+    assert reached([(2.0, 100.0), (1.9, 150.0)], 200.0) == Reached(2.0, is_least=True)
+
+
+def test_percentiles():
+    assert [percentile([4, 1, 3, 2], share) for share in (0, 50, 90, 100)] == [1, 2.5, pytest.approx(3.7), 4]
+    assert percentile([], 50) == 0.0
+
+
+def test_requests_at_equal_ttft_and_their_ratio_within_a_repeat():
+    points = []
+    for repeat, slow in ((0, 1.0), (1, 2.0)):  # the machine is half as fast in the second one
+        for system, per_s in (("recompute", 1.0), ("pdx-both", 6.0)):
+            points += [
+                point(system, FIRST, [100.0 * slow], repeat=repeat),
+                point(system, BURST, [1000.0 * slow] * 4, per_s=per_s / slow, repeat=repeat),
+                point(system, "1", [200.0 * slow] * 4, per_s=per_s / slow, rate=per_s, repeat=repeat),
+            ]
+    found = named(figures(result(points)))
+    name = "documents, TTFT p50 within 2 × computing alone"
+    assert found[f"{name}: pdx-both"].value == pytest.approx(4.5)  # 6 and 3
+    assert found[f"{name}: pdx-both / recompute"].value == pytest.approx(6.0)
+    assert found[f"{name}: pdx-both / recompute"].note.startswith("median of 2; 6.00 to 6.00")
+    assert found["documents, all at once: answered per second, pdx-both / recompute"].value == pytest.approx(6.0)
+    assert found["documents, recompute, load 1: TTFT p90"].value == pytest.approx(300.0)
+    assert found["documents, recompute, load 1: ITL p50"].value == pytest.approx(20.0)
+
+
+def test_without_an_engine_that_computes_the_first_system_is_the_reference():
+    points = [point("pdx-both", FIRST, [100.0]), point("lmcache", FIRST, [300.0]), point("lmcache", BURST, [150.0])]
+    assert targets_ms(result(points), DOCUMENTS, 0) == [(2.0, 200.0)]
+    assert reference(points) == "pdx-both"
+    assert reference([*points, point("recompute", BURST, [1.0])]) == "recompute"
+
+
+def test_of_a_session_alone_its_first_request_is_the_base():
+    each = [asked(ms, turn=turn) for turn, ms in ((0, 400.0), (1, 50.0), (2, 60.0))]
+    one = Point("pdx-both", SESSIONS, 0, FIRST, None, Found(1.0, 0.0, 0.0), {}, None, each)
+    assert targets_ms(result([one]), SESSIONS, 0) == [(2.0, 800.0)]
+
+
+def test_a_target_that_nobody_missed_says_at_least():
+    points = [point("recompute", FIRST, [100.0]), point("recompute", BURST, [150.0], per_s=2.0)]
+    assert named(figures(result(points)))["documents, TTFT p50 within 2 × computing alone: recompute"].note.startswith(
+        "at least"
+    )
+
+
+def test_tokens_time_and_bytes_of_a_request():
+    found = Found(100.0, 300.0, 600.0)
+    points = [point("pdx-both", BURST, [1.0, 1.0], found=found)]
+    figure = named(figures(result(points)))
+    assert figure["documents, pdx-both: tokens of prompts by what keeps KV"].value == 0.6
+    assert figure["documents, pdx-both: tokens of prompts in its own cache"].value == 0.3
+    assert figure["documents, pdx-both: processor time"].value == 1.0
+    assert figure["documents, pdx-both: KV loaded"].value == pytest.approx(600 * 65536 / 2 / 1e6, rel=1e-3)
+
+
+def test_prefetch_is_told_from_loads_at_their_turn():
+    points = [point("pdx-central", BURST, [100.0] * 3, per_s=2.0), point("pdx-central-turn", BURST, [250.0] * 3)]
+    found = named(figures(result(points)))
+    assert found["documents, all at once: TTFT p50, loads at their turn / while they wait"].value == 2.5
+    assert found["documents, all at once: until all are answered, loads at their turn / while they wait"].value == 2.0
+
+
+@pytest.mark.parametrize(
+    ("system", "local", "external", "is_meant"),
+    [
+        ("recompute", 0, 0, True),
+        ("recompute", 128, 0, False),
+        ("plain", 0, 0, True),
+        ("plain", 128, 128, False),
+        ("own-cache", KNOWN, 0, True),
+        ("own-cache", KNOWN / 2, 0, False),
+        ("own-cache", 0, KNOWN, False),
+        ("pdx-both", 0, KNOWN, True),
+        ("pdx-both", 256, KNOWN - 256, True),
+        ("pdx-both", KNOWN, 0, False),
+        ("lmcache-128", 0, KNOWN / 2, False),
+    ],
+)
+def test_tokens_are_where_the_system_is_to_have_them(system, local, external, is_meant):
+    one = point(system, BURST, [1.0], found=Found(1032.0 - local - external, local, external))
+    assert is_as_meant(result([one]), one) is is_meant
+
+
+def test_of_a_session_what_it_asked_before_is_known():
+    each = [asked(1.0, session=3, turn=turn, prompt_tokens=tokens) for turn, tokens in ((0, 500), (1, 700), (2, 900))]
+    known = 3 * BLOCK + 5 * BLOCK  # of 500 and of 700 tokens
+    for found, is_meant in ((known, True), (known // 2, False)):
+        one = Point("pdx-both", SESSIONS, 0, BURST, None, Found(2100.0 - found, 0.0, found), {}, None, each)
+        assert is_as_meant(result([one]), one) is is_meant
+
+
+def test_what_must_hold_is_a_figure():
+    wrong = [asked(1.0, is_same=True), asked(1.0, is_same=False)]
+    one = Point("pdx-both", DOCUMENTS, 0, BURST, None, Found(2064.0, 0.0, 0.0), {"engine": 1.0}, None, wrong)
+    found = named(figures(result([one])))
+    assert (
+        found["answers that are those of the reference"].value,
+        found["answers that are those of the reference"].is_met,
+    ) == (
+        0.5,
+        False,
+    )
+    assert found["loads whose tokens were found where they should be"].value == 0.0
+
+
+def test_a_picture_and_tables_of_whatever_there_is(tmp_path, capsys):
+    one = [point("pdx-both", BURST, [100.0, math.pi])]
+    assert plots.draw(result([point("recompute", FIRST, [1.0])]), tmp_path / "none.png") is None
+    for points in (one, [*one, point("recompute", FIRST, [50.0]), point("recompute", BURST, [500.0])]):
+        (picture,) = report.write(result(points), tmp_path)
+        assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert "all at once" in capsys.readouterr().out

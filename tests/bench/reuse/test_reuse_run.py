@@ -1,0 +1,212 @@
+"""A whole run of the reuse bench on stand-ins: who is asked what, where tokens are found, and what is refused."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from standin_engine import BLOCK, StandIn
+
+from pdx.bench.reuse import command as reuse_command
+from pdx.bench.reuse import records, report, run, systems
+from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS
+from pdx.bench.reuse.run import Plan
+from pdx.bench.reuse.workload import Settings
+from pdx.bench.systems.system import Bed
+from pdx.cli.main import main
+
+CONFIG = {
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 800,
+    "torch_dtype": "float32",
+}
+SMALL = {
+    "workloads": (DOCUMENTS, SESSIONS),
+    "documents": 6,
+    "tokens": 8 * BLOCK,
+    "question_tokens": 5,
+    "rounds": 2,
+    "sessions": 6,
+    "turns": 3,
+    "first_tokens": 6 * BLOCK,
+    "message_tokens": BLOCK,
+    "output_tokens": 4,
+    "loads": (5.0,),
+    "rates": (),
+    "repeats": 2,
+}
+ROOM = 3 * 9  # blocks: three documents with their questions
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(run, "SAVED_S", 0.0)
+
+
+@pytest.fixture
+def carry_out(model, tmp_path):
+    """Runs these systems; the status and the result."""
+
+    def carry_out(*chosen, max_engines=9, **settings):
+        bed = Bed(model, "some-model", (), {}, tmp_path / "logs", 6000, "1GiB")
+        out = tmp_path / "out"
+        out.mkdir()
+        plan = Plan(
+            settings=Settings(**{**SMALL, **settings}),
+            systems={system.name: system for system in chosen},
+            not_run={},
+            bed=bed,
+            targets=(2.0, 4.0),
+            max_engines=max_engines,
+            out=out,
+            facts={},
+        )
+        return run.run(plan), records.load(out / report.RESULT)
+
+    return carry_out
+
+
+def recompute(**settings):
+    return StandIn("recompute", **settings)
+
+
+def test_each_systems_tokens_are_counted_by_where_they_were_found(carry_out, tmp_path):
+    ours, own = StandIn("pdx-both", room=ROOM, keeps=True), StandIn("own-cache", room=100_000)
+    status, result = carry_out(recompute(), own, ours)
+    assert (status, result.is_complete, result.not_run) == (0, True, {})
+    assert len(result.points) == 3 * 2 * 2 * 3  # systems, workloads, repeats, loads
+    known = SMALL["documents"] * SMALL["rounds"] * SMALL["tokens"]
+    for point in result.points:
+        if point.load == FIRST or point.workload != DOCUMENTS:
+            continue
+        assert point.found.prompt == sum(each.prompt_tokens for each in point.asked)
+        found = {
+            "recompute": (0, 0),
+            "own-cache": (known, 0),
+            "pdx-both": (known - point.found.external, known - point.found.local),
+        }[point.system]
+        assert (point.found.local, point.found.external) == found
+        if point.system == "pdx-both":
+            assert point.found.external > 0
+    figures = {
+        each["name"]: each["value"] for each in json.loads((tmp_path / "out" / "reuse.json").read_text())["figures"]
+    }
+    assert figures["answers that are those of the reference"] == 1.0
+    assert figures["loads whose tokens were found where they should be"] == 1.0
+    assert figures["documents, pdx-both: processor time"] == 0.5
+
+
+def test_an_engine_with_something_beside_it_forgets_before_each_load(carry_out):
+    ours, plain = StandIn("pdx-both", room=ROOM, keeps=True), StandIn("own-cache", room=100_000)
+    carry_out(plain, ours, repeats=1)
+    loads = 2 * 2  # workloads, and their loads after the first
+    assert ours.started[0].engines[0].num_resets == 2 + loads  # twice while it warms up
+    assert plain.started[0].engines[0].num_resets == 2
+
+
+def test_every_system_is_asked_the_same_and_no_question_twice(carry_out):
+    first, second = recompute(), StandIn("own-cache", room=100_000)
+    carry_out(first, second)
+    asked = [[prompt for _, _, prompt in system.journal] for system in (first, second)]
+    warm_ups = 2
+    assert sorted(asked[0]) == sorted(asked[1])
+    assert len({tuple(prompt) for prompt in asked[0]}) == len(asked[0]) - (warm_ups - 1)
+
+
+def test_sessions_repeat_what_was_said_with_the_answers(carry_out):
+    plain = recompute()
+    _, result = carry_out(plain, workloads=(SESSIONS,), repeats=1)
+    (burst,) = (point for point in result.points if point.load == BURST)
+    turns = {(each.session, each.turn): each for each in burst.asked}
+    prompts = {tuple(prompt) for _, _, prompt in plain.journal}
+    for session in range(SMALL["sessions"]):
+        lengths = [turns[session, turn].prompt_tokens for turn in range(SMALL["turns"])]
+        said = SMALL["message_tokens"] + SMALL["output_tokens"]
+        assert lengths == [SMALL["first_tokens"] + said * turn for turn in range(SMALL["turns"])]
+        ids = turns[session, 0].token_ids
+        assert any(
+            list(prompt[SMALL["first_tokens"] :][: len(ids)]) == ids for prompt in prompts if len(prompt) == lengths[1]
+        )
+
+
+def test_a_store_for_all_hosts_is_filled_by_the_other_engine(carry_out):
+    central = StandIn("pdx-central", room=ROOM, keeps=True, engines=2)
+    status, result = carry_out(recompute(), central, workloads=(DOCUMENTS,), repeats=1)
+    assert status == 0
+    first, asked = central.started[0].engines
+    to_first = [prompt for _, url, prompt in central.journal if url == first.url]
+    assert len(to_first) == 2 + SMALL["documents"]  # warm-ups, and once each document
+    burst = next(point for point in result.points if (point.system, point.load) == ("pdx-central", BURST))
+    assert burst.found.local + burst.found.external == len(burst.asked) * SMALL["tokens"]
+    assert asked.num_asked == 2 + len(burst.asked) * 2
+
+
+def test_a_wrong_answer_is_an_error(carry_out):
+    status, result = carry_out(StandIn("own-cache", room=100_000, is_wrong=True), recompute(), repeats=1)
+    assert status == 1
+    checked = [each.is_same for point in result.points if point.system == "own-cache" for each in point.asked]
+    assert checked
+    assert not any(checked)
+
+
+def test_what_does_not_start_is_named_in_its_own_words_and_the_others_go_on(carry_out, capfd):
+    words = "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"
+    status, result = carry_out(StandIn("offloading", cannot=words), recompute(), repeats=1)
+    assert status == 0
+    assert result.not_run == {"offloading": f"does not run here: {words}"}
+    assert words in " ".join(capfd.readouterr().out.split())
+    assert {point.system for point in result.points} == {"recompute"}
+
+
+def test_what_stops_answering_keeps_what_was_measured(carry_out):
+    fails = StandIn("own-cache", room=100_000, fails=lambda number: number == 21)
+    status, result = carry_out(fails, recompute(), repeats=1)
+    assert status == 0
+    assert result.not_run["own-cache"].startswith("stopped answering (own-cache, documents, load 5")
+    assert {point.load for point in result.points if point.system == "own-cache"} == {FIRST, BURST}
+
+
+def test_systems_are_started_once_in_each_repeat_where_they_do_not_fit_together(carry_out):
+    plain, ours = recompute(), StandIn("pdx-both", room=ROOM, keeps=True)
+    carry_out(plain, ours, max_engines=1, workloads=(DOCUMENTS,))
+    # The second repeat begins with the system that the first one ended with.
+    assert [len(system.started) for system in (plain, ours)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--systems", "pdx-both,lmcash"], "unknown system 'lmcash' (known: recompute, "),
+        (["--workloads", "poems"], "'poems' is none; there are documents, sessions"),
+        (["--loads", "0"], "'0' is not above 0"),
+        (["--documents", "4"], "more --documents, or nothing need come from elsewhere"),
+        (["--turns", "1"], "1 is not in the range"),
+    ],
+)
+def test_what_is_refused(options, says, tmp_path, model, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    command = ["bench", "reuse", "--model", str(model), "--out", str(tmp_path / "refused"), *options]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code != 0
+    assert says in " ".join((result.output + str(result.exception)).replace("│", " ").split())
+
+
+def test_quick_is_small_where_nothing_else_is_said(tmp_path, model, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    plans = []
+    monkeypatch.setattr(run, "run", lambda plan: plans.append(plan) or 0)
+    monkeypatch.setattr(systems.Recompute, "why_not", lambda _: "")
+    command = ["bench", "reuse", "--model", str(model), "--out", str(tmp_path), "--systems", "recompute", "--quick"]
+    assert CliRunner().invoke(main, [*command, "--tokens", "1200"]).exit_code == 0
+    settings = plans[0].settings
+    assert (settings.tokens, settings.documents, settings.repeats) == (1200, reuse_command.QUICK["documents"], 1)
+    assert settings.first_tokens == 600

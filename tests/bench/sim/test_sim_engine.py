@@ -1,0 +1,196 @@
+"""Engines and tiers on virtual time: what takes how long, who goes first, and that the same comes of the same."""
+
+import msgspec
+import pytest
+from sim_cases import BLOCK, BLOCK_BYTES, MODEL, case, disk, key, request, some
+
+from pdx.bench.sim.clock import Clock
+from pdx.bench.sim.node import SimulatedNode
+from pdx.bench.sim.requests import Trace
+from pdx.bench.sim.sessions import Conversations, generate
+from pdx.bench.sim.simulation import simulate
+from pdx.bench.sim.tier import Pipe
+from pdx.errors import ConfigError
+from pdx.memory.arena import GRANULE_BYTES
+
+
+def of(*requests):
+    return Trace("few", BLOCK, requests)
+
+
+def prefill_s(blocks, context=0):
+    return MODEL.prefill_s(blocks * BLOCK, context)
+
+
+def test_a_request_alone_takes_its_prefill_and_a_step_for_each_further_token():
+    result = simulate(of(request(range(20), output=101)), case())
+    assert result.ttft_s.mean == pytest.approx(prefill_s(20))
+    decode_s = sum(MODEL.step_s(1, 20 * BLOCK + at) for at in range(100))
+    assert result.seconds == pytest.approx(prefill_s(20) + decode_s, rel=0.001)
+    assert result.gpu_s == pytest.approx(result.seconds)
+    assert (result.hit_share, result.possible_share) == (0.0, 0.0)
+
+
+def test_what_host_memory_has_is_copied_and_the_rest_computed():
+    result = simulate(of(request(range(20)), request(range(20), at_s=10.0)), case())
+    copy_s = 20 * BLOCK_BYTES / 50e9
+    assert result.hit_share == result.possible_share == 0.5
+    assert result.ttft_s.p99 == pytest.approx(prefill_s(20))
+    second_s = 2 * result.ttft_s.mean - prefill_s(20)
+    assert second_s == pytest.approx(copy_s + MODEL.step_s(0, 0, 1, 20 * BLOCK - 1)), "the last token is computed"
+
+
+def test_prompts_are_computed_one_after_the_other():
+    result = simulate(of(request(range(20)), request(range(100, 140))), case())
+    assert result.ttft_s.p50 == pytest.approx(prefill_s(20) + prefill_s(40))
+    assert result.wait_s.mean == 0.0
+
+
+def test_a_prompt_cuts_the_steps_that_were_taken_at_once():
+    slow = request(range(20), output=2000)
+    result = simulate(of(slow, request(range(100, 110), at_s=1.0)), case())
+    assert result.ttft_s.p50 < 2 * (prefill_s(10) + MODEL.step_s(1, 40 * BLOCK)), "not behind hundreds of steps"
+
+
+def test_a_request_waits_for_its_turn_where_the_batch_is_full():
+    result = simulate(of(request(range(9), output=500), request(range(20, 29))), case(ways={"batch": 1}))
+    first_s = prefill_s(9) + 499 * MODEL.step_s(1, 9 * BLOCK + 250)
+    assert result.wait_s.p99 == pytest.approx(first_s, rel=0.01)
+
+
+def test_what_fell_to_the_disk_is_loaded_again_and_counts_as_the_disks():
+    fill = [request(range(1000 * at, 1000 * at + 250), at_s=10.0 * at) for at in range(1, 4)]
+    trace = of(request(range(100), at_s=0.0), *fill, request(range(100), at_s=50.0))
+    result = simulate(trace, case(devices=[disk(10_000, gb_s=20.0)], ways={"early": 1}))
+    host, below = result.tiers
+    assert (host.hit_tokens, below.hit_tokens) == (0, 100 * BLOCK)
+    assert below.loaded_bytes == pytest.approx(100 * BLOCK_BYTES)
+    assert below.stored_bytes == pytest.approx(850 * BLOCK_BYTES)
+    load_s = 100 * BLOCK_BYTES / 20e9
+    assert load_s < 5 * result.ttft_s.mean - prefill_s(100) - 3 * prefill_s(250) < 3 * load_s
+    assert result.hit_share == pytest.approx(100 / 950)
+
+
+def test_what_takes_longer_than_computing_is_computed_unless_any_load_is_wanted():
+    others = [request(range(1000 * at, 1000 * at + 250), at_s=10.0 * at) for at in (1, 2, 4, 5)]
+    known = [request(range(100), at_s=at) for at in (0.0, 30.0, 60.0)]
+    trace = of(*sorted([*others, *known], key=lambda each: each.at_s))
+    slow = {"devices": [disk(10_000, gb_s=3.0)]}
+    rule, none = (simulate(trace, case(**slow, pays=pays)) for pays in (True, False))
+    assert rule.counters["loads_not_worth"] == 100, "the first load has told how slow the disk is"
+    assert "loads_not_worth" not in none.counters
+    assert none.tiers[1].hit_tokens == 2 * rule.tiers[1].hit_tokens > 0
+
+
+def test_a_queue_is_loaded_ahead_of_its_turn():
+    """Where the node knows what waits, host memory has it when its turn comes."""
+    trace = some(400)
+    settings = {"devices": [disk(100_000)], "queue": 8, "blocks": 400}
+    ahead, blind = (
+        simulate(trace, case(**settings, ways={"looks_ahead": is_so, "early": 0})) for is_so in (True, False)
+    )
+    assert ahead.counters["prefetched_chunks"] > 100
+    assert ahead.tiers[0].hit_tokens > 1.2 * blind.tiers[0].hit_tokens
+    assert "prefetched_chunks" not in blind.counters
+
+
+def test_the_next_turn_of_a_session_comes_when_the_one_before_it_is_over():
+    trace = generate(Conversations(sessions=20, block_tokens=BLOCK))
+    result = simulate(trace, case(blocks=5000, queue=50))
+    assert result.hit_share == result.possible_share > 0.5
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins", "belady", "ttl:5"])
+def test_the_same_gives_the_same_bit_by_bit(policy):
+    settings = {"devices": [disk(500, gb_s=2.0)], "engines": 2, "policy": policy}
+    first, second = (simulate(some(200), case(**settings)) for _ in range(2))
+    assert msgspec.json.encode(first) == msgspec.json.encode(second)
+    assert first.tiers[0].evicted_blocks > 0 or policy == "ttl:5"
+    assert first.tiers[1].evicted_blocks > 0
+
+
+def test_ttl_is_of_virtual_time():
+    trace = of(request(range(20)), request(range(20), at_s=8.0), request(range(20), at_s=30.0))
+    assert simulate(trace, case(policy="ttl:10")).hit_share == pytest.approx(1 / 3)
+    assert simulate(trace, case(policy="ttl:60")).hit_share == pytest.approx(2 / 3)
+
+
+def test_what_comes_first_is_not_counted():
+    trace = of(request(range(20)), *(request(range(20), at_s=10.0 * at) for at in range(1, 5)))
+    result = simulate(trace, case(warm_up=1))
+    assert (result.requests, result.hit_share) == (4, 1.0)
+    assert result.seconds == pytest.approx(30.0, rel=0.01)
+
+
+def test_cost_is_of_gpus_and_room_for_as_long_as_it_took():
+    result = simulate(of(request(range(20), output=101)), case(devices=[disk(1000)], engines=2))
+    hourly = 2 * 5.0 + 300 * BLOCK_BYTES / 1e9 * 0.0088 + 1000 * BLOCK_BYTES / 1e9 * 0.000082
+    assert result.dollars == pytest.approx(hourly * result.seconds / 3600)
+    assert result.dollars_per_million == pytest.approx(result.dollars / (20 * BLOCK + 101) * 1e6)
+
+
+def test_too_little_memory_is_refused_with_what_would_do():
+    with pytest.raises(ConfigError, match=r"--host: 100 blocks are too few .* at least 2.15GB"):
+        simulate(of(request(range(20))), case(blocks=100))
+
+
+def test_a_pipe_carries_in_turn_and_latencies_run_beside_each_other():
+    pipe = Pipe(100.0, 0.5)
+    assert pipe.carry(100, 0.0) == (0.0, 1.5)
+    assert pipe.carry(100, 0.0) == (1.0, 2.5)
+    assert pipe.carry(50, 10.0) == (10.0, 11.0)
+    assert pipe.busy_s == 2.5
+
+
+# ---- the tier, driven by a real node's copies ------------------------------------------------
+
+
+ROOM = 400  # chunks on the disk
+
+
+@pytest.fixture
+def bed(place):
+    clock = Clock()
+    node = SimulatedNode(place, clock, blocks=300, block_bytes=BLOCK_BYTES, devices=[disk(ROOM, gb_s=1.0)])
+    yield node, clock
+    node.close()
+
+
+def pass_time(node, clock):
+    while clock.step():
+        node.turn()
+
+
+def put(node, clock, first):
+    """A prompt of 60 chunks is in memory, and on the disk."""
+    numbers = range(first, first + 60)
+    node.admit("put", [key(number) for number in numbers], lambda answer: (node.computed(answer), node.release(answer)))
+    node.turn()
+    pass_time(node, clock)
+
+
+def test_a_load_takes_as_long_as_the_device_and_the_node_measures_its_rate(bed):
+    node, clock = bed
+    for first in range(0, 6000, 1000):
+        put(node, clock, first)
+    assert node.in_memory([key(0)]) == 0
+    began, answers = clock.now, []
+    node.admit("again", [key(number) for number in range(60)], answers.append)
+    assert not answers, "it is on the disk"
+    node.turn()
+    pass_time(node, clock)
+    assert (answers[0].hits, node.origins([key(0)])) == (60, ["disk"])
+    assert clock.now - began == pytest.approx(60 * BLOCK_BYTES / 1e9 + 1e-4)
+    rate = node.service.copies.rate("disk").gb_s * BLOCK_BYTES / GRANULE_BYTES
+    assert rate == pytest.approx(1.0, rel=0.05)
+    node.release(answers[0])
+
+
+def test_a_full_disk_loses_the_end_of_the_prompt_that_was_used_longest_ago(bed):
+    node, clock = bed
+    for first in range(0, 7000, 1000):
+        put(node, clock, first)
+    (tier,) = node.tiers
+    assert tier.removed == 7 * 60 - ROOM
+    assert [number for number in range(60) if key(number) not in tier] == list(range(40, 60))
+    assert tier.status().used_bytes == ROOM * GRANULE_BYTES

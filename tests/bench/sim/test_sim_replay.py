@@ -1,0 +1,119 @@
+"""Traces through the store alone: against an independent simulation, and Belady's policy against all others."""
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from sim_cases import BLOCK, request, some
+
+from pdx.bench.sim.published import MOST_POINTS, POLICIES, TABLE, WAYS
+from pdx.bench.sim.replay import AFTER, EACH, REQUEST, hit_share, replay
+from pdx.bench.sim.replay import WAYS as ALL_WAYS
+from pdx.bench.sim.requests import Trace, read
+from pdx.errors import ConfigError
+
+SYNTHETIC = Path(__file__).parent / "data" / "mooncake-synthetic_trace.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def synthetic():
+    return read(SYNTHETIC)
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks"), [("fifo", 10_000), ("lru", 20_000), ("s3fifo", 20_000), ("belady", 20_000)]
+)
+def test_hit_rates_are_those_of_an_independent_simulation(synthetic, policy, blocks):
+    theirs = TABLE["synthetic", blocks][POLICIES.index(policy)]
+    assert abs(100 * hit_share(synthetic, policy, blocks, WAYS[policy]) - theirs) <= MOST_POINTS
+
+
+def test_gittins_finds_no_less_than_the_better_of_lru_and_s3fifo(synthetic):
+    theirs = dict(zip(POLICIES, TABLE["synthetic", 20_000], strict=True))
+    assert 100 * hit_share(synthetic, "gittins", 20_000) >= max(theirs["lru"], theirs["s3fifo"])
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_nothing_finds_more_than_belady_and_belady_no_more_than_a_store_that_forgets_nothing(way):
+    trace = some(200)
+    found = {policy: hit_share(trace, policy, 300, way) for policy in ("lru", "fifo", "s3fifo", "gittins", "belady")}
+    possible = trace.found_by_all() / trace.tokens
+    assert max(found, key=found.get) == "belady"
+    assert found["belady"] < possible
+    assert hit_share(trace, "lru", trace.distinct_blocks(), way) == pytest.approx(possible)
+
+
+def brute_force(requests, room):
+    """The most hits of blocks, one at a time, by all choices of what goes."""
+    keys = [request.keys[0] for request in requests]
+
+    def best(at, here):
+        if at == len(keys):
+            return 0
+        if keys[at] in here:
+            return 1 + best(at + 1, here)
+        if len(here) < room:
+            return best(at + 1, here | {keys[at]})
+        return max(best(at + 1, (here - {gone}) | {keys[at]}) for gone in here)
+
+    return best(0, frozenset())
+
+
+def test_belady_is_the_best_of_all_choices():
+    for start in range(8):
+        numbers = [(start * 7 + at * at * 3) % 6 for at in range(14)]
+        requests = [request([number]) for number in numbers]
+        trace = Trace("tiny", BLOCK, requests)
+        assert hit_share(trace, "belady", 3, EACH) * len(requests) == pytest.approx(brute_force(requests, 3))
+
+
+def test_room_is_made_for_each_block_or_after_the_prompt():
+    """A prompt of three where there is room for three, and then its first block again."""
+    trace = Trace("tiny", BLOCK, [request([9]), request([1, 2, 3]), request([9, 8])])
+    assert hit_share(trace, "fifo", 3, AFTER) == 0.0
+    trace = Trace("tiny", BLOCK, [request([1, 2, 3, 4]), request([1]), request([4])])
+    assert hit_share(trace, "fifo", 3, EACH) * trace.tokens / BLOCK == 1.0, "the end came first, and has gone"
+    assert hit_share(trace, "fifo", 3, AFTER) * trace.tokens / BLOCK == 1.0, "the beginning came first, and has gone"
+    assert hit_share(Trace("tiny", BLOCK, trace.requests[:2]), "fifo", 3, AFTER) == 0.0
+
+
+def test_what_is_kept_for_a_time_is_found_within_it():
+    trace = Trace("tiny", BLOCK, [request([1, 2], 0.0), request([1, 2], 9.0), request([1, 2], 20.0)])
+    assert replay(trace, "ttl:10", 100).hit_share * 3 == pytest.approx(1.0)
+    assert replay(trace, "ttl:30", 100).hit_share * 3 == pytest.approx(2.0)
+    assert replay(trace, "ttl:10", 100).most_blocks == 2
+
+
+def test_answers_are_kept_too():
+    trace = Trace("tiny", BLOCK, [request([1, 2], more=(b"a" * 16,)), request([1, 2])])
+    assert replay(trace, "lru", 100, REQUEST).most_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["{"], "no trace in Mooncake's form"),
+        (['{"timestamp": 0}'], "KeyError"),
+        (['{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}'], "at least a token"),
+        (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1, 1]}'], "different numbers"),
+        (['{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}'], "OverflowError"),
+        ([], "has no requests"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, lines, said):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=said):
+        read(path)
+
+
+def test_requests_come_in_the_order_of_their_times(tmp_path):
+    records = [{"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [at, at + 1]} for at in (2000, 0)]
+    path = tmp_path / "a_trace.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("\n".join(itertools.chain(map(json.dumps, records), [""])))
+    trace = read(path)
+    assert (trace.name, [each.at_s for each in trace.requests], trace.seconds) == ("a", [0.0, 2.0], 2.0)
+    assert (trace.tokens, trace.distinct_blocks(), trace.found_by_all()) == (1200, 4, 0)

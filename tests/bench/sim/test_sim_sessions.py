@@ -1,0 +1,73 @@
+"""Generated conversations: their statistics, and what a turn asks for."""
+
+import statistics
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+
+from pdx.bench.sim.sessions import Conversations, generate, turns
+
+ASKED = Conversations(sessions=6000)
+
+
+def test_they_have_the_statistics_that_were_published_of_sharegpt():
+    found = turns(ASKED)
+    counts = Counter(turn.session for turn in found)
+    tokens = Counter()
+    for turn in found:
+        tokens[turn.session] += turn.question + turn.answer
+    assert len(counts) == 6000
+    assert statistics.fmean(counts.values()) == pytest.approx(5.75, rel=0.03)
+    assert sum(count > 1 for count in counts.values()) / 6000 == pytest.approx(0.73, abs=0.02)
+    assert sum(count > 2048 for count in tokens.values()) / 6000 == pytest.approx(0.47, abs=0.02)
+    assert sum(count > 4096 for count in tokens.values()) / 6000 == pytest.approx(0.30, abs=0.02)
+
+
+def test_sessions_come_at_their_rate_and_turns_after_their_thinking():
+    found = turns(replace(ASKED, rate=2.0, think_s=30.0))
+    first, gaps, last = {}, [], {}
+    for turn in found:
+        first.setdefault(turn.session, turn.at_s)
+        if turn.session in last:
+            gaps.append(turn.at_s - last[turn.session])
+        last[turn.session] = turn.at_s
+    assert max(first.values()) == pytest.approx(3000, rel=0.05)
+    assert statistics.fmean(gaps) == pytest.approx(30.0, rel=0.05)
+    assert found == sorted(found, key=lambda turn: turn.at_s)
+
+
+def test_the_same_seed_gives_the_same_and_another_gives_others():
+    small = replace(ASKED, sessions=50)
+    assert generate(small) == generate(small)
+    assert generate(small) != generate(replace(small, seed=2))
+
+
+def of_sessions(trace):
+    sessions = {}
+    for request in trace.requests:
+        sessions.setdefault(request.session, []).append(request)
+    return sessions.values()
+
+
+def test_a_turn_begins_with_what_the_turns_before_it_left():
+    trace = generate(replace(ASKED, sessions=200, window=1 << 20))
+    for requests in of_sessions(trace):
+        for before, behind in zip(requests, requests[1:], strict=False):
+            whole = [key for key in before.keys if key[8:12] != b"\xff\xff\xff\xff"]
+            left = [*whole, *before.more]
+            assert list(behind.keys[: len(left)]) == left
+            assert len(left) == (before.tokens + before.output) // 64
+
+
+def test_no_prompt_and_answer_are_longer_than_the_window():
+    trace = generate(replace(ASKED, sessions=500))
+    assert max(request.tokens + request.output for request in trace.requests) <= 2048
+    assert all(len(set(request.keys)) == len(request.keys) == -(-request.tokens // 64) for request in trace.requests)
+
+
+def test_a_history_that_was_cut_is_found_only_where_kv_may_move():
+    moves, stays = (generate(replace(ASKED, sessions=1000, moves=moves)) for moves in (True, False))
+    assert moves.tokens == stays.tokens
+    assert moves.found_by_all() / moves.tokens > 0.7
+    assert stays.found_by_all() / stays.tokens < 0.55

@@ -1,0 +1,294 @@
+"""A request may let its chunks be stored with a loss: no other one ever gets a byte of them, and it gets no other's.
+
+The pages of the toy engine are bytes without a sense, so that whatever went through a lossy codec is another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from below_memory import CHUNKS, forget, stored, tokens
+from node_harness import MIB, NodeProcess
+from remote_bed import made
+from toy_engine import BLOCK, CHUNK, LAYERS, Request, ToyEngine, kv_bytes, layout
+
+from pdx.config import NodeConfig, listen_address
+from pdx.errors import CodecError, LayoutError
+from pdx.memory.form import Form, form_of, lossy_fingerprint
+from pdx.store.codecs.codec import codec_of
+from pdx.testing.waiting import wait_until
+
+HEADS, DIM = 2, 128
+PAGE = BLOCK * HEADS * 2 * DIM * 2
+SHAPE = {"dtype": "torch.bfloat16", "num_heads": HEADS, "head_dim": DIM}
+FORM = Form("int8", "bf16", (1, HEADS, BLOCK, 2, DIM))
+TRANSFER = "x" * 20
+numbers = itertools.count()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def engine_of(node: NodeProcess, stack: ExitStack, **settings: Any) -> ToyEngine:
+    given = {"page_bytes": PAGE, "shape": SHAPE, **settings}
+    return stack.enter_context(ToyEngine(node.address, f"toy-{next(numbers)}", **given))
+
+
+def run(engine: ToyEngine, prompt: list[int], codec: str | None = None, params: dict[str, Any] | None = None) -> int:
+    """A request from its question to its end, which finds its pages as they were computed; what was loaded of it."""
+    request = begun(engine, prompt, codec, params)
+    engine.check_cache(request, len(prompt))
+    engine.finish(request)
+    return request.loaded
+
+
+def begun(
+    engine: ToyEngine, prompt: list[int], codec: str | None = None, params: dict[str, Any] | None = None
+) -> Request:
+    given = dict(params or {}) | ({"pdx_hints": {"version": 1, "codec": codec}} if codec else {})
+    request = Request(f"request-{next(numbers)}", prompt, given or None)
+    assert engine.admit(request) == set()
+    request.loaded = request.num_computed
+    engine.step((request, len(prompt) - request.num_computed))
+    return request
+
+
+def lossy_page(tokens_: list[int], end: int, layer: int, form: Form = FORM) -> torch.Tensor:
+    """The page of tokens [end - BLOCK, end) when it was stored and loaded."""
+    exact = torch.cat([kv_bytes(tokens_[: at + 1], layer, 0, "", PAGE) for at in range(end - BLOCK, end)])
+    codec, small, back = codec_of(str(form)), bytearray(PAGE), bytearray(PAGE)
+    codec.decode(memoryview(small)[: codec.encode(memoryview(exact.numpy()), memoryview(small))], memoryview(back))
+    return torch.frombuffer(back, dtype=torch.uint8)
+
+
+def check_lossy(engine: ToyEngine, request: Request, count: int) -> None:
+    """The first `count` tokens of a request went through its codec once."""
+    for layer in range(LAYERS):
+        for end in range(BLOCK, count + 1, BLOCK):
+            page = engine.caches[0][layer, request.block_ids[end // BLOCK - 1]].flatten()
+            assert torch.equal(page, lossy_page(request.all_token_ids, end, layer)), f"layer {layer}, token {end}"
+
+
+def coded(place: Path) -> list[int]:
+    """Bytes of the files of encoded chunks."""
+    return [path.stat().st_size for path in place.glob("*/*.chunk") if path.name.count("-") == 4]
+
+
+def test_the_page_that_comes_back_is_another() -> None:
+    prompt = tokens(1)
+    assert not torch.equal(lossy_page(prompt, BLOCK, 0), kv_bytes(prompt[:1], 0, 0, "", PAGE).repeat(BLOCK))
+
+
+def test_exact_and_lossy_chunks_of_one_prompt_never_meet(
+    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
+) -> None:
+    settings = {"arena_bytes": 2 * MIB, "disks": [str(place / "disk")]}
+    node = start_node(**settings)
+    engine = engine_of(node, stack)
+    prompt = tokens(1)
+    assert run(engine, prompt, "int8") == 0
+    assert run(engine, prompt) == 0, "not by memory"
+    assert run(engine, prompt, "fp8") == 0, "nor of another codec"
+    stored(node, 3 * CHUNKS)
+    assert run(engine, prompt, "int8") == CHUNKS * CHUNK, "in memory they are as they were"
+    sizes = coded(place / "disk")
+    assert len(sizes) == 2 * CHUNKS
+    assert max(sizes) < 4096 + LAYERS * CHUNK // BLOCK * PAGE * 0.51
+    forget(node)
+    for _ in range(2):
+        assert run(engine, prompt) == CHUNKS * CHUNK, "exact ones come back as they were"
+        lossy = begun(engine, prompt, "int8")
+        assert lossy.loaded == CHUNKS * CHUNK
+        check_lossy(engine, lossy, lossy.loaded)
+        engine.finish(lossy)
+        node.close()
+        node = start_node(**settings)
+        wait_until(lambda node=node: node.status().tiers[0].chunks == 3 * CHUNKS, what="the index is read")
+        engine = engine_of(node, stack)
+
+
+def test_a_part_of_a_lossy_chunk_is_no_hit_of_an_exact_request(
+    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
+) -> None:
+    node = start_node(arena_bytes=2 * MIB, disks=[str(place / "disk")])
+    engine = engine_of(node, stack)
+    prompts = [tokens(seed) for seed in (1, 2)]
+    for prompt in prompts:
+        run(engine, prompt, "int8")
+    stored(node, 2 * CHUNKS)
+    for prompt, is_below in zip(prompts, (False, True), strict=True):
+        if is_below:
+            forget(node)
+        alike = [*prompt[: CHUNK + 2 * BLOCK], *tokens(3)]
+        assert run(engine, alike) == 0
+        found = begun(engine, alike, "int8")
+        assert found.loaded == CHUNK + 2 * BLOCK
+        engine.finish(found)
+
+
+def test_what_came_with_a_loss_goes_on_as_it_came_and_nothing_is_lost_a_second_time(
+    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
+) -> None:
+    redis = made("redis", place / "redis").start()
+    stack.callback(redis.kill)
+    common = {"arena_bytes": MIB, "remote": redis.url, "remote_lookup_s": 20.0}
+    nodes = [
+        start_node(address=f"ipc://{place}/{at}.sock", **common, disks=[str(place / f"disk-{at}")]) for at in range(2)
+    ]
+    for node in nodes:
+        wait_until(lambda node=node: node.status().tiers[1].state == "ok", what="the store answers")
+    first, second = (engine_of(node, stack) for node in nodes)
+    prompt = tokens(1)
+    run(first, prompt, "int8")
+    stored(nodes[0], 2 * CHUNKS)
+    assert run(second, prompt) == 0, "the other node's lossy chunks are no hit of exact requests"
+    stored(nodes[1], 2 * CHUNKS)
+    lossy = begun(second, prompt, "int8")
+    assert lossy.loaded == CHUNKS * CHUNK
+    check_lossy(second, lossy, lossy.loaded)
+    second.finish(lossy)
+    wait_until(lambda: len(coded(place / "disk-1")) == CHUNKS, what="they are stored on its disk with the same loss")
+    redis.kill()
+    forget(nodes[1])
+    again = begun(second, prompt, "int8")
+    assert again.loaded == CHUNKS * CHUNK
+    check_lossy(second, again, again.loaded)
+    second.finish(again)
+    assert run(second, prompt) == CHUNKS * CHUNK
+
+
+def test_peers_keep_them_apart(start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack) -> None:
+    roster = place / "roster.toml"
+    named = {name: f"ipc://{place}/{name}.sock" for name in ("one", "two")}
+    lines = [
+        f'[nodes.{name}]\naddress = "{listen_address(NodeConfig(address=address, name=name))}"\n'
+        for name, address in named.items()
+    ]
+    roster.write_text("".join(lines))
+    roster.chmod(0o600)
+    nodes = [
+        start_node(address=each, name=name, roster=str(roster), channels=["tcp"], disks=[str(place / f"disk-{name}")])
+        for name, each in named.items()
+    ]
+    first, second = (engine_of(node, stack) for node in nodes)
+    prompt = [*tokens(1), 5, 6, 7]
+    write = {"do_remote_decode": True, "transfer_id": TRANSFER, "decode_node": "two"}
+    read = {"do_remote_prefill": True, "transfer_id": TRANSFER, "prefill_node": "one", "prefill_tokens": len(prompt)}
+    run(first, prompt, "int8", write)
+    assert run(second, [*prompt, 7], "int8", read) == len(prompt), "with its tail"
+    assert run(second, [*prompt, 8]) == 0, "an exact request finds neither its chunks nor its tail"
+    assert run(second, [*prompt, 8], "int8") >= CHUNKS * CHUNK
+    wait_until(lambda: len(coded(place / "disk-two")) == CHUNKS, what="the peer stores them with their loss, too")
+    exact = {**read, "transfer_id": "y" * 20}
+    run(first, prompt, None, {**write, "transfer_id": "y" * 20})
+    assert run(second, [*prompt, 7], None, exact) == len(prompt)
+
+
+def test_after_a_reset_they_are_apart_still(
+    start_node: Callable[..., NodeProcess], place: Path, stack: ExitStack
+) -> None:
+    node = start_node(arena_bytes=2 * MIB, disks=[str(place / "disk")])
+    engine = engine_of(node, stack)
+    prompt = tokens(1)
+    waiting = Request("waiting", prompt, {"pdx_hints": {"version": 1, "codec": "int8"}})
+    assert engine.match(waiting) == 0
+    engine.scheduler.reset()
+    assert engine.match(waiting) == 0
+    engine.allocate(waiting, 0)
+    engine.step((waiting, len(prompt)))
+    engine.finish(waiting)
+    stored(node, CHUNKS)
+    assert run(engine, prompt) == 0
+    assert run(engine, prompt, "int8") == CHUNKS * CHUNK
+    stored(node, 2 * CHUNKS)
+    assert run(engine, prompt) == CHUNKS * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings"),
+    [
+        ("zip", {}),
+        (["int8"], {}),
+        ("int8", {"keeps_apart": False}),
+        ("int8", {"shape": {**SHAPE, "dtype": "torch.uint8 as fp8"}}),
+        ("int8", {"shape": {**SHAPE, "order": ""}}),
+    ],
+    ids=str,
+)
+def test_who_cannot_have_the_codec_is_told_and_is_exact(
+    node: NodeProcess, stack: ExitStack, caplog: pytest.LogCaptureFixture, codec: Any, settings: dict[str, Any]
+) -> None:
+    engine = engine_of(node, stack, **settings)
+    prompt = tokens(1)
+    assert run(engine, prompt, codec) == 0
+    wait_until(lambda: node.status().chunks.get("sealed", 0) >= CHUNKS, what="they are sealed")
+    assert run(engine, prompt) == CHUNKS * CHUNK, "its chunks are those of exact requests"
+    assert any("is stored exactly" in record.message for record in caplog.records)
+    wait_until(lambda: node.status().counters.get("degraded_codec_refused") == 1, what="it is counted")
+
+
+def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(node: NodeProcess, stack: ExitStack) -> None:
+    """They may be those of exact requests, and what is computed behind them goes to these."""
+    engine = engine_of(node, stack)
+    request = Request("late", tokens(1), {"pdx_hints": {"version": 1, "codec": "int8"}})
+    assert engine.match(request, local=CHUNK) == 0
+    assert engine.scheduler._requests["late"].hints.form == ""
+    engine.finish(request)
+
+
+# ---- forms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    [
+        ({}, (1, HEADS, BLOCK, 2, DIM)),
+        ({"order": "LBNHC"}, (BLOCK, HEADS, 1, 2, DIM)),
+        ({"order": "BLHNC", "dtype": "torch.bfloat16 as auto"}, (1, HEADS, BLOCK, 2, DIM)),
+        ({"backend": "CPU_ATTN", "isa": "amx", "dtype": "torch.bfloat16 as auto"}, (1, HEADS, 1, 2, BLOCK * DIM)),
+        ({"num_heads": 1, "head_dim": 2 * DIM}, (1, 1, BLOCK, 2, 2 * DIM)),
+        ({"num_heads": 1, "head_dim": 4 * DIM}, (1, 1, BLOCK, 1, 4 * DIM)),  # as with latent attention
+        ({"dtype": "torch.float16 as float16"}, (1, HEADS, BLOCK, 2, DIM)),
+    ],
+)
+def test_a_layout_says_where_heads_are(changes: dict[str, Any], shape: tuple[int, ...]) -> None:
+    form = form_of(layout(**{**SHAPE, "page_bytes": PAGE, **changes}), "fp8")
+    assert form.shape == shape
+    assert form.page_bytes == PAGE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "torch.uint8 as fp8"},
+        {"dtype": "torch.bfloat16 as fp8_e4m3"},
+        {"dtype": "torch.float64"},
+        {"order": "LHBNC"},
+        {"order": "LBHNC+LBNHC"},
+        {"order": ""},
+        {"isa": "amx"},
+        {"head_dim": 96},
+    ],
+    ids=str,
+)
+def test_a_layout_that_does_not_say_it_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError):
+        form_of(layout(**{**SHAPE, "page_bytes": PAGE, **changes}), "fp8")
+
+
+def test_each_form_has_a_fingerprint_of_its_own() -> None:
+    given = layout(**{**SHAPE, "page_bytes": PAGE})
+    exact = given.fingerprint()
+    forms = [str(form_of(given, codec)) for codec in ("fp8", "int8")]
+    assert len({exact, *(lossy_fingerprint(exact, form) for form in forms)}) == 3
+    with pytest.raises(CodecError):
+        Form("fp8", "bf16", (1, 0, 1, 1, 1))

@@ -1,0 +1,679 @@
+"""What requests and applications say of the future of chunks: the service on a clock of the test, with a fake tier."""
+
+import contextlib
+import os
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from pdx.config import NodeConfig
+from pdx.errors import ArenaFull, ChunkMissing, ProtocolError
+from pdx.memory.arena import GRANULE_BYTES, Arena
+from pdx.node.service import Service
+from pdx.store.tier import Grant, Held, Tier
+from pdx.wire.hints import Hints, tenant
+from pdx.wire.messages import MAX_SLOTS, VERSION, Abort, Admit, Advise, Bye, Delete, Fill, Hello, Pin, Release
+
+CHUNKS = 256  # as many as the smallest arena has
+A, B = tenant("a"), tenant("b")
+
+
+class Below(Tier):
+    """A fake: what it is given it has when the test says so."""
+
+    kind = name = "below"
+    is_whole = True
+    max_inflight_bytes = 1 << 30
+
+    def __init__(self, copies):
+        self.keys, self.jobs, self.copies = set(), [], copies
+
+    def find(self, keys, shards):
+        run = []
+        for key in keys:
+            if key not in self.keys:
+                break
+            run.append(Held(GRANULE_BYTES, 1))
+        return run
+
+    def admit(self, copy):
+        return Grant([at for at, key in enumerate(copy.keys) if key not in self.keys])
+
+    def store(self, job):
+        self.jobs.append(job)
+
+    load = store
+
+    def cancel(self, copy):
+        pass
+
+    def over(self, copy):
+        pass
+
+    def evict(self, keys):
+        gone = self.keys & set(keys)
+        self.keys -= gone
+        return len(gone)
+
+    def close(self):
+        pass
+
+    def end(self):
+        """All jobs under way are over."""
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            self.keys |= {part.key for part in job.parts}
+            self.copies.done(self.name, job, None)
+        return [int.from_bytes(part.key, "big") for job in jobs for part in job.parts]
+
+
+class Bed:
+    """A service, one client of it, and its clock."""
+
+    def __init__(self, place, arena, *, has_tier=True, **config):
+        self.now = 1000.0
+        self.is_slow = False  # the tier below: it moves nothing until `settle`
+        nbytes = CHUNKS * GRANULE_BYTES
+        config.setdefault("tenant_lease_share", 0.125)  # 32 chunks
+        config.setdefault("pin_share", 0.25)  # 64 chunks
+        self.service = Service(
+            NodeConfig(address=f"ipc://{place}/n.sock", arena_bytes=nbytes, **config), [arena], 1, lambda: self.now
+        )
+        self.service.peers.turn = list
+        self.below = Below(self.service.copies)
+        if has_tier:
+            self.service.tiers.below.append([self.below])
+        self.session = self.attach("client")
+
+    def attach(self, name, kind="client"):
+        hello = Hello(VERSION, os.getpid(), kind, name=name, engine="" if kind == "client" else "engine")
+        return self.service.attach(name.encode(), hello, os.getpid())[0]
+
+    def ask(self, body, session=None):
+        answer = self.service.handle(session or self.session, body)
+        self.service.turn()
+        while self.below.jobs and not self.is_slow:
+            self.below.end()
+            self.service.turn()
+        return answer
+
+    def request(self, numbers, hints=Hints(""), *, is_done=True, **fields):  # noqa: B008
+        """A request that writes what is missing and reads what is there; what became of each field of its hints."""
+        fields = {"lease_s": 5.0, "partial": True, **fields}
+        answer = self.ask(Admit(keys(numbers), GRANULE_BYTES, 1, hints=hints, **fields))
+        if is_done:
+            self.end(answer)
+        return told(answer)
+
+    def end(self, answer):
+        self.ask(Fill(answer.granted_slots, 0, 1, True))
+        if answer.lease:
+            self.ask(Release(answer.lease))
+
+    def advise(self, hints, numbers=()):
+        return told(self.ask(Advise(hints, keys(numbers))))
+
+    def there(self, numbers):
+        return [number for number in numbers if self.service.store.find(keys([number]), 1)]
+
+    def flood(self, first=5000, count=CHUNKS):
+        """Others want all the room there is."""
+        for number in range(first, first + count, 8):
+            self.request(range(number, min(number + 8, first + count)))
+
+    def settle(self):
+        """What is under way with the tier below is over."""
+        for _ in range(10):
+            self.service.tick()
+            self.service.turn()
+            self.below.end()
+            self.service.turn()
+
+    def wait(self, seconds):
+        self.now += seconds
+        self.service.tick()
+        self.service.turn()
+
+    def close(self):
+        self.service.sessions.close()
+        self.service.peers.close()
+
+
+def keys(numbers):
+    return [number.to_bytes(16, "big") for number in numbers]
+
+
+def told(answer):
+    return {verdict.field: (verdict.outcome, verdict.value, verdict.text) for verdict in answer.verdicts}
+
+
+def outcomes(verdicts):
+    return {field: outcome for field, (outcome, _, _) in verdicts.items()}
+
+
+@pytest.fixture
+def beds(place):
+    made = []
+    arenas = []
+
+    def make(**config):
+        arenas.append(Arena.create(place / f"arena{len(arenas)}", CHUNKS * GRANULE_BYTES + (1 << 20)))
+        made.append(Bed(place, arenas[-1], **config))
+        return made[-1]
+
+    yield make
+    for bed in made:
+        bed.close()
+    for arena in arenas:
+        arena.close()
+
+
+@pytest.fixture
+def bed(beds):
+    return beds()
+
+
+# ---- priority and expected reuse ------------------------------------------------------------------
+
+
+def test_what_is_expected_sooner_stays_longer_and_what_is_expected_at_all_longer_still(bed):
+    bed.request(range(8), Hints("", reuse_s=3600.0))
+    bed.request(range(10, 18), Hints("", reuse_s=60.0))
+    bed.request(range(20, 28))
+    room = CHUNKS - 24
+    bed.flood(count=room)
+    assert bed.there(range(28)) == [*range(8), *range(10, 18), *range(20, 28)]
+    kept = []
+    for number in range(3):
+        bed.ask(Admit(keys(range(5000, 5000 + room)), lease_s=60.0))  # only the three are left to go
+        bed.request(range(9000 + 8 * number, 9008 + 8 * number), lease_s=60.0, is_done=False)
+        kept.append(bed.there([7, 17, 27]))
+    assert kept == [[7, 17], [17], []]
+
+
+def test_what_was_expected_before_now_has_lost_its_place(bed):
+    bed.request(range(8), Hints("", reuse_s=60.0))
+    bed.wait(59)
+    bed.flood()
+    assert bed.there(range(8)) == list(range(8))
+    bed.wait(2)
+    bed.flood(first=7000, count=2 * CHUNKS)
+    assert bed.there(range(8)) == []
+
+
+def test_priority_comes_before_expectation(bed):
+    bed.request(range(4), Hints("", priority=1))
+    bed.request(range(10, 14), Hints("", reuse_s=10.0))
+    bed.flood(count=CHUNKS - 8)
+    bed.ask(Admit(keys(range(5000, 5000 + CHUNKS - 8)), lease_s=60.0))
+    bed.request(range(9000, 9004), lease_s=60.0, is_done=False)
+    assert bed.there([*range(4), *range(10, 14)]) == [0, 1, 2, 3]
+
+
+def test_of_several_expectations_the_soonest_that_is_to_come_counts(bed):
+    bed.request(range(4), Hints("", reuse_s=10.0))
+    bed.request(range(4), Hints("", reuse_s=3600.0))
+    [chunk] = bed.service.store.of(keys([0])[0])
+    assert chunk.expected_at == bed.now + 10
+    bed.wait(11)
+    bed.request(range(4), Hints("", reuse_s=3600.0))
+    assert chunk.expected_at == bed.now + 3600
+
+
+def test_a_policy_by_age_weighs_no_expectation_and_says_so(beds):
+    bed = beds(policy="ttl:30")
+    assert outcomes(bed.request(range(4), Hints("", reuse_s=60.0))) == {"reuse_s": "refused"}
+    assert outcomes(bed.request(range(4), Hints("", priority=3))) == {"priority": "accepted"}
+
+
+# ---- time to live --------------------------------------------------------------------------------
+
+
+def test_what_has_a_time_to_live_is_forgotten_after_it_everywhere(bed):
+    assert outcomes(bed.request(range(8), Hints("", ttl_s=60.0))) == {"ttl_s": "accepted"}
+    bed.settle()
+    assert bed.below.keys == set(keys(range(8)))
+    bed.flood()  # memory has them no more
+    bed.wait(59)
+    assert bed.below.keys >= set(keys(range(8)))
+    bed.wait(2)
+    assert not bed.below.keys & set(keys(range(8)))
+    assert bed.there(range(8)) == []
+    assert len(bed.service.hinting.ends) == 0
+
+
+def test_what_requests_share_lives_as_long_as_the_longest(bed):
+    bed.request(range(8), Hints("", ttl_s=60.0))
+    bed.request(range(4), Hints("", ttl_s=600.0))
+    bed.request(range(2))
+    bed.wait(61)
+    assert bed.there(range(8)) == [0, 1, 2, 3]
+    bed.wait(600)
+    assert bed.there(range(8)) == [0, 1]
+
+
+def test_what_others_use_without_an_end_gets_none(bed):
+    bed.request(range(4))
+    outcome, _, text = bed.request(range(8), Hints("", ttl_s=60.0))["ttl_s"]
+    assert (outcome, "4 of 8 chunks stay" in text) == ("clipped", True)
+    assert outcomes(bed.request(range(4), Hints("", ttl_s=60.0))) == {"ttl_s": "refused"}
+    bed.wait(61)
+    assert bed.there(range(8)) == [0, 1, 2, 3]
+
+
+def test_what_a_tier_below_has_of_others_gets_no_end(bed):
+    bed.below.keys = set(keys(range(4)))
+    scheduler, worker = bed.attach("e", kind="scheduler"), bed.attach("e0", kind="worker")
+    writes = Admit(keys(range(8)), GRANULE_BYTES, 1, hints=Hints("", ttl_s=60.0))  # and reads nothing
+    answer = bed.ask(writes, scheduler)
+    assert answer.granted == list(range(8))
+    assert told(answer)["ttl_s"][2].startswith("4 of 8 chunks stay")
+    bed.ask(Fill(answer.granted_slots, 0, 1, True), worker)
+    bed.wait(61)
+    assert bed.there(range(8)) == [0, 1, 2, 3]
+    assert bed.below.keys >= set(keys(range(4)))
+
+
+def test_what_is_being_filled_when_its_time_comes_is_forgotten_when_it_is_whole(bed):
+    answer = bed.ask(Admit(keys(range(4)), GRANULE_BYTES, 1, hints=Hints("", ttl_s=1.0)))
+    bed.wait(30)
+    bed.end(answer)
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+    bed.wait(30)
+    assert bed.there(range(4)) == []
+
+
+def test_a_look_is_no_use(bed):
+    bed.request(range(4), Hints("", ttl_s=60.0))
+    bed.ask(Admit(keys(range(4))))
+    bed.wait(61)
+    assert bed.there(range(4)) == []
+
+
+def test_so_many_chunks_may_have_an_end(bed, monkeypatch):
+    monkeypatch.setattr("pdx.store.hints.ends.MAX_ENDS", 6)
+    assert outcomes(bed.request(range(8), Hints("", ttl_s=60.0))) == {"ttl_s": "clipped"}
+    bed.wait(61)
+    assert len(bed.there(range(8))) == 2
+
+
+# ---- leases --------------------------------------------------------------------------------------
+
+
+def test_what_is_leased_is_not_evicted_until_its_time_is_over(bed):
+    assert bed.request(range(8), Hints("", lease_s=60.0)) == {"lease_s": ("accepted", "", "")}
+    bed.flood(count=2 * CHUNKS)
+    assert bed.there(range(8)) == list(range(8))
+    bed.wait(61)
+    assert bed.service.store.counters["tenant_leases_expired"] == 8
+    bed.flood(first=8000, count=2 * CHUNKS)
+    assert bed.there(range(8)) == []
+    assert (bed.service.store.kept_bytes, bed.service.store.tenant_leases.total_bytes()) == (0, 0)
+
+
+def test_a_lease_longer_than_the_most_is_clipped(bed):
+    outcome, value, text = bed.request(range(8), Hints("", lease_s=3600.0))["lease_s"]
+    assert (outcome, value) == ("clipped", "600")
+    assert "--lease-max-s" in text
+
+
+def test_a_lease_does_not_outlast_a_time_to_live(bed):
+    assert bed.request(range(8), Hints("", lease_s=60.0, ttl_s=10.0))["lease_s"][:2] == ("clipped", "10")
+    bed.wait(11)
+    assert bed.there(range(8)) == []
+
+
+def test_above_the_budget_the_beginning_of_the_prompt_is_leased_and_then_nothing(bed):
+    outcome, value, text = bed.request(range(40), Hints("", lease_s=60.0))["lease_s"]
+    assert (outcome, value) == ("clipped", "60")
+    assert text == "the first 32 of 40 chunks: more is above --tenant-lease-share"
+    assert outcomes(bed.request(range(100, 108), Hints("", lease_s=60.0))) == {"lease_s": "refused"}
+    assert outcomes(bed.request(range(200, 208), Hints("", salt=A, lease_s=60.0))) == {"lease_s": "accepted"}
+    bed.flood(count=2 * CHUNKS)
+    assert bed.there(range(300)) == [*range(32), *range(200, 208)]
+
+
+def test_all_tenants_and_pins_together_keep_no_more_than_the_share_of_pins(bed):
+    bed.request(range(900, 920))
+    bed.ask(Pin(keys(range(900, 920))))
+    kept = 0
+    for number in range(6):
+        hints = Hints("", salt=tenant(f"tenant {number}"), lease_s=60.0)
+        bed.request(range(number * 10, number * 10 + 10), hints)
+        kept = sum(bool(chunk.leased_until) for one in range(60) for chunk in bed.service.store.of(keys([one])[0]))
+    assert kept == 64 - 20
+    bed.request(range(800, 801))
+    with pytest.raises(ArenaFull, match="pinned or leased"):
+        bed.ask(Pin(keys([800])))
+    assert bed.there(range(5)) == list(range(5))
+    bed.ask(Pin(keys([0])))  # what is leased already costs nothing
+    bed.wait(61)
+    assert bed.service.store.kept_bytes == 21 * GRANULE_BYTES
+
+
+@pytest.mark.parametrize("how", ["deleted", "never whole", "released", "its process ends"])
+def test_what_was_leased_is_given_back(bed, how):
+    session = bed.attach("other")
+    answer = bed.ask(Admit(keys(range(4)), GRANULE_BYTES, 1, hints=Hints("", lease_s=60.0)), session)
+    assert bed.service.store.tenant_leases.nbytes(b"") == 4 * GRANULE_BYTES
+    if how == "never whole":
+        bed.ask(Abort(answer.granted_slots), session)
+    elif how == "its process ends":
+        bed.ask(Bye(), session)
+    else:
+        bed.ask(Fill(answer.granted_slots, 0, 1, True), session)
+        assert bed.service.store.available_bytes == (CHUNKS - 4) * GRANULE_BYTES
+        if how == "deleted":
+            bed.ask(Delete(keys(range(4))), session)
+        else:
+            assert outcomes(bed.advise(Hints("", lease_s=0.0), range(4))) == {"lease_s": "accepted"}
+    assert bed.service.store.tenant_leases.nbytes(b"") == bed.service.store.kept_bytes == 0
+    assert bed.service.store.available_bytes == CHUNKS * GRANULE_BYTES
+
+
+def test_who_reads_what_is_leased_does_not_make_it_evictable(bed):
+    bed.request(range(4), Hints("", lease_s=60.0))
+    bed.request(range(4))
+    bed.flood(count=2 * CHUNKS)
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+
+
+def test_a_share_of_nothing_leases_nothing(beds):
+    bed = beds(tenant_lease_share=0.0)
+    assert outcomes(bed.request(range(4), Hints("", lease_s=60.0))) == {"lease_s": "refused"}
+
+
+class Leases(RuleBasedStateMachine):
+    """Never more than the shares, and all of it is given back. `run` gives it a place."""
+
+    place = None
+    numbers = st.integers(0, 30).map(lambda first: range(first * 4, first * 4 + 12))
+    tenants = st.sampled_from([b"", A, B])
+
+    def __init__(self):
+        super().__init__()
+        self.arena = Arena.create(self.place / f"arena-{id(self)}", CHUNKS * GRANULE_BYTES + (1 << 20))
+        self.open = []
+
+    @initialize(
+        policy=st.sampled_from(["lru", "lfu", "fifo", "s3fifo", "sieve", "ttl:40"]), quota=st.sampled_from([1.0, 0.2])
+    )
+    def start(self, policy, quota):
+        self.bed = Bed(self.place, self.arena, has_tier=False, policy=policy, salt_quota=quota)
+
+    def keys_of(self, tenant, numbers):
+        """Keys cover the salt."""
+        offset = {b"": 0, A: 1000, B: 2000}[tenant]
+        return keys(number + offset for number in numbers)
+
+    @rule(
+        numbers=numbers,
+        who=tenants,
+        seconds=st.sampled_from([None, 1.0, 20.0, 5000.0]),
+        reuse_s=st.sampled_from([0.0, 10.0, 300.0]),
+        priority=st.integers(0, 9),
+        is_done=st.booleans(),
+    )
+    def request(self, numbers, who, seconds, reuse_s, priority, is_done):
+        hints = Hints("", priority, reuse_s, who, lease_s=seconds)
+        ask = Admit(self.keys_of(who, numbers), GRANULE_BYTES, 1, lease_s=5.0, partial=True, hints=hints)
+        answer = self.bed.ask(ask)
+        if is_done:
+            self.bed.end(answer)
+        else:
+            self.open.append(answer)
+
+    @rule(at=st.integers(0, 9), how=st.sampled_from(["seal", "abort"]))
+    def finish(self, at, how):
+        if self.open:
+            answer = self.open.pop(at % len(self.open))
+            if how == "seal":
+                self.bed.ask(Fill(answer.granted_slots, 0, 1, True))
+            else:
+                self.bed.ask(Abort(answer.granted_slots))
+
+    @rule(numbers=numbers, who=tenants, seconds=st.sampled_from([0.0, 30.0]))
+    def advise(self, numbers, who, seconds):
+        self.bed.ask(Advise(Hints("", salt=who, lease_s=seconds), self.keys_of(who, numbers)))
+
+    @rule(numbers=numbers, who=tenants, pinned=st.booleans())
+    def pin(self, numbers, who, pinned):
+        with contextlib.suppress(ArenaFull, ChunkMissing):
+            self.bed.ask(Pin(self.keys_of(who, numbers), pinned))
+
+    @rule(numbers=numbers, who=tenants)
+    def delete(self, numbers, who):
+        self.bed.ask(Delete(self.keys_of(who, numbers)))
+
+    @rule(seconds=st.sampled_from([0.5, 15.0, 700.0]))
+    def wait(self, seconds):
+        self.bed.wait(seconds)
+
+    @invariant()
+    def holds(self):
+        store = self.bed.service.store
+        chunks = [chunk for slots in store._index.slots for chunk in slots.values()]
+        leased = [chunk for chunk in chunks if chunk.leased_until]
+        for who in (b"", A, B):
+            nbytes = sum(chunk.room_bytes for chunk in leased if chunk.lessee == who)
+            assert nbytes == store.tenant_leases.nbytes(who) <= CHUNKS * GRANULE_BYTES / 8
+        assert sum(chunk.room_bytes for chunk in leased) == store.tenant_leases.total_bytes()
+        kept = sum(chunk.slot.nbytes for chunk in chunks if chunk.pins or chunk.leased_until)
+        assert kept == store.kept_bytes <= CHUNKS * GRANULE_BYTES / 4
+        [pool] = store.pools
+        evictable = [chunk for chunk in chunks if chunk.is_evictable]
+        assert set(pool.order.peek()) == {chunk for chunk in chunks if chunk.is_in_order} == set(evictable)
+        assert sum(chunk.room_bytes for chunk in evictable) == pool.order.nbytes
+        assert all(chunk.leased_until <= self.bed.now + 600 for chunk in leased)
+
+    def teardown(self):
+        store = self.bed.service.store
+        for answer in self.open:
+            self.bed.ask(Abort(answer.granted_slots))
+        for who in (b"", A, B):
+            for numbers in (range(200),):
+                for _ in range(1 + max((c.pins for s in store._index.slots for c in s.values()), default=0)):
+                    for key in self.keys_of(who, numbers):
+                        if store.find([key], 1):
+                            self.bed.ask(Pin([key], pinned=False))
+        self.bed.wait(1000.0)
+        assert (store.kept_bytes, store.tenant_leases.total_bytes()) == (0, 0)
+        assert store.available_bytes == CHUNKS * GRANULE_BYTES, "all of it is given back"
+        self.bed.close()
+        self.arena.close()
+
+
+def test_leases_never_keep_more_than_their_shares_and_all_is_given_back(place):
+    Leases.place = place
+    run_state_machine_as_test(Leases, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+
+
+# ---- demoting ------------------------------------------------------------------------------------
+
+
+def test_what_is_demoted_is_stored_below_first_and_then_leaves_memory(beds):
+    bed = beds(store="twice-seen")  # by which nothing of it would be stored
+    bed.is_slow = True
+    answer = bed.ask(Admit(keys(range(8)), GRANULE_BYTES, 1, lease_s=5.0, hints=Hints("", demote=[""])))
+    assert told(answer) == {"demote": ("accepted", "", "")}
+    bed.service.tick()
+    bed.service.turn()
+    assert not bed.below.jobs, "it is not whole yet"
+    bed.end(answer)
+    bed.service.tick()
+    bed.service.turn()
+    assert bed.there(range(8)) == list(range(8)), "it is being stored"
+    bed.settle()
+    assert bed.there(range(8)) == []
+    assert bed.below.keys == set(keys(range(8)))
+    assert bed.service.counters["demoted_chunks"] == 8
+    assert len(bed.service.hinting.demotions) == 0
+    assert bed.service.store.history.why(keys([0])[0]).why.startswith("evicted: ")
+
+
+def test_what_somebody_reads_is_demoted_when_nobody_does(bed):
+    bed.request(range(4))
+    lease = bed.ask(Admit(keys(range(4)), lease_s=100.0)).lease
+    assert outcomes(bed.advise(Hints("", demote=[""]), range(4))) == {"demote": "accepted"}
+    bed.settle()
+    bed.wait(90)
+    bed.settle()
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+    bed.ask(Release(lease))
+    bed.settle()
+    assert bed.there(range(4)) == []
+
+
+def test_what_another_request_uses_meanwhile_stays(bed):
+    bed.request(range(4))
+    bed.advise(Hints("", demote=[""]), range(4))
+    bed.request(range(2))
+    bed.settle()
+    assert bed.there(range(4)) == [0, 1]
+
+
+def test_without_a_tier_below_nothing_is_demoted(beds):
+    bed = beds(has_tier=False)
+    outcome, _, text = bed.request(range(4), Hints("", demote=[""]))["demote"]
+    assert (outcome, "--disk" in text) == ("refused", True)
+    bed.settle()
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+
+
+def test_what_the_tier_below_does_not_take_stays(bed):
+    bed.below.admit = lambda copy: Grant([])
+    bed.request(range(4), Hints("", demote=[""]))
+    bed.settle()
+    bed.wait(61)
+    bed.settle()
+    assert bed.there(range(4)) == [0, 1, 2, 3]
+    assert bed.service.counters["demotions_given_up"] == 4
+
+
+def test_what_other_sessions_use_too_stays(bed):
+    bed.request(range(4), Hints("one"))
+    bed.request([0, 1, 10, 11], Hints("two"))
+    outcome, _, text = bed.request(range(4), Hints("one", demote=[""]))["demote"]
+    assert (outcome, text) == ("clipped", "the first 2 of 4 chunks stay: other sessions use them, too")
+    bed.settle()
+    assert bed.there(range(4)) == [0, 1]
+
+
+def test_a_lease_and_a_demotion_exclude_each_other(bed):
+    verdicts = bed.request(range(4), Hints("", lease_s=10.0, demote=[""]))
+    assert outcomes(verdicts) == {"lease_s": "accepted", "demote": "refused"}
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+
+
+def test_a_session_is_loaded_leased_and_demoted_by_its_name(bed):
+    bed.request(range(8), Hints("s"))
+    bed.settle()
+    bed.flood(count=2 * CHUNKS)
+    assert bed.there(range(8)) == []
+    verdicts = bed.advise(Hints("s", lease_s=60.0, prefetch=[""], priority=3, reuse_s=5.0))
+    assert set(outcomes(verdicts).values()) == {"accepted"}
+    bed.settle()
+    bed.flood(first=8000, count=2 * CHUNKS)
+    assert bed.there(range(8)) == list(range(8))
+    assert outcomes(bed.advise(Hints("s", lease_s=0.0, demote=[""]))) == {
+        "lease_s": "accepted",
+        "demote": "accepted",
+        "session": "accepted",
+    }
+    bed.wait(31)  # it was expected so long
+    bed.settle()
+    assert bed.there(range(8)) == []
+
+
+def test_a_request_may_name_other_sessions(bed):
+    bed.request(range(8), Hints("next"))
+    bed.request(range(20, 24), Hints("last"))
+    bed.settle()
+    bed.service.store.delete(keys(range(8)))
+    verdicts = bed.request(range(40, 44), Hints("now", prefetch=["next"], demote=["last", "nobody"]))
+    assert outcomes(verdicts) == {"session": "accepted", "prefetch": "accepted", "demote": "clipped"}
+    assert verdicts["demote"][2] == "no request of session 'nobody' is known here"
+    bed.settle()
+    assert bed.there(range(24)) == list(range(8))
+
+
+def test_the_name_of_a_session_finds_nothing_of_another_tenant(bed):
+    bed.request(range(8), Hints("s", salt=A, ttl_s=60.0))
+    bed.settle()
+    for salt in (b"", B):
+        for hints in (
+            Hints("s", salt=salt, demote=[""]),
+            Hints("x", salt=salt, demote=["s"]),
+            Hints("s", salt=salt, ttl_s=600.0, lease_s=60.0, priority=9, reuse_s=1.0, prefetch=[""], demote=["s"]),
+        ):
+            assert set(outcomes(bed.advise(hints)).values()) == {"refused"}
+        bed.service.look_ahead.arriving((salt, "s"))
+        assert len(bed.service.look_ahead) == 0
+    bed.settle()
+    assert bed.there(range(8)) == list(range(8))
+    assert bed.service.store.kept_bytes == 0
+    bed.request(range(100, 104), Hints("s", salt=B))  # of the same name, and nobody's loss
+    assert outcomes(bed.advise(Hints("s", salt=A, demote=[""]))) == {"demote": "accepted", "session": "accepted"}
+    bed.settle()
+    assert bed.there([*range(8), *range(100, 104)]) == [100, 101, 102, 103]
+    bed.wait(61)
+    assert not bed.below.keys & set(keys(range(8)))
+
+
+def test_another_tenants_keys_are_as_if_they_were_not_there(bed):
+    bed.request(range(8), Hints("s", salt=A))
+    verdicts = bed.advise(Hints("", salt=B, lease_s=60.0, demote=[""], ttl_s=5.0, priority=9, reuse_s=9.0), range(8))
+    assert set(outcomes(verdicts).values()) == {"refused"}
+    bed.settle()
+    bed.wait(6)
+    assert bed.there(range(8)) == list(range(8))
+
+
+def test_a_prefetch_without_a_tier_below_says_so(beds):
+    bed = beds(has_tier=False)
+    bed.request(range(8), Hints("s"))
+    assert outcomes(bed.advise(Hints("s", prefetch=[""])))["prefetch"] == "accepted", "all of it is here"
+    bed.wait(31)  # it was expected so long
+    bed.flood(count=2 * CHUNKS)
+    outcome, _, text = bed.advise(Hints("s", prefetch=[""]))["prefetch"]
+    assert (outcome, "no tier below" in text) == ("refused", True)
+
+
+# ---- what there is not ---------------------------------------------------------------------------
+
+
+def test_a_codec_that_is_not_known_is_refused(bed):
+    assert outcomes(bed.request(range(4), Hints("", codec="fp8"))) == {"codec": "refused"}
+    assert outcomes(bed.request(range(4), Hints("", codec="none"))) == {"codec": "accepted"}
+
+
+def test_advice_about_nothing_is_refused(bed):
+    assert outcomes(bed.advise(Hints("", lease_s=1.0, prefetch=[""]))) == {"lease_s": "refused", "prefetch": "refused"}
+    assert bed.advise(Hints("")) == {}
+    with pytest.raises(ProtocolError, match="are more than"):
+        bed.ask(Advise(Hints(""), keys(range(100)), MAX_SLOTS // 100 + 1))
+
+
+def test_a_request_without_hints_gets_no_answer_to_them(bed):
+    assert bed.request(range(4)) == {}
+    assert bed.request(range(4), Hints("", salt=A)) == {}
+
+
+def test_hints_that_fail_cost_the_request_nothing(bed, monkeypatch):
+    monkeypatch.setattr(bed.service.hinting, "_carry_out", lambda *_: 1 / 0)
+    answer = bed.ask(Admit(keys(range(4)), GRANULE_BYTES, 1, hints=Hints("", lease_s=5.0)))
+    assert (answer.granted, answer.verdicts) == ([0, 1, 2, 3], [])
+    assert bed.service.counters["internal_errors"] == 1
+
+
+def test_the_answer_is_remembered_with_the_request(bed):
+    bed.request(range(4), Hints("", lease_s=5.0, codec="int8"), request="r")
+    [explained] = bed.service.explained("r").requests
+    assert {verdict.field: verdict.outcome for verdict in explained.verdicts} == {
+        "lease_s": "accepted",
+        "codec": "refused",
+    }

@@ -1,0 +1,133 @@
+"""What is known of nodes that controllers name, and orders that are answered in one go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from cache_stage import LAYOUT, SHAPE, stage
+from proxy_harness import run
+
+from pdx.errors import NodeUnavailable, SelectionError
+from pdx.proxy.cache import instances as instances_module
+from pdx.proxy.cache.instances import FORGET_S, Instances
+from pdx.proxy.cache.orders import Orders
+from pdx.telemetry.faults import Faults
+from pdx.wire.messages import VERSION, EngineReport, JobStatus, MarkReport, NodeReport, Reply, Verify
+
+SILENT_S = 5.0
+
+
+class Bed:
+    """Instances with a clock and a roster that a test sets."""
+
+    def __init__(self, members=None):
+        self.now = 100.0
+        self.members = members
+        self.instances = Instances(members=lambda: self.members, silent_s=SILENT_S, clock=lambda: self.now)
+
+    def report(self, name, *engines, epoch=1):
+        return self.instances.report(NodeReport(VERSION, name, epoch, 1, 1, list(engines), []))
+
+
+def test_a_node_that_is_silent_is_known_until_it_is_forgotten():
+    bed = Bed()
+    assert not bed.report("a")
+    bed.instances.check_heard("a")
+    bed.now += SILENT_S
+    with pytest.raises(NodeUnavailable, match="node 'a' has not been heard of for 5 s"):
+        bed.instances.check_heard("a")
+    assert not bed.report("a")
+    bed.instances.check_heard("a")
+    assert bed.report("a", epoch=2), "another life"
+    bed.now += FORGET_S + 1
+    with pytest.raises(SelectionError, match="there are none"):
+        bed.instances.check_heard("a")
+
+
+def test_the_roster_says_which_nodes_there_are():
+    bed = Bed({"a", "b"})
+    bed.report("a")
+    bed.report("x")
+    assert list(bed.instances.all()) == ["a", "b"]
+    with pytest.raises(NodeUnavailable, match="is in the roster, and has not reported"):
+        bed.instances.check_heard("b")
+    assert bed.instances.place("*").nodes == ("a", "b")
+    bed.members = {"b"}
+    with pytest.raises(SelectionError, match="no node is named 'a'; there are b"):
+        bed.instances.check_heard("a")
+
+
+def test_how_many_are_known_is_bounded_and_their_marks_are_not_kept(monkeypatch):
+    monkeypatch.setattr(instances_module, "MAX_NODES", 2)
+    bed = Bed()
+    mark = MarkReport("t" * 16, "sealed", 1, 0, 0, "")
+    bed.instances.report(NodeReport(VERSION, "a", 1, 1, 1, [], [mark]))
+    for name in ("b", "c"):
+        bed.report(name)
+    assert list(bed.instances.all()) == ["a", "b"]
+    assert bed.instances.all()["a"].report.marks == []
+    bed.now += FORGET_S / 2
+    bed.report("b")
+    bed.now += FORGET_S / 2 + 1
+    bed.report("c")
+    assert list(bed.instances.all()) == ["b", "c"]
+
+
+def engine(name, layout=LAYOUT, shape=SHAPE):
+    return EngineReport(name, "both", f"http://{name}:1", 0, layout=layout, shape=shape)
+
+
+def test_engines_that_are_alike_are_one_model():
+    bed = Bed()
+    bed.report("a", engine("e"), engine("untold", layout=b"", shape={}))
+    bed.report("b", engine("f"))
+    assert [model.engine for model in bed.instances.model("")] == ["e", "f"]
+    assert [model.engine for model in bed.instances.model("http://f:1")] == ["e", "f"]
+    bed.report("b", engine("f", shape={**SHAPE, "root": "11" * 32}))
+    with pytest.raises(SelectionError, match="name chunks differently"):
+        bed.instances.model("")
+    assert [model.engine for model in bed.instances.model("f")] == ["f"]
+    bed.report("b")
+    bed.now += SILENT_S
+    with pytest.raises(SelectionError, match="no engine that is attached"):
+        bed.instances.model("")
+
+
+def test_an_answer_that_comes_twice_at_once_counts_once():
+    async def main():
+        counters, sent = Counter(), []
+        orders = Orders(lambda _, order: sent.append(order) or "", counters=counters, faults=Faults(counters))
+        asked = asyncio.create_task(orders.ask("a", Verify("disk"), 60.0))
+        await asyncio.sleep(0)
+        for state in ("done", "failed"):
+            orders.replied("a", Reply(sent[0].number, JobStatus("3f-7", "verify", state, 1)))
+        orders.lost("a", "was started again")
+        assert (await asked).state == "done"
+        assert counters["replies_late"] == 1
+
+    run(main)
+
+
+def test_what_could_not_be_posted_is_an_error_at_once():
+    async def main():
+        orders = Orders(lambda _, order: "it is gone", counters=Counter(), faults=None)
+        with pytest.raises(NodeUnavailable, match="node 'a' was not asked: it is gone"):
+            await orders.ask("a", Verify("disk"), 60.0)
+        assert len(orders) == 0
+
+    run(main)
+
+
+def test_nothing_is_moved_to_a_node_that_is_not_heard_of(tmp_path):
+    async def main():
+        async with stage(tmp_path, "a", "b") as made:
+            cache = made.made.proxy._cache
+            told = cache._instances.problem
+            cache._instances.problem = lambda each: "is silent" if each.name == "b" else told(each)
+            body = {"keys": ["ab" * 16], "source": "a/host", "target": "b/host"}
+            assert await made.error("move", **body) == (504, "NodeUnavailable", "node 'b' is silent")
+            assert made.nodes["a"].verbs == []
+
+    run(main)

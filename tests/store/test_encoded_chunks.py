@@ -1,0 +1,291 @@
+"""Chunks that are encoded where they are kept: in files, and under keys of a store that nodes share."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from disk_bed import MIB, Bed, key
+
+from pdx.errors import TierError
+from pdx.store import chunk_format
+from pdx.store.codecs.codec import LOSSLESS, NONE
+from pdx.store.disk import chunk_file
+from pdx.store.disk.chunk_file import ChunkFile
+from pdx.store.disk.scrub import num_files, scrub
+
+CHUNK_BYTES = 256 << 10
+
+
+def kv(number: int, nbytes: int) -> bytes:
+    """As bf16 has it: exponents that are alike."""
+    values = np.random.default_rng(number).standard_normal(nbytes // 2 + 1).astype("<f4").view("<u4")
+    return (values >> 16).astype("<u2").tobytes()[:nbytes]
+
+
+class KvBed(Bed):
+    """Whose chunks can be encoded."""
+
+    def _content(self, number: int, shard: int, nbytes: int) -> bytes:
+        return kv(number << 4 | shard, nbytes)
+
+    @property
+    def names(self) -> list[str]:
+        return [path.name for path in self.files]
+
+    def coded(self, number: int, shard: int = 0) -> int:
+        """Bytes of its file behind the header; 0: it is not encoded, or not there."""
+        return next((file.coded for file in self.tier._index.of(key(number)) if file.shard == shard), 0)
+
+    def path(self, number: int) -> os.PathLike[str]:
+        (file,) = self.tier._index.of(key(number))
+        return chunk_file.path_of(self.root, file)
+
+
+@pytest.fixture
+def make(tmp_path):
+    beds = []
+
+    def make_bed(**given):
+        settings = {"slot_bytes": CHUNK_BYTES, "limit_bytes": 16 * MIB, "codec": LOSSLESS} | given
+        beds.append(KvBed(tmp_path, **settings))
+        return beds[-1]
+
+    yield make_bed
+    for bed in beds:
+        bed.close()
+
+
+@pytest.fixture
+def bed(make):
+    return make()
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "layers"),
+    [(4000, 1), (9000, 1), (20_001, 4), (70_000, 7), (3 * MIB + 11, 3), (9 * MIB + 1, 1), (2 * MIB, 512)],
+)
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
+def test_what_is_loaded_is_what_was_stored(make, monkeypatch, is_direct, nbytes, layers):
+    if not is_direct:
+        monkeypatch.setattr(chunk_file, "takes_direct", lambda root: False)
+    bed = make(limit_bytes=64 * MIB, slot_bytes=nbytes, slots=2)
+    assert bed.tier.is_direct == is_direct
+    assert bed.store(7, nbytes=nbytes, layers=layers)
+    raw = ChunkFile(key(7), 0, layers, nbytes)
+    (file,) = bed.tier._index.of(key(7))
+    assert (file.coded > 0) == (nbytes > 4096)  # it takes a block at the least
+    assert file.charge < raw.charge or not file.coded
+    (path,) = bed.files
+    assert path.stat().st_size == file.size
+    assert bed.disk_bytes <= bed.tier.used_bytes == file.charge
+    assert bed.load(7, nbytes=nbytes, layers=layers) is None
+    bed.restart()
+    assert bed.tier.used_bytes == file.charge
+    assert bed.load(7, nbytes=nbytes, layers=layers) is None
+
+
+def test_what_does_not_shrink_is_stored_as_it_is(make, monkeypatch):
+    bed = make()
+    monkeypatch.setattr(bed, "_content", lambda number, shard, nbytes: random.Random(number).randbytes(nbytes))
+    assert bed.store(1)
+    assert bed.coded(1) == 0
+    assert bed.names == [bed.file(1).name]
+    assert bed.load(1) is None
+
+
+def test_what_a_node_with_another_setting_wrote_is_read(make):
+    bed = make(codec=NONE)
+    assert bed.store(1)
+    bed.restart(codec=LOSSLESS)
+    assert bed.store(2)
+    assert (bed.coded(1), bed.coded(2) > 0) == (0, True)
+    bed.restart(codec=NONE)
+    assert bed.load(1) is None
+    assert bed.load(2) is None
+    assert bed.counters["disk_outdated"] == bed.counters["disk_corrupt"] == 0
+
+
+def test_more_chunks_have_room_when_they_are_encoded(make):
+    limit = 8 * chunk_file.disk_bytes(CHUNK_BYTES, 4)
+    bed = make(limit_bytes=limit)
+    for number in range(20):
+        assert bed.store(number)
+        assert bed.disk_bytes <= bed.tier.used_bytes <= limit
+    assert bed.tier.num_chunks > 8
+    for number in range(20):
+        assert not bed.has(number) or bed.load(number) is None
+
+
+def test_room_for_all_of_a_chunk_is_there_before_it_is_encoded(make, monkeypatch):
+    """Nobody knows before what it will take; nor does the cap care that it will be less."""
+    charge = chunk_file.disk_bytes(CHUNK_BYTES, 4)
+    bed = make(limit_bytes=2 * charge)
+    assert bed.store(1)
+    arrived, go_on = threading.Semaphore(0), threading.Event()
+    real = chunk_file.encoded
+
+    def gated(*args):
+        arrived.release()
+        assert go_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(chunk_file, "encoded", gated)
+    copy = bed.start_store(2, at=2)
+    assert arrived.acquire(timeout=60)
+    assert bed.tier.used_bytes == charge + ChunkFile(key(1), 0, 4, CHUNK_BYTES, bed.coded(1)).charge
+    go_on.set()
+    assert bed.end(copy) is None
+    bed.settle()
+    assert bed.tier.used_bytes < charge + charge
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_account_is_true_whatever_happens(make, seed):
+    bed = make(limit_bytes=6 * chunk_file.disk_bytes(CHUNK_BYTES, 4))
+    random_ = random.Random(seed)
+    for _ in range(25):
+        bed.tier._workers._codec = random_.choice([NONE, LOSSLESS])
+        copies = []
+        for at in range(8):
+            number = random_.randrange(12)
+            if (what := random_.random()) < 0.6:
+                copies.append(bed.start_store(number, at=at))
+            elif what < 0.8 and bed.has(number):
+                copies.append(bed.start_load(number, at=at))
+            else:
+                bed.tier.evict([key(number)])
+        for copy in copies:
+            if copy is not None:
+                error = bed.end(copy)
+                assert error is None or error.kind in ("cancelled", "busy", "missing")
+        assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
+    bed.settle()
+    charges = [file.charge for of_key in bed.tier._index._files.values() for file in of_key]
+    assert bed.tier.used_bytes == sum(charges) == bed.tier._index.nbytes
+    assert len(charges) == len(bed.files)
+    before = bed.tier.used_bytes
+    bed.restart()
+    assert bed.tier.used_bytes == before
+
+
+def test_every_damage_is_found(bed):
+    assert bed.store(1)
+    path, good = bed.path(1), bed.files[0].read_bytes()
+    for at in [8, 30, 300, 4096, 4097, len(good) // 2, len(good) - 1]:
+        bad = bytearray(good)
+        bad[at] ^= 1
+        path.write_bytes(bad)
+        error = bed.load(1)
+        if at == 300:  # nothing is there
+            assert error is None
+            continue
+        assert error.kind in ("corrupt", "outdated"), at
+        assert not bed.has(1)
+        assert bed.store(1)
+
+
+def test_a_codec_of_a_later_release_is_a_miss(bed, monkeypatch):
+    real = chunk_format.codec_of
+    monkeypatch.setattr(chunk_format, "codec_of", lambda name: real(LOSSLESS) if name == "later" else real(name))
+    bed.tier._workers._codec = "later"
+    assert bed.store(1)
+    monkeypatch.setattr(chunk_format, "codec_of", real)
+    assert bed.load(1).kind == "outdated"
+    assert not bed.has(1)
+
+
+def test_a_slice_that_says_it_is_another_size_is_damaged(bed):
+    """By somebody who makes digests, too."""
+    assert bed.store(1)
+    whole = memoryview(bytearray(bed.files[0].read_bytes()))
+    header = chunk_format.parsed(whole, len(whole), "file")
+    sizes = bytearray(header.sizes)
+    sizes[0] ^= 1
+    forged = chunk_format.EncodedHeader(
+        header.key, header.shard, header.nbytes, header.layers, header.digests, LOSSLESS, bytes(sizes)
+    )
+    chunk_format._write_header(chunk_format.ENCODED, forged, whole)
+    bed.path(1).write_bytes(whole)
+    assert bed.load(1).kind in ("corrupt", "truncated")
+
+
+def test_a_name_that_says_less_than_it_has_is_no_chunk(bed):
+    assert bed.store(1)
+    path = bed.path(1)
+    path.rename(path.with_name(path.name.replace(f"-{bed.coded(1)}.", f"-{bed.coded(1) - 1}.")))
+    bed.restart()
+    bed.settle()
+    assert not bed.has(1)
+    assert bed.counters["disk_truncated"] == 1
+    assert bed.files == []
+
+
+def test_a_file_that_says_it_is_huge_is_no_chunk(bed):
+    assert bed.store(1)
+    path = bed.path(1)
+    huge = path.with_name(path.name.replace(f"-{bed.coded(1)}.", f"-{CHUNK_BYTES}."))
+    path.rename(huge)
+    os.truncate(huge, 4096 + CHUNK_BYTES)
+    bed.restart()
+    bed.settle()
+    assert not bed.has(1)
+    assert bed.counters["disk_corrupt"] == 1
+
+
+def test_of_two_files_of_one_chunk_one_is_left(bed):
+    assert bed.store(1)
+    bed.settle()
+    other = bed.path(1)
+    saved = bed.root.parent / "saved"
+    shutil.copy(other, saved)
+    bed.tier.evict([key(1)])
+    bed.settle()
+    bed.tier._workers._codec = NONE
+    assert bed.store(1)
+    shutil.copy(saved, other)
+    bed.restart()
+    bed.settle()
+    assert len(bed.files) == 1
+    assert bed.load(1) is None
+    (file,) = bed.tier._index.of(key(1))
+    assert bed.tier.used_bytes == file.charge
+
+
+def test_verify_looks_at_encoded_chunks(bed):
+    for number in range(4):
+        assert bed.store(number)
+    bed.close_tier()
+    assert num_files(bed.root) == 4
+    report = scrub(bed.root, lambda error: None)
+    assert (report.good, report.nbytes) == (4, sum(path.stat().st_size for path in bed.files))
+    with open(bed.files[0], "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    found: list[TierError | None] = []
+    report = scrub(bed.root, found.append, remove=True)
+    assert (report.good, report.bad) == (3, {"corrupt": 1})
+    assert len(bed.files) == 3
+    bed.open()
+
+
+def test_what_is_told_of_a_job_is_what_was_moved(bed):
+    copy = bed.start_store(1)
+    job = next(iter(bed.tier._under_way[copy.number])).job
+    assert bed.end(copy) is None
+    assert job.nbytes == CHUNK_BYTES > job.coded_bytes == bed.coded(1) > 0
+    bed.tier.tally.moved(job, is_load=False)
+    assert (bed.tier.tally.stored_bytes, bed.tier.tally.written_bytes) == (CHUNK_BYTES, bed.coded(1))
+    copy = bed.start_load(1)
+    job = next(iter(bed.tier._under_way[copy.number])).job
+    assert bed.end(copy) is None
+    assert (job.coded_bytes, job.form) == (bed.coded(1), "")
