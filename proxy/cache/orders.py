@@ -43,7 +43,7 @@ from pdx.wire.messages import (
 AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, reports included
 # What a node may answer to each verb, beside `Refused`.
 ANSWERS: Mapping[type[Message], tuple[type[Message], ...]] = {
-    Clear: (Effect,),
+    Clear: (Effect, JobStatus),
     EndJob: (JobStatus,),
     Evict: (Effect,),
     Find: (Found,),
