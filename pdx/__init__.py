@@ -1,9 +1,25 @@
 """PDX: moves the KV cache of LLM engines between processes, hosts and tiers as chunks.
 
-`pdx.connect()` is the Python API; everything else is reached through the `pdx` command or `pdx.vllm`.
+`pdx.connect()` and `pdx.Controller` are the Python API; everything else is reached through the `pdx` command or
+`pdx.vllm`.
 """
+
+from typing import Any
 
 from pdx.client.api import Node, connect
 from pdx.errors import PdxError
 
-__all__ = ["Node", "PdxError", "connect"]
+__all__ = ["Controller", "Node", "PdxError", "Prompt", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    """What not everybody needs is imported when it is used."""
+    if name == "Controller":
+        from pdx.client.controller import Controller
+
+        return Controller
+    if name == "Prompt":
+        from pdx.client.prompt import Prompt
+
+        return Prompt
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

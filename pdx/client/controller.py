@@ -50,9 +50,10 @@ class Controller:
     """A controller of the nodes at `addresses`, sockets of this host (default: PDX_NODE, else this user's); or of all
     nodes that a `proxy` knows, by the URL or the Unix socket of its --admin, with the `token` that it asks for.
 
-    `instance` is a node's name, empty for the only one there is, and "*" for all. Tokens are a list of ids, a text, or
-    a `Prompt`, which may also name a request. With `dry_run` nothing is done, and the answer says what would be.
-    One thread at a time; everything ends with `close()`, but for jobs, which are their node's.
+    `instance` is a node's name, empty for the only one there is, and "*" for all; of several nodes, one that refuses
+    has a `Refused` in the answer. Tokens are a list of ids, a text, or a `Prompt`, which may also name a request. With
+    `dry_run` nothing is done, and the answer says what would be. One thread at a time; everything ends with `close()`,
+    but for jobs, which are their node's.
 
     Each method raises what a node or the proxy refuses it with, and where it does not say otherwise:
 
@@ -103,11 +104,11 @@ class Controller:
         """How nodes are; one that does not answer is not well."""
         return self._reach.health(self._names(instance))
 
-    def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, Listing]:
+    def ls(self, instance: str = ALL, *, session: str = "", model: str = "") -> dict[str, Listing | Refused]:
         """What is in memory, by model and by session; of those whose name contains `model` or `session`."""
         return self._each(List(session, model), instance, Listing)
 
-    def why(self, request: str = "", instance: str = ALL) -> dict[str, Explained]:
+    def why(self, request: str = "", instance: str = ALL) -> dict[str, Explained | Refused]:
         """Why chunks of the last requests whose name contains this were hits or not."""
         return self._each(Why(request), instance, Explained)
 
@@ -131,7 +132,7 @@ class Controller:
         *,
         everything: bool = False,
         dry_run: bool = False,
-    ) -> dict[str, Effect | Job]:
+    ) -> dict[str, Effect | Job | Refused]:
         """Forget a prompt's chunks in a tier, or in all tiers, pinned or not. `everything` (and no tokens): all that is
         there, which is a job."""
         if everything == (tokens is not None):
@@ -140,15 +141,19 @@ class Controller:
         verb = Clear(_NOTHING, tier, everything, dry_run)
         outcomes = self._outcomes(verb, self._names(instance), prompt)
         return {
-            name: Job(name, outcome) if isinstance(outcome, JobStatus) else _checked(outcome, Effect)
+            name: Job(name, outcome) if isinstance(outcome, JobStatus) else _or_refused(outcome, Effect)
             for name, outcome in outcomes.items()
         }
 
-    def pin(self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False) -> dict[str, Effect]:
+    def pin(
+        self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
+    ) -> dict[str, Effect | Refused]:
         """Keep a prompt's chunks in a tier until they are unpinned there; without a tier in the first that has all."""
         return self._each(PinIn(_NOTHING, tier, True, dry_run), instance, Effect, prompt_of(tokens))
 
-    def unpin(self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False) -> dict[str, Effect]:
+    def unpin(
+        self, tokens: Tokens, instance: str = "", tier: str = "", *, dry_run: bool = False
+    ) -> dict[str, Effect | Refused]:
         """Take one pin off each of a prompt's chunks there."""
         return self._each(PinIn(_NOTHING, tier, False, dry_run), instance, Effect, prompt_of(tokens))
 
@@ -162,7 +167,7 @@ class Controller:
 
     def evict(
         self, below: int, nbytes: int, instance: str = "", tier: str = "", *, dry_run: bool = False
-    ) -> dict[str, Effect]:
+    ) -> dict[str, Effect | Refused]:
         """Evict up to `nbytes` of chunks whose priority is lower than `below` from an arena."""
         return self._each(Evict(below, nbytes, tier, dry_run), instance, Effect)
 
@@ -208,10 +213,13 @@ class Controller:
             time.sleep(min(pause_s, left_s))
             pause_s = min(1.5 * pause_s, _SELDOM_S)
 
-    def jobs(self, instance: str = ALL) -> list[Job]:
-        """Those that run and the last that are over, the newest first for each node."""
+    def jobs(self, instance: str = ALL) -> dict[str, list[Job] | Refused]:
+        """By node those that run and the last that are over, the newest first."""
         told = self._each(Jobs(), instance, JobList)
-        return [Job(name, status) for name, listed in told.items() for status in listed.jobs]
+        return {
+            name: listed if isinstance(listed, Refused) else [Job(name, status) for status in listed.jobs]
+            for name, listed in told.items()
+        }
 
     # ---- the end ----------------------------------------------------------------------------
 
@@ -251,9 +259,9 @@ class Controller:
             raise error_of(refused[0].error, refused[0].text)
         return outcomes
 
-    def _each(self, verb: Verb, instance: str, kind: type[_T], prompt: Prompt | None = None) -> dict[str, _T]:
+    def _each(self, verb: Verb, instance: str, kind: type[_T], prompt: Prompt | None = None) -> dict[str, _T | Refused]:
         outcomes = self._outcomes(verb, self._names(instance), prompt)
-        return {name: _checked(outcome, kind) for name, outcome in outcomes.items()}
+        return {name: _or_refused(outcome, kind) for name, outcome in outcomes.items()}
 
     def _job(self, verb: Verb, instance: str, prompt: Prompt | None = None) -> Job:
         names = self._names(instance)
@@ -261,6 +269,10 @@ class Controller:
             raise SelectionError("a job is of one node: name it")
         ((name, outcome),) = self._outcomes(verb, names, prompt).items()
         return Job(name, _checked(outcome, JobStatus))
+
+
+def _or_refused(outcome: Outcome, kind: type[_T]) -> _T | Refused:
+    return outcome if isinstance(outcome, Refused) else _checked(outcome, kind)
 
 
 def _checked(outcome: Outcome, kind: type[_T]) -> _T:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import inspect
@@ -16,7 +16,6 @@ from pdx.client.http_call import call
 from pdx.client.prompt import ALL, Health, Lookup, Place, Prompt
 from pdx.client.reach import error_of
 from pdx.errors import ConfigError, ProtocolError, ProxyError
-from pdx.wire import messages
 from pdx.wire.messages import (
     Clear,
     EndJob,
@@ -24,7 +23,6 @@ from pdx.wire.messages import (
     Jobs,
     JobStatus,
     List,
-    Message,
     Move,
     NodeStatus,
     Outcome,
@@ -37,6 +35,7 @@ from pdx.wire.messages import (
 )
 
 _Object = dict[str, Any]
+_OUTCOMES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Outcome)}
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 60.0
 
 
@@ -174,8 +173,8 @@ def _route(verb: Verb, instances: Sequence[str]) -> tuple[str, _Object]:
 
 
 def _outcome(told: _Object) -> Outcome:
-    kind = getattr(messages, str(told.get("type")), None)
-    if not (isinstance(kind, type) and issubclass(kind, Message)):
+    kind = _OUTCOMES.get(str(told.get("type")))
+    if kind is None:
         raise ProtocolError(f"the proxy answers {told.get('type')!r:.80}")
     found: Outcome = _message(told, kind)
     return found

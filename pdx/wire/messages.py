@@ -373,7 +373,8 @@ class Move(Message, frozen=True):
 
 class Clear(Message, frozen=True):
     """Forget chunks in a tier (empty: in all of this node), pinned or not; the last lease of those that are read frees
-    them. `everything`: all that the tier has, whatever `what` says. The answer is an `Effect`."""
+    them. The answer is an `Effect`. `everything`: all that the tier has, whatever `what` says; the answer is a
+    `JobStatus`."""
 
     what: Selection
     tier: Name = ""

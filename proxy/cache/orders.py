@@ -46,7 +46,7 @@ AT_A_TIME = 32  # of one node; it can leave 64 answers unread by the proxy, repo
 # What a node may answer to each verb, beside `Refused`.
 ANSWERS: Mapping[type[Message], tuple[type[Message], ...]] = {
     Advise: (Advised,),
-    Clear: (Effect,),
+    Clear: (Effect, JobStatus),
     EndJob: (JobStatus,),
     Evict: (Effect,),
     Find: (Found,),

@@ -115,7 +115,7 @@ def test_move_says_what_it_would_do_and_does_it(two, cache):
     assert cache.lookup(tokens) == {"alpha": {"host": 0, "disk": 0}, "beta": {"host": 64, "disk": 0}}
     assert two.engines["beta"].look(keys) == contents
     assert cache.check_finish(done.name).status.state == "done"
-    assert done.name in [job.name for job in cache.jobs("alpha")]
+    assert done.name in [job.name for job in cache.jobs()["alpha"]]
     with pytest.raises(SelectionError, match="only planned"):
         cache.check_finish(planned)
 
@@ -263,6 +263,10 @@ def test_a_node_that_is_stopped_does_not_answer_and_others_do(two):
             assert "does not answer" in found.errors["beta"]
             with pytest.raises(NodeUnavailable, match="does not answer"):
                 cache.clear(tokens, "beta")
+            done = cache.clear(tokens, "*")
+            assert done["alpha"].chunks == 4
+            assert done["beta"].error == "NodeUnavailable"
+            assert set(cache.jobs()) == set(NODES)
         finally:
             two.cluster.nodes["beta"].signal(signal.SIGCONT)
 

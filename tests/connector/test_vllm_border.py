@@ -467,7 +467,7 @@ def test_logits_processors_that_are_installed_and_watermarks_look_back(
 
 def test_the_scheduler_half_tells_the_facts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    monkeypatch.setattr(connector, "SchedulerHalf", lambda *given: told.append(given[-2:]))
+    monkeypatch.setattr(connector, "SchedulerHalf", lambda *given: told.append(given[4:6]))
     connector_of(folder, KVConnectorRole.SCHEDULER).set_xfer_handshake_metadata({})
     ((facts, naming),) = told
     assert facts == EngineFacts(4096, 0, False)

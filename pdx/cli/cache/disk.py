@@ -1,4 +1,4 @@
-"""`pdx cache`: look after what is kept."""
+"""`pdx cache verify FOLDER`: the files of a disk, without its node."""
 
 from __future__ import annotations
 
@@ -10,28 +10,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pdx.cli.options import FOLDER
 from pdx.cli.tables import size
 from pdx.errors import TierError
 
 MAX_LINES = 20
 
 
-@click.group()
-def cache() -> None:
-    """Look after the chunks that are kept on disks."""
-
-
-@cache.command()
-@click.argument("folder", type=FOLDER)
-@click.option("--remove", is_flag=True, help="Remove the files that are not what they were.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def verify(folder: Path, remove: bool, as_json: bool) -> None:
-    """Read all chunks in FOLDER, which --disk names, and compare their digests. A node may use it meanwhile.
-
-    Ends with status 1 where a file that is not what was written is there still. A node finds such a file, too, when it
-    would load it.
-    """
+def verify_folder(folder: Path, *, remove: bool, as_json: bool) -> None:
+    """Read all chunks there and say what is wrong with them. Ends with status 1 where something is there still."""
     from pdx.store.disk.scrub import num_files, scrub
 
     wrong: list[str] = []

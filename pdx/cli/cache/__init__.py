@@ -1,0 +1,1 @@
+"""`pdx cache`: what is kept, where, and how to change that."""

@@ -1,0 +1,404 @@
+"""`pdx cache`: look up, move, pin, clear and check chunks in the tiers of nodes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+from rich.console import Console, RenderableType
+
+from pdx.cli.cache.disk import verify_folder
+from pdx.cli.cache.jobs import as_object, echo, finish
+from pdx.cli.cache.options import choosing, controller, detach, dry_run, prompt, reaching
+from pdx.cli.options import option
+from pdx.cli.tables import duration, size, table
+from pdx.client.prompt import ALL, Job, Place
+from pdx.errors import PdxError, SelectionError
+from pdx.telemetry.faults import printable
+from pdx.wire.messages import Effect, Kept, Refused
+
+_T = TypeVar("_T")
+
+
+@click.group()
+def cache() -> None:
+    """Look after the chunks that nodes keep.
+
+    \b
+    A prompt is named by --ids, --text, --file or --request.
+    A PLACE is written NODE/TIER: alpha/host, alpha/gpu, alpha/disk, alpha/remote;
+    NODE alone is any of its tiers, and * stands for all nodes.
+    """
+
+
+# ---- looking ------------------------------------------------------------------------------------
+
+
+@cache.command()
+@click.argument("nodes", nargs=-1, metavar="[NODE]...")
+@choosing
+@reaching
+def lookup(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """How many of the prompt's tokens does each tier have?"""
+    whose = prompt(**options)
+    with controller(**options) as made:
+        found = made.find(whose, nodes)
+    if as_json:
+        click.echo(msgspec.json.encode({"tokens": found.tokens, **msgspec.structs.asdict(found)}))
+    else:
+        unit = "tokens" if found.chunk_tokens else "chunks"
+        asked = found.tokens or found.chunks
+        rows = [
+            (node, tier, f"{count:,}", _some(found.pinned.get(node, {}).get(tier, 0)), _asked(found.asking, node, tier))
+            for node, tiers in found.tiers.items()
+            for tier, count in tiers.items()
+        ]
+        columns = ("node", "tier", f">{unit}", ">pinned", "")
+        _show(table(f"of {asked:,} {unit} in whole chunks", columns, rows))
+    _complain(found.errors)
+
+
+def _asked(asking: Mapping[str, list[str]], node: str, tier: str) -> str:
+    return "has not answered yet" if tier in asking.get(node, ()) else ""
+
+
+def _some(count: int) -> str:
+    return f"{count:,}" if count else ""
+
+
+@cache.command("query-ip")
+@click.argument("nodes", nargs=-1, metavar="[NODE]...")
+@reaching
+def query_ip(nodes: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Where are nodes?"""
+    with controller(**options) as made:
+        found = made.query_ip(nodes)
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    else:
+        _show(table("", ("node", "address"), found.items()))
+
+
+@cache.command()
+@click.argument("node", default=ALL)
+@reaching
+def health(node: str, as_json: bool, **options: Any) -> None:
+    """Are nodes well? Ends with status 1 where one is not."""
+    with controller(**options) as made:
+        found = made.health(node)
+    if as_json:
+        click.echo(msgspec.json.encode({name: each.as_object() for name, each in found.items()}))
+    else:
+        rows = [
+            (name, "well" if not each.troubles else "not well" if each.status else "does not answer", "\n".join(lines))
+            for name, each in found.items()
+            for lines in [each.troubles]
+        ]
+        _show(table("", ("node", "is", "what is the matter"), rows))
+    if any(each.troubles for each in found.values()):
+        sys.exit(1)
+
+
+@cache.command()
+@click.argument("node", default=ALL)
+@option("--session", default="", metavar="TEXT", help="Only sessions whose name contains this.")
+@option("--model", default="", metavar="TEXT", help="Only models whose name contains this.")
+@reaching
+def ls(node: str, session: str, model: str, as_json: bool, **options: Any) -> None:
+    """What is in memory, by model and by session?"""
+    with controller(**options) as made:
+        found = made.ls(node, session=session, model=model)
+    told, refused = _told(found, as_json=as_json)
+    for title, kind in (("models", "model"), ("sessions", "session")):
+        rows = [
+            (name, kept.name, f"{kept.chunks:,}", size(kept.nbytes))
+            for name, listing in told.items()
+            for kept in getattr(listing, title)
+        ]
+        if not as_json:
+            _show(table(title, ("node", kind, ">chunks", ">bytes"), rows))
+    if not as_json and (more := sum(listing.more for listing in told.values())):
+        click.echo(f"and {more:,} more")
+    _complain(refused)
+
+
+@cache.command()
+@click.argument("request", default="")
+@click.argument("node", default=ALL)
+@reaching
+def why(request: str, node: str, as_json: bool, **options: Any) -> None:
+    """Why were the chunks of REQUEST hits, or not? See also pdx why."""
+    with controller(**options) as made:
+        found = made.why(request, node)
+    told, refused = _told(found, as_json=as_json)
+    rows = [
+        (name, one.request, f"{reason.first}-{reason.first + reason.count - 1}", _verdict(reason.is_hit), reason.text)
+        for name, explained in told.items()
+        for one in explained.requests
+        for reason in one.reasons
+    ]
+    _complain(refused)
+    if not rows:
+        raise PdxError(f"no node here was asked about a request whose id contains {request!r}")
+    if not as_json:
+        _show(table("", ("node", "request", "chunks", "", "why"), rows))
+
+
+def _verdict(is_hit: bool) -> str:
+    return "hit" if is_hit else "missing"
+
+
+# ---- changing -----------------------------------------------------------------------------------
+
+
+@cache.command()
+@click.argument("source")
+@click.argument("target")
+@option("--keep", is_flag=True, help="Copy: leave them at the source as well.")
+@choosing
+@dry_run
+@detach
+@reaching
+def move(
+    source: str, target: str, keep: bool, dry_run: bool, detach: bool, as_json: bool, model: str, **options: Any
+) -> None:
+    """Move the prompt's chunks from the place SOURCE to the place TARGET. Ctrl-C cancels it."""
+    whose = prompt(model=model, **options)
+    with controller(**options) as made:
+        start = partial(made.move, source, target, whose, keep=keep, dry_run=dry_run)
+        finish(made, start, detach=detach, as_json=as_json)
+
+
+@cache.command()
+@click.argument("place")
+@option("--everything", is_flag=True, help="All chunks there, of whatever prompt.")
+@choosing
+@dry_run
+@detach
+@reaching
+def clear(place: str, everything: bool, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
+    """Forget the prompt's chunks in PLACE, pinned or not."""
+    named = any(options[name] not in (None, "") for name in ("ids", "text", "file", "request"))
+    if everything and named:
+        raise SelectionError("--everything names all chunks: leave --ids, --text, --file and --request out")
+    whose = None if everything else prompt(**options)
+    at = Place.of(place)
+    with controller(**options) as made:
+        done = made.clear(whose, at.node, at.tier, everything=everything, dry_run=dry_run)
+        jobs = [each for each in done.values() if isinstance(each, Job)]
+        if len(jobs) == 1 == len(done):
+            finish(made, lambda: jobs[0], detach=detach, as_json=as_json)
+            return
+        over = [job if detach or not job.name else made.wait(job) for job in jobs]
+        echo(over, as_json=as_json)
+    _effects({name: each for name, each in done.items() if not isinstance(each, Job)}, "forgotten", as_json=as_json)
+    if any(job.status.state in ("failed", "cancelled") for job in over):
+        sys.exit(1)
+
+
+@cache.command()
+@click.argument("place")
+@choosing
+@dry_run
+@reaching
+def pin(place: str, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Keep the prompt's chunks in PLACE until they are unpinned there."""
+    _pin(place, is_pin=True, dry_run=dry_run, as_json=as_json, **options)
+
+
+@cache.command()
+@click.argument("place")
+@choosing
+@dry_run
+@reaching
+def unpin(place: str, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Take one pin off each of the prompt's chunks in PLACE."""
+    _pin(place, is_pin=False, dry_run=dry_run, as_json=as_json, **options)
+
+
+def _pin(place: str, *, is_pin: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
+    whose, at = prompt(**options), Place.of(place)
+    with controller(**options) as made:
+        verb = made.pin if is_pin else made.unpin
+        done = verb(whose, at.node, at.tier, dry_run=dry_run)
+    _effects(done, "pinned" if is_pin else "unpinned", as_json=as_json)
+
+
+@cache.command()
+@click.argument("place")
+@click.argument("method")
+@choosing
+@dry_run
+@detach
+@reaching
+def compress(place: str, method: str, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
+    """Store the prompt's chunks in PLACE by the codec METHOD. Ctrl-C cancels it."""
+    whose, at = prompt(**options), Place.of(place, needs_tier=True)
+    with controller(**options) as made:
+        start = partial(made.compress, whose, at.node, at.tier, method, dry_run=dry_run)
+        finish(made, start, detach=detach, as_json=as_json)
+
+
+@cache.command()
+@click.argument("place")
+@choosing
+@dry_run
+@detach
+@reaching
+def decompress(place: str, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
+    """Store the prompt's chunks in PLACE as they are in memory. Ctrl-C cancels it."""
+    whose, at = prompt(**options), Place.of(place, needs_tier=True)
+    with controller(**options) as made:
+        start = partial(made.decompress, whose, at.node, at.tier, dry_run=dry_run)
+        finish(made, start, detach=detach, as_json=as_json)
+
+
+@cache.command()
+@click.argument("place")
+@option("--below", required=True, type=click.IntRange(1, 10), help="Only chunks of a lower priority.")
+@option("--bytes", "nbytes", default="", metavar="SIZE", help="So many at most. [default: all of them]")
+@dry_run
+@reaching
+def evict(place: str, below: int, nbytes: str, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Evict chunks of low priority from memory, in the order of its policy. PLACE: a node, or one of its arenas."""
+    from pdx.config import parse_bytes
+
+    at = Place.of(place)
+    most = parse_bytes(nbytes) if nbytes else 1 << 47
+    with controller(**options) as made:
+        done = made.evict(below, most, at.node, at.tier, dry_run=dry_run)
+    _effects(done, "evicted", as_json=as_json)
+
+
+@cache.command()
+@click.argument("place", metavar="FOLDER|PLACE")
+@option("--remove", is_flag=True, help="Remove the files that are not what they were.")
+@dry_run
+@detach
+@reaching
+def verify(place: str, remove: bool, dry_run: bool, detach: bool, as_json: bool, **options: Any) -> None:
+    """Read all chunks of a disk and compare their digests: of PLACE by its node, or of FOLDER here and now.
+
+    FOLDER is what --disk names; a node may use it meanwhile. Ends with status 1 where a file that is not what was
+    written is there still. A node finds such a file, too, when it would load it.
+    """
+    folder = Path(place)
+    if folder.is_dir() or "/" not in place or place.startswith(("/", ".")):
+        if dry_run or detach:
+            raise SelectionError(f"--dry-run and --detach are for a PLACE, as alpha/disk, and {place!r:.100} is none")
+        verify_folder(folder, remove=remove, as_json=as_json)
+        return
+    at = Place.of(place, needs_tier=True)
+    with controller(**options) as made:
+        start = partial(made.verify, at.node, at.tier, remove=remove, dry_run=dry_run)
+        finish(made, start, detach=detach, as_json=as_json)
+
+
+# ---- jobs ---------------------------------------------------------------------------------------
+
+
+@cache.command()
+@click.argument("node", default=ALL)
+@reaching
+def jobs(node: str, as_json: bool, **options: Any) -> None:
+    """Which jobs run, and which are over?"""
+    with controller(**options) as made:
+        told, refused = _split(made.jobs(node))
+    found = [job for listed in told.values() for job in listed]
+    if as_json:
+        click.echo(msgspec.json.encode([as_object(job) for job in found]))
+        _complain(refused)
+        return
+    rows = [
+        (
+            job.name,
+            job.status.state,
+            job.status.what,
+            f"{job.status.chunks_done:,}/{job.status.chunks:,}",
+            f"{duration(job.status.age_s)} ago",
+            job.status.why,
+        )
+        for job in found
+    ]
+    _show(table("the newest first", ("job", "is", "what", ">chunks", ">begun", "why"), rows))
+    _complain(refused)
+
+
+@cache.command()
+@click.argument("job")
+@option("--wait", "is_waited_for", is_flag=True, help="Until it is over; Ctrl-C cancels it.")
+@reaching
+def check(job: str, is_waited_for: bool, as_json: bool, **options: Any) -> None:
+    """How is JOB doing? Ends with status 1 where it has failed or was cancelled."""
+    with controller(**options) as made:
+        if is_waited_for:
+            finish(made, partial(made.check_finish, job), detach=False, as_json=as_json)
+            return
+        found = made.check_finish(job)
+    echo([found], as_json=as_json)
+    if found.status.state in ("failed", "cancelled"):
+        sys.exit(1)
+
+
+@cache.command()
+@click.argument("job")
+@reaching
+def cancel(job: str, as_json: bool, **options: Any) -> None:
+    """Cancel JOB: what it has done stays done, nothing more is."""
+    with controller(**options) as made:
+        echo([made.cancel(job)], as_json=as_json)
+
+
+# ---- showing ------------------------------------------------------------------------------------
+
+
+def _show(what: RenderableType) -> None:
+    Console().print(what)
+
+
+def _plain(value: Any) -> Any:
+    """Messages as objects by their fields."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _split(found: Mapping[str, _T | Refused]) -> tuple[dict[str, _T], dict[str, str]]:
+    """What nodes have told, and why others have not."""
+    refused = {name: each.text for name, each in found.items() if isinstance(each, Refused)}
+    return {name: each for name, each in found.items() if not isinstance(each, Refused)}, refused
+
+
+def _told(found: Mapping[str, _T | Refused], *, as_json: bool) -> tuple[dict[str, _T], dict[str, str]]:
+    """The same; printed where JSON is asked for."""
+    if as_json:
+        click.echo(msgspec.json.encode({name: _plain(each) for name, each in found.items()}))
+    return _split(found)
+
+
+def _effects(done: Mapping[str, Effect | Refused], what: str, *, as_json: bool) -> None:
+    if not done:
+        return
+    told, refused = _told(done, as_json=as_json)
+    if told and not as_json:
+        is_plan = any(each.dry_run for each in told.values())
+        rows = [_row(name, kept) for name, each in told.items() for kept in each.tiers]
+        _show(table(f"would be {what}" if is_plan else what, ("node", "tier", ">chunks", ">bytes"), rows))
+    _complain(refused)
+
+
+def _row(node: str, kept: Kept) -> tuple[str, str, str, str]:
+    return node, kept.name, f"{kept.chunks:,}", size(kept.nbytes)
+
+
+def _complain(errors: Mapping[str, str]) -> None:
+    """Of nodes that have not done their part; ends with status 1 where there is one."""
+    for name, text in errors.items():
+        click.echo(f"{name}: {printable(text, 1024)}", err=True)
+    if errors:
+        sys.exit(1)

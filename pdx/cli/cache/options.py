@@ -1,0 +1,155 @@
+"""What the commands of `pdx cache` have in common: how nodes are reached, and whose chunks a command is about."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pdx.cli.options import option
+from pdx.client.prompt import Prompt
+from pdx.errors import ConfigError, SelectionError
+from pdx.security.token_file import load
+
+if TYPE_CHECKING:
+    from pdx.client.controller import Controller
+
+SALT = "PDX_CACHE_SALT"
+_FILE = click.Path(path_type=Path)
+_MAX_FILE_BYTES = 256 << 20
+
+_REACH = (
+    option(
+        "--address",
+        "addresses",
+        multiple=True,
+        help="A node's socket on this host; may be repeated. [default: $PDX_NODE, else this user's socket]",
+    ),
+    option("--proxy", default="", metavar="URL", help="All nodes of this proxy: its --admin, http://… or a /path."),
+    option("--token-file", type=_FILE, metavar="FILE", help="The token that the proxy asks for."),
+    option(
+        "--timeout",
+        "timeout_s",
+        default=10.0,
+        type=click.FloatRange(0.0, 3600.0, min_open=True),
+        metavar="SECONDS",
+        help="That a node has to answer.",
+    ),
+    option("--json", "as_json", is_flag=True, help="One JSON object."),
+)
+_WHOSE = (
+    option("--ids", default="", metavar="1,2,…", help="Ids of the prompt's tokens."),
+    option("--text", metavar="TEXT", help="The prompt, which an engine makes tokens of."),
+    option("--file", type=_FILE, metavar="FILE", help="A JSON list of ids, or the prompt as text."),
+    option("--request", default="", metavar="ID", help="A part of the id of a request whose prompt it is."),
+    option("--model", default="", metavar="NAME", help="An engine's name or URL, or how its model begins."),
+    option(
+        "--salt-file", type=_FILE, metavar="FILE", help=f"Holds the requests' cache_salt. [default: ${SALT}, else none]"
+    ),
+)
+dry_run = option("--dry-run", is_flag=True, help="Do nothing; say what would be done.")
+detach = option("--detach", is_flag=True, help="Do not wait: print the job's name.")
+
+
+def reaching(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command; they are the arguments of `controller` and `as_json`."""
+    return _with(_REACH, command)
+
+
+def choosing(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that name a prompt; they are the arguments of `prompt`."""
+    return _with(_WHOSE, command)
+
+
+def _with(options: tuple[Callable[..., Any], ...], command: Callable[..., Any]) -> Callable[..., Any]:
+    for each in reversed(options):
+        command = each(command)
+    return command
+
+
+def controller(
+    addresses: tuple[str, ...], proxy: str, token_file: Path | None, timeout_s: float, **_: Any
+) -> Controller:
+    """The nodes that the options name.
+
+    :raises ConfigError: the options do not fit together, or there is no token in the file.
+    """
+    from pdx.client.controller import Controller
+
+    if proxy and addresses:
+        raise ConfigError("--address names nodes of this host and --proxy those of a proxy; choose one of them")
+    if token_file is not None and not proxy:
+        raise ConfigError("--token-file is for a --proxy; a node of this host knows this user by its socket")
+    token = load(token_file) if token_file is not None else ""
+    return Controller(*addresses, proxy=proxy, token=token, timeout_s=timeout_s)
+
+
+def prompt(
+    ids: str, text: str | None, file: Path | None, request: str, model: str, salt_file: Path | None, **_: Any
+) -> Prompt:
+    """The prompt that the options name.
+
+    :raises SelectionError: none, or several, or a file that names none.
+    """
+    given = [
+        name
+        for name, is_given in (
+            ("--ids", bool(ids)),
+            ("--text", text is not None),
+            ("--file", file is not None),
+            ("--request", bool(request)),
+        )
+        if is_given
+    ]
+    if len(given) != 1:
+        raise SelectionError(
+            f"name a prompt by one of --ids, --text, --file and --request, not by {' and '.join(given) or 'none'}"
+        )
+    salt = _read(salt_file, "--salt-file").rstrip("\r\n") if salt_file is not None else os.environ.get(SALT, "")
+    if request:
+        return Prompt(request=request, model=model)
+    if file is not None:
+        return _of_file(file, model, salt)
+    if text is not None:
+        return Prompt(text=text, model=model, salt=salt)
+    return Prompt(tokens=_ids(ids), model=model, salt=salt)
+
+
+def _ids(text: str) -> list[int]:
+    found = []
+    for at, word in enumerate(text.split(",")):
+        try:
+            found.append(int(word))
+        except ValueError:
+            raise SelectionError(f"--ids: {word.strip()!r:.50}, number {at} of them, is no id of a token") from None
+    return found
+
+
+def _of_file(file: Path, model: str, salt: str) -> Prompt:
+    text = _read(file, "--file")
+    if not text.strip():
+        raise SelectionError(f"--file {file} is empty")
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        ids = None
+    if isinstance(ids, list):
+        return Prompt(tokens=ids, model=model, salt=salt)
+    return Prompt(text=text, model=model, salt=salt)
+
+
+def _read(file: Path, name: str) -> str:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise SelectionError(f"{name} {file} has more than {_MAX_FILE_BYTES >> 20} MiB")
+        return data.decode()
+    except OSError as error:
+        raise SelectionError(f"{name} {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SelectionError(f"{name} {file} is no text in UTF-8: {error}") from error

@@ -1,0 +1,249 @@
+"""`pdx cache` and two real nodes: tables and JSON, jobs that are waited for or cancelled, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from cache_bed import CHUNK, bed, prompt
+from cli_process import CliProcess
+from click.testing import CliRunner
+from raw_engine import CHUNK_BYTES
+
+from pdx.cli.main import main
+from pdx.client.controller import Controller
+from pdx.testing.waiting import wait_until
+
+SALT = "PDX_CACHE_SALT"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two nodes; see `cache_bed`."""
+    with bed(tmp_path_factory.mktemp("two")) as made:
+        yield made
+
+
+@pytest.fixture
+def pdx(two):
+    """`pdx cache …` with both nodes."""
+    reach = [word for address in two.addresses for word in ("--address", address)]
+
+    def run(*arguments, status=0, env=None):
+        done = CliRunner().invoke(main, ["cache", *arguments, *reach], env={SALT: "", "COLUMNS": "200", **(env or {})})
+        assert done.exit_code == status, (done.output, done.stderr, done.exception)
+        return done
+
+    return run
+
+
+def listed(tokens):
+    return ",".join(map(str, tokens))
+
+
+def cells(done):
+    """The rows of a table."""
+    rows = [line.strip()[1:-1].split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def host(pdx, tokens):
+    """How many tokens memory has, by node."""
+    found = json.loads(pdx("lookup", "--ids", listed(tokens), "--json").stdout)
+    return {node: tiers["host"] for node, tiers in found["tiers"].items()}
+
+
+# ---- each command -------------------------------------------------------------------------------
+
+
+def test_lookup_shows_tokens_by_node_and_tier(two, pdx):
+    tokens = prompt(4, 3)
+    two.save("alpha", tokens)
+    pdx("pin", "alpha/host", "--ids", listed(tokens[:CHUNK]))
+    done = pdx("lookup", "--ids", listed(tokens))
+    assert "of 64 tokens in whole chunks" in done.stdout
+    assert cells(done) == [
+        ["alpha", "host", "64", "16", ""],
+        ["alpha", "disk", "0", "", ""],
+        ["beta", "host", "0", "", ""],
+        ["beta", "disk", "0", "", ""],
+    ]
+    found = json.loads(pdx("lookup", "beta", "--ids", listed(tokens), "--json").stdout)
+    assert (found["tokens"], found["tiers"]) == (64, {"beta": {"host": 0, "disk": 0}})
+    pdx("unpin", "alpha/host", "--ids", listed(tokens[:CHUNK]))
+
+
+def test_a_prompt_comes_from_a_file_or_a_request_and_its_salt_from_where_nobody_sees_it(two, pdx, tmp_path):
+    tokens = prompt()
+    two.save("alpha", tokens, request="cmpl-77-0", salt="tenant é")
+    file, salt = tmp_path / "ids.json", tmp_path / "salt"
+    file.write_text(json.dumps(tokens))
+    salt.write_text("tenant é\n")
+    assert cells(pdx("lookup", "alpha", "--file", str(file)))[0][2] == "0"
+    assert cells(pdx("lookup", "alpha", "--file", str(file), "--salt-file", str(salt)))[0][2] == "64"
+    assert cells(pdx("lookup", "alpha", "--file", str(file), env={SALT: "tenant é"}))[0][2] == "64"
+    assert cells(pdx("lookup", "alpha", "--request", "cmpl-77"))[0][2] == "64"
+    one = pdx("lookup", "--request", "cmpl-77", status=1)
+    assert cells(one)[0][:3] == ["alpha", "host", "64"]
+    assert "beta: no request whose id contains 'cmpl-77'" in one.stderr
+
+
+def test_move_waits_says_what_was_done_and_first_what_would_be(two, pdx):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    asked = ("move", "alpha/host", "beta/disk", "--ids", listed(tokens))
+    planned = pdx(*asked, "--dry-run").stdout
+    assert planned == f"would move 4 of 4 chunks from host to beta/disk (4 chunks, {4 * CHUNK_BYTES >> 10}.0 KiB)\n"
+    assert host(pdx, tokens) == {"alpha": 64, "beta": 0}
+    assert pdx(*asked).stdout.startswith("done: move 4 of 4 chunks from host to beta/disk: 4 of 4 chunks, 256.0 KiB")
+    assert host(pdx, tokens) == {"alpha": 0, "beta": 0}
+    back = json.loads(pdx("move", "beta/disk", "alpha/host", "--keep", "--ids", listed(tokens), "--json").stdout)
+    assert (back["state"], back["instance"], back["chunks_done"]) == ("done", "beta", 4)
+    assert host(pdx, tokens) == {"alpha": 64, "beta": 0}
+
+
+def test_a_job_goes_on_without_the_command_and_is_asked_for(two, pdx):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    job = pdx("move", "alpha/host", "alpha/disk", "--ids", listed(tokens), "--detach").stdout.strip()
+    assert job.startswith("alpha:")
+    assert pdx("check", job, "--wait").stdout.startswith("done: move 4 of 4 chunks")
+    assert pdx("check", job).stdout.startswith("done: move 4 of 4 chunks")
+    assert json.loads(pdx("check", job, "--json").stdout)["job"] == job
+    assert pdx("cancel", job).stdout.startswith("done: "), "one that is over stays as it is"
+    rows = cells(pdx("jobs", "alpha"))
+    assert (rows[0][0], rows[0][1], rows[0][3]) == (job, "done", "4/4")
+    assert job in [each["job"] for each in json.loads(pdx("jobs", "--json").stdout)]
+
+
+def test_clear_pin_and_evict(two, pdx):
+    tokens = prompt()
+    two.save("alpha", tokens)
+    ids = ("--ids", listed(tokens))
+    assert "would be pinned" in pdx("pin", "alpha/host", *ids, "--dry-run").stdout
+    assert cells(pdx("pin", "alpha/host", *ids)) == [["alpha", "host", "4", "256.0 KiB"]]
+    assert "is pinned in host" in pdx("move", "alpha/host", "alpha/disk", *ids, status=1).stderr
+    pdx("unpin", "alpha/host", *ids)
+    assert json.loads(pdx("clear", "alpha/host", *ids, "--dry-run", "--json").stdout)["alpha"]["dry_run"]
+    assert cells(pdx("clear", "*", *ids))[0] == ["alpha", "host", "4", "256.0 KiB"]
+    assert host(pdx, tokens) == {"alpha": 0, "beta": 0}
+    two.save("alpha", tokens)
+    assert cells(pdx("evict", "alpha", "--below", "1", "--bytes", "64KiB", "--dry-run"))[0][2] == "1"
+    assert int(cells(pdx("evict", "alpha", "--below", "1"))[0][2]) >= 4
+    assert host(pdx, tokens) == {"alpha": 0, "beta": 0}
+
+
+def test_everything_is_cleared_and_a_disk_is_verified(two, pdx):
+    tokens = prompt()
+    two.save("beta", tokens)
+    pdx("move", "beta/host", "beta/disk", "--ids", listed(tokens))
+    assert "chunks are good, 0 are not" in pdx("verify", "beta/disk").stdout
+    assert pdx("verify", "beta/disk", "--dry-run").stdout.startswith("would verify disk")
+    assert pdx("clear", "beta/disk", "--everything").stdout.startswith("done: ")
+    assert json.loads(pdx("lookup", "--ids", listed(tokens), "--json").stdout)["tiers"]["beta"]["disk"] == 0
+
+
+def test_health_query_ip_ls_and_why(two, pdx):
+    assert cells(pdx("health")) == [["alpha", "well", ""], ["beta", "well", ""]]
+    assert cells(pdx("query-ip", "beta")) == [["beta", f"{two.address('beta')}.peers"]]
+    two.save("alpha", prompt(), request="cmpl-why-0", session="carol")
+    assert ["alpha", "carol", "4", "256.0 KiB"] in cells(pdx("ls", "--session", "carol"))
+    assert set(json.loads(pdx("ls", "--json").stdout)) == {"alpha", "beta"}
+    assert cells(pdx("why", "cmpl-why-0"))[0][:4] == ["alpha", "cmpl-why-0", "0-3", "missing"]
+    assert "whose id contains 'nobody'" in pdx("why", "nobody", status=1).stderr
+
+
+# ---- Ctrl-C, and a node that hangs --------------------------------------------------------------
+
+
+def test_ctrl_c_cancels_the_job_and_says_so(two, tmp_path):
+    """The move waits: the node that it goes to is stopped."""
+    tokens = prompt(8)
+    two.save("alpha", tokens)
+    beta, address = two.cluster.nodes["beta"], two.address("alpha")
+    beta.signal(signal.SIGSTOP)
+    try:
+        arguments = ("cache", "move", "alpha/host", "beta/disk", "--ids", listed(tokens), "--address", address)
+        with CliProcess(tmp_path, *arguments) as command, Controller(address) as cache:
+            wait_until(lambda: any(not job.is_over for job in cache.jobs("alpha")["alpha"]), what="the job runs")
+            (job,) = [job for job in cache.jobs("alpha")["alpha"] if not job.is_over]
+            assert command.interrupt() == 130
+            assert command.output.startswith("cancelled: move 8 of 8 chunks from host to beta/disk"), command.output
+            assert cache.check_finish(job).status.state == "cancelled"
+            assert cache.lookup(tokens)["alpha"]["host"] == 8 * CHUNK
+    finally:
+        beta.signal(signal.SIGCONT)
+    wait_until(lambda: two.cluster.peer("alpha", "beta").state == "ready", what="the peer is back")
+
+
+def test_a_node_that_does_not_answer_is_not_well(two, pdx):
+    two.cluster.nodes["beta"].signal(signal.SIGSTOP)
+    try:
+        done = CliRunner().invoke(main, ["cache", "health", "--address", two.address("beta"), "--timeout", "0.5"])
+        assert done.exit_code == 1
+        assert f"no node answers at {two.address('beta')} within 0.5 s" in done.stderr
+    finally:
+        two.cluster.nodes["beta"].signal(signal.SIGCONT)
+
+
+# ---- what is wrong is said ----------------------------------------------------------------------
+
+IDS = ("--ids", listed(range(40)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("lookup",), "name a prompt by one of --ids, --text, --file and --request, not by none"),
+        (("lookup", *IDS, "--text", "a"), "not by --ids and --text"),
+        (("lookup", "gamma", *IDS), "no node 'gamma' is known here; there are alpha, beta"),
+        (("lookup", "--ids", "1,2,3"), "3 tokens fill no chunk of engine 'eeeeeeeeeeeeeeee': one has 16 tokens"),
+        (("lookup", "--ids", "1,two,3"), "--ids: 'two', number 1 of them, is no id of a token"),
+        (("lookup", "--ids", listed(range(15)) + ",-4"), "token 15 is -4"),
+        (("lookup", "--ids", listed(range(15)) + ",123456"), "knows 100,000 tokens; are these ids of another model?"),
+        (("lookup", *IDS, "--model", "llama"), "no engine here is, or has, the model 'llama'"),
+        (("lookup", "--text", "some words"), "nobody makes tokens of a text: give ids"),
+        (("lookup", "--file", "EMPTY"), "EMPTY is empty"),
+        (("lookup", "--file", "MISSING"), "MISSING cannot be read: No such file or directory"),
+        (("lookup", "--file", "."), "cannot be read: Is a directory"),
+        (("lookup", "--file", "BYTES"), "BYTES is no text in UTF-8"),
+        (("lookup", "--file", "WORDS"), "token 1 is 'b': ids of tokens are whole numbers"),
+        (("lookup", *IDS, "--salt-file", "MISSING"), "--salt-file MISSING cannot be read"),
+        (("clear", "alpha/tape", *IDS), "this node has no tier 'tape'; it has 'host', 'disk'"),
+        (("clear", "alpha/", *IDS), "has no tier behind its slash: write NODE/TIER"),
+        (("clear", "alpha", "--everything", *IDS), "--everything names all chunks"),
+        (("move", "alpha/host", "alpha/host", *IDS), "is moved to itself"),
+        (("move", "*/host", "alpha/disk", *IDS), "a job is of one node: name it"),
+        (("move", "alpha/host", "alpha/disk", *IDS), "none of 2 chunks is in host"),
+        (("compress", "alpha", "zstd", *IDS), "'alpha' names no tier: write NODE/TIER"),
+        (("verify", "alpha/host"), "host is no disk"),
+        (("verify", "/", "--dry-run"), "--dry-run and --detach are for a PLACE"),
+        (("check", "alpha:3f-1"), "it is of another life of this node"),
+        (("check", "yesterday"), "is no job's name, which is NODE:EPOCH-NUMBER"),
+        (("cancel", "gamma:3f-1"), "no node 'gamma' is known here"),
+        (("jobs", "gamma"), "no node 'gamma' is known here"),
+        (("evict", "alpha", "--below", "3", "--bytes", "much"), "much"),
+        (("health", "--proxy", "http://127.0.0.1:1"), "--address names nodes of this host and --proxy those"),
+        (("health", "--token-file", "WORDS"), "--token-file is for a --proxy"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_one_line(pdx, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    for name, data in (("EMPTY", b" \n"), ("BYTES", b"\xff\xfe\x00"), ("WORDS", b'[1, "b"]')):
+        (tmp_path / name).write_bytes(data)
+    done = pdx(*arguments, status=1)
+    assert words in done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_who_does_not_answer_is_named(tmp_path):
+    done = CliRunner().invoke(main, ["cache", "jobs", "--address", f"ipc://{tmp_path}/none.sock", "--timeout", "0.1"])
+    assert "no node answers at ipc://" in done.stderr
+    assert "start one with: pdx node" in done.stderr
+    done = CliRunner().invoke(main, ["cache", "jobs", "--proxy", f"{tmp_path}/none.sock"])
+    assert f"the proxy at {tmp_path}/none.sock does not answer" in done.stderr
+    done = CliRunner().invoke(main, ["cache", "jobs", "--proxy", "ftp://host"])
+    assert "'ftp://host' is no URL of HTTP" in done.stderr
