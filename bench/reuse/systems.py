@@ -55,7 +55,7 @@ class Recompute(Plain):
 
 
 class OwnCache(Plain):
-    """vLLM with so much KV cache that it forgets nothing: no system can be better."""
+    """vLLM with so much KV cache that it forgets nothing: no system can find more."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__("own-cache", "vLLM whose own cache holds everything")
