@@ -2,7 +2,8 @@
 
 Parts: `table` (policies against an independent simulation), `queue` (what a queue of eight requests is worth), `paper`
 (CachedAttention's setting), `planning` (capacity and time to live). A part replaces what the file has of it, and keeps
-the others. All takes about half an hour on one core; the figures depend on no machine.
+the others; of `table` and `queue` each row is kept as it comes, and `--rows conversation-1000` measures some of them.
+All takes about half an hour on one core; the figures depend on no machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,62 +55,62 @@ def _percent(share: float) -> float:
     return round(100 * share, 1)
 
 
-def table(traces: Callable[[str], Trace]) -> Part:
-    """Each row of the independent table; and the policies with requests as an engine has them."""
-    rows, off, worst = [], 0.0, 100.0
-    for (name, blocks), theirs in TABLE.items():
-        trace = traces(name)
-        ours = [_percent(hit_share(trace, policy, blocks, WAYS[policy])) for policy in POLICIES]
-        named = ("lru", "s3fifo", "gittins")
-        whole = {policy: _percent(hit_share(trace, policy, blocks)) for policy in named}
-        best = max(whole["lru"], whole["s3fifo"])
-        worst = min(worst, whole["gittins"] - best)
-        off = max(off, *(abs(mine - other) for mine, other in zip(ours, theirs, strict=True)))
-        columns = {"ours": dict(zip(POLICIES, ours, strict=True)), "theirs": dict(zip(POLICIES, theirs, strict=True))}
-        rows.append({"trace": name, "blocks": blocks, **columns, "whole requests": whole})
-        _say(rows[-1])
-    figures = [
-        at_most("table: farthest from the independent simulation", off, "points", MOST_POINTS + 1e-9),
-        at_least("gittins over the better of LRU and S3-FIFO, least of all sizes", worst, "points", 0.0),
+def table_row(trace: Trace, blocks: int, theirs: dict[str, float]) -> dict[str, Any]:
+    """A row of the independent table; and policies with requests as an engine has them."""
+    ours = {policy: _percent(hit_share(trace, policy, blocks, WAYS[policy])) for policy in POLICIES}
+    whole = {policy: _percent(hit_share(trace, policy, blocks)) for policy in ("lru", "s3fifo", "gittins")}
+    return {"ours": ours, "theirs": theirs, "whole requests": whole}
+
+
+def table_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    """How far off, and how good the policy that learns is."""
+    off = max(abs(row["ours"][policy] - row["theirs"][policy]) for row in rows for policy in POLICIES)
+    wholes = [row["whole requests"] for row in rows]
+    over = min(whole["gittins"] - max(whole["lru"], whole["s3fifo"]) for whole in wholes)
+    note = f"{len(rows)} rows"
+    return [
+        at_most("table: farthest from the independent simulation", round(off, 1), "points", MOST_POINTS, note),
+        at_least("gittins over the better of LRU and S3-FIFO, at least", round(over, 1), "points", 0.0, note),
     ]
-    return figures, {"rows": rows}
 
 
-def queue(traces: Callable[[str], Trace]) -> Part:
+def queue_row(trace: Trace, blocks: int, theirs: dict[str, float]) -> dict[str, Any]:
     """Eight requests wait at any time, and the node knows them by `Expect`; with and without a disk below memory."""
     model = _engine("llama-3.1-8b", "h100", 1)
-    rows = []
-    for (name, blocks), theirs in TABLE.items():
-        trace = traces(name)
-        known = dict(zip(POLICIES, theirs, strict=True))
-        best, belady = max(known["lru"], known["s3fifo"]), known["belady"]
-        row: dict[str, Any] = {"trace": name, "blocks": blocks, "best of LRU and S3-FIFO": best, "belady": belady}
-        for label, devices in (("one pool", []), ("a disk below", [_disk(20e12, 7, 5)])):
-            case = Case(
-                model=model,
-                settings=Settings(batch=64, host_bytes_s=51.2e9, looks_ahead=True, early=0),
-                host_bytes=int(blocks * trace.block_tokens * model.kv_token_bytes) + 1,
-                devices=devices,
-                policy="gittins",
-                queue=QUEUE,
-            )
-            result = simulate(trace, case)
-            row[label] = _percent(result.tiers[0].hit_tokens / result.tokens)  # in memory when their turn came
-            row[f"gap closed, {label}"] = round((row[label] - best) / (belady - best), 2)
-        rows.append(row)
-        _say(row)
-    near = {name: _wanted_soon(traces(name)) for name in ("conversation", "synthetic")}
+    best, belady = max(theirs["lru"], theirs["s3fifo"]), theirs["belady"]
+    row: dict[str, Any] = {"best of LRU and S3-FIFO": best, "belady": belady}
+    for label, devices in (("one pool", []), ("a disk below", [_disk(20e12, 7, 5)])):
+        case = Case(
+            model=model,
+            settings=Settings(batch=64, host_bytes_s=51.2e9, looks_ahead=True, early=0),
+            host_bytes=int(blocks * trace.block_tokens * model.kv_token_bytes) + 1,
+            devices=devices,
+            policy="gittins",
+            queue=QUEUE,
+        )
+        result = simulate(trace, case)
+        row[label] = _percent(result.tiers[0].hit_tokens / result.tokens)  # in memory when their turn came
+        row[f"gap closed, {label}"] = round((row[label] - best) / (belady - best), 2)
+    return {**row, "wanted by one of the next eight requests, % of blocks": _wanted_soon(trace)}
+
+
+def queue_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    """What is gained by knowing the queue."""
     over = min(round(row["one pool"] - row["best of LRU and S3-FIFO"], 1) for row in rows)
-    figures = [
-        at_least("queue: over the better of LRU and S3-FIFO, least of all sizes", over, "points", 0.0),
-        at_least(
-            "queue: gap to Belady closed, one pool, least", min(row["gap closed, one pool"] for row in rows), "", GAP
-        ),
-        at_least(
-            "queue: gap to Belady closed, a disk below", min(row["gap closed, a disk below"] for row in rows), "", GAP
-        ),
+    pool, below = (min(row[f"gap closed, {label}"] for row in rows) for label in ("one pool", "a disk below"))
+    note = f"{len(rows)} rows"
+    return [
+        at_least("queue: over the better of LRU and S3-FIFO, at least", over, "points", 0.0, note),
+        at_least("queue: gap to Belady closed, one pool, at least", pool, "", GAP, note),
+        at_least("queue: gap to Belady closed, a disk below, at least", below, "", GAP, note),
     ]
-    return figures, {"rows": rows, "blocks that one of the next eight requests wants, percent": near}
+
+
+Row = Callable[[Trace, int, dict[str, float]], dict[str, Any]]
+BY_ROWS: dict[str, tuple[Row, Callable[[list[dict[str, Any]]], list[Figure]]]] = {
+    "table": (table_row, table_figures),
+    "queue": (queue_row, queue_figures),
+}
 
 
 def _wanted_soon(trace: Trace) -> float:
@@ -124,7 +125,7 @@ def _wanted_soon(trace: Trace) -> float:
     return round(100 * soon / total, 2)
 
 
-def paper(traces: Callable[[str], Trace]) -> Part:
+def paper() -> Part:
     """Conversations, LLaMA-13B on two A100 per engine, 128 GB of host memory and a disk.
 
     A quarter of the paper's conversations, at its rate, with a quarter of its disk: what memory holds at a time is the
@@ -175,7 +176,7 @@ def _short(result: Result) -> dict[str, float]:
     }
 
 
-def planning(traces: Callable[[str], Trace]) -> Part:
+def planning() -> Part:
     """Hit rates by capacity and by time to live, of the same conversations."""
     trace = generate(Conversations(sessions=PAPER_SESSIONS))
     token_bytes = _engine("llama-13b", "a100", 2).kv_token_bytes
@@ -194,42 +195,56 @@ def planning(traces: Callable[[str], Trace]) -> Part:
     return figures, {"by capacity": msgspec.to_builtins(rooms), "by time to live": msgspec.to_builtins(kept)}
 
 
-PARTS = {"table": table, "queue": queue, "paper": paper, "planning": planning}
+PARTS = {"paper": paper, "planning": planning}
 
 
 def _say(row: dict[str, Any]) -> None:
     print(json.dumps(row), flush=True)
 
 
-def _figures(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for name in PARTS:
-        yield from parts.get(name, {}).get("figures", ())
+class Kept:
+    """The results' file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.parts: dict[str, Any] = json.loads(path.read_text())["details"] if path.exists() else {}
+
+    def keep(self, part: str, figures: list[Figure], details: dict[str, Any]) -> None:
+        """Of this part the file has this from now on."""
+        date = time.strftime("%Y-%m-%d", time.gmtime())
+        self.parts[part] = {"date": date, "figures": [asdict(each) for each in figures], **details}
+        names = [*BY_ROWS, *PARTS]
+        figures_of_all = [each for name in names for each in self.parts.get(name, {}).get("figures", ())]
+        result = {"bench": "sim", "title": "the simulator", "figures": figures_of_all, "details": self.parts}
+        self._path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+    def rows(self, part: str) -> dict[str, Any]:
+        """By trace and blocks."""
+        return {f"{row['trace']}-{row['blocks']}": row for row in self.parts.get(part, {}).get("rows", ())}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the parts that the command line names."""
+    every = [f"{name}-{blocks}" for name, blocks in TABLE]
     parser = argparse.ArgumentParser(prog="python -m pdx.bench.sim.measure", description="The simulator's numbers.")
-    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("parts", nargs="+", choices=[*BY_ROWS, *PARTS], metavar="PART", help="see above")
     parser.add_argument("--traces", type=Path, default=Path(), help="folder of mooncake-NAME_trace.jsonl.gz")
+    parser.add_argument("--rows", nargs="+", choices=every, default=every, metavar="ROW", help="of table and queue")
     chosen = parser.parse_args(arguments)
-    path = RESULTS / "sim.json"
-    read_traces: dict[str, Trace] = {}
-
-    def traces(name: str) -> Trace:
-        if name not in read_traces:
-            read_traces[name] = read(chosen.traces / f"mooncake-{name}_trace.jsonl.gz")
-        return read_traces[name]
-
-    for name in chosen.parts:
-        started_at = time.monotonic()
-        figures, details = PARTS[name](traces)
-        parts = json.loads(path.read_text())["details"] if path.exists() else {}
-        date = time.strftime("%Y-%m-%d", time.gmtime())
-        taken_s = round(time.monotonic() - started_at)
-        parts[name] = {"date": date, "taken_s": taken_s, "figures": [asdict(each) for each in figures], **details}
-        result = {"bench": "sim", "title": "the simulator", "figures": list(_figures(parts)), "details": parts}
-        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        print(json.dumps({each.name: each.value for each in figures}, ensure_ascii=False), flush=True)
+    kept = Kept(RESULTS / "sim.json")
+    for part in chosen.parts:
+        if part in PARTS:
+            kept.keep(part, *PARTS[part]())
+            continue
+        measure, figures_of = BY_ROWS[part]
+        for name, blocks in (key for key in TABLE if f"{key[0]}-{key[1]}" in chosen.rows):
+            trace = read(chosen.traces / f"mooncake-{name}_trace.jsonl.gz")
+            theirs = dict(zip(POLICIES, TABLE[name, blocks], strict=True))
+            row = {"trace": name, "blocks": blocks, **measure(trace, blocks, theirs)}
+            _say(row)
+            rows = {**kept.rows(part), f"{name}-{blocks}": row}
+            ordered = [rows[each] for each in every if each in rows]
+            kept.keep(part, figures_of(ordered), {"rows": ordered})
 
 
 if __name__ == "__main__":

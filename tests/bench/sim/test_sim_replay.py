@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,9 @@ def brute_force(requests, room):
 
 
 def test_belady_is_the_best_of_all_choices():
-    for start in range(8):
-        numbers = [(start * 7 + at * at * 3) % 6 for at in range(14)]
-        requests = [request([number]) for number in numbers]
+    for seed in range(8):
+        drawn = random.Random(seed)
+        requests = [request([drawn.randrange(6)]) for _ in range(14)]
         trace = Trace("tiny", BLOCK, requests)
         assert hit_share(trace, "belady", 3, EACH) * len(requests) == pytest.approx(brute_force(requests, 3))
 
