@@ -7,9 +7,9 @@ import random
 import shutil
 import threading
 
-import numpy as np
 import pytest
-from disk_bed import MIB, Bed, key
+from disk_bed import KV_BYTES as CHUNK_BYTES
+from disk_bed import MIB, KvBed, key
 
 from pdx.errors import TierError
 from pdx.store import chunk_format
@@ -17,33 +17,6 @@ from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.disk.scrub import num_files, scrub
-
-CHUNK_BYTES = 256 << 10
-
-
-def kv(number: int, nbytes: int) -> bytes:
-    """As bf16 has it: exponents that are alike."""
-    values = np.random.default_rng(number).standard_normal(nbytes // 2 + 1).astype("<f4").view("<u4")
-    return (values >> 16).astype("<u2").tobytes()[:nbytes]
-
-
-class KvBed(Bed):
-    """Whose chunks can be encoded."""
-
-    def _content(self, number: int, shard: int, nbytes: int) -> bytes:
-        return kv(number << 4 | shard, nbytes)
-
-    @property
-    def names(self) -> list[str]:
-        return [path.name for path in self.files]
-
-    def coded(self, number: int, shard: int = 0) -> int:
-        """Bytes of its file behind the header; 0: it is not encoded, or not there."""
-        return next((file.coded for file in self.tier._index.of(key(number)) if file.shard == shard), 0)
-
-    def path(self, number: int) -> os.PathLike[str]:
-        (file,) = self.tier._index.of(key(number))
-        return chunk_file.path_of(self.root, file)
 
 
 @pytest.fixture

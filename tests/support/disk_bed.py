@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from pdx.memory.arena import GRANULE_BYTES, Arena, round_up
@@ -177,6 +178,34 @@ class Bed:
     def charge(self):
         """Bytes of the cap that a chunk of one slot takes."""
         return chunk_file.disk_bytes(self.slot_bytes, 4)
+
+
+KV_BYTES = 256 << 10  # of a chunk of a `KvBed`
+
+
+def kv(number: int, nbytes: int) -> bytes:
+    """As bf16 has it: exponents that are alike."""
+    values = np.random.default_rng(number).standard_normal(nbytes // 2 + 1).astype("<f4").view("<u4")
+    return (values >> 16).astype("<u2").tobytes()[:nbytes]
+
+
+class KvBed(Bed):
+    """Whose chunks can be encoded."""
+
+    def _content(self, number: int, shard: int, nbytes: int) -> bytes:
+        return kv(number << 4 | shard, nbytes)
+
+    @property
+    def names(self) -> list[str]:
+        return [path.name for path in self.files]
+
+    def coded(self, number: int, shard: int = 0) -> int:
+        """Bytes of its file behind the header; 0: it is not encoded, or not there."""
+        return next((file.coded for file in self.tier._index.of(key(number)) if file.shard == shard), 0)
+
+    def path(self, number: int) -> Path:
+        (file,) = self.tier._index.of(key(number))
+        return chunk_file.path_of(self.root, file)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -45,15 +46,14 @@ from pdx.store.chunk_format import (
     decode,
     encode,
     encoded,
-    end_if,
     header_bytes,
     parsed,
 )
 from pdx.store.codecs.codec import NONE
+from pdx.store.disk.system_calls import calls, read_all, write_all
 from pdx.store.tier import Part
 
 WHOLE, PARTIAL = ".chunk", ".partial"
-_CALL_BYTES = 8 << 20  # read or written by one system call, whole blocks; a job can end between two
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,6})-([0-9]{1,6})-([0-9]{1,15})(?:-([0-9]{1,15}))?\.chunk")
 _OF_NO_USE = re.compile(
@@ -251,19 +251,75 @@ def touch(path: Path) -> None:
         os.utime(path, ns=(now_ns, now_ns - _hits(now_ns) + hits), follow_symlinks=False)
 
 
+class Source(Protocol):
+    """Memory that has chunks: an arena, or `Contents`."""
+
+    @property
+    def gpu(self) -> str:
+        """UUID of the GPU that has it; empty: host memory."""
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """These bytes."""
+
+    def check(self, slot: Slot) -> None:
+        """:raises StaleSlot, LayoutError: the slot is another's by now."""
+
+
+class Contents(NamedTuple):
+    """What was in a file, as an arena has it: in a slot at 0, of whole granules."""
+
+    data: memoryview
+    used_ns: int  # when the chunk was used last, and how often, as the file says it
+    gpu: str = ""
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """These bytes."""
+        return self.data[offset : offset + nbytes]
+
+    def check(self, slot: Slot) -> None:
+        """It is nobody else's."""
+
+
+def contents(path: Path, file: ChunkFile, is_over: Over, *, is_direct: bool) -> Contents:
+    """The bytes of a chunk, checked and decoded, for who writes them anew.
+
+    :raises TierError: it could not be read, or is not what was written, or `is_over`.
+    """
+    with _opened(path) as fd:
+        size = _size(fd, path)
+        if is_direct:
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        head = aligned(file.size - (file.coded or file.nbytes))
+        stored = aligned(round_up(file.coded or file.nbytes))
+        count = 0
+        for buffers, offset in calls(head, stored, is_over):
+            count = offset + read_all(fd, buffers, offset)
+        header = parsed(head, min(size, count), path)
+        _check_header(header, file, path)
+        data = stored
+        if isinstance(header, EncodedHeader):
+            data = aligned(round_up(file.nbytes))
+            decode(header, stored, data[: file.nbytes], path, is_over)
+        else:
+            compare(header, stored, path, is_over)
+        return Contents(data, os.fstat(fd).st_mtime_ns)
+
+
 def write(
     path: Path,
     part: Part,
-    arena: Arena,
+    arena: Source,
     is_over: Over,
     *,
     is_direct: bool = False,
     reserve_bytes: int = 0,
     codec: str = NONE,
+    used_ns: int | None = None,
 ) -> int:
     """Copy a whole chunk from an arena to its file; `is_direct`: without a copy in the page cache. A new file leaves
     `reserve_bytes` of its file system to others. By a `codec` it is encoded where it then takes less, and its file has
-    the name that says so instead of `path`.
+    the name that says so instead of `path`. `used_ns`: when it was used last, as another file says it; then its name is
+    on the disk, too, when this returns.
 
     :returns: `ChunkFile.coded`.
     :raises TierError: it could not be written, or `is_over`; no file is left, but where `is_left` says so.
@@ -279,9 +335,14 @@ def write(
                 if not os.fstat(fd).st_blocks:
                     _leave(reserve_bytes + part.slot.nbytes, fd)
                 coded = _write(fd, part, arena, is_over, is_direct, codec)
-                _set_used(fd, 0)
+                if used_ns is None:
+                    _set_used(fd, 0)
+                else:
+                    os.utime(fd, ns=(used_ns, used_ns))
                 os.fdatasync(fd)
                 os.rename(partial, path.with_name(f"{path.stem}-{coded}{WHOLE}") if coded else path)
+                if used_ns is not None:
+                    _sync_folder(path.parent)
             finally:
                 os.close(fd)
         except BaseException:  # also where it cannot be opened: `reuse` may have put a file there
@@ -295,6 +356,16 @@ def write(
         raise TierError(f"{path} is not written: {error}", "stale", is_left=is_left) from error
     except TierError as error:
         raise TierError(str(error), error.kind, is_left=is_left) from error
+
+
+def _sync_folder(path: Path) -> None:
+    """Its names are on the disk before a later removal is. A file system that cannot do that has its own order."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _make_folder(path: Path) -> None:
@@ -338,7 +409,7 @@ def _is_gone(path: Path) -> bool:
     return True
 
 
-def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool, codec: str) -> int:
+def _write(fd: int, part: Part, arena: Source, is_over: Over, is_direct: bool, codec: str) -> int:
     slot, start = part.slot, header_bytes(part.layers)
     os.ftruncate(fd, start + slot.nbytes)  # so that file systems do not reserve more than that
     arena.check(slot)
@@ -349,8 +420,8 @@ def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool, co
     else:
         head, size = aligned(start), start + slot.nbytes
         encode(part, data, head, is_over)
-    for buffers, offset in _calls(head, data, is_over):
-        _write_all(fd, buffers, offset)
+    for buffers, offset in calls(head, data, is_over):
+        write_all(fd, buffers, offset)
     if kept is not None or len(head) + len(data) > size:
         os.ftruncate(fd, size)
     arena.check(slot)
@@ -360,30 +431,6 @@ def _write(fd: int, part: Part, arena: Arena, is_over: Over, is_direct: bool, co
 def _moved_bytes(slot: Slot, is_direct: bool) -> int:
     """What is read or written of a slot's room: a disk itself knows whole blocks only."""
     return round_up(slot.nbytes) if is_direct else slot.nbytes
-
-
-def _calls(head: memoryview, data: memoryview, is_over: Over) -> Iterator[tuple[list[memoryview], int]]:
-    """What each system call reads or writes: (memory, offset in the file)."""
-    for first in range(0, len(data), _CALL_BYTES):
-        end_if(is_over)
-        piece = data[first : first + _CALL_BYTES]
-        yield ([piece], len(head) + first) if first else ([head, piece], 0)
-
-
-def _write_all(fd: int, buffers: list[memoryview], offset: int) -> None:
-    while buffers:
-        written = os.pwritev(fd, buffers, offset)
-        buffers, offset = _behind(buffers, written), offset + written
-
-
-def _behind(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the memory of a system call that has done so much."""
-    left = []
-    for buffer in buffers:
-        if nbytes < len(buffer):
-            left.append(buffer[nbytes:])
-        nbytes = max(0, nbytes - len(buffer))
-    return left
 
 
 def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool = False, coded: int = 0) -> str:
@@ -403,8 +450,8 @@ def read(path: Path, part: Part, arena: Arena, is_over: Over, *, is_direct: bool
             arena.check(slot)
             room = arena.data[slot.offset : slot.offset + _moved_bytes(slot, is_direct)]
             data = aligned(round_up(coded)) if coded else room
-            for buffers, offset in _calls(head, data, is_over):
-                count = _read_all(fd, buffers, offset)
+            for buffers, offset in calls(head, data, is_over):
+                count = read_all(fd, buffers, offset)
                 if header is None:
                     header = parsed(head[:count], size, path)
                     _check_header(header, ChunkFile(part.key, part.shard, part.layers, slot.nbytes, coded), path)
@@ -441,7 +488,7 @@ def verify(path: Path, *, is_direct: bool) -> int:
             if is_direct:
                 fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
             memory = aligned(round_up(size))
-            whole = memory[: _read_all(fd, [memory], 0)]
+            whole = memory[: read_all(fd, [memory], 0)]
             try:
                 header = parsed(whole[: size - (file.coded or file.nbytes)], size, path)
                 _check_header(header, file, path)
@@ -461,15 +508,6 @@ def _check_header(header: Header, file: ChunkFile, path: Path) -> None:
     coded = header.stored if isinstance(header, EncodedHeader) else 0
     if ChunkFile(header.key, header.shard, header.layers, header.nbytes, coded) != file:
         raise TierError(f"{path} is the file of another chunk", "corrupt")
-
-
-def _read_all(fd: int, buffers: list[memoryview], offset: int) -> int:
-    """Read until the memory is full, or the file ends; the bytes read."""
-    count, left = 0, buffers
-    while left and (done := os.preadv(fd, left, offset + count)):
-        count += done
-        left = _behind(left, done)
-    return count
 
 
 def takes_direct(root: Path) -> bool:

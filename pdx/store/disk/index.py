@@ -121,6 +121,11 @@ class FileIndex:
         self.num_files += 1
         self.nbytes += file.charge
 
+    def replace(self, old: ChunkFile, new: ChunkFile) -> None:
+        """The same chunk of the same shard is in another file from now on."""
+        self._files[old.key] = tuple(new if file == old else file for file in self.of(old.key))
+        self.nbytes += new.charge - old.charge
+
     def remove(self, files: Sequence[ChunkFile]) -> None:
         """These cannot be found any more: all files of their chunks."""
         for file in files:

@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import logging
 import math
-import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -38,9 +37,12 @@ from pdx.store.codecs.codec import NONE
 from pdx.store.copy import Copy
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile, Useless
+from pdx.store.disk.counting import attainable, count
 from pdx.store.disk.health import GONE, SILENT, DiskHealth
 from pdx.store.disk.index import FileIndex
+from pdx.store.disk.recoder import Recoder
 from pdx.store.disk.workers import Task, Workers, file_of
+from pdx.store.recoding import OnChunk, Pair, Recoding
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import COUNTING, TierStatus
@@ -55,7 +57,6 @@ SILENT_S = 5.0  # for so long a system call may take
 MAX_FORGOTTEN = 1 << 16  # that are remembered while a copy from before is under way
 MAX_FILES = 2_000_000  # that can be found: the index takes about 360 bytes of memory for each
 _PROBED = 64  # files, those that were used last, one of which is read for a probe
-_BATCH = 256
 _DISK_FAULTS = ("full", "denied", "read_only", "write_failed", "read_failed")
 # Why a load fails though its file may be good: for no reason of the disk, …
 _NOT_OF_THE_DISK = ("exhausted", "failed")
@@ -103,7 +104,7 @@ class DiskTier(Tier):
         self._root = root
         self._counters = counters
         self._faults = Faults(counters, clock)
-        self.limit_bytes = self._attainable(limit_bytes, reserve_bytes)
+        self.limit_bytes = attainable(root, limit_bytes, reserve_bytes, counters)
         self.is_direct = False  # whether files are read and written without the page cache
         self._post = post
         self._on_done = on_done
@@ -119,6 +120,13 @@ class DiskTier(Tier):
         self._busy: dict[bytes, dict[int, Task]] = {}  # files that are being written or removed
         self._later: dict[tuple[bytes, int], list[Job]] = {}  # what is to be stored then
         self._under_way: dict[int, dict[Task, None]] = {}  # by copy
+        self._going: Counter[tuple[bytes, int]] = Counter()  # files that are removed and cannot be found
+        self._recoder = Recoder(
+            self._index,
+            begin=self._rewrite,
+            remove=partial(self._remove, is_forgotten=True),
+            is_busy=lambda key: key in self._busy,
+        )
         self._read: Counter[tuple[bytes, int]] = Counter()  # files that are being read
         self._admitted: OrderedDict[int, int] = OrderedDict()  # copy -> what had been forgotten, by then
         self._forgotten: OrderedDict[bytes, int] = OrderedDict()  # since the first of these: its place in the order
@@ -149,24 +157,12 @@ class DiskTier(Tier):
             on_over=lambda task: post(partial(self._over, task)),
             clock=clock,
         )
-        self._workers.start(self._scan)
+        is_over = lambda: self._workers.is_closing  # noqa: E731
+        self._workers.start(partial(count, root, MAX_FILES, is_over, post, self._found, self._scanned))
 
     def _taken(self, owner: str) -> ConfigError:
         what = f"{self._root} is the disk tier of another node (process {owner})"
         return ConfigError(f"{what}; two nodes cannot share one: name another folder with --disk, or end that node")
-
-    def _attainable(self, limit_bytes: int, reserve_bytes: int) -> int:
-        """The cap, or what the file system has in all without the reserve."""
-        disk = os.statvfs(self._root)
-        total_bytes = disk.f_blocks * disk.f_frsize
-        most = max(0, total_bytes - reserve_bytes)
-        if limit_bytes > most:
-            self._counters["disk_cap_lowered"] += 1
-            text = (
-                "%s is on a disk of %.1f MiB: the cap of %.1f MiB is lowered to %.1f MiB, so that the reserve is left"
-            )
-            log.warning(text, self._root, total_bytes / MIB, limit_bytes / MIB, most / MIB)
-        return min(limit_bytes, most)
 
     def status(self) -> TierStatus:
         """For `pdx node --status`."""
@@ -274,25 +270,33 @@ class DiskTier(Tier):
         is_forgotten = forgotten > self._admitted.get(job.number, 0)
         if is_forgotten or self._index.has(part.key, part.shard):
             return self._post(partial(self._on_done, self.name, job, None))
-        if part.shard in self._busy.get(part.key, {}):
+        if part.shard in self._busy.get(part.key, {}) or self._going[part.key, part.shard]:
             return self._later.setdefault((part.key, part.shard), []).append(job)
-        charge = chunk_file.disk_bytes(part.slot.nbytes, part.layers)
+        task = Task(job, charge=chunk_file.disk_bytes(part.slot.nbytes, part.layers))
+        return None if self._begin(task) else self._refuse(job, "busy")
+
+    def _begin(self, task: Task) -> bool:
+        """Have a file written, if there is room, or can be made."""
+        part, charge, source = task.part, task.charge, task.source
+        is_used = self._is_used if source is None else lambda key: key == source.key or self._is_used(key)
         limit_bytes = self._reached if self._clock() < self._reached_until else self.limit_bytes
         lack = self.used_bytes + charge - limit_bytes
         surplus = self.num_chunks + self._coming + 1 - MAX_FILES
-        if lack > self._index.nbytes - self._index.pinned_bytes or surplus > self.num_chunks:
+        has_room = lack <= self._index.nbytes - self._index.pinned_bytes and surplus <= self.num_chunks
+        victims, task.used = self._index.oldest(lack, surplus, is_used) if has_room else ([], [])
+        if not has_room or source in victims:
             self._leave_out("busy", [part.key])
-            return self._refuse(job, "busy")
+            return False
         self._index_is_full(surplus)
-        victims, used = self._index.oldest(lack, surplus, self._is_used)
         freed = sum(file.charge for file in victims)
-        task = Task(job, used=used, victims=victims, hold=max(charge, freed), charge=charge)
+        task.victims, task.hold = victims, max(charge, freed)
         self._reuse(task)
         self.used_bytes += task.hold - freed
         self._coming += 1
         self._take_out(victims, task)
         self._busy.setdefault(part.key, {})[part.shard] = task
-        return self._give(task, self._workers.stores)
+        self._give(task, self._workers.stores)
+        return True
 
     def _refuse(self, job: Job, why: str) -> None:
         error = TierError(f"{self._root} leaves it out: {_LEFT_OUT[why]}", why)
@@ -335,8 +339,31 @@ class DiskTier(Tier):
             return self._refuse(job, "paused")
         part = job.parts[0]
         self._read[part.key, part.shard] += 1
-        file = next((file for file in self._index.of(part.key) if file.shard == part.shard), None)
+        file = self._file(part.key, part.shard)
         return self._give(Task(job, is_load=True, file=file), self._workers.loads)
+
+    def _file(self, key: bytes, shard: int) -> ChunkFile | None:
+        return next((file for file in self._index.of(key) if file.shard == shard), None)
+
+    def recode(
+        self,
+        pairs: Sequence[Pair],
+        codec: str,
+        on_chunk: OnChunk = lambda key, error: None,
+    ) -> Recoding:
+        """Store chunks, all shards of each, in another form. With "lossless" or "none" a chunk keeps its key. By the
+        text of a `pdx.memory.form.Form`, with a loss, it gets another one: then the old chunk goes when the new one is
+        on the disk. Chunks that are in that form already are passed over; what fails is as it was.
+
+        :raises CodecError: there is no such codec.
+        :raises TierError: a key is to change, or stay, that must not.
+        """
+        return self._recoder.recode(pairs, codec, on_chunk)
+
+    def _rewrite(self, task: Task) -> str:
+        if self._health.doubt or not self.takes_stores:
+            return f"{self._root} is not written to: {_LEFT_OUT['paused']}"
+        return "" if self._begin(task) else f"{self._root} has no room for another file of the chunk"
 
     def _give(self, task: Task, queue: deque[Task]) -> None:
         self._under_way.setdefault(task.job.number if task.job is not None else 0, {})[task] = None
@@ -447,6 +474,8 @@ class DiskTier(Tier):
             self._doubt(GONE)
         elif task.is_silent and kind in ("", "cancelled", "stale"):
             self._health.answers()
+        if task.is_unfound:
+            self._going -= Counter((file.key, file.shard) for file in task.victims)
         if task.is_probe:
             self._probed(task.error)
         elif task.job is None:
@@ -455,6 +484,10 @@ class DiskTier(Tier):
                 self._warn(task.error)
         elif task.is_load:
             name = task.part.key, task.part.shard
+            if kind == "missing" and (now := self._file(*name)) is not None and now != task.file:
+                task.file, task.error = now, None  # it was written anew meanwhile
+                self._give(task, self._workers.loads)
+                return
             self._read[name] -= 1
             if not self._read[name]:
                 del self._read[name]
@@ -465,9 +498,12 @@ class DiskTier(Tier):
         for key, shard in [*((file.key, file.shard) for file in task.victims), *own]:
             if self._busy.get(key, {}).get(shard) is task:  # else something else is to be done to this file now
                 _take(self._busy, key, shard)
+            if shard not in self._busy.get(key, {}):
                 for job in self._later.pop((key, shard), ()):
                     self.store(job)
-        if task.job is not None:
+        if task.source is not None:
+            self._recoder.ended(task, task.error)
+        elif task.job is not None:
             self._on_done(self.name, task.job, task.error)
 
     def _probed(self, error: TierError | None) -> None:
@@ -493,16 +529,24 @@ class DiskTier(Tier):
     def _stored(self, task: Task) -> None:
         part, error = task.part, task.error
         self._coming -= 1
-        file = task.file or file_of(part)
+        file, source = task.file or file_of(part), task.source
+        if source is not None and task.is_unread:
+            self._loaded(msgspec.structs.replace(part, key=source.key), error)
+            return
         if error is None:
             self._health.wrote()
             self._counters["disk_stored"] += 1
             replaced = {(file, False), (file_of(part), True)} & self._stuck
             self.used_bytes -= file.charge * len(replaced)
             self._stuck -= replaced
-            self._insert(file)
-            self._index.touch([part.key])
-            if part.key in task.forgotten:
+            is_gone = part.key in task.forgotten
+            if source is not None and source in self._index.of(part.key):
+                self._replaced(source, file)
+            else:
+                self._insert(file)
+                self._index.touch([part.key])
+                is_gone |= source is not None and source.key == part.key  # it has made room for another
+            if is_gone:
                 self._remove([file], is_forgotten=True)
             return
         if error.is_left:
@@ -514,6 +558,13 @@ class DiskTier(Tier):
                 self._health.not_written(is_read_only=error.kind == "read_only")
             if error.kind == "full":  # others use the disk, too: for some time new files take the place of old ones
                 self._reached, self._reached_until = self.used_bytes, self._clock() + FULL_S
+
+    def _replaced(self, source: ChunkFile, file: ChunkFile) -> None:
+        """The chunk keeps its key and has another file, or the same one anew."""
+        if file != source:
+            self._index.replace(source, file)
+            self.used_bytes += file.charge - source.charge
+            self._remove_unfound(source)
 
     def _loaded(self, part: Part, error: TierError | None) -> None:
         files = self._index.of(part.key)
@@ -573,7 +624,8 @@ class DiskTier(Tier):
 
     def _remove_unfound(self, file: ChunkFile) -> Task:
         """Remove a file that cannot be found. At the start: there is a newer one of its chunk with another size."""
-        task = Task(victims=[file], hold=file.charge, forgotten={file.key})
+        task = Task(victims=[file], hold=file.charge, forgotten={file.key}, is_unfound=True)
+        self._going[file.key, file.shard] += 1
         self.used_bytes += file.charge
         self._leaving += file.charge
         self._give(task, self._workers.removals)
@@ -589,24 +641,6 @@ class DiskTier(Tier):
             self.is_counted = True
             used, limit = self.used_bytes / MIB, self.limit_bytes / MIB
             log.info("disk tier %s: %d chunks, %.0f of %.0f MiB", self._root, self.num_chunks, used, limit)
-
-    # ---- on a thread ----------------------------------------------------------------------
-
-    def _scan(self) -> None:
-        """Tell the control loop of all files from before."""
-        why: TierError | None = None
-        try:
-            files = chunk_file.listed(self._root, lambda: self._workers.is_closing, MAX_FILES)
-            while not self._workers.is_closing and (batch := list(itertools.islice(files, _BATCH))):
-                self._post(partial(self._found, batch))
-        except OSError as error:
-            text = f"{self._root} cannot be listed: {error.strerror}; nothing is stored there"
-            why = TierError(text, "read_failed")
-        except Exception as error:  # the thread's root
-            log.exception("the disk tier failed")
-            why = TierError(f"{self._root} is not read: {type(error).__name__}; nothing is stored there", "failed")
-        if not self._workers.is_closing:
-            self._post(partial(self._scanned, why))
 
 
 def _take(groups: dict[Any, dict[Any, Any]], name: object, member: object) -> None:

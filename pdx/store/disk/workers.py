@@ -19,7 +19,7 @@ import msgspec
 
 from pdx.errors import TierError
 from pdx.memory.arena import Arena
-from pdx.store.codecs.codec import LOSSLESS
+from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.disk import chunk_file
 from pdx.store.disk.chunk_file import ChunkFile
 from pdx.store.tier import Job, Part
@@ -42,6 +42,10 @@ class Task(msgspec.Struct, eq=False):
     hold: int = 0  # bytes of the cap that are its own until it is over
     charge: int = 0  # of these, what its file takes if it is not encoded
     file: ChunkFile | None = None  # of a job: what is read; or what was written, which the thread sets
+    source: ChunkFile | None = None  # what is written anew in another form, instead of what is in the arena …
+    codec: str = NONE  # … by this codec
+    is_unread: bool = False  # that could not be read, which the thread sets
+    is_unfound: bool = False  # its victim cannot be found, nor keeps its key from being found
     is_cancelled: bool = False
     forgotten: set[bytes] = msgspec.field(default_factory=set)  # of what it writes and removes
     left: list[ChunkFile] = msgspec.field(default_factory=list)  # victims that could not be removed
@@ -197,7 +201,6 @@ class Workers:
         if task.job is None or task.error is not None:
             return
         part = task.part
-        arena = self._arenas[part.slot.arena]
 
         def is_over() -> bool:
             task.seen_at = self._clock()
@@ -205,19 +208,31 @@ class Workers:
 
         task.job.start_ns = time.monotonic_ns()
         if task.is_load:
-            file = task.file or file_of(part)
+            file, arena = task.file or file_of(part), self._arenas[part.slot.arena]
             is_direct = self._is_direct
             codec = chunk_file.read(self._path(file), part, arena, is_over, is_direct=is_direct, coded=file.coded)
             task.job.form = "" if codec == LOSSLESS else codec
         else:
+            source: chunk_file.Source = self._arenas[part.slot.arena]
+            used_ns, codec = None, part.form or self._codec
+            if task.source is not None:
+                codec = task.codec
+                try:
+                    read = partial(chunk_file.contents, self._path(task.source), task.source, is_over)
+                    found = read(is_direct=self._is_direct)
+                except TierError:
+                    task.is_unread = True
+                    raise
+                source, used_ns = found, found.used_ns
             coded = chunk_file.write(
                 self._path(file_of(part)),
                 part,
-                arena,
+                source,
                 is_over,
                 is_direct=self._is_direct,
                 reserve_bytes=self._reserve_bytes,
-                codec=part.form or self._codec,
+                codec=codec,
+                used_ns=used_ns,
             )
             file = task.file = msgspec.structs.replace(file_of(part), coded=coded)
         task.job.coded_bytes = file.coded

@@ -41,7 +41,9 @@ from pdx.store.chunk_format import (
 )
 from pdx.store.codecs.codec import LOSSLESS, NONE
 from pdx.store.copy import Copy
+from pdx.store.recoding import OnChunk, Pair, Recoding, check
 from pdx.store.remote.backend import Backend, Found
+from pdx.store.remote.recoder import recode
 from pdx.store.tier import Grant, Held, Job, Part, Tier
 from pdx.telemetry.faults import Faults
 from pdx.wire.messages import MAX_LAYERS, TierStatus
@@ -366,6 +368,38 @@ class RemoteTier(Tier):
             names = [_name(key, shard) for key, shards in there.items() for shard in range(shards)]
             self._submit(self._writers, partial(self._remove, names), self._removed)
         return len(there)
+
+    def recode(
+        self,
+        pairs: Sequence[Pair],
+        codec: str,
+        shards: int,
+        on_chunk: OnChunk = lambda key, error: None,
+    ) -> Recoding:
+        """Store chunks of so many shards in another form, see `DiskTier.recode`. Other nodes may load them meanwhile.
+
+        :raises CodecError: there is no such codec.
+        :raises TierError: a key is to change, or stay, that must not.
+        """
+        check(pairs, codec)
+        stopped: set[Recoding] = set()
+
+        def begin(pair: Pair, own: Recoding) -> None:
+            call = partial(recode, self._backend, pair, shards, codec, _name, lambda: own in stopped or self._is_over)
+            self._submit(self._writers, call, partial(self._recoded, pair, own))
+
+        recoding = Recoding(pairs, begin, stopped.add, on_chunk)
+        recoding.go_on()
+        return recoding
+
+    def _recoded(self, pair: Pair, recoding: Recoding, future: Future[None]) -> None:
+        error = _error(future)
+        self._went(error)
+        if error is not None and error.kind != "cancelled":
+            self._warn(error, "the chunk is as it was")
+        for key in pair:
+            self._known.pop(key, None)
+        recoding.ended(pair[0], error)
 
     def _remove(self, names: Sequence[str]) -> None:
         """On a thread."""

@@ -1,0 +1,405 @@
+"""Chunks of a disk or a remote store that are written anew in another form: there is the old one, or the new one."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import pytest
+from disk_bed import KV_BYTES, MIB, KvBed, key, kv
+from remote_bed import Bed as RemoteBed
+from remote_bed import made
+
+from pdx.errors import CodecError, TierError
+from pdx.memory.form import Form
+from pdx.store import recoding
+from pdx.store.codecs.codec import LOSSLESS, NONE, codec_of
+from pdx.store.disk import chunk_file
+
+FORM = Form("int8", "bf16", (1, 4, 16, 2, 64))  # pages of 16 KiB: 16 in a chunk, 4 in a slice
+CHARGE = chunk_file.disk_bytes(KV_BYTES, 4)
+
+
+def lossy(data: bytes) -> bytes:
+    codec, small, back = codec_of(str(FORM)), bytearray(len(data)), bytearray(len(data))
+    used = codec.encode(memoryview(data), memoryview(small))
+    codec.decode(memoryview(small)[:used], memoryview(back))
+    return bytes(back)
+
+
+@pytest.fixture
+def make(tmp_path):
+    beds = []
+
+    def make_bed(**given):
+        beds.append(KvBed(tmp_path, **({"slot_bytes": KV_BYTES, "limit_bytes": 16 * MIB} | given)))
+        return beds[-1]
+
+    yield make_bed
+    for bed in beds:
+        bed.close()
+
+
+@pytest.fixture
+def bed(make):
+    return make()
+
+
+def until_over(bed, handle):
+    while not handle.is_over:
+        bed.turn()
+    bed.settle()
+    return handle
+
+
+def recode(bed, numbers, codec, to=None, told=None):
+    pairs = [(key(number), key(number if to is None else number + to)) for number in numbers]
+    told = [] if told is None else told
+    return until_over(bed, bed.tier.recode(pairs, codec, lambda *each: told.append(each)))
+
+
+def account_is_true(bed):
+    files = [file for of_key in bed.tier._index._files.values() for file in of_key]
+    assert bed.tier.used_bytes == bed.tier._index.nbytes == sum(file.charge for file in files)
+    assert sorted(chunk_file.path_of(bed.root, file) for file in files) == bed.files
+    assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
+    for name in ("_busy", "_later", "_going", "_under_way", "_stuck"):
+        assert not getattr(bed.tier, name), name
+    assert not bed.tier._recoder._chunks
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "by the page cache"])
+def test_files_are_encoded_and_decoded_in_place(make, monkeypatch, is_direct):
+    if not is_direct:
+        monkeypatch.setattr(chunk_file, "takes_direct", lambda root: False)
+    bed = make()
+    for number in range(6):
+        assert bed.store(number)
+    assert bed.load(3) is None
+    before, times = bed.tier.used_bytes, {number: bed.path(number).stat().st_mtime_ns for number in range(6)}
+    told = []
+    handle = recode(bed, range(6), LOSSLESS, told=told)
+    assert (handle.total, handle.done, handle.failed) == (6, 6, {})
+    assert sorted(told) == [(key(number), None) for number in range(6)]
+    assert bed.tier.used_bytes < 0.75 * before
+    account_is_true(bed)
+    assert all(bed.coded(number) for number in range(6))
+    assert {number: bed.path(number).stat().st_mtime_ns for number in range(6)} == times, "order and count of its use"
+    assert recode(bed, range(6), LOSSLESS).done == 6, "they are in that form already"
+    assert bed.tier.hits(key(3)) == 1
+    for number in range(6):
+        assert bed.load(number) is None
+    recode(bed, range(6), NONE)
+    assert bed.tier.used_bytes == before
+    bed.restart()
+    account_is_true(bed)
+    for number in range(6):
+        assert bed.load(number) is None
+
+
+def test_what_does_not_shrink_stays_as_it_is(bed, monkeypatch):
+    monkeypatch.setattr(bed, "_content", lambda number, shard, nbytes: random.Random(number).randbytes(nbytes))
+    assert bed.store(1)
+    assert recode(bed, [1], LOSSLESS).done == 1
+    assert bed.coded(1) == 0
+    account_is_true(bed)
+    assert bed.load(1) is None
+
+
+def test_with_a_loss_a_chunk_has_another_key_and_the_old_one_goes(bed):
+    for shard in range(2):
+        assert bed.store(1, shard, shards=2)
+    assert recode(bed, [1], str(FORM), to=100).done == 1
+    assert not bed.has(1, 2)
+    assert bed.has(101, 2)
+    account_is_true(bed)
+    assert bed.tier.used_bytes < 2 * 0.6 * CHARGE
+    for shard in range(2):
+        copy = bed.start_load(101, shard)
+        job = next(iter(bed.tier._under_way[copy.number])).job
+        assert bed.end(copy) is None
+        assert bed.bytes_at(bed.slot(1)) == lossy(kv(1 << 4 | shard, KV_BYTES))
+        assert job.form == str(FORM)
+
+
+def test_of_two_shards_both_go_or_none(bed):
+    for shard in range(2):
+        assert bed.store(1, shard, shards=2)
+    path = chunk_file.path_of(bed.root, bed.tier._index.of(key(1))[1])
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    handle = recode(bed, [1], str(FORM), to=100)
+    assert handle.failed == {"corrupt": 1}
+    assert not bed.has(101, 2), "what was written of it is removed"
+    assert not bed.has(1, 2), "and what is broken, as when it is loaded"
+    assert bed.counters["disk_corrupt"] == 1
+    account_is_true(bed)
+
+
+@pytest.mark.parametrize(
+    ("pair", "codec", "error"),
+    [
+        ((1, 1), str(FORM), TierError),
+        ((1, 2), LOSSLESS, TierError),
+        ((1, 2), NONE, TierError),
+        ((1, 1), "zip", CodecError),
+    ],
+)
+def test_what_loses_nothing_keeps_its_key_and_what_does_changes_it(bed, pair, codec, error):
+    with pytest.raises(error):
+        bed.tier.recode([tuple(map(key, pair))], codec)
+
+
+def test_what_is_not_there_or_would_meet_another_is_told(bed):
+    for number in (1, 101):
+        assert bed.store(number)
+    assert recode(bed, [7], LOSSLESS).failed == {"missing": 1}
+    assert recode(bed, [1], str(FORM), to=100).failed == {"busy": 1}
+    assert bed.load(1) is None
+    assert bed.load(101) is None
+
+
+def test_a_form_that_is_not_for_these_chunks_leaves_them(make):
+    bed = make(slot_bytes=40_000)
+    assert bed.store(1)
+    assert recode(bed, [1], str(FORM), to=100).failed == {"not_encoded": 1}
+    assert bed.load(1) is None
+    account_is_true(bed)
+
+
+def test_the_cap_holds_meanwhile(make):
+    """Where there is no room for both files of a chunk, others make it; the chunk itself does not."""
+    bed = make(limit_bytes=4 * CHARGE)
+    for number in range(4):
+        assert bed.store(number)
+    assert recode(bed, [0, 3], LOSSLESS).done == 2
+    assert bed.tier.num_chunks == 2
+    assert bed.load(0) is None
+    account_is_true(bed)
+
+
+def test_a_chunk_makes_no_room_for_itself(make):
+    bed = make(limit_bytes=CHARGE)
+    assert bed.store(1)
+    assert recode(bed, [1], LOSSLESS).failed == {"busy": 1}
+    assert bed.load(1) is None
+    account_is_true(bed)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    opened, arrived = threading.Event(), threading.Semaphore(0)
+
+    def gated(name):
+        real = getattr(chunk_file, name)
+
+        def waiting(*args, **settings):
+            arrived.release()
+            assert opened.wait(60)
+            return real(*args, **settings)
+
+        monkeypatch.setattr(chunk_file, name, waiting)
+
+    gated.opened, gated.arrived = opened, arrived
+    yield gated
+    opened.set()
+
+
+def test_a_load_that_comes_to_the_old_file_too_late_reads_the_new_one(bed, gate):
+    assert bed.store(1)
+    gate("read")
+    copy = bed.start_load(1)
+    assert gate.arrived.acquire(timeout=60)
+    assert until_over_but_loads(bed, bed.tier.recode([(key(1), key(1))], LOSSLESS)).done == 1
+    while len(bed.files) > 1:
+        bed.turn()
+    gate.opened.set()
+    assert bed.end(copy) is None
+    assert bed.bytes_at(bed.slot(1)) == kv(1 << 4, KV_BYTES)
+    bed.settle()
+    account_is_true(bed)
+    assert "disk_missing" not in bed.counters
+
+
+def until_over_but_loads(bed, handle):
+    while not handle.is_over:
+        bed.turn()
+    return handle
+
+
+def test_what_is_deleted_meanwhile_is_gone(bed, gate):
+    for number in (1, 2):
+        assert bed.store(number)
+    gate("contents")
+    handles = [
+        bed.tier.recode([(key(1), key(1))], LOSSLESS),
+        bed.tier.recode([(key(2), key(102))], str(FORM)),
+    ]
+    for _ in handles:
+        assert gate.arrived.acquire(timeout=60)
+    assert bed.tier.evict([key(1), key(2)]) == 2
+    gate.opened.set()
+    for handle in handles:
+        until_over(bed, handle)
+    assert [handle.done for handle in handles] == [0, 0]
+    assert bed.files == []
+    account_is_true(bed)
+
+
+def test_it_can_be_cancelled(bed, gate):
+    for number in range(10):
+        assert bed.store(number)
+    gate("contents")
+    told = []
+    handle = bed.tier.recode(
+        [(key(number), key(number)) for number in range(10)], LOSSLESS, lambda *each: told.append(each)
+    )
+    assert gate.arrived.acquire(timeout=60)
+    handle.cancel()
+    gate.opened.set()
+    until_over(bed, handle)
+    assert handle.failed == {"cancelled": 10}
+    assert len(told) == 10
+    account_is_true(bed)
+    for number in range(10):
+        assert bed.load(number) is None
+
+
+def test_few_are_under_way_at_once(bed, gate):
+    for number in range(10):
+        assert bed.store(number)
+    gate("contents")
+    handle = bed.tier.recode([(key(number), key(number)) for number in range(10)], LOSSLESS)
+    assert len(bed.tier._recoder._chunks) == recoding.AT_ONCE
+    gate.opened.set()
+    assert until_over(bed, handle).done == 10
+
+
+def test_a_disk_that_is_full_leaves_the_old_one(bed, monkeypatch):
+    assert bed.store(1)
+
+    def full(path, *args, **settings):
+        raise TierError("no space", "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file, "write", full)
+        assert recode(bed, [1], LOSSLESS).failed == {"full": 1}
+        assert bed.load(1) is None
+    account_is_true(bed)
+
+
+@pytest.mark.parametrize("to", [None, 100])
+@pytest.mark.parametrize("call", ["rename", "fdatasync", "unlink", "fsync"])
+def test_whenever_the_node_is_killed_the_next_one_has_the_old_or_the_new(bed, monkeypatch, call, to):
+    """Whatever a system call would have done after that has not happened."""
+    assert bed.store(1)
+    codec = LOSSLESS if to is None else str(FORM)
+    pid = os.fork()
+    if not pid:  # a copy of this process, of one thread, does what a thread of the tier does, and dies
+        source = bed.tier._index.of(key(1))[0]
+        path = chunk_file.path_of(bed.root, source)
+        monkeypatch.setattr(os, call, lambda *args, **settings: os._exit(0))
+        from pdx.memory.slot import Slot
+        from pdx.store.tier import Part
+
+        found = chunk_file.contents(path, source, lambda: False, is_direct=False)
+        new = key(1 if to is None else 101)
+        part = Part(new, 0, 4, 0, 4, Slot(0, KV_BYTES, 0))
+        target = chunk_file.path_of(bed.root, chunk_file.ChunkFile(new, 0, 4, KV_BYTES))
+        chunk_file.write(target, part, found, lambda: False, codec=codec, used_ns=found.used_ns)
+        chunk_file.remove(path)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    bed.restart()
+    bed.settle()
+    account_is_true(bed)
+    is_old, is_new = bed.has(1), to is not None and bed.has(101)
+    assert is_old or is_new
+    if is_old:
+        assert bed.load(1) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_under_way_at_once_no_wrong_byte_is_read_and_the_account_is_true(make, seed):
+    bed = make(limit_bytes=10 * CHARGE)
+    random_ = random.Random(seed)
+    for _ in range(20):
+        copies, handles = [], []
+        for at in range(10):
+            number = random_.randrange(8)
+            if (what := random_.random()) < 0.35:
+                copies.append((number, at, bed.start_store(number, at=at)))
+            elif what < 0.6 and bed.has(number):
+                copies.append((number, at, bed.start_load(number, at=at)))
+            elif what < 0.9:
+                codec = random_.choice([LOSSLESS, NONE])
+                handles.append(bed.tier.recode([(key(number), key(number))], codec))
+            else:
+                bed.tier.evict([key(number)])
+        for number, at, copy in copies:
+            if copy is not None and bed.end(copy) is None:
+                assert bed.bytes_at(bed.slot(at)) == kv(number << 4, KV_BYTES)
+        for handle in handles:
+            until_over_but_loads(bed, handle)
+        bed.settle()
+        assert bed.disk_bytes <= bed.tier.used_bytes <= bed.limit_bytes
+    bed.settle()
+    account_is_true(bed)
+    assert bed.counters["disk_corrupt"] == bed.counters["disk_failed"] == 0
+
+
+# ---- a store that nodes share ----------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path):
+    server = made("redis", tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+def test_objects_are_written_anew(store, tmp_path):
+    def of_remote(number, shard, nbytes):
+        return kv(number << 4 | shard, nbytes)
+
+    bed = RemoteBed(tmp_path / "bed", store.url, slot_bytes=KV_BYTES, content=of_remote).opened()
+    try:
+        for number in range(1, 4):
+            for shard in range(2):
+                assert bed.store(number, shard, shards=2) is None
+        told = []
+
+        def recoded(numbers, codec, to=0):
+            pairs = [(key(number), key(number + to)) for number in numbers]
+            handle = bed.tier.recode(pairs, codec, 2, lambda *each: told.append(each))
+            while not handle.is_over:
+                bed.turn()
+            return handle
+
+        def sizes():
+            return {name: len(store.raw(name)) for name in store.names()}
+
+        before = sizes()
+        assert recoded([1, 2, 9], LOSSLESS).failed == {"missing": 1}
+        assert sorted(key_ for key_, error in told if error is None) == [key(1), key(2)]
+        after = sizes()
+        assert sum(after[name] < before[name] for name in before) == 4
+        for number in range(1, 4):
+            assert bed.load(number) is None
+        assert recoded([1], NONE).done == 1
+        assert len(store.raw(f"v3/{key(1).hex()}-0")) == before[f"v3/{key(1).hex()}-0"]
+        assert recoded([3], str(FORM), to=100).done == 1
+        assert bed.sought([3], 2) == 0
+        assert bed.sought([103], 2) == 1
+        copy = bed.start("load", 103, 1, at=1)
+        assert bed.end(copy) is None
+        assert bytes(bed.arena.view(bed.slot(1))) == lossy(kv(3 << 4 | 1, KV_BYTES))
+        name = f"v3/{key(2).hex()}-1"
+        store.put(name, store.raw(name)[:-1] + b"!")
+        assert recoded([2], str(FORM), to=100).failed == {"corrupt": 1}
+        assert f"v3/{key(102).hex()}-0" not in store.names()
+        assert f"v3/{key(2).hex()}-0" in store.names()
+    finally:
+        bed.close()
