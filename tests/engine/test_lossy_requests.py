@@ -216,8 +216,6 @@ def test_after_a_reset_they_are_apart_still(
 @pytest.mark.parametrize(
     ("codec", "settings"),
     [
-        ("zip", {}),
-        (["int8"], {}),
         ("int8", {"keeps_apart": False}),
         ("int8", {"shape": {**SHAPE, "dtype": "torch.uint8 as fp8"}}),
         ("int8", {"shape": {**SHAPE, "order": ""}}),
@@ -234,6 +232,18 @@ def test_who_cannot_have_the_codec_is_told_and_is_exact(
     assert run(engine, prompt) == CHUNKS * CHUNK, "its chunks are those of exact requests"
     assert any("is stored exactly" in record.message for record in caplog.records)
     wait_until(lambda: node.status().counters.get("degraded_codec_refused") == 1, what="it is counted")
+
+
+@pytest.mark.parametrize("codec", ["zip", ["int8"]], ids=str)
+def test_a_codec_that_is_none_is_refused_with_the_envelopes_other_fields(
+    node: NodeProcess, stack: ExitStack, codec: Any
+) -> None:
+    engine = engine_of(node, stack)
+    prompt = tokens(1)
+    assert run(engine, prompt, codec) == 0
+    wait_until(lambda: node.status().chunks.get("sealed", 0) >= CHUNKS, what="they are sealed")
+    assert run(engine, prompt) == CHUNKS * CHUNK, "its chunks are those of exact requests"
+    wait_until(lambda: node.status().counters.get("degraded_hints_refused") == 1, what="it is counted")
 
 
 def test_a_request_that_has_blocks_of_the_engines_own_cache_is_exact(node: NodeProcess, stack: ExitStack) -> None:

@@ -140,7 +140,7 @@ def test_a_request_is_told_at_its_end_what_became_of_its_hints(engine: ToyEngine
         "priority": "accepted",
         "lease_s": "clipped to 600: longer is above --lease-max-s",
         "prefetch": "accepted",
-        "codec": "refused: fp8 is not known here: chunks are stored as they are",
+        "codec": "refused: fp8 is for KV in bfloat16, float16 or float32; this cache has 'uint8'",
         "more": "refused: version 1 has no such field",
     }
     plain = Request("plain", tokens(603, 3 * CHUNK + 2))
