@@ -195,6 +195,11 @@ def of_up(run, monkeypatch, *options):
         (["--store", "twice-seen"], {"store": "twice-seen"}),
         (["--store", "write-back", "--store-window", "0.3"], {"store": "write-back", "store_window": 0.3}),
         (["--pin-share", "0"], {"pin_share": 0.0}),
+        (
+            ["--events", "tcp://127.0.0.1:5557", "--events-replay", "ipc:///run/x/r.sock", "--events-topic", "kv"],
+            {"events": "tcp://127.0.0.1:5557", "events_replay": "ipc:///run/x/r.sock", "events_topic": "kv"},
+        ),
+        (["--events", "ipc:///run/x/e.sock", "--events-hashes", "bytes"], {"events_hashes": "bytes"}),
         (["--pin-share", "0.25", "--salt-quota", "0.5"], {"pin_share": 0.25, "salt_quota": 0.5}),
     ],
 )
