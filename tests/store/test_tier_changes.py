@@ -1,7 +1,14 @@
-"""A disk tier notes which keys came and went, for whoever tells of it."""
+"""A tier notes which keys came and went, for whoever tells of it."""
+
+from collections import Counter
 
 import pytest
 from disk_bed import Bed, key
+from events_bed import Below, EventsBed
+
+from pdx.store.copies import Copies
+from pdx.store.copy import Priority
+from pdx.store.tier import Grant
 
 
 @pytest.fixture
@@ -44,3 +51,38 @@ def test_a_look_is_no_use(bed):
     bed.store(2)
     bed.tier.holds(key(1))
     assert next(iter(bed.tier._index.last_used())).key == key(2)
+
+
+class Storing(Below):
+    """A fake whose jobs end when the test says so."""
+
+    is_whole = True
+
+    def __init__(self):
+        super().__init__()
+        self.jobs = []
+
+    def admit(self, copy):
+        return Grant(range(len(copy.keys)))
+
+    def store(self, job):
+        self.jobs.append(job)
+
+    def over(self, copy):
+        pass
+
+
+def test_a_copy_says_of_how_many_shards_a_key_is(tmp_path):
+    bed, tier = EventsBed(tmp_path), Storing()
+    try:
+        copies = Copies(bed.store, group_bytes=1, counters=Counter())
+        bed.put(key(1), shards=2)
+        tier.changed = {}
+        copies.store(tier, [key(1)], 2, arenas=(), priority=Priority.STORE, deadline=1e9)
+        copies.pump()
+        assert tier.changed == {}
+        for job in tier.jobs:
+            copies.done(tier.name, job, None)
+        assert tier.changed == {key(1): 2}
+    finally:
+        bed.close()
