@@ -204,6 +204,11 @@ def of_up(run, monkeypatch, *options):
             ["--tenant-lease-share", "0", "--lease-max-s", "30"],
             {"tenant_lease_share": 0.0, "lease_max_s": 30.0},
         ),
+        (
+            ["--events", "tcp://127.0.0.1:5557", "--events-replay", "ipc:///run/x/r.sock", "--events-topic", "kv"],
+            {"events": "tcp://127.0.0.1:5557", "events_replay": "ipc:///run/x/r.sock", "events_topic": "kv"},
+        ),
+        (["--events", "ipc:///run/x/e.sock", "--events-hashes", "bytes"], {"events_hashes": "bytes"}),
         (["--pin-share", "0.25", "--salt-quota", "0.5"], {"pin_share": 0.25, "salt_quota": 0.5}),
     ],
 )
