@@ -35,6 +35,7 @@ from pdx.proxy.probe import Models, Probes
 from pdx.proxy.relay import Relay, new_transfer
 from pdx.proxy.reply import TRANSFER_HEADER, Handler, Origins, Reply, error_response
 from pdx.proxy.server import Server, endpoint, when_signalled
+from pdx.proxy.telling import Telling
 from pdx.proxy.timelines import Clocks, Timeline, Timelines
 from pdx.proxy.why import HEADER, Explainer
 from pdx.security import descriptors
@@ -159,9 +160,7 @@ class Proxy:
     def admin_app(self) -> web.Application:
         """What only those may ask who run this proxy: it tells of all clients' requests."""
         app = web.Application(middlewares=[self._contain])
-        app.router.add_get("/metrics", self._expose)
-        app.router.add_get("/pdx/requests", self._requests)
-        app.router.add_get("/pdx/requests/{transfer}", self._request)
+        Telling(self._metrics, self._timelines).install(app)
         self._cache.install(app)
         return app
 
@@ -428,21 +427,6 @@ class Proxy:
             "nodes": self._engines.nodes(),
         }
         return web.json_response(state, status=200 if decoders else 503)
-
-    async def _expose(self, _request: web.Request) -> web.Response:
-        return web.Response(
-            body=self._metrics.expose(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
-
-    async def _requests(self, _request: web.Request) -> web.Response:
-        listed = msgspec.json.encode({"requests": self._timelines.view()})
-        return web.Response(body=listed, content_type="application/json")
-
-    async def _request(self, request: web.Request) -> web.Response:
-        found = self._timelines.find(request.match_info["transfer"])
-        if found is None:
-            return error_response(404, "no such transfer (any more)")
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
 
 async def serve(config: ProxyConfig) -> None:

@@ -111,6 +111,11 @@ def test_an_index_that_is_complete_is_asked_instead_of_the_nodes(tmp_path):
             assert told["instances"] == {"a": {"memory": 1, "disk": 2}, "b": {}}
             assert (told["hits"], told["source"]) == ({"a": 2, "b": 0}, "index")
             assert made.nodes["a"].verbs == []
+            told = made.made.proxy._cache._instances.problem
+            made.made.proxy._cache._instances.problem = lambda each: "is silent" if each.name == "b" else told(each)
+            silent = {"b": {"type": "NodeUnavailable", "message": "node 'b' is silent"}}
+            assert (await made.ok("lookup", **SAID))["errors"] == silent
+            made.made.proxy._cache._instances.problem = told
             assert (await made.ok("lookup", **SAID, ask=True))["source"] == "nodes"
             verbs._index = lambda _: (known, False)
             assert (await made.ok("lookup", **SAID))["source"] == "nodes"
