@@ -155,8 +155,8 @@ def _head(major: int, number: int) -> bytes:
 
 
 def chosen(models: Sequence[Model], name: str = "") -> list[Model]:
-    """Of these engines those that make keys alike and are called so: by an engine's name or URL, or by how its layout,
-    in hex, or its model begins; without a name all there are.
+    """Of these engines those that make keys alike and of which one is called so: by its name or URL, or by how its
+    name, its layout in hex or its model begins; without a name all there are.
 
     :raises SelectionError: there are none, or they do not make keys alike.
     """
@@ -167,13 +167,13 @@ def chosen(models: Sequence[Model], name: str = "") -> list[Model]:
         )
     alike: dict[object, list[Model]] = {}
     for model in models:
-        if not name or _is_called(model, name):
-            alike.setdefault((model.layout, *sorted(model.shape.items())), []).append(model)
-    if len(alike) == 1:
-        return next(iter(alike.values()))
-    if not alike:
+        alike.setdefault((model.layout, *sorted(model.shape.items())), []).append(model)
+    found = [those for those in alike.values() if not name or any(_is_called(each, name) for each in those)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
         raise SelectionError(f"no engine here is, or has, the model {name!r:.80}; there are {_listed(models)}")
-    told = "; ".join(_listed(those) for those in alike.values())
+    told = "; ".join(map(_listed, found))
     raise SelectionError(f"engines here name chunks differently, so say of which model the tokens are: {told}")
 
 
@@ -181,7 +181,7 @@ def _is_called(model: Model, name: str) -> bool:
     is_start = len(name) >= _LEAST and any(
         each.startswith(name) for each in (model.engine, model.layout.hex(), model.shape.get("model", ""))
     )
-    return is_start or name in (model.engine, model.url)
+    return is_start or name in (model.engine, model.url, model.shape.get("model", ""))
 
 
 def _listed(models: Sequence[Model]) -> str:

@@ -9,11 +9,10 @@ import msgspec
 from pdx.errors import NodeUnavailable, SelectionError
 from pdx.proxy.engines import MAX_NODES
 from pdx.wire.messages import EngineReport, Model, NodeReport
+from pdx.wire.tokens import chosen
 
 FORGET_S = 3600.0  # a node without a roster that was silent for so long is forgotten
 _NAMED = 16  # names in an error's text …
-_MAX_TOLD = 700  # … and characters of what there is
-_LEAST_HEX = 4  # digits of a layout that stand for it
 ALL = "*"
 
 
@@ -139,29 +138,12 @@ class Instances:
 
         :raises SelectionError: there are none, or they do not name chunks alike.
         """
-        models = self.models()
-        if not models:
-            raise SelectionError("no engine that is attached to a node has told how it names chunks; give keys")
-        alike: dict[object, list[Model]] = {}
-        for model in models:
-            alike.setdefault((model.layout, *sorted(model.shape.items())), []).append(model)
-        chosen = [those for those in alike.values() if not name or any(_is_called(each, name) for each in those)]
-        if len(chosen) == 1:
-            return chosen[0]
-        told = "; ".join(f"{those[0].layout.hex()} of {_listed(m.engine for m in those)}" for those in alike.values())
-        if not chosen:
-            raise SelectionError(f"no engine here is, or has, a model {name!r:.80}; there are {told[:_MAX_TOLD]}")
-        raise SelectionError(f"engines here name chunks differently, so say which model; there are {told[:_MAX_TOLD]}")
+        return chosen(self.models(), name)
 
 
 def model_of(engine: EngineReport) -> Model:
     """What an engine's report says of the keys that it makes."""
     return Model(engine.engine, engine.url, engine.layout, engine.shape)
-
-
-def _is_called(model: Model, name: str) -> bool:
-    is_layout = len(name) >= _LEAST_HEX and model.layout.hex().startswith(name)
-    return is_layout or name in (model.engine, model.url, model.shape.get("model", ""))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -740,6 +740,15 @@ def test_adapter_salt_and_pictures_are_part_of_a_tails_hash() -> None:
 # ---- keys, as others make them --------------------------------------------------------------
 
 BLOCK_TOKENS, PER_CHUNK = 4, 3
+
+
+def test_how_a_salt_stands_in_a_hash_is_asked_of_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In older releases it stands there alone."""
+    for extra, tag in ((("salt",), ""), ((("cache_salt", "salt"),), "cache_salt")):
+        monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", lambda *_, extra=extra: (extra, 0))
+        assert releases.salt_tag() == tag
+
+
 SALTS = st.none() | st.sampled_from(["cache_salt", "a", "é"]) | st.text(max_size=300)
 
 

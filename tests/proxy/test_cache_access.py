@@ -222,7 +222,7 @@ def test_pages_of_others_and_packed_bodies_are_refused(tmp_path, headers, status
         ("move", {**SAID, "source": "*/host", "target": "a/host"}, "SelectionError", "names no tier"),
         ("verify", {"at": "a"}, "SelectionError", "names no tier"),
         ("decompress", {**SAID, "at": "a/disk", "method": "fp8"}, "SelectionError", "that is compress"),
-        ("lookup", {"tokens": [1]}, "SelectionError", "no engine that is attached"),
+        ("lookup", {"tokens": [1]}, "SelectionError", "no engine is attached"),
         ("check_finish", {"job": "yesterday"}, "JobUnknown", "is no job's name"),
         ("check_finish", {"job": "a:yesterday"}, "JobUnknown", "is no job's name"),
         ("check_finish", {"job": ":3f-7"}, "JobUnknown", "is no job's name"),
@@ -280,12 +280,12 @@ def test_engines_that_name_chunks_differently_have_to_be_named(tmp_path):
             tokens = list(range(32))
             _, kind, text = await made.error("lookup", tokens=tokens)
             assert kind == "SelectionError"
-            assert "say which model" in text
+            assert "say of which model" in text
             assert ("ea" in text, "eb" in text) == (True, True)
             for model in ("ea", (b"a" * 16).hex(), (b"a" * 16).hex()[:6], "m"):
                 assert (await made.ok("lookup", tokens=tokens, model=model))["tokens"] == 32
             _, _, text = await made.error("lookup", tokens=tokens, model="llama")
-            assert "no engine here is, or has, a model 'llama'" in text
+            assert "no engine here is, or has, the model 'llama'" in text
             _, kind, text = await made.error("lookup", tokens=[500] * 32, model="ea")
             assert kind == "SelectionError"
             assert "another model" in text

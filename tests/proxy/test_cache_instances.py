@@ -94,7 +94,7 @@ def test_engines_that_are_alike_are_one_model():
     assert [model.engine for model in bed.instances.model("f")] == ["f"]
     bed.report("b")
     bed.now += SILENT_S
-    with pytest.raises(SelectionError, match="no engine that is attached"):
+    with pytest.raises(SelectionError, match="no engine is attached"):
         bed.instances.model("")
 
 

@@ -7,7 +7,7 @@ import pytest
 from pdx.errors import SelectionError
 from pdx.memory.keys import chunk_key
 from pdx.wire.messages import MAX_KEYS, Model
-from pdx.wire.tokens import chunk_keys, chunk_tokens, num_shards
+from pdx.wire.tokens import chosen, chunk_keys, chunk_tokens, num_shards
 
 LAYOUT = b"l" * 16
 SHAPE = {
@@ -30,6 +30,12 @@ def test_a_key_is_made_of_the_bytes_that_rfc_8949_says():
     first = hashed(f"83 5820 {'00' * 32} 82 01 1903e7 {salt}")
     second = hashed(f"83 5820 {first.hex()} 82 17 1818 f6")
     assert chunk_keys(model(), [1, 999, 23, 24, 5], "é") == [chunk_key(LAYOUT, second)]
+
+
+def test_a_salt_stands_alone_in_releases_that_have_no_tag_for_it():
+    first = hashed(f"83 5820 {'00' * 32} 82 01 02 81 62 c3a9")
+    second = hashed(f"83 5820 {first.hex()} 82 03 04 f6")
+    assert chunk_keys(model(salt_tag=""), [1, 2, 3, 4], "é") == [chunk_key(LAYOUT, second)]
 
 
 @pytest.mark.parametrize(
@@ -87,3 +93,26 @@ def test_more_chunks_than_a_message_holds_are_refused():
     assert len(chunk_keys(model(), [*whole, 1, 2, 3])) == MAX_KEYS
     with pytest.raises(SelectionError, match="more than 16384 chunks"):
         chunk_keys(model(), [*whole, 1, 2, 3, 4])
+
+
+def engine(name, url="", layout=LAYOUT, **changes):
+    return Model(name, url, layout, {**SHAPE, "model": "0123abcd", **changes})
+
+
+def test_engines_that_make_keys_alike_are_one_whichever_of_them_is_named():
+    one, same, other = engine("eeee1"), engine("f", "http://f"), engine("gggg1", layout=b"k" * 16, model="4567cdef")
+    assert chosen([one, same]) == [one, same]
+    for name in ("eeee1", "eeee", "f", "http://f", LAYOUT.hex(), LAYOUT.hex()[:4], "0123abcd", "0123"):
+        assert chosen([one, same, other], name) == [one, same], name
+    assert chosen([one, same, other], "gggg1") == [other]
+    for name in ("eee", "llama", "http://"):
+        with pytest.raises(
+            SelectionError, match=r"is, or has, the model .*; there are engine 'eeee1' \(model '0123abcd'"
+        ):
+            chosen([one, same, other], name)
+    with pytest.raises(SelectionError, match="name chunks differently, so say of which model"):
+        chosen([one, other])
+    with pytest.raises(SelectionError, match="name chunks differently"):
+        chosen([one, engine("eeee2", root="11" * 32)], "eeee")
+    with pytest.raises(SelectionError, match="no engine is attached"):
+        chosen([])
