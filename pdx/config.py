@@ -145,6 +145,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     keys: str = ""  # this node's secret key file, made by `pdx keygen`; needed beyond this host
     channels: Annotated[list[SchemeName], Meta(max_length=32)] = []  # to use, the first that works; empty: the fastest
     trusted_network: bool = False  # choose also among channels by which whoever reaches this host's ports may write
+    wire_codec: CodecChoice = "none"  # by which channels encode that can (tcp), for peers that decode it
     digests: Literal["wire", "always", "never"] = "wire"  # which slices are checked: those that leave the host's memory
     grant_s: PositiveSeconds = 5.0  # a push waits this long for room at its receiver
     push_s: PositiveSeconds = 60.0  # a push that is not over by then is dropped

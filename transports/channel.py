@@ -246,6 +246,8 @@ class Region(ABC):
     # Only who holds a session's token can reach the memory. If not, whoever reaches the technology's own ports is
     # trusted, so it is used only where the user says so.
     is_authenticated: ClassVar[bool] = True
+    takes_codec: ClassVar[bool] = False  # whether `codec` may be "lossless"
+    codec: str = "none"  # by which channels encode what they send, to peers that decode it; set before they connect
 
     def __init__(self, memory: Memory, host: str, wake: Callable[[], None]) -> None:
         """See `register`, which others call."""

@@ -1,4 +1,5 @@
-"""TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy.
+"""TCP: works between any two hosts. Bytes go from memory to the socket and from the socket to memory, without a copy;
+or encoded, where the writer is asked to and the reader says that it decodes them.
 
 A channel is two streams, and each write goes over one of them. Nothing here is encrypted: the session's token, which
 came over the authenticated connection of the nodes, opens a stream, but whoever can read the network can read it.
@@ -29,14 +30,18 @@ _SCRATCH_BYTES = 256 << 10
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
-    """Where a listener is: a numeric address, never a name, so that nothing a peer says is looked up."""
+    """Where a listener is: a numeric address, never a name, so that nothing a peer says is looked up; and whether it
+    decodes payloads."""
 
     host: Annotated[str, Meta(min_length=2, max_length=64)]
     port: Annotated[int, Meta(ge=1, le=65535)]
+    decodes: bool = False
 
 
 class TcpListener(StreamListener):
     """Receives straight into a region's memory."""
+
+    takes_coded: ClassVar[bool] = True
 
     def _meet(self, stream: socket.socket, address: Any) -> str:
         _prepare(stream)
@@ -60,11 +65,15 @@ class TcpRegion(StreamRegion):
 
     scheme: ClassVar[str] = "tcp"
     sends_bytes: ClassVar[bool] = True
+    takes_codec: ClassVar[bool] = True
 
     def _listening(self) -> TcpListener:
         server = _bind(self.host)
         host, port = server.getsockname()[:2]
-        return TcpListener(self, server, msgspec.msgpack.encode(Address(host, port)))
+        return TcpListener(self, server, msgspec.msgpack.encode(Address(host, port, decodes=True)))
+
+    def _decodes(self, remote: RemoteRegion) -> bool:
+        return _address(remote.detail).decodes
 
     def _dial(self, remote: RemoteRegion, timeout_s: float) -> socket.socket:
         family, address = _target(remote.detail)
@@ -77,6 +86,14 @@ class TcpRegion(StreamRegion):
             stream.close()
             raise
         return stream
+
+
+def _address(detail: bytes) -> Address:
+    """:raises ChannelUnavailable: it is none."""
+    try:
+        return msgspec.msgpack.decode(detail, type=Address)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ChannelUnavailable(f"not an address of a tcp listener: {error}") from error
 
 
 def _prepare(stream: socket.socket) -> None:
@@ -106,10 +123,10 @@ def _bind(host: str) -> socket.socket:
 
 def _target(detail: bytes) -> tuple[socket.AddressFamily, Any]:
     """Where to connect, from what a peer has told."""
+    address = _address(detail)
     try:
-        address = msgspec.msgpack.decode(detail, type=Address)
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except (msgspec.DecodeError, ValueError, RecursionError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ChannelUnavailable(f"not an address of a tcp listener: {error}") from error
     family, _, _, _, target = found[0]
     return family, target

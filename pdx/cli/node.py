@@ -51,6 +51,12 @@ ANSWER_S = 5.0
     help="Choose also among channels that do not authenticate who writes (nixl, ucx): whoever reaches this host may.",
 )
 @option(
+    "--wire-codec",
+    default="none",
+    type=click.Choice(["none", "lossless"]),
+    help="Encode what goes to peers by tcp: for slow networks. It comes back as it was.",
+)
+@option(
     "--digests",
     default="wire",
     type=click.Choice(["wire", "always", "never"]),

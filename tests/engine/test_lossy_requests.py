@@ -176,7 +176,14 @@ def test_peers_keep_them_apart(start_node: Callable[..., NodeProcess], place: Pa
     roster.write_text("".join(lines))
     roster.chmod(0o600)
     nodes = [
-        start_node(address=each, name=name, roster=str(roster), channels=["tcp"], disks=[str(place / f"disk-{name}")])
+        start_node(
+            address=each,
+            name=name,
+            roster=str(roster),
+            channels=["tcp"],
+            wire_codec="lossless" if name == "one" else "none",
+            disks=[str(place / f"disk-{name}")],
+        )
         for name, each in named.items()
     ]
     first, second = (engine_of(node, stack) for node in nodes)

@@ -39,10 +39,12 @@ OK, UNKNOWN, UNREACHABLE, REFUSED = range(4)
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
-    """A write: where its bytes go, and what is said with it."""
+    """A write: where its bytes go, and what is said with it. `is_coded`: its payload is that of
+    `pdx.transports.streams.coded`, which only a reader gets that says it can decode it."""
 
     pieces: Annotated[list[Piece], Meta(min_length=1, max_length=MAX_PIECES)]
     notify: Annotated[bytes, Meta(max_length=MAX_NOTIFY_BYTES)]
+    is_coded: bool = False
 
 
 class Head(NamedTuple):
@@ -78,9 +80,9 @@ def unpack_greeting(packed: bytes | bytearray) -> bytes:
     return bytes(token)
 
 
-def pack_body(pieces: Sequence[Piece], notify: bytes) -> bytes:
+def pack_body(pieces: Sequence[Piece], notify: bytes, *, is_coded: bool = False) -> bytes:
     """The body of a write."""
-    return msgspec.msgpack.encode([pieces, notify])
+    return msgspec.msgpack.encode([pieces, notify, True] if is_coded else [pieces, notify])
 
 
 def unpack_body(packed: bytes | bytearray) -> Body:

@@ -14,11 +14,12 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 from pdx.errors import ChannelBroken, ChannelUnavailable, ProtocolError
 from pdx.transports.channel import Piece, Region, RemoteRegion, merged
 from pdx.transports.sessions import SessionListener, WriteSession
+from pdx.transports.streams import coded
 from pdx.transports.streams.frames import (
     GREETING_BYTES,
     HEAD_BYTES,
@@ -49,6 +50,8 @@ _log = logging.getLogger(__name__)
 
 class StreamListener(SessionListener):
     """Accepts streams and receives writes, with one thread for each stream and one that accepts."""
+
+    takes_coded: ClassVar[bool] = False  # payloads of `pdx.transports.streams.coded`
 
     def __init__(self, region: Region, server: socket.socket, detail: bytes) -> None:
         """Listens at `server`; `detail` is what a peer needs to connect to it."""
@@ -231,6 +234,8 @@ class StreamListener(SessionListener):
             if head.number != number:
                 raise ProtocolError(f"write {head.number} came where write {number} was to come")
             body = unpack_body(inline_body(head, head_bytes) or _body(stream, head))
+            if body.is_coded and not self.takes_coded:
+                raise ProtocolError("a payload that is encoded, which nobody here has offered to decode")
             is_landed = self._take_write(stream, session, source, body)
             stream.sendall(pack_ack(Ack(number, OK if is_landed else REFUSED)))
             number += 1
@@ -239,11 +244,19 @@ class StreamListener(SessionListener):
         """The whole write is checked before a byte of it lands. False: refused."""
         entered = self._sessions.enter(session, body.pieces)
         if entered is None:
-            self._drop(stream, sum(piece.nbytes for piece in body.pieces))
+            if body.is_coded:
+                coded.drop(stream, [piece.nbytes for piece in merged(body.pieces)])
+            else:
+                self._drop(stream, sum(piece.nbytes for piece in body.pieces))
             self._fault("refused", "a write that is not inside granted spans")
             return False
         try:
-            self._land(stream, source, merged(body.pieces))
+            if body.is_coded:
+                view = self._memory.view
+                whole = merged(body.pieces)
+                coded.receive(stream, [view[piece.remote : piece.remote + piece.nbytes] for piece in whole])
+            else:
+                self._land(stream, source, merged(body.pieces))
         except BaseException:
             self._sessions.leave(session, entered)
             raise

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from pdx.errors import ChannelBroken, ChannelError, ChannelUnavailable, ProtocolError, TransferAborted, WriteRefused
 from pdx.transports.channel import Channel, Piece, Region, RemoteRegion, Transfer, check_write, merged
+from pdx.transports.streams import coded
 from pdx.transports.streams.frames import (
     ACK_BYTES,
     OK,
@@ -42,8 +43,10 @@ class StreamTransfer(Transfer):
         self.pieces = pieces
         self.packed = packed
         self.nbytes = sum(piece.nbytes for piece in pieces)
+        self.is_coded = False
         self.number: int | None = None  # on its stream; given when its first byte is sent
-        self.unsent: Sequence[Buffer] = ()  # once it has a number
+        self.unsent: Sequence[Buffer] = ()  # once it has a number …
+        self.blocks: coded.Blocks | None = None  # … and what follows that, where it is encoded
         self._channel = channel
 
     def abort(self) -> None:
@@ -76,6 +79,7 @@ class StreamChannel(Channel):
         self._memory = region.memory
         self._sends_bytes = region.sends_bytes
         self._remote = remote
+        self._is_coding = region.codec != "none" and region.sends_bytes and region._decodes(remote)
         self._wake = wake
         self._lock = threading.Lock()  # guards all below, and the transfers
         self._streams: list[_Stream] = []  # without those that have ended
@@ -117,7 +121,9 @@ class StreamChannel(Channel):
     def write(self, pieces: Sequence[Piece], notify: bytes) -> Transfer:
         """See `Channel.write`."""
         check_write(pieces, notify, self._memory.nbytes, self._remote.nbytes)
-        transfer = StreamTransfer(self, pieces, pack_body(pieces, notify))
+        is_coded = self._is_coding and sum(piece.nbytes for piece in pieces) >= coded.MIN_BYTES
+        transfer = StreamTransfer(self, pieces, pack_body(pieces, notify, is_coded=is_coded))
+        transfer.is_coded = is_coded
         with self._lock:
             if self._broken is None:
                 self._put(transfer)
@@ -132,7 +138,9 @@ class StreamChannel(Channel):
         stream = min(self._streams, key=lambda each: each.nbytes // _BUSY_BYTES)
         stream.queue.append(transfer)
         stream.nbytes += transfer.nbytes
-        if len(stream.queue) > 1:
+        if transfer.is_coded and len(stream.queue) == 1:  # encoding takes longer than the caller has time
+            os.eventfd_write(stream.wake_fd, 1)
+        if transfer.is_coded or len(stream.queue) > 1:
             return
         self._begin(stream, transfer)
         try:
@@ -176,13 +184,18 @@ class StreamChannel(Channel):
         unsent: list[Buffer] = [*pack_write(transfer.number, transfer.packed)]
         if self._sends_bytes:
             view = self._memory.view
-            unsent += [view[each.local : each.local + each.nbytes] for each in merged(transfer.pieces)]
+            spans = [view[each.local : each.local + each.nbytes] for each in merged(transfer.pieces)]
+            if transfer.is_coded:
+                transfer.blocks = coded.Blocks(spans)
+            else:
+                unsent += spans
         transfer.unsent = unsent
 
     def _sent(self, stream: _Stream, unsent: Sequence[Buffer]) -> None:
         """That much is left of the first write of the queue. Under the lock."""
-        stream.queue[0].unsent = unsent
-        if not unsent:
+        transfer = stream.queue[0]
+        transfer.unsent = unsent
+        if not unsent and not transfer.blocks:
             stream.queue.popleft()
 
     # ---- on a thread of the channel ---------------------------------------------------------
@@ -230,7 +243,10 @@ class StreamChannel(Channel):
             transfer = stream.queue[0]
             if transfer.number is None:
                 self._begin(stream, transfer)
-        unsent = send_some(stream.sock, transfer.unsent, _SENT_BYTES)
+        unsent: Sequence[Buffer] = transfer.unsent
+        if not unsent and transfer.blocks:
+            unsent = transfer.blocks.take()
+        unsent = send_some(stream.sock, unsent, _SENT_BYTES)
         with self._lock:
             self._sent(stream, unsent)
 
@@ -246,7 +262,7 @@ class StreamChannel(Channel):
                 ack = unpack_ack(stream.acks[:ACK_BYTES])
                 del stream.acks[:ACK_BYTES]
                 transfer = stream.begun[0] if stream.begun else None
-                if transfer is None or transfer.number != ack.number or transfer.unsent:
+                if transfer is None or transfer.number != ack.number or transfer.unsent or transfer.blocks:
                     raise ProtocolError(f"write {ack.number} was acknowledged and is not under way")
                 if ack.status not in (OK, REFUSED):
                     raise ProtocolError(f"an acknowledgement that is none: status {ack.status}")
@@ -270,6 +286,10 @@ class StreamRegion(Region):
         :raises ChannelUnavailable: it cannot be reached from here.
         :raises OSError: it does not answer.
         """
+
+    def _decodes(self, remote: RemoteRegion) -> bool:
+        """Whether the listener of that region says that it decodes `pdx.transports.streams.coded`."""
+        return False
 
     def _hand_over(self, stream: socket.socket) -> None:
         """Send what belongs to the greeting.

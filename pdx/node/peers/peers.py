@@ -130,6 +130,7 @@ class Peers:
             self.mailbox,
             counters=self._counters,
             trusts_network=config.trusted_network,
+            codec=config.wire_codec,
         )
         self.connections = Connections(
             context,

@@ -33,8 +33,11 @@ class Regions:
         *,
         counters: Counter[str],
         trusts_network: bool = False,
+        codec: str = "none",
     ) -> None:
-        """`channels`: those to use; none: all that work and authenticate, and the others if `trusts_network`."""
+        """`channels`: those to use; none: all that work and authenticate, and the others if `trusts_network`. `codec`:
+        by which those encode that can."""
+        self._codec = codec
         self._arena = arena
         self._channels = list(channels)
         self._trusts_network = trusts_network
@@ -96,6 +99,8 @@ class Regions:
                     why[scheme] = f"{availability.why}; {availability.fix}"
                     continue
                 region = kind.register(memory, host=self._host, wake=wake.set)
+                if region.takes_codec:
+                    region.codec = self._codec
                 opened.append((scheme, region, region.listen(), wake))
             except Exception as error:  # a third party's code, too: this scheme does not work, the others may
                 if not isinstance(error, PdxError):

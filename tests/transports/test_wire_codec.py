@@ -1,0 +1,119 @@
+"""What goes over tcp may be encoded: the suite passes so, bytes are fewer, and who cannot decode gets them plain."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdx.errors import ProtocolError
+from pdx.testing.channel_conformance import ChannelConformance
+from pdx.testing.channel_stage import MIB, Stage
+from pdx.transports.channel import Piece
+from pdx.transports.streams import coded
+from pdx.transports.streams.frames import pack_body, pack_greeting, pack_write
+from pdx.transports.tcp import Address, TcpRegion
+
+
+class EncodingTcp(TcpRegion):
+    codec: str = "lossless"
+
+
+class TestEncodingTcp(ChannelConformance):
+    region: ClassVar[type[TcpRegion]] = EncodingTcp
+
+
+def kv(nbytes: int) -> bytes:
+    values = np.random.default_rng(0).standard_normal(nbytes // 2 + 1).astype("<f4").view("<u4")
+    return (values >> 16).astype("<u2").tobytes()[:nbytes]
+
+
+def through_a_pipe(parts: list[bytes], change: dict[int, int] | None = None) -> list[bytes]:
+    """What a reader has of these spans, whose stream has other bytes at some places."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        blocks, sent = coded.Blocks([memoryview(part) for part in parts]), bytearray()
+        while blocks:
+            sent += b"".join(blocks.take())
+        for at, value in (change or {}).items():
+            sent[at] = value
+        thread = threading.Thread(target=lambda: (theirs.sendall(sent), theirs.shutdown(socket.SHUT_WR)))
+        thread.start()
+        into = [bytearray(len(part)) for part in parts]
+        try:
+            coded.receive(ours, [memoryview(each) for each in into])
+            assert not ours.recv(1), "nothing is left"
+        finally:
+            ours.close()
+            thread.join()
+        return [bytes(each) for each in into]
+
+
+@pytest.mark.parametrize("sizes", [[1], [MIB, 5], [3 * MIB + 7], [100_000, 1, 2 * MIB]])
+def test_every_byte_comes_back(sizes: list[int]) -> None:
+    parts = [kv(size) if at % 2 else random.Random(size).randbytes(size) for at, size in enumerate(sizes)]
+    assert through_a_pipe(parts) == parts
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_damaged_on_the_way_ends_the_stream_or_is_found_by_digests(seed: int) -> None:
+    random_ = random.Random(seed)
+    parts = [kv(100_000)]
+    at = random_.randrange(4 if seed < 3 else 60_000)
+    try:
+        found = through_a_pipe(parts, {at: random_.randrange(256)})
+    except (ProtocolError, OSError):
+        return
+    assert [len(each) for each in found] == [100_000]
+
+
+def test_fewer_bytes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    real = coded.Blocks.take
+
+    def counted(self):
+        block = real(self)
+        sent.append(sum(len(each) for each in block))
+        return block
+
+    monkeypatch.setattr(coded.Blocks, "take", counted)
+    with Stage(EncodingTcp) as stage:
+        ours, theirs = stage.side(4 * MIB), stage.side(4 * MIB)
+        ours.region.memory.view[: 2 * MIB] = kv(2 * MIB)
+        token, remote = theirs.session((0, 4 * MIB))
+        channel = ours.connect(remote)
+        assert stage.written(channel, [Piece(0, MIB, 2 * MIB), Piece(5, 100, 77)], b"n") == ""
+        assert bytes(theirs.region.memory.view[MIB : 3 * MIB]) == kv(2 * MIB)
+    assert 0 < sum(sent) < 2 * MIB * 0.75
+
+
+def test_a_reader_that_does_not_decode_gets_bytes_as_they_are() -> None:
+    with Stage(EncodingTcp) as stage:
+        ours, theirs = stage.side(4 * MIB), stage.side(4 * MIB)
+        theirs.region.listen().takes_coded = False  # as of a release before
+        token, remote = theirs.session((0, 4 * MIB))
+        address = msgspec.msgpack.decode(remote.detail, type=Address)
+        old = msgspec.msgpack.encode([address.host, address.port])
+        channel = ours.connect(msgspec.structs.replace(remote, detail=old))
+        assert stage.written(channel, [Piece(0, 0, 2 * MIB)], b"n") == ""
+        assert theirs.region.memory.view[: 2 * MIB] == ours.region.memory.view[: 2 * MIB]
+
+
+def test_who_sends_what_nobody_offered_to_decode_is_cut_off() -> None:
+    with Stage(EncodingTcp) as stage:
+        theirs = stage.side(MIB)
+        theirs.region.listen().takes_coded = False
+        token, remote = theirs.session((0, MIB))
+        address = msgspec.msgpack.decode(remote.detail, type=Address)
+        with socket.create_connection((address.host, address.port)) as stream:
+            body = pack_body([Piece(0, 0, 100_000)], b"n", is_coded=True)
+            stream.sendall(pack_greeting(token) + b"".join(pack_write(0, body)))
+            stream.settimeout(20)
+            while stream.recv(1000):
+                pass
+        assert theirs.region.listen().faults["frame"] == 1
