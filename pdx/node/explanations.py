@@ -105,6 +105,8 @@ class Explanations:
         name = whose, ask.request
         known = self._keys.pop(name, None)
         self._num_keys -= len(known[0]) if known is not None else 0
+        if not ask.keys:
+            return
         self._keys[name] = ask.keys, ask.shards
         self._num_keys += len(ask.keys)
         while self._num_keys > MAX_KEYS:

@@ -17,7 +17,7 @@ import msgspec
 
 from pdx.errors import ArenaTooSmall, ChunkMissing, ProtocolError, StaleSlot
 from pdx.memory.arena import Arena, round_up
-from pdx.memory.keys import KEY_BYTES
+from pdx.memory.keys import KEY_BYTES, is_named
 from pdx.memory.slot import Slot
 from pdx.store.chunk import NO_HINTS, NODE, Chunk, Origin
 from pdx.store.deadlines import Deadlines
@@ -79,7 +79,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
             slot,
             self.layers,
             tail=self.is_tail(index),
-            is_named=self.is_named,
+            is_named=self.is_named or is_named(self.keys[index]),
             blocks=self.names(index),
             parent=self.keys[index - 1] if index else self.parent,
             block_tokens=self.block_tokens,

@@ -31,6 +31,7 @@ BATCH_KEYS = 256
 BATCHES = 3  # under way at a time: while one is written the next is read
 ASK_S = 0.01  # between two questions to a peer
 ANSWER_S = 5.0  # that a remote store has to say what it has
+PUSH_AGAIN_S = 1.0  # what a peer does not have so long after it was pushed is pushed again
 SETTLE_S = 30.0  # that a peer has to store a batch
 
 
@@ -117,7 +118,7 @@ class Mover:
             while self._places.seeks(source, keys, shards) and self._clock() - job.moved_at < ANSWER_S:
                 yield
             there = self._there(target, keys, shards)
-            wanted = [key for key in keys if key not in there and self._places.held(source, key, shards) is not None]
+            wanted = [key for key in self._places.having(source, keys, shards) if key not in there]
             if source is not first and target is not first:
                 passing += [key for key in wanted if not self._places.chunks(first, key, shards)]
             if source != first:
@@ -157,7 +158,7 @@ class Mover:
         tier = source.tier
         if tier is None:
             return self._between(absent, source, (), shards)
-        held = [(key, tier, held) for key in absent for held in tier.find([key], shards)]
+        held = [(key, tier, held) for key, held in self._places.found(source, absent, shards).items()]
         return self._copies.load(held, shards, priority=Priority.REBALANCE, deadline=deadline, who="a move")
 
     def take_away(self, target: Place, keys: Sequence[bytes], shards: int) -> list[Copy]:
@@ -208,11 +209,15 @@ class Mover:
         :raises NodeError: the peer cannot be reached, or will not.
         """
         count = yield from self._asked(node, keys, shards, tier)
-        if count < len(keys):
-            copies += self._started(self._peers.tiers.tier(node), lambda *_: self._push(node, keys[count:], shards))
-            yield from self._until_over(copies)
+        pushed, again_at = -1, 0.0  # how many it had when what it lacked was pushed last
         until = self._clock() + SETTLE_S
         while count < len(keys) and self._clock() < until:
+            if count > pushed or self._clock() >= again_at:  # it has not had room for all, or has evicted some
+                pushed = count
+                start = partial(self._push, node, keys[count:], shards)
+                copies += self._started(self._peers.tiers.tier(node), start)
+                yield from self._until_over(copies)
+                again_at = self._clock() + PUSH_AGAIN_S
             before, asked_at = count, self._clock()
             count = yield from self._asked(node, keys, shards, tier)
             until = self._clock() + SETTLE_S if count > before else until
@@ -220,7 +225,7 @@ class Mover:
                 yield
         return keys[:count]
 
-    def _push(self, node: str, keys: Sequence[bytes], shards: int) -> None:
+    def _push(self, node: str, keys: Sequence[bytes], shards: int, _tier: Tier, _deadline: float) -> None:
         try:
             self._peers.push(node, keys, shards, None, b"")
         except (PeerError, ConfigError) as error:
@@ -250,9 +255,9 @@ class Mover:
 
     def _leave(self, job: Job, source: Place, keys: Sequence[bytes], shards: int, *, keeps: bool) -> None:
         """The target has these: they leave the source."""
-        sizes = [held.nbytes for key in keys if (held := self._places.held(source, key, shards)) is not None]
+        sizes = [held.nbytes for held in self._places.found(source, keys, shards).values()]
         if not keeps:
-            free = [key for key in keys if not any(chunk.pins for chunk in self._places.chunks(source, key, shards))]
+            free = [key for key in keys if not self._places.is_pinned(source, key, shards)]  # it may be since it began
             self._places.drop(source, free, shards, why="moved")
         job.did(len(keys) * shards, sum(sizes) * shards)
 

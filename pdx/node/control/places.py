@@ -20,6 +20,7 @@ from pdx.store.tiers import Tiers
 from pdx.wire.messages import Kept
 
 HOST, GPU = "host", "gpu"
+SOME = 64  # keys that a tier is asked for at once
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -67,13 +68,20 @@ class Places:
     # ---- what is there ----------------------------------------------------------------------
 
     def chunks(self, place: Place, key: bytes, shards: int) -> tuple[Chunk, ...]:
-        """The sealed chunks of every shard of `key` in a place in memory; empty: one is missing."""
-        found = {
-            chunk.shard: chunk
+        """The sealed chunks of every shard of `key` in a place in memory; empty: one is missing, or it has more.
+
+        A chunk is all of its shards: who names fewer would have the others dropped that nobody has copied.
+        """
+        lying = [
+            chunk
             for chunk in self._store.of(key)
-            if chunk.slot.arena in place.arenas and chunk.state is State.SEALED
-        }
-        return tuple(found[shard] for shard in range(shards)) if set(range(shards)) <= found.keys() else ()
+            if chunk.shards == shards and chunk.state is State.SEALED and chunk.slot.arena in place.arenas
+        ]
+        if len(lying) > shards:  # a shard may lie on several GPUs
+            lying = list({chunk.shard: chunk for chunk in lying}.values())
+        if len(lying) < shards or (shards > 1 and any(chunk.shard != at for at, chunk in enumerate(lying))):
+            return ()
+        return tuple(lying)
 
     def held(self, place: Place, key: bytes, shards: int) -> Held | None:
         """What is there of `key` in every shard, as far as is known without asking; None: not all of it."""
@@ -82,16 +90,33 @@ class Places:
         chunks = self.chunks(place, key, shards)
         return Held(chunks[0].slot.nbytes, chunks[0].layers) if chunks else None
 
+    def found(self, place: Place, keys: Sequence[bytes], shards: int) -> dict[bytes, Held]:
+        """Those of the keys that are there in every shard, as `held` says."""
+        if place.tier is None:
+            return {key: held for key in keys if (held := self.held(place, key, shards)) is not None}
+        found: dict[bytes, Held] = {}
+        at = 0
+        while at < len(keys):  # a tier finds leading ones: what follows one that it lacks is asked for anew
+            some = keys[at : at + SOME]
+            leading = place.tier.find(some, shards)
+            found.update(zip(some, leading, strict=False))
+            at += len(leading) + (len(leading) < len(some))
+        return found
+
     def having(self, place: Place, keys: Sequence[bytes], shards: int) -> list[bytes]:
         """Those of the keys that are there in every shard."""
-        return [key for key in keys if self.held(place, key, shards) is not None]
+        return list(self.found(place, keys, shards))
+
+    def is_pinned(self, place: Place, key: bytes, shards: int) -> bool:
+        """Whether what is there of `key` is to stay."""
+        if place.tier is not None:
+            return place.tier.is_pinned(key)
+        return any(chunk.pins for chunk in self.chunks(place, key, shards))
 
     def leading(self, place: Place, keys: Sequence[bytes], shards: int) -> int:
         """How many leading ones of the keys are there in every shard."""
         if place.tier is not None:
             return len(place.tier.find(keys, shards))
-        if len(self._memory) == 1:
-            return len(self._store.find(keys, shards))
         for at, key in enumerate(keys):
             if not self.chunks(place, key, shards):
                 return at
@@ -107,16 +132,20 @@ class Places:
     # ---- dropping ---------------------------------------------------------------------------
 
     def drop(self, place: Place, keys: Sequence[bytes], shards: int = 0, *, why: str = "deleted") -> Kept:
-        """Have a place forget these chunks, in all shards (or, in memory, in the first so many); how many were there.
+        """Have a place forget these chunks, in all shards (in memory, those of so many alone); how many there were.
 
         What somebody reads in memory is free with its last lease.
         """
         if place.tier is not None:
-            nbytes = sum(held.nbytes * max(1, shards) for key in keys for held in place.tier.find([key], shards or 1))
+            nbytes = sum(held.nbytes for held in self.found(place, keys, shards or 1).values()) * max(1, shards)
             return Kept(place.name, place.tier.evict(keys) * max(1, shards), nbytes)
         count = nbytes = 0
         for key in keys:
-            lying = [chunk for chunk in self._store.of(key) if chunk.slot.arena in place.arenas]
+            lying = [
+                chunk
+                for chunk in self._store.of(key)
+                if chunk.slot.arena in place.arenas and chunk.shards == (shards or chunk.shards)
+            ]
             self._store.abort([chunk for chunk in lying if chunk.writer == NODE])  # it would be found again afterwards
             for chunk in lying:
                 if chunk.state is State.SEALED:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pdx.errors import ArenaFull, ChunkMissing, NodeError, PdxError, ProtocolError, TierError
+from pdx.memory.keys import is_named
 from pdx.node.admissions import Admissions
 from pdx.node.control.jobs import Job, JobTable, Steps
 from pdx.node.control.moves import Mover
@@ -156,10 +157,10 @@ class Controls:
             return list(dict.fromkeys(what.keys)), what.shards
         if not what.request:
             raise ProtocolError("no chunks are selected: name tokens, a text or a request")
-        found = self._admissions.explanations.keys_of(what.request)
-        if found is None:
+        keys, shards = self._admissions.explanations.keys_of(what.request) or ((), 1)
+        if not keys:
             raise ChunkMissing(f"no request whose id contains {printable(what.request)!r} is remembered by this node")
-        return found
+        return list(dict.fromkeys(keys)), shards
 
     # ---- looking ----------------------------------------------------------------------------
 
@@ -235,11 +236,8 @@ class Controls:
             raise ProtocolError(f"{ask.source} is moved to itself: name another tier to move to")
         if isinstance(target, Place) and target.name == GPU and target != self.places.first and not self._homes(shards):
             raise NodeError(f"no engine with {shards} shards is attached that has its chunks on GPUs of this node")
-        found = [
-            (key, place)
-            for key in keys
-            if (place := next((each for each in sources if self._may_have(each, key, shards)), None)) is not None
-        ]
+        places, nbytes = self._whence(sources, keys, shards)
+        found = [(key, places[key]) for key in keys if key in places]
         whence, where = ask.source or "any tier", f"{node or self._name}/{tier}"
         if not found:
             there = [place.name for place in self.places.all if self.places.having(place, keys, shards)]
@@ -247,10 +245,8 @@ class Controls:
             raise ChunkMissing(f"none of {len(keys)} chunks is in {whence}{others}")
         if not ask.keeps:
             self._check_unpinned(found, shards)
-        if isinstance(target, Place) and target.tier is not None and target.tier.is_shared:
+        if not isinstance(target, Place) or (target.tier is not None and target.tier.is_shared):
             self._check_unnamed([key for key, _ in found])
-        held = [held for key, place in found if (held := self.places.held(place, key, shards)) is not None]
-        nbytes = sum(each.nbytes for each in held) * shards
         verb = "copy" if ask.keeps else "move"
         what = f"{verb} {len(found)} of {len(keys)} chunks from {whence} to {where}"
         job = Job("move", what, [key for key, _ in found], len(found) * shards, nbytes)
@@ -260,24 +256,29 @@ class Controls:
         steps = self._mover.steps(job, found, shards, target, node, keeps=ask.keeps)
         return self.jobs.start(job, steps)
 
-    def _may_have(self, place: Place, key: bytes, shards: int) -> bool:
-        if self.places.held(place, key, shards) is not None:
-            return True
-        return place.tier is not None and place.tier.is_shared and not place.tier.why_not(key) and self._is_unknown(key)
-
-    def _is_unknown(self, key: bytes) -> bool:
-        """Whether this node does not say where the key is: a shared store has to be asked."""
-        return not self._store.of(key)
+    def _whence(self, sources: Sequence[Place], keys: Sequence[bytes], shards: int) -> tuple[dict[bytes, Place], int]:
+        """Of each key the first of these that may have it, and the bytes that are known to be there."""
+        places: dict[bytes, Place] = {}
+        nbytes = 0
+        for place in sources:
+            left = [key for key in keys if key not in places]
+            found = self.places.found(place, left, shards)
+            places.update(dict.fromkeys(found, place))
+            nbytes += sum(held.nbytes for held in found.values()) * shards
+            if place.tier is not None and place.tier.is_shared:  # it has to be asked for what memory has not
+                unknown = (key for key in left if key not in found and not self._store.of(key))
+                places.update((key, place) for key in unknown if not place.tier.why_not(key))
+        return places, nbytes
 
     def _check_unpinned(self, found: Sequence[tuple[bytes, Place]], shards: int) -> None:
         for key, place in found:
-            is_pinned = any(chunk.pins for chunk in self.places.chunks(place, key, shards))
-            if is_pinned or (place.tier is not None and place.tier.is_pinned(key)):
+            if self.places.is_pinned(place, key, shards):
                 raise NodeError(f"chunk {key.hex()} is pinned in {place.name}: unpin it, or keep it there (--keep)")
 
     def _check_unnamed(self, keys: Sequence[bytes]) -> None:
-        if any(chunk.is_named for key in keys for chunk in self._store.of(key)):
-            raise NodeError("chunks that a client has named are not stored where other nodes find them")
+        """A name says nothing of the bytes, which may be others at another node, or later."""
+        if any(is_named(key) or any(chunk.is_named for chunk in self._store.of(key)) for key in keys):
+            raise NodeError("chunks that a client has named are not moved to where other nodes find them")
 
     def _homes(self, shards: int) -> tuple[int, ...]:
         """The arenas on GPUs of the workers of an engine that has so many."""
@@ -293,6 +294,8 @@ class Controls:
         place = self.places.at(ask.tier) if ask.tier else self.places.first
         first = self.places.first
         count = self.places.leading(place, ask.keys, ask.shards)
+        if place.tier is not None and place.tier.is_shared:
+            self._check_unnamed(ask.keys)
         if place != first:
             self._settle_in(place, ask)
             for key in self.places.having(place, ask.keys, ask.shards):
@@ -338,7 +341,7 @@ class Controls:
     def _drops(self, place: Place, keys: Sequence[bytes], shards: int) -> Kept:
         """What `clear` would drop there."""
         if place.tier is not None:
-            held = [held for key in keys for held in place.tier.find([key], shards)]
+            held = self.places.found(place, keys, shards).values()
             return Kept(place.name, len(held) * shards, sum(each.nbytes for each in held) * shards)
         chunks = [chunk for key in keys for chunk in self._store.of(key) if chunk.slot.arena in place.arenas]
         return Kept(place.name, len(chunks), sum(chunk.slot.nbytes for chunk in chunks))
@@ -404,8 +407,7 @@ class Controls:
                 f"{len(keys) - len(there)} of {len(keys)} chunks are not in {place.name}: move them there first"
             )
         if place.tier is not None:
-            held = [held for key in keys for held in place.tier.find([key], shards)]
-            nbytes = sum(each.nbytes for each in held) * shards
+            nbytes = sum(held.nbytes for held in self.places.found(place, keys, shards).values()) * shards
             if not ask.dry_run:
                 place.tier.pin(keys, pinned=ask.pinned, share=self._pin_share)
             return Effect([Kept(place.name, len(keys) * shards, nbytes)], ask.dry_run)
