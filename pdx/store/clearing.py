@@ -3,9 +3,12 @@
 It begins at the chunk that should go first. Where that chunk's room, joined with the holes beside it, holds one more
 slot, it goes alone: with slots of one size that is all. Otherwise the chunks beside it go with it, first those before
 it (the end of a prompt lies behind its beginning, and goes first), then those behind it, until one more slot fits or
-both ways are barred by what must stay; then nothing of that goes.
+both ways are barred by what must stay; then nothing of that goes. What is on a higher level than it bars the way, too:
+the end of a prompt, which nearly always is too short for a chunk, would take any chunk with it, just used or not. When
+that one's turn comes, it may take the end with it.
 
-Given up: neighbours go out of their turn, though chunks whose turn it is might lie together elsewhere.
+Given up: neighbours of its level, or below, go out of their turn, though chunks whose turn it is might lie together
+elsewhere.
 """
 
 from __future__ import annotations
@@ -137,6 +140,7 @@ class Clearing:
     def _grow(self, window: Window) -> bool:
         """Take in what lies before it, then what lies behind it, until one slot more fits; whether it does."""
         slots = self._index.slots[self._arena]
+        level = window.chunks[0].level
         is_barred = False  # before it
         while not self._gain(window):
             if self._looks <= 0:
@@ -144,7 +148,7 @@ class Clearing:
             self._looks -= 1
             offset = window.end if is_barred else self._allocator.before(window.start)
             chunk = slots.get(offset) if offset is not None else None
-            if chunk is None or not chunk.is_evictable:
+            if chunk is None or not chunk.is_evictable or chunk.level > level:
                 if is_barred:
                     return False
                 is_barred = True

@@ -127,6 +127,35 @@ def test_the_end_of_a_prompt_that_nobody_shares_goes_before_all_others(store):
     assert there(store, "abcd") == "abcd"
 
 
+def test_the_end_of_a_prompt_takes_nothing_with_it_that_is_worth_more(store):
+    """It is too short for a whole chunk; what lies beside it may be the chunk that was used last."""
+    put(store, "a", granules=2)
+    put_end(store, b"e", "xyz")
+    put(store, "bc", granules=2)
+    put_end(store, b"f", "uvw")
+    store.touch([chunks[0] for chunks in store.find(keys("a"), 1)])
+    put(store, "x", granules=2)
+    assert there(store, "abc") == "ab", "the end of the prompt that was used least recently"
+
+
+def test_ends_of_prompts_that_lie_together_go_before_whole_chunks(store):
+    put(store, "abc", granules=2)
+    put_end(store, b"e", "xyz")
+    put_end(store, b"f", "uvw")
+    put(store, "x", granules=2)
+    assert there(store, "abcef") == "abc"
+
+
+def test_a_chunk_takes_the_end_beside_it_with_it_in_its_turn(store):
+    put(store, "a", granules=2)
+    put_end(store, b"e", "xyz")
+    put(store, "bc", granules=2)
+    put_end(store, b"f", "uvw")
+    store.touch([chunks[0] for chunks in store.find(keys("bc"), 1)])
+    put(store, "x", granules=3)
+    assert there(store, "abcef") == "bcf"
+
+
 @pytest.mark.parametrize("transfer", [None, "transfer"])
 def test_the_end_of_a_prompt_that_another_shares_goes_in_its_turn(store, transfer):
     put(store, "abcd")
